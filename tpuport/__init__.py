@@ -1,0 +1,28 @@
+"""tpuport: PyTorch video-diffusion pipelines on TPUs, exact, sharded and compiled.
+
+>>> import tpuport
+>>> with tpuport.load("cogvideox") as session:
+...     result = session.generate(prompt="a panda plays a guitar")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import TpuportError
+
+if TYPE_CHECKING:
+    from tpuport.api import load, port
+
+__all__ = ["TpuportError", "__version__", "load", "port"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Importing tpuport must stay quick: the API pulls in what it needs on first use.
+    if name in ("load", "port"):
+        from tpuport import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'tpuport' has no attribute {name!r}")

@@ -1,0 +1,229 @@
+"""The public Python API: :func:`load` and :func:`port`; the command line uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+from tpuport.core.spec import ModelPort, Variant
+from tpuport.errors import UsageError
+from tpuport.plugins import get_port
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.mesh import MeshSpec
+    from tpuport.core.porting import PortedProgram
+    from tpuport.core.report import Reporter
+    from tpuport.core.session import Session
+
+    MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder: compiled programs and the demo checkpoint."""
+    return Path(platformdirs.user_cache_dir("tpuport"))
+
+
+def compile_cache_dir(cache: Path) -> Path:
+    """Where compiled programs are kept in a cache folder."""
+    return cache / "compiled"
+
+
+def load(
+    model: str = "cogvideox",
+    *,
+    weights: str | Path | None = None,
+    variant: str | None = None,
+    mesh: MeshLike = None,
+    dtype: str | None = None,
+    encode_on: str = "device",
+    attention: str = "auto",
+    keep_loaded: bool = True,
+    cache_dir: str | Path | None = None,
+    compile_cache: bool = True,
+    reporter: Reporter | None = None,
+) -> Session:
+    """Open a model for generation.
+
+    Weights are read when a stage first needs them.
+
+    Args:
+        model: the name of an installed model plugin.
+        weights: a folder in the diffusers layout, or a hub id. Without it the demo
+            checkpoint (random weights) is used, or the variant's published weights
+            when ``variant`` names one.
+        variant: whose defaults and rules hold. Without it the checkpoint tells.
+        mesh: ``"dp=2,tp=4"``, a mapping, or (dp, sp, tp); one axis may be -1. Without
+            it: one device on CPU, all of them on TPU.
+        dtype: of the weights, ``"float32"`` or ``"bfloat16"``. Without it: float32 on
+            CPU, the variant's dtype elsewhere.
+        encode_on: ``"device"`` or ``"host"``.
+        attention: ``"auto"``, or the name of an attention implementation.
+        keep_loaded: keep weights on the devices between calls of ``generate``.
+        cache_dir: in place of the user's cache folder.
+        compile_cache: keep compiled programs there.
+        reporter: told about progress.
+
+    Returns:
+        A :class:`~tpuport.core.session.Session`, usable in a ``with`` block.
+
+    Raises:
+        UnknownModelError: no such model or variant.
+        WeightsError: the checkpoint is missing, incomplete or of another model.
+        MeshError: the mesh does not fit the devices or the heads.
+        UsageError: an unknown dtype or option.
+    """
+    from tpuport.core.arrays import check_dtype
+    from tpuport.core.report import Reporter as SilentReporter
+    from tpuport.core.session import Session
+
+    reporter = reporter or SilentReporter()
+    port = get_port(model)
+    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    if dtype is not None:
+        dtype = check_dtype(dtype)
+    asked = _parse_mesh(mesh)
+    chosen, checkpoint = find_checkpoint(
+        port, weights=weights, variant=variant, cache=cache, reporter=reporter
+    )
+    placed = make_mesh(port, checkpoint, asked)
+    platform = placed.devices.flat[0].platform
+    if dtype is None:
+        dtype = "float32" if platform == "cpu" else chosen.dtype
+    return Session(
+        port,
+        chosen,
+        checkpoint,
+        placed,
+        dtype=dtype,
+        encode_on=encode_on,
+        attention=attention,
+        keep_loaded=keep_loaded,
+        compile_cache=compile_cache_dir(cache) if compile_cache else None,
+        reporter=reporter,
+    )
+
+
+def port(
+    module: torch.nn.Module,
+    model: str = "cogvideox",
+    mesh: MeshLike = None,
+    *,
+    attention: str = "auto",
+) -> PortedProgram:
+    """A torch module as a compiled JAX program with a plugin's patches and rules.
+
+    Args:
+        module: an instance of one of the model's component classes, any legal config.
+        model: the name of an installed model plugin.
+        mesh: as for :func:`load`; without it, one device.
+        attention: as for :func:`load`.
+
+    Returns:
+        A callable with upstream's signature: torch tensors in, torch tensors out.
+        ``.call("decode", ...)`` calls another method than ``forward``.
+
+    Raises:
+        UsageError: the module is of no class the plugin knows.
+        ShardingError: the plugin's rules do not fit the module's weights and the mesh.
+        MeshError: the mesh does not fit the devices.
+    """
+    from tpuport.core.mesh import build_mesh
+    from tpuport.core.porting import PortedProgram, component_of
+
+    found = get_port(model)
+    component = component_of(found, module)
+    spec = _parse_mesh(mesh)
+    if spec is None:
+        spec = _parse_mesh((1, 1, 1))
+    assert spec is not None
+    placed = build_mesh(spec)
+    if component.heads is not None and hasattr(module, "config"):
+        config = module.config
+        values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        _spec_of(placed).validate(heads={component.name: component.heads(values)})
+    return PortedProgram(module, found, component, placed, attention=attention)
+
+
+def _parse_mesh(mesh: MeshLike) -> MeshSpec | None:
+    from tpuport.core.mesh import MeshSpec
+
+    return None if mesh is None else MeshSpec.parse(mesh)
+
+
+def _spec_of(mesh: jax.sharding.Mesh) -> MeshSpec:
+    from tpuport.core.mesh import MeshSpec
+
+    return MeshSpec.parse(dict(mesh.shape))
+
+
+def find_checkpoint(
+    port: ModelPort,
+    *,
+    weights: str | Path | None,
+    variant: str | None,
+    cache: Path,
+    reporter: Reporter,
+) -> tuple[Variant, Checkpoint]:
+    """The variant and the checkpoint that a user's choice stands for.
+
+    Raises:
+        UnknownModelError: no such variant.
+        WeightsError: see :func:`tpuport.core.checkpoint.resolve`.
+    """
+    from tpuport.core.checkpoint import resolve
+    from tpuport.core.demo import demo_checkpoint
+
+    named = port.variant(variant) if variant is not None else None
+    source: str | Path | None = weights
+    if source is None and named is not None and named.repo_id:
+        source = named.repo_id
+    if source is None or str(source) == "demo":
+        demo = port.variants[0]
+        reporter.say(
+            "using the built-in demo checkpoint: its weights are random; name real "
+            "ones with --weights HUB_ID_OR_FOLDER"
+        )
+        return named or demo, demo_checkpoint(port, cache, reporter.say)
+    if not str(source):
+        raise UsageError("weights is empty; give a folder or a hub id")
+    checkpoint = resolve(
+        source,
+        folders=[*port.components, *(f for s in port.stages for f in s.files)],
+        pipelines=port.pipelines,
+        model=port.name,
+        say=reporter.say,
+    )
+    return named or port.detect(checkpoint), checkpoint
+
+
+def make_mesh(
+    port: ModelPort, checkpoint: Checkpoint, asked: MeshSpec | None
+) -> jax.sharding.Mesh:
+    """The mesh asked for; by default one CPU device, or all TPU chips.
+
+    Raises:
+        MeshError: it does not fit the devices.
+    """
+    import jax
+
+    from tpuport.core.mesh import MeshSpec, auto_mesh, build_mesh
+
+    if asked is None:
+        devices = jax.devices()
+        if devices[0].platform == "cpu":
+            asked = MeshSpec()
+        else:
+            heads = {
+                name: component.heads(checkpoint.config(name))
+                for name, component in port.components.items()
+                if component.heads is not None and checkpoint.has(name)
+            }
+            asked = auto_mesh(len(devices), heads=heads, batch=2)
+    return build_mesh(asked)

@@ -1,0 +1,1 @@
+"""The model-independent machinery. Nothing here names a model."""

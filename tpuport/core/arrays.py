@@ -1,0 +1,96 @@
+"""Between torch tensors, NumPy and JAX arrays, bfloat16 included."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+#: The dtypes weights may be asked for; float16 has no exponent range for T5 and is not
+#: a native TPU type, so upstream's float16 checkpoints run in bfloat16 or float32.
+WEIGHT_DTYPES = ("float32", "bfloat16")
+
+
+def check_dtype(name: str) -> str:
+    """``name`` if it is a supported weight dtype.
+
+    Raises:
+        UsageError: it is not; the message lists those that are.
+    """
+    aliases = {"fp32": "float32", "bf16": "bfloat16"}
+    name = aliases.get(name, name)
+    if name not in WEIGHT_DTYPES:
+        raise UsageError(
+            f"dtype {name!r} is not supported; choose one of {', '.join(WEIGHT_DTYPES)}"
+            + (
+                " (TPUs have no float16 units and T5 overflows in float16)"
+                if name in ("float16", "fp16", "half")
+                else ""
+            )
+        )
+    return name
+
+
+def dtype_name(dtype: Any) -> str:
+    """``"float32"`` for ``torch.float32``, ``np.float32`` and the like."""
+    return str(dtype).removeprefix("torch.").removeprefix("jax.numpy.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def jax_dtype(name: str) -> Any:
+    """The NumPy-compatible dtype of that name, bfloat16 included."""
+    import jax.numpy as jnp
+
+    return jnp.dtype(name)
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """A host array of a torch tensor, JAX array or NumPy array; bfloat16 stays.
+
+    int64 becomes int32, since JAX runs with 32-bit integers here; a value that does not
+    fit raises OverflowError rather than wrapping.
+    """
+    import ml_dtypes
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        if value.dtype == torch.bfloat16:
+            return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        array = value.numpy()
+    else:
+        array = np.asarray(value)
+    if array.dtype == np.int64:
+        narrow = array.astype(np.int32)
+        if not np.array_equal(narrow, array):
+            raise OverflowError(f"int64 values outside int32: {array.min()} .. ")
+        return narrow
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    return array
+
+
+def to_torch(value: Any) -> torch.Tensor:
+    """A torch tensor on the host holding a copy of a JAX or NumPy array."""
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    array = np.array(value)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,77 @@
+"""Compiling programs, and the persistent cache that spares most of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_hits = 0
+_listening = False
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def persistent_cache(folder: Path | None) -> Iterator[None]:
+    """Compiled programs are kept in ``folder`` while this holds; ``None`` leaves jax as
+    it is set.
+
+    Small and quick programs are kept too: the decoder's many small ones are what a warm
+    start would otherwise wait for. Settings are put back on exit.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if folder is None:
+        yield
+        return
+    _listen()
+    folder.mkdir(parents=True, exist_ok=True)
+    before = {name: getattr(jax.config, name) for name in _SETTINGS}
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        # jax opens its cache once and keeps the folder it had then.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def cache_hits() -> int:
+    """How many programs came out of the persistent cache in this process so far."""
+    return _hits
+
+
+def _listen() -> None:
+    """Count cache hits from now on; once per process."""
+    global _listening
+    import jax.monitoring
+
+    with _lock:
+        if not _listening:
+            jax.monitoring.register_event_listener(_on_event)
+            _listening = True
+
+
+def _on_event(event: str, **kwargs: Any) -> None:
+    global _hits
+    if event == _HIT_EVENT:
+        _hits += 1

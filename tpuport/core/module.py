@@ -1,0 +1,196 @@
+"""A torch module as a pure function of weights and inputs.
+
+The same object is called on real arrays, lowered on abstract arrays, and sharded: what
+is planned is what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+    from tpuport.core.runtime import Runtime
+
+Weights = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightNames:
+    """The tensors of a module by role.
+
+    Attributes:
+        stored: parameters and persistent buffers, tied ones under one name.
+        computed: non-persistent buffers, which no checkpoint holds.
+        tied: every other name of a stored tensor -> the name it is stored under.
+    """
+
+    stored: tuple[str, ...]
+    computed: tuple[str, ...]
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> WeightNames:
+        """Collect the names of ``module``, which may be on the meta device."""
+        first: dict[int, str] = {}
+        stored: list[str] = []
+        computed: list[str] = []
+        tied: dict[str, str] = {}
+        persistent = set(module.state_dict(keep_vars=True))
+        tensors = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in tensors:
+            if id(tensor) in first:
+                tied[name] = first[id(tensor)]
+                continue
+            first[id(tensor)] = name
+            (stored if name in persistent else computed).append(name)
+        return cls(stored=tuple(stored), computed=tuple(computed), tied=tied)
+
+
+class PortedModule:
+    """A torch module whose weights live outside of it.
+
+    Args:
+        module: the skeleton; its own tensors are never read while tracing.
+        runtime: the environment torch code is traced in.
+    """
+
+    def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
+        self.module = module
+        self.runtime = runtime
+        self.names = WeightNames.of(module)
+
+    def apply(
+        self,
+        weights: Weights,
+        *args: Any,
+        method: str = "forward",
+        weight_overrides: Weights | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``method`` of the module as a pure function.
+
+        Args:
+            weights: one array per stored and computed name.
+            args: positional arguments; arrays anywhere in them are JAX arrays.
+            method: the method of the module to call.
+            weight_overrides: arrays used in place of weights of the same names.
+            attributes: module attributes (dotted) that hold during this call only.
+            kwargs: keyword arguments, like ``args``.
+
+        Returns:
+            What the method returns, with JAX arrays in place of tensors.
+        """
+        from torch.nn.utils.stateless import _reparametrize_module
+
+        env = self.runtime.env
+        values = {**weights, **(weight_overrides or {})}
+        for alias, name in self.names.tied.items():
+            values[alias] = values[name]
+        with self.runtime.tracing():
+            tensors = env.j2t_iso(values)
+            args, kwargs = env.j2t_iso((args, kwargs))
+            with (
+                _eval_mode(self.module),
+                _attributes(self.module, attributes or {}),
+                _reparametrize_module(self.module, tensors),
+            ):
+                out = getattr(self.module, method)(*args, **kwargs)
+            return env.t2j_iso(out)
+
+    def bind(self, weights: Weights) -> BoundModule:
+        """This module with ``weights`` filled in, for use inside a program."""
+        return BoundModule(self, weights)
+
+    def abstract_weights(
+        self, dtype: Callable[[str, torch.Tensor], Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of all weights, for lowering without data."""
+        import jax
+
+        tensors = dict(self.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
+        return {
+            name: jax.ShapeDtypeStruct(
+                tuple(tensors[name].shape), dtype(name, tensors[name])
+            )
+            for name in (*self.names.stored, *self.names.computed)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModule:
+    """A ported module inside a program: ``model(...)`` calls its forward."""
+
+    ported: PortedModule
+    weights: Weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`PortedModule.apply`."""
+        return self.ported.apply(self.weights, *args, **kwargs)
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """``x`` split over mesh axes, one per leading dim.
+
+        An axis that does not divide its dim leaves that dim whole.
+        """
+        return constrain(self.ported.runtime.mesh, x, *axes)
+
+
+def constrain(
+    mesh: jax.sharding.Mesh | None, x: jax.Array, *axes: str | None
+) -> jax.Array:
+    """``x`` split over mesh axes; see :meth:`BoundModule.constrain`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if mesh is None or mesh.size == 1:
+        return x
+    fitting = [
+        axis if axis and x.shape[dim] % mesh.shape[axis] == 0 else None
+        for dim, axis in enumerate(axes)
+    ]
+    sharding = NamedSharding(mesh, PartitionSpec(*fitting))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+@contextlib.contextmanager
+def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """No dropout in this block; the training flags of the caller's module return."""
+    training = [child for child in module.modules() if child.training]
+    for child in training:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+@contextlib.contextmanager
+def _attributes(
+    module: torch.nn.Module, attributes: Mapping[str, Any]
+) -> Iterator[None]:
+    """Set dotted attributes of ``module``; put the old values back on exit."""
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for path, value in attributes.items():
+            *parents, last = path.split(".")
+            owner: Any = module
+            for name in parents:
+                owner = getattr(owner, name)
+            saved.append((owner, last, getattr(owner, last)))
+            setattr(owner, last, value)
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)

@@ -1,0 +1,176 @@
+"""A bare torch module as a compiled JAX program on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.module import PortedModule
+from tpuport.core.runtime import Runtime
+from tpuport.core.sharding import ShardingPlan, named_shardings, plan_sharding
+from tpuport.core.spec import Component, ModelPort
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+
+class PortedProgram:
+    """A torch module compiled for a mesh. Made by :func:`tpuport.port`.
+
+    The module's weights are copied to the devices when this object is made; later
+    changes of the module are not seen. Every new combination of shapes, dtypes and
+    non-tensor arguments compiles once.
+
+    Attributes:
+        plan: where the weights went.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        port: ModelPort,
+        component: Component,
+        mesh: jax.sharding.Mesh,
+        *,
+        attention: str = "auto",
+    ) -> None:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        if component.single_device and mesh.size > 1:
+            mesh = jax.sharding.Mesh(
+                mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim),
+                mesh.axis_names,
+                axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
+            )
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        tensors.update(module.named_buffers(remove_duplicate=False))
+        floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
+        import torch
+
+        self._runtime = Runtime(
+            mesh=mesh,
+            platform=str(mesh.devices.flat[0].platform),
+            patches=port.patches,
+            overrides=port.overrides,
+            attention=port.attention,
+            attention_implementation=attention,
+            matmul_precision="highest" if torch.float32 in floats else None,
+        )
+        self._ported = PortedModule(module, self._runtime)
+        names = self._ported.names
+        self.plan: ShardingPlan = plan_sharding(
+            component.sharding,
+            {name: tensors[name] for name in names.stored},
+            dict(mesh.shape),
+            component=component.name,
+        )
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        shardings = named_shardings(self.plan, mesh)
+        self._weights = {
+            name: jax.device_put(
+                to_numpy(tensors[name]),
+                shardings.get(name, self._replicated),
+                may_alias=False,
+            )
+            for name in (*names.stored, *names.computed)
+        }
+        self._programs: dict[Any, tuple[Any, dict[str, Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``forward``; see :meth:`call`."""
+        return self.call("forward", *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module as a compiled program.
+
+        Args:
+            method: such as ``"forward"`` or, for an autoencoder, ``"decode"``.
+            args: as upstream's method takes them: torch tensors become inputs, anything
+                else is compiled in.
+            kwargs: the same.
+
+        Returns:
+            What upstream's method returns, with torch tensors on the host.
+
+        Raises:
+            UsageError: the module has no such method.
+        """
+        import jax
+        import torch
+        from torch.utils import _pytree as torch_pytree
+
+        if not callable(getattr(self._ported.module, method, None)):
+            raise UsageError(
+                f"{type(self._ported.module).__name__} has no method {method!r}"
+            )
+        leaves, tree = torch_pytree.tree_flatten((args, kwargs))
+        is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        dynamic = [
+            jax.device_put(to_numpy(leaf), self._replicated)
+            for leaf, tensor in zip(leaves, is_tensor, strict=True)
+            if tensor
+        ]
+        static = tuple(
+            None if tensor else leaf
+            for leaf, tensor in zip(leaves, is_tensor, strict=True)
+        )
+        key = (method, str(tree), is_tensor, repr(static))
+        if key not in self._programs:
+            self._programs[key] = self._make(method, tree, is_tensor, static)
+        program, found = self._programs[key]
+        out = program(self._weights, dynamic)
+        results = [
+            to_torch(out[i]) if i is not None else constant
+            for i, constant in found["leaves"]
+        ]
+        return torch_pytree.tree_unflatten(results, found["tree"])
+
+    def _make(
+        self, method: str, tree: Any, is_tensor: tuple[bool, ...], static: tuple
+    ) -> tuple[Any, dict[str, Any]]:
+        import jax
+        from torch.utils import _pytree as torch_pytree
+
+        found: dict[str, Any] = {}
+
+        def program(weights: Mapping[str, Any], dynamic: list[Any]) -> list[Any]:
+            inputs = iter(dynamic)
+            leaves = [
+                next(inputs) if tensor else leaf
+                for leaf, tensor in zip(static, is_tensor, strict=True)
+            ]
+            args, kwargs = torch_pytree.tree_unflatten(leaves, tree)
+            out = self._ported.apply(weights, *args, method=method, **kwargs)
+            out_leaves, found["tree"] = torch_pytree.tree_flatten(out)
+            arrays: list[Any] = []
+            found["leaves"] = []
+            for leaf in out_leaves:
+                if isinstance(leaf, jax.Array):
+                    found["leaves"].append((len(arrays), None))
+                    arrays.append(leaf)
+                else:
+                    found["leaves"].append((None, leaf))
+            return arrays
+
+        program.__name__ = f"ported_{method}"
+        return jax.jit(program, out_shardings=self._replicated), found
+
+
+def component_of(port: ModelPort, module: torch.nn.Module) -> Component:
+    """The component of ``port`` that ``module`` is an instance of.
+
+    Raises:
+        UsageError: it is of none; the message lists the classes.
+    """
+    classes = {c.class_path.partition(":")[2]: c for c in port.components.values()}
+    for cls in type(module).__mro__:
+        if cls.__name__ in classes:
+            return classes[cls.__name__]
+    raise UsageError(
+        f"model {port.name!r} has no component of class {type(module).__name__}; it "
+        "has " + ", ".join(classes)
+    )

@@ -1,0 +1,81 @@
+"""Where torch code is traced into JAX: op overrides, patches and precision, scoped.
+
+A runtime owns a private torchax environment. Overrides, patches and torch modes are
+active only while :meth:`Runtime.tracing` is, so an open session never changes what
+upstream code does outside its own programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.attention import ATTENTION, AttentionPolicy, AttentionRecord
+from tpuport.core.ops import OpContext, OpOverride, OpRegistry
+from tpuport.core.patching import Patch, PatchReport, applied
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """The tracing environment of one mesh.
+
+    Attributes:
+        mesh: devices the programs run on; ``None`` for the default device.
+        platform: where programs are lowered.
+        patches: monkey patches on upstream code, applied while tracing.
+        overrides: op overrides besides attention.
+        attention: how attention is split over the mesh.
+        attention_implementation: ``"auto"`` or the name of a kernel.
+        matmul_precision: ``"highest"`` for exact float32 products on every chip.
+        records: what the attention calls traced so far run as.
+        patch_report: what patching did, once something was traced.
+    """
+
+    mesh: jax.sharding.Mesh | None
+    platform: str
+    patches: Sequence[Patch] = ()
+    overrides: Sequence[OpOverride] = ()
+    attention: AttentionPolicy = field(default_factory=AttentionPolicy)
+    attention_implementation: str = "auto"
+    matmul_precision: str | None = None
+    records: list[AttentionRecord] = field(default_factory=list)
+    patch_report: PatchReport | None = None
+
+    def __post_init__(self) -> None:
+        compat.import_torchax()
+        from torchax.tensor import Environment
+
+        self.env = Environment()
+        self._registry = OpRegistry([ATTENTION, *self.overrides])
+        self._registry.resolve()
+
+    def op_context(self) -> OpContext:
+        """What op implementations of this runtime may depend on."""
+        return OpContext(
+            mesh=self.mesh,
+            platform=self.platform,
+            attention=self.attention,
+            implementation=self.attention_implementation,
+            records=self.records,
+        )
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Any]:
+        """Torch code in this block runs on JAX; yields the torchax environment."""
+        import jax
+        import torch
+
+        with contextlib.ExitStack() as stack:
+            self.patch_report = stack.enter_context(applied(self.patches))
+            stack.enter_context(self._registry.install(self.env, self.op_context()))
+            if self.matmul_precision:
+                stack.enter_context(jax.default_matmul_precision(self.matmul_precision))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.env)
+            yield self.env

@@ -1,0 +1,562 @@
+"""The only orchestrator: a checkpoint, a mesh, and the stages run on them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import report as reports
+from tpuport.core.artifacts import STAGE_FILES, RunDirectory
+from tpuport.core.compile import persistent_cache
+from tpuport.core.executor import Executor
+from tpuport.core.report import Reporter, RunReport, StageReport
+from tpuport.core.request import Request
+from tpuport.core.spec import ModelPort, Stage, Variant
+from tpuport.core.video import check_frames
+from tpuport.errors import MeshError, UsageError
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import torch
+
+    from tpuport.core.checkpoint import Checkpoint
+
+BACKENDS = ("tpuport", "diffusers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run made.
+
+    Attributes:
+        frames: float32 array of shape [N, T, Y, X, 3] in [0, 1]; N videos of T frames.
+        latents: float32 tensor, what upstream returns for ``output_type="latent"``.
+        report: what it took.
+        request: the settings in full, defaults filled in.
+    """
+
+    frames: np.ndarray
+    latents: torch.Tensor
+    report: RunReport
+    request: Request
+
+
+class Session:
+    """One checkpoint on one mesh. Made by :func:`tpuport.load`.
+
+    Used in a ``with`` block it frees its weights and compiled programs at the end, also
+    after an error. Patches and op overrides are active only while a program is traced,
+    so upstream code behaves as always beside an open session.
+
+    Args:
+        port: the model.
+        variant: the defaults and rules in force.
+        checkpoint: the weights.
+        mesh: the devices.
+        dtype: of the weights.
+        encode_on: ``"device"`` for the mesh, ``"host"`` for upstream's text encoder on
+            the CPU.
+        attention: the attention implementation, ``"auto"`` or a name.
+        keep_loaded: keep weights on the devices between calls of ``generate``.
+        compile_cache: folder of the persistent compile cache, or ``None`` for none.
+        reporter: told what happens.
+    """
+
+    def __init__(
+        self,
+        port: ModelPort,
+        variant: Variant,
+        checkpoint: Checkpoint,
+        mesh: jax.sharding.Mesh,
+        *,
+        dtype: str,
+        encode_on: str = "device",
+        attention: str = "auto",
+        keep_loaded: bool = True,
+        compile_cache: Path | None = None,
+        reporter: Reporter | None = None,
+    ) -> None:
+        if encode_on not in ("device", "host"):
+            raise UsageError(f"encode_on {encode_on!r}: choose device or host")
+        self.port = port
+        self.variant = variant
+        self.checkpoint = checkpoint
+        self.mesh = mesh
+        self.dtype = dtype
+        self.encode_on = encode_on
+        self.reporter = reporter or Reporter()
+        self._compile_cache = compile_cache
+        self.executor = Executor(
+            port,
+            checkpoint,
+            mesh,
+            dtype=dtype,
+            attention=attention,
+            keep_loaded=keep_loaded,
+            reporter=self.reporter,
+        )
+        self._check_heads()
+
+    # ------------------------------------------------------------------ scope
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free weights and compiled programs. A closed session may be used again."""
+        self.executor.close()
+
+    def _check_heads(self) -> None:
+        """Refuse a mesh whose tp does not divide the heads of a component on it."""
+        from tpuport.core.mesh import MeshSpec
+
+        heads = {
+            name: component.heads(self.checkpoint.config(name))
+            for name, component in self.port.components.items()
+            if component.heads is not None
+            and (self.checkpoint.folder / name / "config.json").is_file()
+            and not (name == self._text_component() and self.encode_on == "host")
+        }
+        MeshSpec.parse(dict(self.mesh.shape)).validate(heads=heads, batch=None)
+
+    def _text_component(self) -> str:
+        return self.port.stages[0].components[0]
+
+    # ---------------------------------------------------------------- request
+
+    def request(
+        self,
+        *,
+        prompt: str | Sequence[str] | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        seed: int | Sequence[int] = 0,
+        options: Mapping[str, Any] | None = None,
+        videos: int | None = None,
+        batched: bool = True,
+    ) -> Request:
+        """A checked request, with the variant's defaults filled in.
+
+        Args:
+            prompt: one or several; with ``batched`` they are denoised together.
+            videos: how many, when embeddings are given instead of prompts.
+            batched: several prompts as one batch (as one call of the upstream pipeline
+                does), or one after the other, each as if it were alone.
+
+        Raises:
+            UsageError: a value is off its rule; the message names the nearest legal
+                ones.
+            MeshError: the mesh does not divide the batch.
+        """
+        variant = self.variant
+        prompts = _texts(prompt, videos or 1, "prompt")
+        count = len(prompts)
+        batch_size = count if batched else 1
+        request = Request(
+            prompts=prompts,
+            negative_prompts=_texts(negative_prompt, count, "negative_prompt"),
+            seeds=_seeds(seed, count, batch_size),
+            batch_size=batch_size,
+            height=_given(height, variant.height),
+            width=_given(width, variant.width),
+            num_frames=_given(num_frames, variant.num_frames),
+            fps=_given(fps, variant.fps),
+            num_inference_steps=_given(
+                num_inference_steps, variant.num_inference_steps
+            ),
+            guidance_scale=float(_given(guidance_scale, variant.guidance_scale)),
+            options=self._options(options or {}),
+        )
+        self.check(request)
+        return request
+
+    def _options(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        known = {option.name: option for option in self.port.options}
+        values = dict(self.variant.options)
+        for name, value in asked.items():
+            if name not in known:
+                raise UsageError(
+                    f"model {self.port.name!r} has no option {name!r}; it has "
+                    + ", ".join(known)
+                )
+            if value is None:
+                continue
+            parsed = known[name].parse(value)
+            choices = known[name].choices
+            if choices and parsed not in choices:
+                raise UsageError(
+                    f"option {name}={value!r}: choose one of {', '.join(choices)}"
+                )
+            values[name] = parsed
+        return values
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that this checkpoint or mesh cannot do.
+
+        Raises:
+            UsageError, MeshError: see :meth:`request`.
+        """
+        check_shape(request, self.variant)
+        self.port.check(request, self.variant, self.checkpoint)
+        dp = self.mesh.shape["dp"]
+        for stage in self.port.stages:
+            rows = stage.batch_rows(request) if stage.batch_rows else 0
+            if rows and rows % dp:
+                legal = [n for n in range(1, rows + 1) if rows % n == 0]
+                why = "with" if request.guided else "without"
+                raise MeshError(
+                    f"mesh dp={dp} does not divide the batch of {stage.name}: "
+                    f"{rows} rows for {request.batch_size} video(s) {why} guidance; "
+                    f"legal dp values: {', '.join(map(str, legal))}"
+                )
+
+    # ----------------------------------------------------------------- stages
+
+    def run_stage(
+        self,
+        name: str,
+        request: Request,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        backend: str = "tpuport",
+    ) -> tuple[dict[str, Any], StageReport]:
+        """Run one stage on tensors in memory.
+
+        Args:
+            name: ``"encode"``, ``"denoise"`` or ``"decode"``.
+            request: the whole run.
+            inputs: the tensors of the stage before, videos in the leading dim.
+            backend: ``"tpuport"``, or ``"diffusers"`` for plain upstream code on the
+                host or its GPU.
+
+        Returns:
+            The tensors the stage writes (decode: ``frames``), and its report.
+        """
+        stage = self.port.stage(name)
+        if backend not in BACKENDS:
+            raise UsageError(
+                f"backend {backend!r}: choose one of {', '.join(BACKENDS)}"
+            )
+        if backend == "diffusers":
+            return self._run_upstream(stage, request, inputs, host_device())
+        if stage is self.port.stages[0] and self.encode_on == "host":
+            return self._run_upstream(stage, request, inputs, "cpu")
+        with persistent_cache(self._compile_cache):
+            return self.executor.run(stage, request, inputs)
+
+    def _run_upstream(
+        self,
+        stage: Stage,
+        request: Request,
+        inputs: Mapping[str, torch.Tensor],
+        device: str,
+    ) -> tuple[dict[str, Any], StageReport]:
+        for name in stage.components:
+            # The same refusals as on the mesh; upstream would fill a missing tensor
+            # with random numbers and warn.
+            self.executor.check_files(name)
+        return self.executor.run_upstream(stage, request, inputs, device)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        negative_prompt: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        seed: int | Sequence[int] = 0,
+        latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        fps: float | None = None,
+        backend: str = "tpuport",
+        **options: Any,
+    ) -> Result:
+        """Make videos, as one call of the upstream pipeline would.
+
+        Args:
+            prompt: one, or several for one batch.
+            negative_prompt: one for all, or one for each.
+            height, width: in pixels. Defaults, like those below, are the variant's.
+            num_frames: frames of the video.
+            num_inference_steps: denoising steps.
+            guidance_scale: at most 1 turns guidance off.
+            seed: one (one generator for the batch) or one per video.
+            latents: initial noise in place of a seed's, [N, T, C, Y, X].
+            prompt_embeds: in place of prompts, [N, tokens, width].
+            negative_prompt_embeds: in place of negative prompts, of the same shape.
+            fps: recorded with the result; the model does not see it.
+            backend: ``"diffusers"`` runs plain upstream code.
+            options: settings of this model, such as ``scheduler="ddim"``.
+
+        Returns:
+            :class:`Result`.
+
+        Raises:
+            UsageError: a value is off its rule, or prompts and embeddings exclude each
+                other.
+            VideoError: latents or frames are not finite, constant or black.
+        """
+        started = time.perf_counter()
+        embeds = _check_embeds(
+            prompt, negative_prompt, prompt_embeds, negative_prompt_embeds
+        )
+        request = self.request(
+            prompt=prompt,
+            negative_prompt=negative_prompt,
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            fps=fps,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            seed=seed,
+            options=options,
+            videos=len(prompt_embeds) if prompt_embeds is not None else None,
+        )
+        stages: list[StageReport] = []
+        if not embeds:
+            embeds, report = self.run_stage("encode", request, {}, backend=backend)
+            stages.append(report)
+        elif request.guided and "negative_prompt_embeds" not in embeds:
+            # As upstream: the negative prompts are encoded, the prompts were not.
+            encoded, report = self.run_stage("encode", request, {}, backend=backend)
+            stages.append(report)
+            name = "negative_prompt_embeds"
+            embeds = {**embeds, name: encoded[name]}
+        if latents is not None:
+            embeds = {**embeds, "initial_latents": latents}
+        tensors, report = self.run_stage("denoise", request, embeds, backend=backend)
+        stages.append(report)
+        decoded, report = self.run_stage("decode", request, tensors, backend=backend)
+        stages.append(report)
+        check_frames(decoded["frames"])
+        return Result(
+            frames=decoded["frames"],
+            latents=tensors["latents"],
+            report=self.run_report(stages, time.perf_counter() - started),
+            request=request,
+        )
+
+    def run_report(
+        self, stages: Sequence[StageReport], total_seconds: float
+    ) -> RunReport:
+        """The report of a run made of these stages."""
+        from tpuport.core.mesh import MeshSpec
+
+        return RunReport(
+            model=self.port.name,
+            variant=self.variant.name,
+            weights=self.checkpoint.source,
+            platform=self.executor.platform,
+            mesh=str(MeshSpec.parse(dict(self.mesh.shape))),
+            devices=int(self.mesh.devices.size),
+            dtype=self.dtype,
+            stages=tuple(stages),
+            total_seconds=total_seconds,
+            peak_host_bytes=reports.peak_host_bytes(),
+            peak_device_bytes=reports.peak_device_bytes(list(self.mesh.devices.flat)),
+        )
+
+    # ---------------------------------------------------------- run directory
+
+    def open_run(self, path: Path, request: Request) -> RunDirectory:
+        """The run directory of a request: a new one, or one made for the same.
+
+        Raises:
+            ArtifactError: it is of another model, other settings or other weights.
+        """
+        names = [*self.port.components]
+        names += [f for stage in self.port.stages for f in stage.files]
+        weights = {
+            name: self.checkpoint.fingerprint(name)
+            if self.checkpoint.has(name)
+            else None
+            for name in names
+        }
+        return RunDirectory.open_or_create(
+            path,
+            model=self.port.name,
+            variant=self.variant.name,
+            settings=request.as_dict(),
+            weights=weights,
+        )
+
+    def run_stage_in(
+        self,
+        run: RunDirectory,
+        name: str,
+        *,
+        backend: str = "tpuport",
+        extra: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[dict[str, Any], StageReport]:
+        """Run one stage on a run directory: its inputs are read, its tensors written.
+
+        Args:
+            run: opened by :meth:`open_run` or :meth:`RunDirectory.open`.
+            name: of the stage.
+            backend: see :meth:`run_stage`.
+            extra: tensors written beside the stage's own, such as initial latents.
+
+        Returns:
+            As :meth:`run_stage`. The frames of decode are checked, not written.
+
+        Raises:
+            ArtifactError: an input is missing, altered or of other weights.
+        """
+        stage = self.port.stage(name)
+        request = Request.from_dict(run.settings)
+        self.check(request)
+        run.check_request(model=self.port.name, variant=self.variant.name)
+        for folder in (*stage.components, *stage.files):
+            if self.checkpoint.has(folder):
+                run.check_weights(folder, self.checkpoint.fingerprint(folder))
+        order = [s.name for s in self.port.stages]
+        inputs: dict[str, torch.Tensor] = {}
+        if order.index(name):
+            before = self.port.stages[order.index(name) - 1]
+            inputs = run.read_stage(before.name, before.writes)
+        tensors, report = self.run_stage(name, request, inputs, backend=backend)
+        if stage.writes:
+            run.invalidate_after(name, order)
+            run.write_stage(
+                name,
+                STAGE_FILES[name],
+                {**tensors, **(extra or {})},
+                stage.writes,
+                self.stage_record(report),
+            )
+        else:
+            check_frames(tensors["frames"])
+        return tensors, report
+
+    def stage_record(self, report: StageReport) -> dict[str, Any]:
+        """What run.json keeps of a stage: its report and where it ran."""
+        from tpuport.core.mesh import MeshSpec
+
+        return {
+            **report.as_dict(),
+            "weights": self.checkpoint.source,
+            "dtype": self.dtype,
+            "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
+            "platform": self.executor.platform,
+        }
+
+
+def latents_digest(latents: torch.Tensor) -> str:
+    """sha256 of the bytes of a latents tensor, its shape and its dtype."""
+    from tpuport.core.arrays import dtype_name, to_numpy
+
+    digest = hashlib.sha256()
+    digest.update(f"{dtype_name(latents.dtype)} {tuple(latents.shape)}".encode())
+    digest.update(to_numpy(latents).tobytes())
+    return digest.hexdigest()
+
+
+def host_device() -> str:
+    """Where plain upstream code runs: the host's GPU when torch sees one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_shape(request: Request, variant: Variant) -> None:
+    """Refuse frame counts and sizes off the variant's rules.
+
+    Raises:
+        UsageError: with the nearest legal values.
+    """
+    frames = variant.frames
+    if not frames.allows(request.num_frames):
+        upto = f", up to {frames.limit}" if frames.limit else ""
+        nearest = " or ".join(map(str, frames.nearest(request.num_frames)))
+        raise UsageError(
+            f"{request.num_frames} frames asked for; {variant.name} makes "
+            f"{frames.step}n+1 frames{upto}; nearest valid: {nearest}"
+        )
+    for name in ("height", "width"):
+        asked = getattr(request, name)
+        if not variant.sizes.allows(asked):
+            nearest = " or ".join(map(str, variant.sizes.nearest(asked)))
+            raise UsageError(
+                f"{name} {asked} asked for; {variant.name} needs a multiple of "
+                f"{variant.sizes.multiple}; nearest valid: {nearest}"
+            )
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _texts(value: str | Sequence[str] | None, count: int, name: str) -> tuple[str, ...]:
+    """One text per video."""
+    if value is None:
+        return ("",) * count
+    if isinstance(value, str):
+        return (value,) * count
+    texts = tuple(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{name} must be a string or a list of strings")
+    return texts
+
+
+def _seeds(
+    seed: int | Sequence[int], count: int, batch_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Seeds by batch."""
+    batches = count // batch_size
+    if isinstance(seed, int):
+        return ((seed,),) * batches
+    seeds = tuple(int(s) for s in seed)
+    if len(seeds) != count:
+        raise UsageError(f"{len(seeds)} seeds for {count} videos; give one, or {count}")
+    return tuple(seeds[i * batch_size : (i + 1) * batch_size] for i in range(batches))
+
+
+def _check_embeds(
+    prompt: Any, negative: Any, embeds: Any, negative_embeds: Any
+) -> dict[str, Any]:
+    """The given embeddings by name; the exclusions are the upstream pipeline's."""
+    if embeds is None:
+        if prompt is None:
+            raise UsageError("give a prompt, or prompt_embeds in its place")
+        if negative_embeds is not None:
+            raise UsageError("negative_prompt_embeds go with prompt_embeds only")
+        return {}
+    if prompt is not None:
+        raise UsageError("prompt and prompt_embeds exclude each other; give one")
+    if negative is not None and negative_embeds is not None:
+        raise UsageError(
+            "negative_prompt and negative_prompt_embeds exclude each other; give one"
+        )
+    named = {"prompt_embeds": embeds}
+    if negative_embeds is not None:
+        if tuple(negative_embeds.shape) != tuple(embeds.shape):
+            raise UsageError(
+                f"negative_prompt_embeds {tuple(negative_embeds.shape)} and "
+                f"prompt_embeds {tuple(embeds.shape)} must have one shape"
+            )
+        named["negative_prompt_embeds"] = negative_embeds
+    return named

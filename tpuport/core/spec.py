@@ -1,0 +1,331 @@
+"""What a model port is made of: data and small pure functions, no devices.
+
+A plugin hands over one :class:`ModelPort`. The session reads it; nothing here runs
+anything. Importing this module, or building a port, imports neither torch nor jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.artifacts import TensorSpec
+from tpuport.core.request import Request
+from tpuport.core.sharding import ShardRule
+from tpuport.errors import UnknownModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpuport.core.attention import AttentionPolicy
+    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.module import BoundModule
+    from tpuport.core.ops import OpOverride
+    from tpuport.core.patching import Patch
+    from tpuport.core.rotary import RotaryCache
+
+Tree = Any
+"""A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """One folder of a checkpoint with weights.
+
+    Attributes:
+        name: the folder, as ``model_index.json`` names it.
+        class_path: ``"package:Class"``, the upstream class.
+        sharding: rules that match every stored weight exactly once.
+        used: regexes of the stored weights a stage needs; others are checked but not
+            loaded (a decoder needs no encoder).
+        single_device: run on the first device of the mesh instead of all of it.
+        heads: the number of attention heads in a config, for mesh checks.
+    """
+
+    name: str
+    class_path: str
+    sharding: tuple[ShardRule, ...]
+    used: tuple[str, ...] = (".*",)
+    single_device: bool = False
+    heads: Callable[[Mapping[str, Any]], int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A pure function that a stage calls, compiled once per shape.
+
+    Attributes:
+        component: whose weights it takes.
+        fn: ``fn(model, carry, constants, inputs) -> (carry, output)`` on JAX arrays.
+        donate: whether the carry's memory may be reused for the new carry.
+    """
+
+    component: str
+    fn: Callable[[BoundModule, Tree, Tree, Tree], tuple[Tree, Tree]]
+    donate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a program within a stage."""
+
+    program: str
+    inputs: Tree
+
+
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """What a stage does for one batch: calls in order, a carry handed along.
+
+    Attributes:
+        carry: the initial carry.
+        constants: inputs that are the same for every call; never compiled in.
+        calls: made lazily, so that per-call inputs need not exist all at once.
+        total: how many calls there are.
+        finish: the tensors the stage writes, from the last carry and all outputs.
+        watch: called with (index, output) of each call as it completes; may raise.
+    """
+
+    carry: Tree
+    constants: Tree
+    calls: Iterable[Call]
+    total: int
+    finish: Callable[[Tree, list[Tree]], dict[str, Any]]
+    watch: Callable[[int, Tree], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What a stage's functions may look at. ``batch`` counts batches of the request.
+
+    Attributes:
+        checkpoint: files and configs; weights are not read through it.
+        request: the whole run.
+        batch: which batch of the run.
+        inputs: the tensors read, already cut to this batch.
+        dtype: of the weights.
+        rotary: the cache of rotary tables.
+        module: the skeleton module of a component, for upstream helpers on it; its
+            parameters hold no data.
+        device: where plain upstream code should run.
+    """
+
+    checkpoint: Checkpoint
+    request: Request
+    batch: int
+    inputs: Mapping[str, torch.Tensor]
+    dtype: str
+    rotary: RotaryCache
+    module: Callable[[str], torch.nn.Module]
+    device: str = "cpu"
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of this batch."""
+        return self.request.prompts[self.request.slice(self.batch)]
+
+    @property
+    def negative_prompts(self) -> tuple[str, ...]:
+        """The negative prompts of this batch."""
+        return self.request.negative_prompts[self.request.slice(self.batch)]
+
+    def generators(self) -> list[torch.Generator]:
+        """Fresh CPU generators of this batch's seeds: one, or one per video."""
+        import torch
+
+        return [
+            torch.Generator().manual_seed(seed)
+            for seed in self.request.seeds[self.batch]
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One of encode, denoise, decode.
+
+    Attributes:
+        name: of the stage.
+        unit: what one call is called in progress output.
+        components: the folders whose weights it may load.
+        files: further folders it reads (a tokenizer, a scheduler's config).
+        programs: by name.
+        plan: the work of one batch.
+        upstream: the same work done by plain upstream code.
+        writes: the tensors of its file; the leading dim is the number of videos.
+        batch_rows: how many rows the program's batch dim has, for the mesh check.
+    """
+
+    name: str
+    unit: str
+    components: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    programs: Mapping[str, Program]
+    plan: Callable[[StageContext], Work]
+    upstream: Callable[[StageContext], dict[str, Any]]
+    writes: tuple[TensorSpec, ...]
+    batch_rows: Callable[[Request], int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameRule:
+    """Legal frame counts: ``step * n + 1``, up to ``limit``."""
+
+    step: int
+    limit: int | None = None
+
+    def allows(self, frames: int) -> bool:
+        """Whether ``frames`` is on the rule."""
+        return (
+            frames >= 1
+            and (frames - 1) % self.step == 0
+            and (self.limit is None or frames <= self.limit)
+        )
+
+    def nearest(self, frames: int) -> tuple[int, ...]:
+        """The one or two legal counts closest to ``frames``, ascending."""
+        below = max((frames - 1) // self.step, 0) * self.step + 1
+        choices = [below, below + self.step]
+        if self.limit is not None:
+            top = (self.limit - 1) // self.step * self.step + 1
+            choices = [min(c, top) for c in choices]
+        return tuple(sorted(set(choices)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeRule:
+    """Legal heights and widths: multiples of ``multiple``, up to ``limit`` pixels.
+
+    ``only`` lists (height, width) pairs when nothing else is legal.
+    """
+
+    multiple: int
+    limit: int | None = None
+    only: tuple[tuple[int, int], ...] = ()
+
+    def allows(self, pixels: int) -> bool:
+        """Whether one side is on the rule."""
+        return (
+            pixels >= self.multiple
+            and pixels % self.multiple == 0
+            and (self.limit is None or pixels <= self.limit)
+        )
+
+    def nearest(self, pixels: int) -> tuple[int, ...]:
+        """The one or two legal sides closest to ``pixels``, ascending."""
+        below = pixels // self.multiple * self.multiple
+        choices = [max(below, self.multiple), below + self.multiple]
+        if self.limit is not None:
+            top = self.limit // self.multiple * self.multiple
+            choices = [min(c, top) for c in choices]
+        return tuple(sorted(set(choices)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A setting that only this model has, given as ``--option name=value``."""
+
+    name: str
+    help: str
+    parse: Callable[[Any], Any]
+    choices: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One published checkpoint, as data.
+
+    Attributes:
+        name: what ``--variant`` takes.
+        title: for people.
+        repo_id: the hub id of the published weights; empty for the built-in demo.
+        height, width, num_frames, fps: the default shape of a video.
+        num_inference_steps, guidance_scale: defaults.
+        dtype: of the published weights as run on a TPU.
+        frames: the rule for frame counts.
+        sizes: the rule for heights and widths.
+        options: defaults of the model's own options.
+        configs: the config of each component, for checks without weights.
+        notes: caveats shown by ``tpuport models``.
+    """
+
+    name: str
+    title: str
+    repo_id: str
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+    num_inference_steps: int
+    guidance_scale: float
+    dtype: str
+    frames: FrameRule
+    sizes: SizeRule
+    options: Mapping[str, Any] = field(default_factory=dict)
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPort:
+    """Everything tpuport knows about a model.
+
+    Attributes:
+        name: what ``--model`` takes.
+        title: for people.
+        pipelines: upstream pipeline classes whose checkpoints this port reads.
+        components: by folder name.
+        stages: encode, denoise, decode, in that order.
+        variants: published checkpoints; the first one is the default without weights.
+        patches: monkey patches, applied while tracing.
+        overrides: op overrides besides attention.
+        attention: how attention is split over the mesh.
+        options: settings only this model has.
+        detect: the variant for a checkpoint that the user named no variant for.
+        check: raises UsageError when a request does not fit the checkpoint.
+        make_demo: writes the demo checkpoint into an empty folder.
+        demo_version: part of the cache key of the demo checkpoint.
+        exchange: (from stage, to stage) -> what the tensors between them mean.
+    """
+
+    name: str
+    title: str
+    pipelines: tuple[str, ...]
+    components: Mapping[str, Component]
+    stages: tuple[Stage, ...]
+    variants: tuple[Variant, ...]
+    patches: tuple[Patch, ...]
+    overrides: tuple[OpOverride, ...]
+    attention: AttentionPolicy
+    options: tuple[Option, ...]
+    detect: Callable[[Checkpoint], Variant]
+    check: Callable[[Request, Variant, Checkpoint], None]
+    make_demo: Callable[[Path], None]
+    demo_version: str
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
+
+    def variant(self, name: str) -> Variant:
+        """The variant of that name.
+
+        Raises:
+            UnknownModelError: there is none; the message lists those there are.
+        """
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        raise UnknownModelError(
+            f"model {self.name!r} has no variant {name!r}; it has "
+            + ", ".join(v.name for v in self.variants)
+        )
+
+    def variant_names(self) -> Sequence[str]:
+        """All variant names, in order."""
+        return [v.name for v in self.variants]

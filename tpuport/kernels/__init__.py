@@ -1,0 +1,1 @@
+"""Attention in JAX: no torch, no model names."""

@@ -1,0 +1,71 @@
+"""Scores with everything that may not be attended set to minus infinity.
+
+Letters: B batch, Hkv key/value heads, G query heads per key/value head, L tokens
+(Lq queries, Lk keys).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The running maximum starts here and not at -inf, so that a row without any allowed
+# key gives exp(-inf - LOWEST) = 0 instead of exp(-inf + inf) = NaN. It is the lowest
+# finite float32: a float mask full of it, as transformers and diffusers write masks,
+# still gives the same weight to every key, as in torch.
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def group_mask(mask: jax.Array, kv_heads: int) -> jax.Array:
+    """A mask of shape [B|1, H|1, Lq|1, Lk|1] as [B|1, Hkv|1, G|1, Lq|1, Lk|1]."""
+    batch, heads, q_len, kv_len = mask.shape
+    split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
+    return mask.reshape(batch, *split, q_len, kv_len)
+
+
+def mask_scores(
+    scores: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    allowed: jax.Array | None = None,
+) -> jax.Array:
+    """The scores with a mask applied; nothing is materialised beyond the scores.
+
+    Args:
+        scores: float32 of shape [B, Hkv, G, Lq, Lk].
+        mask: bool (True = may attend) or float (added), broadcastable to the scores.
+        allowed: bool, broadcastable to the scores; False wins over any mask.
+    """
+    if mask is not None and mask.dtype != jnp.bool_:
+        scores = scores + mask.astype(jnp.float32)
+    elif mask is not None:
+        allowed = mask if allowed is None else allowed & mask
+    return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
+
+
+def allowed_pairs(
+    q_ids: jax.Array,
+    k_ids: jax.Array,
+    *,
+    is_causal: bool,
+    kv_lengths: jax.Array | None,
+) -> jax.Array | None:
+    """Which pairs causality and key lengths allow; None where they allow all.
+
+    Args:
+        q_ids: positions of the queries, of shape [Lq].
+        k_ids: positions of the keys, of shape [Lk].
+        is_causal: torch's ``tril``, aligned top left also for Lq != Lk.
+        kv_lengths: integers of shape [B]; keys from there on are not allowed.
+
+    Returns:
+        bool, of shape [B|1, 1, 1, Lq|1, Lk].
+    """
+    allowed = None
+    if is_causal:
+        allowed = (k_ids <= q_ids[:, None])[None, None, None]
+    if kv_lengths is not None:
+        valid = (k_ids < kv_lengths[:, None])[:, None, None, None]
+        allowed = valid if allowed is None else allowed & valid
+    return allowed

@@ -1,0 +1,1 @@
+"""The built-in model ports, found through the ``tpuport`` entry-point group."""

@@ -1,0 +1,1 @@
+"""CogVideoX: 2b, 5b and 1.5-5b text to video."""

@@ -1,0 +1,116 @@
+"""The demo checkpoint: the real classes at a small size, with random weights.
+
+It lies on disk as a published checkpoint does (``model_index.json``, a SentencePiece
+tokenizer, T5, a transformer with rotary positions and ``patch_size_t``, VAE, scheduler)
+and is read by the same code. Making it takes seconds and is deterministic.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tpuport.models.cogvideox.config import DEMO
+
+VERSION = "1"
+"""Part of the cache key: raise it when the files below change."""
+
+_TEXT = """
+a an the of on in at over under near with and slow fast wide close aerial shot view
+camera pans follows zooms cinematic realistic animated watercolor red blue green golden
+bright dark misty snowy rainy sunny quiet busy old young small giant panda cat dog fox
+bird horse whale robot astronaut child woman man dancer musician painter runs walks jumps
+swims flies plays paints sings dances reads looks rides forest river ocean mountain city
+street garden desert bridge train boat guitar piano book lantern flower cherry blossom
+waterfall sunset sunrise night morning sky cloud star wave leaf window table motion blur
+detail light
+"""
+_LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789"
+_CHARACTERS = _LETTERS + " .,;:!?'-()"
+
+TOKENS = 400
+"""Pieces of the tokenizer; T5 adds 100 sentinels."""
+
+
+def make_demo(folder: Path) -> None:
+    """Write the demo checkpoint into an empty folder."""
+    import torch
+    from diffusers import (
+        AutoencoderKLCogVideoX,
+        CogVideoXDPMScheduler,
+        CogVideoXTransformer3DModel,
+    )
+    from transformers import T5Config, T5EncoderModel
+
+    configs: dict[str, Any] = {k: dict(v) for k, v in DEMO.configs.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20250101)
+        text_encoder = T5EncoderModel(T5Config(**configs["text_encoder"]))
+        transformer = CogVideoXTransformer3DModel(**configs["transformer"])
+        vae = AutoencoderKLCogVideoX(**configs["vae"])
+    scheduler = CogVideoXDPMScheduler(
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=1.0,
+        timestep_spacing="trailing",
+        clip_sample=False,
+    )
+    write_tokenizer(folder / "tokenizer")
+    text_encoder.save_pretrained(folder / "text_encoder")
+    transformer.save_pretrained(folder / "transformer")
+    vae.save_pretrained(folder / "vae")
+    scheduler.save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": "CogVideoXPipeline",
+        "_diffusers_version": _diffusers_version(),
+        "scheduler": ["diffusers", "CogVideoXDPMScheduler"],
+        "text_encoder": ["transformers", "T5EncoderModel"],
+        "tokenizer": ["transformers", "T5Tokenizer"],
+        "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLCogVideoX"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _diffusers_version() -> str:
+    import diffusers
+
+    return str(diffusers.__version__)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A T5 tokenizer trained on a few hundred made-up sentences."""
+    import sentencepiece
+
+    draw = random.Random(0)
+    sentences = [" ".join(draw.choices(_TEXT.split(), k=8)) for _ in range(600)]
+    sentences += [_CHARACTERS] * 20
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        vocab_size=TOKENS,
+        model_type="unigram",
+        character_coverage=1.0,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    folder.mkdir(parents=True)
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2))
+    config = {
+        **special,
+        "extra_ids": 100,
+        "model_max_length": 226,
+        "tokenizer_class": "T5Tokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

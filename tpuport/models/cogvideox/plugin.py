@@ -1,0 +1,72 @@
+"""The CogVideoX plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.spec import Component, ModelPort
+from tpuport.hookspecs import hookimpl
+from tpuport.models.cogvideox import config, sharding, stages
+from tpuport.models.cogvideox.patches import PATCHES
+from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.tracing import SLICE_ASSIGNMENT
+
+
+def _make_demo(folder: Path) -> None:
+    from tpuport.models.cogvideox import demo
+
+    demo.make_demo(folder)
+
+
+def _transformer_heads(values: Mapping[str, Any]) -> int:
+    return int(values.get("num_attention_heads", 30))
+
+
+def _text_heads(values: Mapping[str, Any]) -> int:
+    return int(values["num_heads"])
+
+
+PORT = ModelPort(
+    name="cogvideox",
+    title="CogVideoX (2b, 5b, 1.5-5b), text to video",
+    pipelines=("CogVideoXPipeline",),
+    components={
+        "text_encoder": Component(
+            name="text_encoder",
+            class_path="transformers:T5EncoderModel",
+            sharding=sharding.TEXT_ENCODER,
+            heads=_text_heads,
+        ),
+        "transformer": Component(
+            name="transformer",
+            class_path="diffusers:CogVideoXTransformer3DModel",
+            sharding=sharding.TRANSFORMER,
+            heads=_transformer_heads,
+        ),
+        "vae": Component(
+            name="vae",
+            class_path="diffusers:AutoencoderKLCogVideoX",
+            sharding=sharding.VAE,
+            used=(r"decoder\..*", r"post_quant_conv\..*"),
+            single_device=True,
+        ),
+    },
+    stages=stages.STAGES,
+    variants=config.VARIANTS,
+    patches=(*SLICE_ASSIGNMENT, *PATCHES),
+    overrides=FLOAT32_NORMS,
+    attention=sharding.ATTENTION,
+    options=config.OPTIONS,
+    detect=config.detect,
+    check=config.check,
+    make_demo=_make_demo,
+    demo_version="1",
+)
+
+
+@hookimpl
+def tpuport_model() -> ModelPort:
+    """Hand over the port."""
+    return PORT

@@ -1,0 +1,534 @@
+"""The three stages of CogVideoX as pure functions, and the same in plain upstream code.
+
+Legend: B videos of a batch, R rows of the model (2B with guidance, else B), Lt text
+tokens, E text width, T/Y/X latent frames, rows, columns, C latent channels, F frames.
+
+Latents are [B, T, C, Y, X] in the files and in the sampler, as in the diffusers
+pipeline, and [B, C, T, Y, X] for the VAE. A 1.5 checkpoint pads T to a multiple of
+``patch_size_t``; the file holds the padded latents, as upstream's
+``output_type="latent"`` returns them, and decode cuts the padding off the front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.arrays import to_torch, torch_dtype
+from tpuport.core.artifacts import TensorSpec
+from tpuport.core.request import Request
+from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.errors import VideoError
+from tpuport.models.cogvideox import rotary, scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpuport.core.module import BoundModule
+
+MAX_TEXT_TOKENS = 226
+"""Upstream pipeline's ``max_sequence_length`` default, also for 1.5."""
+
+#: Latent frames that upstream's VAE decodes at a time.
+FRAMES_PER_CHUNK = 2
+
+
+# ---------------------------------------------------------------------- encode
+
+
+def text_tokens(ctx: StageContext) -> int:
+    """Lt: the transformer's own limit, which is 226 in every published checkpoint."""
+    config = ctx.checkpoint.config("transformer") if _has(ctx, "transformer") else {}
+    return int(config.get("max_text_seq_length", MAX_TEXT_TOKENS))
+
+
+def _has(ctx: StageContext, component: str) -> bool:
+    return (ctx.checkpoint.folder / component / "config.json").is_file()
+
+
+def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
+    """Token ids of shape [len(prompts), Lt]; says what a prompt over the limit lost."""
+    import torch
+    from transformers import T5Tokenizer
+
+    limit = text_tokens(ctx)
+    tokenizer = T5Tokenizer.from_pretrained(ctx.checkpoint.folder / "tokenizer")
+    ids = tokenizer(
+        list(prompts),
+        padding="max_length",
+        max_length=limit,
+        truncation=True,
+        add_special_tokens=True,
+        return_tensors="pt",
+    ).input_ids
+    whole = tokenizer(list(prompts), padding="longest", return_tensors="pt").input_ids
+    if whole.shape[-1] >= ids.shape[-1] and not torch.equal(ids, whole):
+        removed = tokenizer.batch_decode(whole[:, limit - 1 : -1])
+        ctx.say(
+            f"warning: a prompt is over {limit} tokens; this part was cut off: "
+            + "; ".join(repr(text) for text in removed if text)
+        )
+    assert isinstance(ids, torch.Tensor)
+    return ids
+
+
+def _encode_program(
+    model: BoundModule, carry: None, constants: None, inputs: Mapping[str, Any]
+) -> tuple[None, Any]:
+    """ids [R, Lt] -> embeddings [R, Lt, E] in the weights' dtype."""
+    weights_dtype = model.weights["shared.weight"].dtype
+    return None, model(inputs["input_ids"])[0].astype(weights_dtype)
+
+
+def plan_encode(ctx: StageContext) -> Work:
+    """Encode the prompts of a batch, with the negative prompts when guided."""
+    prompts = ctx.prompts
+    if ctx.request.guided:
+        prompts = (*ctx.negative_prompts, *prompts)
+
+    def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
+        return _name_embeddings(ctx, to_torch(outputs[0]))
+
+    inputs = {"input_ids": tokenize(ctx, prompts)}
+    return Work(
+        carry=None,
+        constants=None,
+        calls=[Call("encode", inputs)],
+        total=1,
+        finish=finish,
+    )
+
+
+def _name_embeddings(ctx: StageContext, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    count = len(ctx.prompts)
+    named = {"prompt_embeds": rows[-count:].contiguous()}
+    if ctx.request.guided:
+        named["negative_prompt_embeds"] = rows[:count].contiguous()
+    return named
+
+
+def upstream_encode(ctx: StageContext) -> dict[str, Any]:
+    """The same by ``CogVideoXPipeline.encode_prompt``."""
+    import torch
+
+    pipe = _pipeline(ctx, "text_encoder", "tokenizer")
+    # Tokenising here as well is what reports a prompt over the limit.
+    tokenize(ctx, ctx.prompts)
+    with torch.no_grad():
+        embeds, negative = pipe.encode_prompt(
+            list(ctx.prompts),
+            list(ctx.negative_prompts),
+            ctx.request.guided,
+            max_sequence_length=text_tokens(ctx),
+            device=ctx.device,
+        )
+    named = {"prompt_embeds": embeds.cpu()}
+    if ctx.request.guided:
+        named["negative_prompt_embeds"] = negative.cpu()
+    return named
+
+
+# --------------------------------------------------------------------- denoise
+
+
+def latent_shape(ctx: StageContext) -> tuple[int, int, int, int, int]:
+    """[B, T, C, Y, X] with T padded to a multiple of ``patch_size_t``."""
+    config = ctx.checkpoint.config("transformer")
+    spatial, temporal = vae_strides(ctx)
+    frames = (ctx.request.num_frames - 1) // temporal + 1
+    frames += padding_frames(ctx)
+    return (
+        ctx.request.batch_size,
+        frames,
+        int(config.get("in_channels", 16)),
+        ctx.request.height // spatial,
+        ctx.request.width // spatial,
+    )
+
+
+def padding_frames(ctx: StageContext) -> int:
+    """Latent frames added in front so that ``patch_size_t`` divides T."""
+    patch = ctx.checkpoint.config("transformer").get("patch_size_t")
+    if patch is None:
+        return 0
+    _, temporal = vae_strides(ctx)
+    return -((ctx.request.num_frames - 1) // temporal + 1) % int(patch)
+
+
+def vae_strides(ctx: StageContext) -> tuple[int, int]:
+    """Pixels per latent in space and in time, from the VAE's config."""
+    config = ctx.checkpoint.config("vae")
+    blocks = config.get("block_out_channels", (128, 256, 256, 512))
+    return 2 ** (len(blocks) - 1), int(config.get("temporal_compression_ratio", 4))
+
+
+def initial_latents(
+    ctx: StageContext, generators: list[torch.Generator]
+) -> torch.Tensor:
+    """The initial noise: given, or drawn as ``CogVideoXPipeline.prepare_latents`` does.
+
+    The draw is in the dtype of the embeddings, since a generator gives other numbers in
+    bfloat16 than in float32.
+
+    Raises:
+        VideoError: given latents have another shape.
+    """
+    shape = latent_shape(ctx)
+    given = ctx.inputs.get("initial_latents")
+    if given is not None:
+        if tuple(given.shape) != shape:
+            raise VideoError(
+                f"latents of shape {tuple(given.shape)} were given; this request needs "
+                f"{shape} (videos, latent frames, channels, rows, columns)"
+            )
+        return given
+    return _noise(ctx, generators)
+
+
+def _noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Tensor:
+    from diffusers.utils.torch_utils import randn_tensor
+
+    noise: torch.Tensor = randn_tensor(
+        latent_shape(ctx),
+        generator=generators if len(generators) > 1 else generators[0],
+        dtype=ctx.inputs["prompt_embeds"].dtype,
+    )
+    return noise
+
+
+def _denoise_step(
+    model: BoundModule,
+    carry: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One step: the transformer on both prompts at once, guidance, the sampler.
+
+    Latents and the sampler's state are float32 whatever the weights' dtype.
+    """
+    import jax.numpy as jnp
+
+    latents = carry["latents"]
+    embeds = constants["embeds"]
+    dtype = model.weights["proj_out.weight"].dtype
+    guided = embeds.shape[0] != latents.shape[0]
+    rows = jnp.concatenate([latents] * 2) if guided else latents
+    rows = model.constrain(rows.astype(dtype), "dp")
+    embeds = model.constrain(embeds.astype(dtype), "dp")
+    timestep = jnp.broadcast_to(inputs["timestep"], (rows.shape[0],))
+    positions = constants["positions"]
+    extra: dict[str, Any] = {}
+    if "cos" in positions:
+        extra["image_rotary_emb"] = (positions["cos"], positions["sin"])
+    if "sincos" in positions:
+        config = model.ported.module.config
+        frames = (rows.shape[1] - 1) * config.temporal_compression_ratio + 1
+        extra["weight_overrides"] = {"patch_embed.pos_embedding": positions["sincos"]}
+        extra["attributes"] = {
+            "patch_embed.sample_height": rows.shape[3],
+            "patch_embed.sample_width": rows.shape[4],
+            "patch_embed.sample_frames": frames,
+        }
+    prediction = model(
+        hidden_states=rows,
+        encoder_hidden_states=embeds,
+        timestep=timestep,
+        return_dict=False,
+        **extra,
+    )[0].astype(jnp.float32)
+    if guided:
+        uncond, text = jnp.split(prediction, 2)
+        prediction = uncond + inputs["guidance"] * (text - uncond)
+    a, b, c, d, e, f = (inputs["coefficients"][i] for i in range(6))
+    x0 = a * latents + b * prediction
+    latents = c * latents + d * x0
+    carried = {"latents": latents}
+    if "previous" in carry:
+        carried["latents"] = latents + e * carry["previous"] + f * inputs["noise"]
+        carried["previous"] = x0
+    return carried, {"finite": jnp.isfinite(carried["latents"]).all()}
+
+
+def plan_denoise(ctx: StageContext) -> Work:
+    """The denoising loop of a batch: one call a step."""
+    import torch
+
+    request = ctx.request
+    config = ctx.checkpoint.config("transformer")
+    sampler = scheduler.make_scheduler(ctx.checkpoint, request.options["scheduler"])
+    schedule = scheduler.make_schedule(sampler, request.num_inference_steps)
+    generators = ctx.generators()
+    latents = initial_latents(ctx, generators).float() * schedule.initial_scale
+    embeds = ctx.inputs["prompt_embeds"]
+    if request.guided:
+        embeds = torch.cat([ctx.inputs["negative_prompt_embeds"], embeds])
+    scales = scheduler.guidance_scales(
+        schedule.timesteps,
+        request.guidance_scale,
+        dynamic=request.options["dynamic_cfg"],
+    )
+
+    def calls() -> Iterator[Call]:
+        for index, timestep in enumerate(schedule.timesteps):
+            inputs: dict[str, Any] = {
+                "timestep": timestep,
+                "coefficients": schedule.coefficients[index],
+                "guidance": scales[index],
+            }
+            # Upstream draws once or twice a step and uses the last draw; the draws
+            # that do not count still move the generator on.
+            for _ in range(schedule.noise_draws[index]):
+                inputs["noise"] = _noise(ctx, generators).float()
+            yield Call("step", inputs)
+
+    def watch(index: int, output: Mapping[str, Any]) -> None:
+        if not bool(output["finite"]):
+            raise VideoError(
+                f"the latents are not finite after step {index + 1} of "
+                f"{request.num_inference_steps}; try --dtype float32, and check the "
+                "weights"
+            )
+
+    def finish(carry: Mapping[str, Any], outputs: list[Any]) -> dict[str, Any]:
+        return {"latents": to_torch(carry["latents"])}
+
+    carry = {"latents": latents}
+    if schedule.stochastic:
+        carry["previous"] = torch.zeros_like(latents)
+    return Work(
+        carry=carry,
+        constants={"embeds": embeds, "positions": _positions(ctx, config)},
+        calls=calls(),
+        total=request.num_inference_steps,
+        finish=finish,
+        watch=watch,
+    )
+
+
+def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Position tables for this size: rotary (cos, sin) [L, D], or sin-cos [1, L, E]."""
+    _, frames, _, rows, columns = latent_shape(ctx)
+    if config.get("use_rotary_positional_embeddings"):
+        cos, sin = rotary.tables(
+            ctx.rotary, config, height=rows, width=columns, latent_frames=frames
+        )
+        return {"cos": cos, "sin": sin}
+    embed = ctx.module("transformer").patch_embed
+    ratio = int(config.get("temporal_compression_ratio", 4))
+    table = embed._get_positional_embeddings(rows, columns, (frames - 1) * ratio + 1)
+    return {"sincos": table}
+
+
+def upstream_denoise(ctx: StageContext) -> dict[str, Any]:
+    """The same by ``CogVideoXPipeline.__call__`` with ``output_type="latent"``."""
+    import torch
+
+    request = ctx.request
+    pipe = _pipeline(ctx, "transformer")
+    pipe.scheduler = scheduler.make_scheduler(
+        ctx.checkpoint, request.options["scheduler"]
+    )
+    pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = vae_strides(ctx)
+    generators = ctx.generators()
+    embeds = {k: v.to(ctx.device) for k, v in ctx.inputs.items() if "embeds" in k}
+    given = ctx.inputs.get("initial_latents")
+    with torch.no_grad():
+        latents = pipe(
+            **embeds,
+            height=request.height,
+            width=request.width,
+            num_frames=request.num_frames,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            use_dynamic_cfg=request.options["dynamic_cfg"],
+            generator=generators if len(generators) > 1 else generators[0],
+            latents=None if given is None else given.to(embeds["prompt_embeds"].dtype),
+            max_sequence_length=embeds["prompt_embeds"].shape[1],
+            output_type="latent",
+            return_dict=False,
+        )[0]
+    return {"latents": latents.float().cpu()}
+
+
+# ---------------------------------------------------------------------- decode
+
+
+def _decode_chunk(
+    model: BoundModule, carry: Any, constants: None, inputs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Latents [B, C, T, Y, X] of a chunk -> frames [B, F, 8Y, 8X, 3] in [0, 1].
+
+    The carry is the decoder's convolution cache: the last frames of each causal
+    convolution's input in the chunk before.
+    """
+    import jax.numpy as jnp
+
+    z = inputs["latents"].astype(model.weights["decoder.conv_in.conv.weight"].dtype)
+    if model.ported.module.post_quant_conv is not None:
+        z = model(z, method="post_quant_conv")
+    video, cache = model(z, conv_cache=carry, method="decoder")
+    frames = jnp.clip(video.astype(jnp.float32) * 0.5 + 0.5, 0.0, 1.0)
+    return cache, jnp.transpose(frames, (0, 2, 3, 4, 1))
+
+
+def chunk_lengths(latent_frames: int) -> list[int]:
+    """Latent frames per chunk: twos, and an odd one in the first chunk, as upstream."""
+    if latent_frames < FRAMES_PER_CHUNK:
+        return [latent_frames]
+    chunks = latent_frames // FRAMES_PER_CHUNK
+    first = FRAMES_PER_CHUNK + latent_frames % FRAMES_PER_CHUNK
+    return [first] + [FRAMES_PER_CHUNK] * (chunks - 1)
+
+
+def _latents_for_vae(ctx: StageContext) -> torch.Tensor:
+    """[B, C, T, Y, X], padding cut off and scaled back."""
+    latents = ctx.inputs["latents"].float()[:, padding_frames(ctx) :]
+    scaling = float(ctx.checkpoint.config("vae").get("scaling_factor", 1.15258426))
+    return 1 / scaling * latents.permute(0, 2, 1, 3, 4)
+
+
+def plan_decode(ctx: StageContext) -> Work:
+    """Decode chunk by chunk; one program for the first chunk, one for the others."""
+    import numpy as np
+
+    z = _latents_for_vae(ctx)
+    lengths = chunk_lengths(z.shape[2])
+
+    def calls() -> Iterator[Call]:
+        start = 0
+        for index, length in enumerate(lengths):
+            chunk = z[:, :, start : start + length].contiguous()
+            yield Call("next" if index else "first", {"latents": chunk})
+            start += length
+
+    def finish(carry: Any, outputs: list[Any]) -> dict[str, Any]:
+        return {"frames": np.concatenate([np.asarray(o) for o in outputs], axis=1)}
+
+    return Work(
+        carry=None, constants=None, calls=calls(), total=len(lengths), finish=finish
+    )
+
+
+def upstream_decode(ctx: StageContext) -> dict[str, Any]:
+    """The same by ``AutoencoderKLCogVideoX.decode`` and upstream's postprocessing."""
+    import numpy as np
+    import torch
+    from diffusers.video_processor import VideoProcessor
+
+    vae = _upstream_component(ctx, "vae")
+    spatial, _ = vae_strides(ctx)
+    with torch.no_grad():
+        z = _latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
+        video = vae.decode(z).sample
+    frames = VideoProcessor(vae_scale_factor=spatial).postprocess_video(
+        video.float(), output_type="np"
+    )
+    return {"frames": np.asarray(frames, np.float32)}
+
+
+# --------------------------------------------------------------------- upstream
+
+
+def _pipeline(ctx: StageContext, *components: str) -> Any:
+    """``CogVideoXPipeline`` with only the named components loaded."""
+    from diffusers import CogVideoXPipeline
+
+    loaded: dict[str, Any] = dict.fromkeys(
+        ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
+    )
+    for name in components:
+        loaded[name] = _upstream_component(ctx, name)
+    pipe = CogVideoXPipeline(**loaded)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _upstream_component(ctx: StageContext, name: str) -> Any:
+    """One component loaded by upstream's own ``from_pretrained``."""
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
+    from transformers import T5EncoderModel, T5Tokenizer
+
+    folder = ctx.checkpoint.folder / name
+    if name == "tokenizer":
+        return T5Tokenizer.from_pretrained(folder)
+    dtype = torch_dtype(ctx.dtype)
+    if name == "text_encoder":
+        module = T5EncoderModel.from_pretrained(folder, dtype=dtype)
+    elif name == "transformer":
+        module = CogVideoXTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    else:
+        module = AutoencoderKLCogVideoX.from_pretrained(folder, torch_dtype=dtype)
+    return module.eval().to(ctx.device)
+
+
+# ------------------------------------------------------------------------ table
+
+
+def _guided_rows(request: Request) -> int:
+    return request.batch_size * (2 if request.guided else 1)
+
+
+_EMBEDDING_DTYPES = ("float32", "bfloat16", "float16")
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="encode",
+        unit="batch",
+        components=("text_encoder",),
+        files=("tokenizer",),
+        programs={"encode": Program(component="text_encoder", fn=_encode_program)},
+        plan=plan_encode,
+        upstream=upstream_encode,
+        writes=(
+            TensorSpec(
+                name="prompt_embeds",
+                shape=("videos", "text_tokens", "text_width"),
+                dtypes=_EMBEDDING_DTYPES,
+            ),
+            TensorSpec(
+                name="negative_prompt_embeds",
+                shape=("videos", "text_tokens", "text_width"),
+                dtypes=_EMBEDDING_DTYPES,
+                optional=True,
+                note="only when guidance is on",
+            ),
+            TensorSpec(
+                name="initial_latents",
+                shape=("videos", "frames", "channels", "rows", "columns"),
+                dtypes=_EMBEDDING_DTYPES,
+                optional=True,
+                note="given by the user in place of the seed's noise",
+            ),
+        ),
+    ),
+    Stage(
+        name="denoise",
+        unit="step",
+        components=("transformer",),
+        files=("scheduler",),
+        programs={"step": Program(component="transformer", fn=_denoise_step)},
+        plan=plan_denoise,
+        upstream=upstream_denoise,
+        writes=(
+            TensorSpec(
+                name="latents",
+                shape=("videos", "frames", "channels", "rows", "columns"),
+                dtypes=("float32",),
+                note="padding frames of patch_size_t included, unscaled",
+            ),
+        ),
+        batch_rows=_guided_rows,
+    ),
+    Stage(
+        name="decode",
+        unit="chunk",
+        components=("vae",),
+        programs={
+            "first": Program(component="vae", fn=_decode_chunk),
+            "next": Program(component="vae", fn=_decode_chunk),
+        },
+        plan=plan_decode,
+        upstream=upstream_decode,
+        writes=(),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Patches that serve more than one model."""

@@ -1,0 +1,168 @@
+"""Normalisation in float32, whatever the weights' dtype.
+
+torchax computes the statistics of layer and group norm in the dtype of the input, so a
+bfloat16 model loses its norms; and it takes the variance as E[x^2] - E[x]^2, which
+costs digits even in float32. Here statistics are two-pass and float32, and the result
+is cast back.
+
+Legend: N batch, C channels, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.ops import OpContext, OpOverride
+
+if TYPE_CHECKING:
+    import jax
+
+
+def layer_norm(
+    input: jax.Array,
+    normalized_shape: Sequence[int],
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: float = 1e-5,
+) -> jax.Array:
+    """``torch.nn.functional.layer_norm`` over the trailing ``normalized_shape`` dims.
+
+    Returns an array of the shape and dtype of ``input``.
+
+    Raises:
+        ValueError: the trailing dims of ``input`` are not ``normalized_shape``.
+    """
+    import jax.numpy as jnp
+
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    dims = tuple(normalized_shape)
+    if tuple(input.shape[input.ndim - len(dims) :]) != dims:
+        raise ValueError(f"layer_norm over {dims} of an input of shape {input.shape}")
+    axes = tuple(range(input.ndim - len(dims), input.ndim))
+    x = input.astype(jnp.float32)
+    centred = x - jnp.mean(x, axis=axes, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
+    out = centred / jnp.sqrt(variance + eps)
+    if weight is not None:
+        out = out * weight.astype(jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(input.dtype)
+
+
+def group_norm(
+    input: jax.Array,
+    num_groups: int,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: float = 1e-5,
+) -> jax.Array:
+    """``torch.nn.functional.group_norm`` of an array of shape [N, C, ...].
+
+    Returns an array of the shape and dtype of ``input``.
+
+    Raises:
+        ValueError: ``num_groups`` does not divide C.
+    """
+    import jax.numpy as jnp
+
+    batch, channels, *rest = input.shape
+    if channels % num_groups:
+        raise ValueError(f"group_norm: {channels} channels in {num_groups} groups")
+    grouped = input.astype(jnp.float32).reshape(
+        batch, num_groups, channels // num_groups, *rest
+    )
+    axes = tuple(range(2, grouped.ndim))
+    centred = grouped - jnp.mean(grouped, axis=axes, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
+    out = (centred / jnp.sqrt(variance + eps)).reshape(input.shape)
+    per_channel = (1, channels) + (1,) * len(rest)
+    if weight is not None:
+        out = out * weight.astype(jnp.float32).reshape(per_channel)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32).reshape(per_channel)
+    return out.astype(input.dtype)
+
+
+def rms_norm(
+    input: jax.Array,
+    normalized_shape: Sequence[int],
+    weight: jax.Array | None = None,
+    eps: float | None = None,
+) -> jax.Array:
+    """``torch.nn.functional.rms_norm``; ``eps=None`` is the input dtype's epsilon."""
+    import jax.numpy as jnp
+
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    if eps is None:
+        eps = float(jnp.finfo(input.dtype).eps)
+    x = input.astype(jnp.float32)
+    out = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + eps)
+    if weight is not None:
+        out = out * weight.astype(jnp.float32)
+    return out.astype(input.dtype)
+
+
+def _native_group_norm(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``aten.native_group_norm``: (output, mean [N, G], reciprocal std [N, G])."""
+    import jax.numpy as jnp
+
+    flat = input.astype(jnp.float32).reshape(N, group, (C // group) * HxW)
+    mean = jnp.mean(flat, axis=-1)
+    variance = jnp.mean(jnp.square(flat - mean[..., None]), axis=-1)
+    out = group_norm(input, group, weight, bias, eps)
+    return out, mean, 1 / jnp.sqrt(variance + eps)
+
+
+def _native_layer_norm(
+    input: jax.Array,
+    normalized_shape: Sequence[int],
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``aten.native_layer_norm``: (output, mean, reciprocal std)."""
+    import jax.numpy as jnp
+
+    count = len(tuple(normalized_shape))
+    axes = tuple(range(input.ndim - count, input.ndim))
+    x = input.astype(jnp.float32)
+    mean = jnp.mean(x, axis=axes, keepdims=True)
+    variance = jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
+    out = layer_norm(input, normalized_shape, weight, bias, eps)
+    return out, mean, 1 / jnp.sqrt(variance + eps)
+
+
+def _override(targets: tuple[str, ...], implementation: Callable[..., Any]) -> Any:
+    def make(context: OpContext) -> Callable[..., Any]:
+        return implementation
+
+    return OpOverride(
+        targets=targets,
+        make=make,
+        owner="tpuport.patches.norms",
+        reason="norm statistics in float32, two-pass",
+    )
+
+
+FLOAT32_NORMS: tuple[OpOverride, ...] = (
+    _override(("torch.nn.functional.layer_norm",), layer_norm),
+    _override(("torch.nn.functional.group_norm",), group_norm),
+    _override(("torch.nn.functional.rms_norm",), rms_norm),
+    _override(("torch.ops.aten.native_layer_norm",), _native_layer_norm),
+    _override(("torch.ops.aten.native_group_norm",), _native_group_norm),
+)
+"""Override claims a model port lists to get float32 norms."""
