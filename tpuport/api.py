@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
 
 
+DEFAULT_MODEL = "cogvideox"
+"""What :func:`load` and :func:`port` take when no model is named."""
+
+
 def default_cache_dir() -> Path:
     """The user's cache folder: compiled programs and the demo checkpoint."""
     return Path(platformdirs.user_cache_dir("tpuport"))
@@ -36,7 +40,7 @@ def compile_cache_dir(cache: Path) -> Path:
 
 
 def load(
-    model: str = "cogvideox",
+    model: str = DEFAULT_MODEL,
     *,
     weights: str | Path | None = None,
     variant: str | None = None,
@@ -112,7 +116,7 @@ def load(
 
 def port(
     module: torch.nn.Module,
-    model: str = "cogvideox",
+    model: str = DEFAULT_MODEL,
     mesh: MeshLike = None,
     *,
     attention: str = "auto",

@@ -76,7 +76,9 @@ def to_numpy(value: Any) -> np.ndarray:
     if array.dtype == np.int64:
         narrow = array.astype(np.int32)
         if not np.array_equal(narrow, array):
-            raise OverflowError(f"int64 values outside int32: {array.min()} .. ")
+            raise OverflowError(
+                f"int64 values outside int32: {array.min()} .. {array.max()}"
+            )
         return narrow
     if array.dtype == np.float64:
         return array.astype(np.float32)

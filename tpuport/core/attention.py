@@ -10,6 +10,7 @@ Source: torch/nn/functional.py, ``scaled_dot_product_attention``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class AttentionRecord:
     """What one traced attention call runs as.
 
     Attributes:
-        query: shape [B, H, Lq, D].
+        query: shape [B, H, Lq, D], without the padding of a split.
         key: shape [B, Hkv, Lk, D].
         implementation: the kernel that was chosen.
         reason: why, including what was passed over.
@@ -61,8 +62,13 @@ class AttentionRecord:
 
 def _four_dims(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Bring q, k, v and the mask to four dims, broadcasting leading dims as torch."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[int, ...]]:
+    """q, k, v and the mask as four dims, and the leading dims of the result.
+
+    The dims before the last three broadcast, as in torch, and are made one. The third
+    last is the heads, also of an input of three dims: there torch counts the groups of
+    ``enable_gqa`` too. Heads are left as they are.
+    """
     import jax.numpy as jnp
 
     if min(query.ndim, key.ndim, value.ndim) < 2:
@@ -70,32 +76,57 @@ def _four_dims(
             "scaled_dot_product_attention needs at least [L, D]; got "
             f"{query.shape}, {key.shape}, {value.shape}"
         )
-    rank = max(query.ndim, key.ndim, value.ndim, 4)
-    if mask is not None:
-        rank = max(rank, mask.ndim)
+    rank = max(query.ndim, key.ndim, value.ndim)
+    if mask is not None and mask.ndim > rank:
+        raise ValueError(
+            f"attn_mask of shape {mask.shape} does not broadcast to the scores of "
+            f"query {query.shape} and key {key.shape}: it has more dims"
+        )
+    leading = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    batch = leading or (1,)
 
-    def lift(x: jax.Array, head_dims: int) -> jax.Array:
-        # A 3-dim input is [N, L, D]: its N is a batch, so heads of 1 go after it.
-        if x.ndim == 3 and head_dims == 3:
-            x = x[:, None]
-        return x.reshape((1,) * (rank - x.ndim) + x.shape)
-
-    highest = max(query.ndim, key.ndim, value.ndim)
-    query, key, value = (lift(x, highest) for x in (query, key, value))
-    batch = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    def lift(x: jax.Array) -> jax.Array:
+        return x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
 
     def flatten(x: jax.Array) -> jax.Array:
         x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
-        return x.reshape((-1, *x.shape[-3:]))
+        return x.reshape((math.prod(batch), *x.shape[-3:]))
 
     if mask is not None:
-        mask = lift(mask, highest)
-        if mask.ndim > 4 or mask.shape[0] != 1:
-            if all(size == 1 for size in mask.shape[:-3]):
-                mask = mask.reshape((1, *mask.shape[-3:]))
-            else:
-                mask = flatten(mask)
-    return flatten(query), flatten(key), flatten(value), mask
+        mask = lift(mask)
+        if all(size == 1 for size in mask.shape[:-3]):
+            mask = mask.reshape((1, *mask.shape[-3:]))
+        else:
+            mask = flatten(mask)
+    q, k, v = (flatten(lift(x)) for x in (query, key, value))
+    return q, k, v, mask, leading
+
+
+def _match_heads(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, enable_gqa: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] where Hkv divides H.
+
+    Raises:
+        ValueError: the head counts neither broadcast nor, with ``enable_gqa``, divide
+            those of the query.
+    """
+    import jax.numpy as jnp
+
+    heads, key_heads, value_heads = (x.shape[1] for x in (q, k, v))
+    found = f"{heads} query heads on {key_heads} key and {value_heads} value heads"
+    if enable_gqa:
+        if 0 in (key_heads, value_heads) or heads % key_heads or heads % value_heads:
+            raise ValueError(f"{found}: with enable_gqa=True both must divide")
+    else:
+        wanted = max(heads, key_heads, value_heads)
+        if any(n not in (1, wanted) for n in (heads, key_heads, value_heads)):
+            raise ValueError(f"{found}: pass enable_gqa=True for grouped heads")
+        q = jnp.broadcast_to(q, (q.shape[0], wanted, *q.shape[2:]))
+    if key_heads != value_heads:
+        count = math.lcm(key_heads, value_heads)
+        k, v = (jnp.repeat(x, count // x.shape[1], axis=1) for x in (k, v))
+    return q, k, v
 
 
 def _check(
@@ -144,34 +175,16 @@ def scaled_dot_product_attention(
         AttentionError: dropout was asked for, or the implementation named in the
             context cannot do this call.
         RuntimeError: ``attn_mask`` together with ``is_causal``, as torch does.
-        ValueError: head counts do not match and ``enable_gqa`` is off.
+        TypeError: a mask that is neither bool nor floating point.
+        ValueError: shapes or head counts do not fit together.
     """
-    import jax.numpy as jnp
-
     _check(query, attn_mask, dropout_p, is_causal)
-    leading = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    rank = max(query.ndim, key.ndim, value.ndim)
-    q, k, v, mask = _four_dims(query, key, value, attn_mask)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads != kv_heads and not enable_gqa:
-        if kv_heads != 1 and heads != 1:
-            raise ValueError(
-                f"{heads} query heads on {kv_heads} key heads: pass enable_gqa=True "
-                "for grouped heads"
-            )
-        heads = max(heads, kv_heads)
-        q, k, v = (
-            jnp.broadcast_to(x, (x.shape[0], heads, *x.shape[2:])) for x in (q, k, v)
-        )
-    if k.shape[1] != v.shape[1]:
-        # Key and value may be grouped differently in torch; bring both to the finer.
-        count = max(k.shape[1], v.shape[1])
-        k, v = (jnp.repeat(x, count // x.shape[1], axis=1) for x in (k, v))
+    q, k, v, mask, leading = _four_dims(query, key, value, attn_mask)
+    q, k, v = _match_heads(q, k, v, enable_gqa=enable_gqa)
     out = _split(context, q, k, v, mask, is_causal=is_causal, scale=scale)
+    rank = max(query.ndim, key.ndim, value.ndim)
     if rank == 2:
         return out[0, 0]
-    if rank == 3:
-        return out[:, 0]
     return out.reshape(*leading, *out.shape[1:])
 
 
@@ -213,7 +226,11 @@ def _split(
         return name if size > 1 and all(n % size == 0 for n in counts) else None
 
     batch_axis = axis(policy.batch, q.shape[0])
-    head_axis = axis(policy.heads, q.shape[1], k.shape[1])
+    head_axis = axis(policy.heads, q.shape[1])
+    # One key head serves all queries and is handed whole to every device.
+    kv_head_axis = axis(policy.heads, k.shape[1]) if k.shape[1] > 1 else None
+    if k.shape[1] > 1 and kv_head_axis is None:
+        head_axis = None
     # A causal row needs its position, which a slice of the queries does not carry.
     sequence_axis = None if is_causal else axis(policy.sequence)
     length = q.shape[2]
@@ -223,12 +240,20 @@ def _split(
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padding), (0, 0)))
     split = (batch_axis, head_axis, sequence_axis, None)
-    _record(context, q, k, v, mask, is_causal=is_causal, split=split)
+    kv_split = (batch_axis, kv_head_axis, None, None)
+    _record(
+        context,
+        (q, k, v, mask),
+        length=length,
+        is_causal=is_causal,
+        split=split,
+        kv_split=kv_split,
+    )
     if not any(split):
         return kernel(q, k, v, mask)
 
     q_spec = PartitionSpec(*split)
-    kv_spec = PartitionSpec(batch_axis, head_axis, None, None)
+    kv_spec = PartitionSpec(*kv_split)
     if mask is None:
         out = compat.shard_map(
             lambda q, k, v: kernel(q, k, v, None),
@@ -251,20 +276,24 @@ def _split(
 
 def _record(
     context: OpContext,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None,
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
     *,
+    length: int,
     is_causal: bool,
     split: tuple[str | None, ...],
+    kv_split: tuple[str | None, ...],
 ) -> None:
-    """Note what this call runs as, once per distinct call."""
+    """Note what this call runs as, once per distinct call.
+
+    ``arrays`` are q, k, v and the mask as they are split; ``length`` is that of the
+    queries without padding.
+    """
     import jax
 
     from tpuport.kernels.attention import select
     from tpuport.kernels.problem import describe
 
+    q, k, v, mask = arrays
     sizes = dict(context.mesh.shape) if context.mesh is not None else {}
 
     def local(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
@@ -274,7 +303,6 @@ def _record(
         )
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    kv_split = (split[0], split[1], None, None)
     selection = select(
         describe(
             local(q, split),
@@ -292,7 +320,7 @@ def _record(
         [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
     )
     record = AttentionRecord(
-        query=tuple(q.shape),
+        query=(*q.shape[:2], length, q.shape[3]),
         key=tuple(k.shape),
         implementation=selection.implementation,
         reason=reason,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import fingerprint_files
+from tpuport.core.fingerprint import fingerprint_files
 from tpuport.core.spec import Component
 from tpuport.errors import HubError, WeightsError
 
@@ -152,6 +152,15 @@ class Checkpoint:
                 f"{self.source}: {path.parent.name}/{path.name} is truncated or not a "
                 f"safetensors file ({error}); download it again"
             ) from error
+
+    def shapes(self, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of ``files``; reads headers only."""
+        found: dict[str, tuple[int, ...]] = {}
+        for path in dict.fromkeys(files.values()):
+            with self._open(path) as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    found[name] = tuple(file.get_slice(name).get_shape())
+        return found
 
     def stream(
         self, files: Mapping[str, Path], names: Sequence[str]

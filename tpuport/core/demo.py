@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tpuport.core.artifacts import fingerprint_files
 from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.fingerprint import fingerprint_files
 from tpuport.core.spec import ModelPort
 from tpuport.errors import WeightsError
 

@@ -25,6 +25,8 @@ from tpuport.core.spec import Call, ModelPort, Program, Stage, StageContext, Wor
 from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import jax
     import torch
 
@@ -181,15 +183,7 @@ class Executor:
         runtime = self.runtime(component.single_device)
         ported = PortedModule(module, runtime)
         assert runtime.mesh is not None
-        files = self.checkpoint.weight_files(name)
-        found = checkpoints.match_names(
-            self.checkpoint.source,
-            component,
-            module,
-            files,
-            ported.names.tied,
-            ported.names.stored,
-        )
+        files, found = self._match(name, ported)
         plan = self.plan(name)
         shardings = named_shardings(plan, runtime.mesh)
         replicated = NamedSharding(runtime.mesh, PartitionSpec())
@@ -200,12 +194,6 @@ class Executor:
         dtype = torch_dtype(self.dtype)
         for stored, tensor in self.checkpoint.stream(files, list(by_file)):
             target = by_file[stored]
-            if tuple(tensor.shape) != tuple(tensors[target].shape):
-                raise WeightsError(
-                    f"{self.checkpoint.source}: {name}/ holds {stored} of shape "
-                    f"{tuple(tensor.shape)}; its config.json asks for "
-                    f"{tuple(tensors[target].shape)}"
-                )
             if tensor.is_floating_point():
                 tensor = tensor.to(dtype)
             weights[target] = jax.device_put(
@@ -224,17 +212,38 @@ class Executor:
         Raises:
             WeightsError: files, names or shapes are off.
         """
-        component = self.port.components[name]
-        module = self.skeleton(name)
-        ported = PortedModule(module, self.runtime(component.single_device))
-        checkpoints.match_names(
+        single_device = self.port.components[name].single_device
+        self._match(
+            name, PortedModule(self.skeleton(name), self.runtime(single_device))
+        )
+
+    def _match(
+        self, name: str, ported: PortedModule
+    ) -> tuple[dict[str, Path], dict[str, str]]:
+        """File of every stored tensor, and the stored name of every weight.
+
+        Raises:
+            WeightsError: files, names or shapes are off.
+        """
+        files = self.checkpoint.weight_files(name)
+        found = checkpoints.match_names(
             self.checkpoint.source,
-            component,
-            module,
-            self.checkpoint.weight_files(name),
+            self.port.components[name],
+            ported.module,
+            files,
             ported.names.tied,
             ported.names.stored,
         )
+        expected = ported.module.state_dict(keep_vars=True)
+        shapes = self.checkpoint.shapes(files)
+        for weight, stored in found.items():
+            if shapes[stored] != tuple(expected[weight].shape):
+                raise WeightsError(
+                    f"{self.checkpoint.source}: {name}/ holds {stored} of shape "
+                    f"{shapes[stored]}; its config.json asks for "
+                    f"{tuple(expected[weight].shape)}"
+                )
+        return files, found
 
     def release(self, *names: str) -> None:
         """Free the weights of the named components, or of all."""

@@ -146,9 +146,10 @@ class OpRegistry:
         from torchax.ops.ops_registry import Operator
 
         pairs = self.resolve()
-        implementations = {
-            id(override): override.make(context) for _, override in pairs
-        }
+        implementations: dict[int, Callable[..., Any]] = {}
+        for _, override in pairs:
+            if id(override) not in implementations:
+                implementations[id(override)] = override.make(context)
         saved: list[tuple[Any, Any]] = []
         try:
             for operator, override in pairs:

@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import report as reports
-from tpuport.core.artifacts import STAGE_FILES, RunDirectory
 from tpuport.core.compile import persistent_cache
 from tpuport.core.executor import Executor
 from tpuport.core.report import Reporter, RunReport, StageReport
 from tpuport.core.request import Request
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.run_record import STAGE_FILES
 from tpuport.core.spec import ModelPort, Stage, Variant
 from tpuport.core.video import check_frames
 from tpuport.errors import MeshError, UsageError
@@ -411,6 +412,7 @@ class Session:
         *,
         backend: str = "tpuport",
         extra: Mapping[str, torch.Tensor] | None = None,
+        note: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run one stage on a run directory: its inputs are read, its tensors written.
 
@@ -419,6 +421,7 @@ class Session:
             name: of the stage.
             backend: see :meth:`run_stage`.
             extra: tensors written beside the stage's own, such as initial latents.
+            note: JSON kept with the stage's report in run.json, as ``"note"``.
 
         Returns:
             As :meth:`run_stage`. The frames of decode are checked, not written.
@@ -446,7 +449,7 @@ class Session:
                 STAGE_FILES[name],
                 {**tensors, **(extra or {})},
                 stage.writes,
-                self.stage_record(report),
+                {**self.stage_record(report), "note": dict(note or {})},
             )
         else:
             check_frames(tensors["frames"])

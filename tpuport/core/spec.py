@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import TensorSpec
 from tpuport.core.request import Request
 from tpuport.core.sharding import ShardRule
+from tpuport.core.tensors import TensorSpec
 from tpuport.errors import UnknownModelError
 
 if TYPE_CHECKING:

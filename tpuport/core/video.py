@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from tpuport.core.artifacts import replacing
+from tpuport.core.files import replacing
 from tpuport.errors import OutputError, VideoError
 
 if TYPE_CHECKING:

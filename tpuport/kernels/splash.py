@@ -73,13 +73,16 @@ class BlockSizes:
             )
 
 
-def default_blocks(q_len: int, kv_len: int, head_dim: int) -> BlockSizes:
+def default_blocks(
+    q_len: int, kv_len: int, head_dim: int, *, itemsize: int = 2
+) -> BlockSizes:
     """Large blocks that waste little padding, from the sizes alone.
 
     The fewest blocks below a maximum that cover the length, and of those the
-    smallest. The maxima are those that compiled to the fewest bundles for v6e; beyond
-    a width of 128 they shrink with it so that the blocks fit VMEM. The attached
-    device is never asked, so a program can be compiled for another one.
+    smallest. The maxima are those, of a few tried, with the fewest bundles on v6e;
+    beyond a width of 128, and for float32 (``itemsize`` 4 bytes), they are smaller so
+    that the blocks fit VMEM. The attached device is never asked, so a program can be
+    compiled for another one.
 
     Raises:
         ValueError: a size below 1.
@@ -90,10 +93,10 @@ def default_blocks(q_len: int, kv_len: int, head_dim: int) -> BlockSizes:
             f"q_len={q_len}, kv_len={kv_len}, head_dim={head_dim}"
         )
     computes: tuple[int, ...]
-    if head_dim <= 64:
+    if head_dim <= 64 and itemsize <= 2:
         most_q, most_kv, computes = 3328, 2816, (256, 128)
     else:
-        shrink = ceil_div(head_dim, LANES)
+        shrink = ceil_div(head_dim, LANES) * ceil_div(itemsize, 2)
         most = max(256, round_up(2048 // shrink, 256))
         most_q, most_kv, computes = most, most, (1024, 512, 256, 128)
     q = _even_block(q_len, most_q, LANES)
@@ -167,7 +170,9 @@ def splash_attention(
     )
     if refusal := splash_refusal(problem):
         raise NotImplementedError(refusal)
-    blocks = blocks or default_blocks(problem.q_len, problem.kv_len, problem.head_dim)
+    blocks = blocks or default_blocks(
+        problem.q_len, problem.kv_len, problem.head_dim, itemsize=q.dtype.itemsize
+    )
     q_len = round_up(problem.q_len, blocks.q)
     kv_len = round_up(problem.kv_len, blocks.kv)
 

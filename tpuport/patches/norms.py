@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     import jax
 
 
+def _trailing_axes(
+    name: str, input: jax.Array, normalized_shape: int | Sequence[int]
+) -> tuple[int, ...]:
+    """The axes of ``normalized_shape``, which must be the trailing dims."""
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    dims = tuple(normalized_shape)
+    if tuple(input.shape[input.ndim - len(dims) :]) != dims:
+        raise ValueError(f"{name} over {dims} of an input of shape {input.shape}")
+    return tuple(range(input.ndim - len(dims), input.ndim))
+
+
 def layer_norm(
     input: jax.Array,
     normalized_shape: Sequence[int],
@@ -35,12 +47,7 @@ def layer_norm(
     """
     import jax.numpy as jnp
 
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    dims = tuple(normalized_shape)
-    if tuple(input.shape[input.ndim - len(dims) :]) != dims:
-        raise ValueError(f"layer_norm over {dims} of an input of shape {input.shape}")
-    axes = tuple(range(input.ndim - len(dims), input.ndim))
+    axes = _trailing_axes("layer_norm", input, normalized_shape)
     x = input.astype(jnp.float32)
     centred = x - jnp.mean(x, axis=axes, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
@@ -92,14 +99,22 @@ def rms_norm(
     weight: jax.Array | None = None,
     eps: float | None = None,
 ) -> jax.Array:
-    """``torch.nn.functional.rms_norm``; ``eps=None`` is the input dtype's epsilon."""
+    """``torch.nn.functional.rms_norm`` over the trailing ``normalized_shape`` dims.
+
+    ``eps=None`` is the epsilon of float32, for bfloat16 inputs as well: torch takes
+    that of the dtype it computes in (``rms_norm_composite`` in ATen's layer_norm.cpp),
+    though its documentation names the dtype of the input.
+
+    Returns an array of the shape and dtype of ``input``.
+
+    Raises:
+        ValueError: the trailing dims of ``input`` are not ``normalized_shape``.
+    """
     import jax.numpy as jnp
 
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    axes = _trailing_axes("rms_norm", input, normalized_shape)
     if eps is None:
-        eps = float(jnp.finfo(input.dtype).eps)
+        eps = float(jnp.finfo(jnp.float32).eps)
     x = input.astype(jnp.float32)
     out = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + eps)
     if weight is not None:

@@ -22,7 +22,7 @@ _TEXT = """
 a an the of on in at over under near with and slow fast wide close aerial shot view
 camera pans follows zooms cinematic realistic animated watercolor red blue green golden
 bright dark misty snowy rainy sunny quiet busy old young small giant panda cat dog fox
-bird horse whale robot astronaut child woman man dancer musician painter runs walks jumps
+bird horse whale robot astronaut child woman man dancer musician painter runs jumps
 swims flies plays paints sings dances reads looks rides forest river ocean mountain city
 street garden desert bridge train boat guitar piano book lantern flower cherry blossom
 waterfall sunset sunrise night morning sky cloud star wave leaf window table motion blur

@@ -46,7 +46,52 @@ def _positions_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_positional_embeddings
 
 
+def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Apply the pointwise convolutions to the latents before they are enlarged.
+
+    Enlarging by nearest neighbour copies elements and a pointwise convolution treats
+    each by itself, so the order does not change a single product or sum.
+    """
+
+    def forward(
+        self: Any,
+        f: torch.Tensor,
+        zq: torch.Tensor,
+        conv_cache: dict[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, dict[str, None]]:
+        import torch
+        import torch.nn.functional as F
+
+        if self.conv_y.time_kernel_size != 1 or self.conv_b.time_kernel_size != 1:
+            raise NotImplementedError("the norm's convolutions are not pointwise")
+        channels = f.shape[1]
+        modulation = torch.cat([self.conv_y.conv(zq), self.conv_b.conv(zq)], dim=1)
+        if f.shape[2] > 1 and f.shape[2] % 2 == 1:
+            # The first frame stands for itself, see the causal convolutions.
+            first = F.interpolate(modulation[:, :, :1], size=f[:, :, :1].shape[-3:])
+            rest = F.interpolate(modulation[:, :, 1:], size=f[:, :, 1:].shape[-3:])
+            modulation = torch.cat([first, rest], dim=2)
+        else:
+            modulation = F.interpolate(modulation, size=f.shape[-3:])
+        scaled = self.norm_layer(f) * modulation[:, :channels]
+        return scaled + modulation[:, channels:], {"conv_y": None, "conv_b": None}
+
+    return forward
+
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="cogvideox-norm-at-latent-size",
+        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+        ":CogVideoXSpatialNorm3D.forward",
+        replacement=_norm_at_latent_size,
+        wraps=True,
+        reason="the decoder's norms enlarge the latents to the size of the features and "
+        "then convolve them pointwise, up to 256 times the work for the same numbers",
+        upstream="diffusers>=0.42,<0.43",
+        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+        "models/autoencoders/autoencoder_kl_cogvideox.py",
+    ),
     Patch(
         name="cogvideox-pointwise-conv-cache",
         target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"

@@ -10,7 +10,9 @@ from tpuport.core.spec import Component, ModelPort
 from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, sharding, stages
 from tpuport.models.cogvideox.patches import PATCHES
+from tpuport.patches.conv import CONVOLUTION_ON_CPU
 from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
 
 
@@ -56,7 +58,7 @@ PORT = ModelPort(
     stages=stages.STAGES,
     variants=config.VARIANTS,
     patches=(*SLICE_ASSIGNMENT, *PATCHES),
-    overrides=FLOAT32_NORMS,
+    overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect,

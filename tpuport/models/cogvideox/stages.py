@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch, torch_dtype
-from tpuport.core.artifacts import TensorSpec
 from tpuport.core.request import Request
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
 from tpuport.models.cogvideox import rotary, scheduler
 

@@ -1,0 +1,37 @@
+# `make demo` and `make test` set everything up by themselves, once.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_OUT ?= demo.mp4
+PROMPT ?= a panda plays a guitar by a waterfall
+# Test processes; more than the machine's cores only slows the compilers down.
+JOBS ?= 2
+
+bin := $(VENV)/bin
+installed := $(VENV)/.tpuport-installed
+
+.PHONY: demo test lint types check clean
+
+demo: $(installed)
+	$(bin)/tpuport generate --model cogvideox --prompt "$(PROMPT)" --out "$(DEMO_OUT)"
+
+test: lint types
+	$(bin)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+lint: $(installed)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+
+types: $(installed)
+	$(bin)/mypy
+
+# Installed again only when the list of dependencies changes. pip runs from outside the
+# environment, so that a system Python without ensurepip will do.
+$(installed): pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}; name another with PYTHON=...")'
+	$(PYTHON) -m venv --without-pip "$(VENV)"
+	$(PYTHON) -m pip --python $(bin)/python install --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,72 @@
+"""The program: its commands, and how any run of it ends."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+import typer
+
+import tpuport
+
+from . import (
+    bench,
+    decode,
+    denoise,
+    doctor,
+    encode,
+    generate,
+    models,
+    plugins,
+    replay,
+)
+from ._errors import INTERRUPTED, as_usage_error, explain
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="PyTorch video-diffusion pipelines on TPUs: exact, sharded, compiled.",
+)
+app.command("generate")(generate.generate)
+app.command("encode")(encode.encode)
+app.command("denoise")(denoise.denoise)
+app.command("decode")(decode.decode)
+app.command("replay")(replay.replay)
+app.command("bench")(bench.bench)
+app.command("models")(models.models)
+app.command("plugins")(plugins.plugins)
+app.command("doctor")(doctor.doctor)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Show the version."),
+) -> None:
+    if version:
+        print(f"tpuport {tpuport.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse ``argv``, run the command, and return the exit code."""
+    command = typer.main.get_command(app)
+    args = list(sys.argv[1:] if argv is None else argv)
+    # Filters set for one command must not outlive it in a process that calls main().
+    with warnings.catch_warnings():
+        try:
+            code = command.main(args=args, prog_name="tpuport", standalone_mode=False)
+        except (typer.Abort, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            usage = as_usage_error(error)
+            if usage is None:
+                return explain(error, debug="--debug" in args)
+            print(f"error: {usage}", file=sys.stderr)
+            return 2
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,57 @@
+"""What is set before jax and torch are imported: a quiet, accelerator-less default."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+#: Device files of TPUs (two driver generations) and of NVIDIA GPUs.
+_ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia0")
+
+#: Read by the libraries when they are imported. What the user set stays.
+_QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "GRPC_VERBOSITY": "NONE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+}
+_LOGGERS = ("absl", "jax", "torchax", "torch", "imageio", "imageio_ffmpeg")
+
+
+def has_accelerator(devices: Path = Path("/dev")) -> bool:
+    """Whether the machine has a TPU or a GPU, told by its device files."""
+    return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
+
+
+def prepare(*, debug: bool = False) -> None:
+    """Set the process up for a command; called before jax or torch is imported.
+
+    On a machine without an accelerator jax would look for one and say that there is
+    none, so it is told to use the CPU. Chatter of the libraries is turned off: what a
+    person reads is tpuport's own lines. ``debug`` leaves it on.
+    """
+    if "JAX_PLATFORMS" not in os.environ and not has_accelerator():
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if debug:
+        return
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    _quiet_loggers(_LOGGERS)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def _quiet_loggers(names: Iterable[str]) -> None:
+    for name in names:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)

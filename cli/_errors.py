@@ -1,0 +1,81 @@
+"""How a command fails: one line, an exit code, and what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import typer
+
+from tpuport.errors import TpuportError
+
+INTERRUPTED = 130
+"""What a shell reports for a program ended by Ctrl-C."""
+
+
+@dataclass
+class Guard:
+    """What :func:`reported` does with an error; ``debug`` may be set on the way."""
+
+    debug: bool = False
+
+
+@contextlib.contextmanager
+def reported(*, debug: bool = False) -> Iterator[Guard]:
+    """Turn whatever the block raises into a line on stderr and an exit code.
+
+    Notes on the exception (:meth:`BaseException.add_note`) follow the line: they say
+    how to go on.
+
+    Raises:
+        typer.Exit: with the code, after the line is out.
+    """
+    guard = Guard(debug)
+    try:
+        yield guard
+    except (typer.Exit, typer.Abort):
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        raise typer.Exit(explain(error, debug=guard.debug)) from None
+
+
+def explain(error: BaseException, *, debug: bool) -> int:
+    """Print an error for people; returns the exit code."""
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        code, text = INTERRUPTED, "interrupted"
+    elif isinstance(error, TpuportError):
+        code, text = error.exit_code, f"error: {one_line(error)}"
+    else:
+        what = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+        code, text = 1, f"error: unexpected {what}"
+        if not debug:
+            text += "; run again with --debug"
+    print(text, file=sys.stderr)
+    if not debug:  # a traceback has the notes already
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+    return code
+
+
+def as_usage_error(error: Exception) -> str | None:
+    """The line for an error of typer's parser, or ``None`` for any other error.
+
+    Which click typer uses, its own or the package, depends on its version, so the
+    parser's errors are told by what they can do.
+    """
+    if not hasattr(error, "format_message"):
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "tpuport"
+    message = one_line(error.format_message()).rstrip(".")
+    return f"{message}; see `{command} --help`"
+
+
+def one_line(text: object) -> str:
+    """``text`` without line breaks and runs of spaces."""
+    return " ".join(str(text).split())

@@ -1,0 +1,187 @@
+"""The options that several commands share, each declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_WHAT = "What to make"
+_WHERE = "How to run it"
+_FILES = "Files"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Model plugin; see `tpuport models`. [default: cogvideox]"
+    ),
+]
+VariantName = Annotated[
+    str | None,
+    typer.Option("--variant", help="Published checkpoint whose defaults hold."),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", help="Hub id or diffusers folder. [default: the demo checkpoint]"
+    ),
+]
+Prompt = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="May be repeated.", rich_help_panel=_WHAT),
+]
+PromptFile = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt-file",
+        help="One prompt a line; blank lines and # comments are skipped.",
+        rich_help_panel=_WHAT,
+    ),
+]
+NegativePrompt = Annotated[
+    str | None, typer.Option("--negative-prompt", rich_help_panel=_WHAT)
+]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        "--size", metavar="WxH", help="Such as 720x480.", rich_help_panel=_WHAT
+    ),
+]
+Height = Annotated[int | None, typer.Option("--height", rich_help_panel=_WHAT)]
+Width = Annotated[int | None, typer.Option("--width", rich_help_panel=_WHAT)]
+Frames = Annotated[
+    int | None,
+    typer.Option("--frames", "--num-frames", rich_help_panel=_WHAT),
+]
+Fps = Annotated[
+    float | None,
+    typer.Option("--fps", help="Of the written file.", rich_help_panel=_WHAT),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", "--num-inference-steps", rich_help_panel=_WHAT),
+]
+Guidance = Annotated[
+    float | None,
+    typer.Option(
+        "--guidance",
+        "--guidance-scale",
+        help="At most 1 turns it off.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Seed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--seed",
+        metavar="INT",
+        help='May be repeated, or "1,2,3". [default: 0]',
+        rich_help_panel=_WHAT,
+    ),
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="NAME=VALUE",
+        help="A setting only this model has; may be repeated.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Latents = Annotated[
+    str | None,
+    typer.Option(
+        "--latents",
+        metavar="FILE",
+        help="Safetensors file with one tensor: the initial noise.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option("--mesh", help="Such as dp=2,tp=4.", rich_help_panel=_WHERE),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help="Of the weights: float32 or bfloat16.", rich_help_panel=_WHERE
+    ),
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        help="auto, or the name of an implementation. [default: auto]",
+        rich_help_panel=_WHERE,
+    ),
+]
+EncodeOn = Annotated[
+    str | None,
+    typer.Option(
+        "--encode-on",
+        metavar="device|host",
+        help="Where the text encoder runs. [default: device]",
+        rich_help_panel=_WHERE,
+    ),
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="tpuport|diffusers",
+        help="diffusers runs plain upstream code. [default: tpuport]",
+        rich_help_panel=_WHERE,
+    ),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="PATH",
+        help=".mp4, .webm, .gif, or a folder of PNGs.",
+        rich_help_panel=_FILES,
+    ),
+]
+RunDir = Annotated[
+    str | None,
+    typer.Option(
+        "--run-dir",
+        metavar="FOLDER",
+        help="Keep the files of the stages here; finished stages are reused.",
+        rich_help_panel=_FILES,
+    ),
+]
+CacheDir = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-dir",
+        metavar="FOLDER",
+        envvar="TPUPORT_CACHE_DIR",
+        help="Compiled programs, the demo checkpoint, unfinished runs.",
+        rich_help_panel=_FILES,
+    ),
+]
+NoCompileCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-compile-cache",
+        help="Neither read nor keep compiled programs.",
+        rich_help_panel=_FILES,
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="YAML file with any of these options; flags win.",
+        rich_help_panel=_FILES,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback and the libraries' log.")
+]

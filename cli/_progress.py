@@ -1,0 +1,173 @@
+"""Progress for people, on stderr: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.report import CompileReport, Reporter, RunReport, StageReport
+
+from ._output import columns, plural, say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+#: Seconds between two lines about the same stage where there is no terminal.
+LINE_EVERY = 15.0
+
+
+class Display(Reporter):
+    """A reporter that is on display while its ``with`` block lasts."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class PlainDisplay(Display):
+    """One line per event, without control codes: for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, str] = {}
+        self._last_line = time.monotonic()
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        self._units[stage] = unit
+        self._last_line = time.monotonic()
+        say(f"{stage}: started, {plural(total, unit)}")
+
+    def loading(self, component: str) -> None:
+        say(f"loading {component}")
+
+    def compiling(self, stage: str, program: str) -> None:
+        say(f"compiling {stage}/{program} ...")
+
+    def compiled(self, report: CompileReport) -> None:
+        say(_compiled(report))
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last_line >= LINE_EVERY:
+            self._last_line = now
+            say(f"{stage}: {done} of {plural(total, self._units.get(stage, 'call'))}")
+
+    def stage_finished(self, report: StageReport) -> None:
+        say(_finished(report))
+
+
+class BarDisplay(Display):
+    """A bar per stage, on a terminal."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._stage = ""
+
+    def _bars(self) -> Progress:
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[doing]}", markup=False),
+                console=Console(stderr=True, highlight=False),
+            )
+            self._progress.start()
+        return self._progress
+
+    def _doing(self, text: str) -> None:
+        if self._stage in self._tasks:
+            self._bars().update(self._tasks[self._stage], doing=text)
+
+    def say(self, text: str) -> None:
+        self._bars().console.print(text, markup=False, soft_wrap=True)
+
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        self._stage = stage
+        bars = self._bars()
+        self._tasks[stage] = bars.add_task(stage, total=total, doing="")
+
+    def loading(self, component: str) -> None:
+        self._doing(f"loading {component} ...")
+
+    def compiling(self, stage: str, program: str) -> None:
+        self._doing(f"compiling {stage}/{program} ...")
+
+    def compiled(self, report: CompileReport) -> None:
+        self._doing("")
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        if stage in self._tasks:
+            self._bars().update(self._tasks[stage], completed=done, doing="")
+
+    def stage_finished(self, report: StageReport) -> None:
+        text = ", ".join(filter(None, (_compile_total(report), _per_call(report))))
+        self._doing(text)
+        self._stage = ""
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._tasks.clear()
+
+
+def make_display() -> Display:
+    """The display that fits where stderr goes."""
+    return BarDisplay() if sys.stderr.isatty() else PlainDisplay()
+
+
+def print_summary(report: RunReport) -> None:
+    """The table at the end of a run."""
+    for line in columns(report.summary(), indent="  "):
+        say(line)
+
+
+def _compiled(report: CompileReport) -> str:
+    seconds = report.trace_seconds + report.compile_seconds
+    cached = " (from the compile cache)" if report.cached else ""
+    return f"compiled {report.stage}/{report.program} in {seconds:.1f} s{cached}"
+
+
+def _compile_total(report: StageReport) -> str:
+    if not report.compiles:
+        return ""
+    cached = ", cached" if all(c.cached for c in report.compiles) else ""
+    return f"compile {report.compile_seconds:.1f} s{cached}"
+
+
+def _per_call(report: StageReport) -> str:
+    each: Any = report.seconds_per_call
+    return "" if each is None else f"{each:.3f} s/{report.unit}"
+
+
+def _finished(report: StageReport) -> str:
+    text = f"{report.stage}: finished in {report.total_seconds:.1f} s"
+    if report.backend != "tpuport":
+        text += f" by {report.backend}"
+    return ", ".join(filter(None, (text, _per_call(report))))

@@ -1,0 +1,145 @@
+"""From settings to a session and a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpuport import api
+from tpuport.core.arrays import check_dtype
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.report import Reporter
+from tpuport.core.request import Request
+from tpuport.core.session import check_shape
+from tpuport.core.spec import ModelPort, Variant
+from tpuport.errors import UsageError
+from tpuport.plugins import get_port
+
+from ._settings import Settings
+
+if TYPE_CHECKING:
+    from tpuport.core.session import Session
+
+DEFAULT_MODEL = "cogvideox"
+
+
+def known_variant(port: ModelPort, settings: Settings) -> Variant | None:
+    """The variant, where it is known before the checkpoint is looked at."""
+    if settings.variant is not None:
+        return port.variant(settings.variant)
+    if settings.weights in (None, "demo"):
+        return port.variants[0]
+    return None
+
+
+def check_early(settings: Settings) -> ModelPort:
+    """Refuse what can be refused before weights are looked for; returns the port.
+
+    Raises:
+        UsageError: an unknown model, variant, dtype or option, a malformed mesh, or a
+            value off its rule.
+    """
+    port = get_port(settings.model or DEFAULT_MODEL)
+    variant = known_variant(port, settings)
+    if settings.dtype is not None:
+        check_dtype(settings.dtype)
+    if settings.mesh is not None:
+        MeshSpec.parse(settings.mesh)
+    names = [option.name for option in port.options]
+    for name in settings.options:
+        if name not in names:
+            raise UsageError(
+                f"model {port.name!r} has no option {name!r}; it has {', '.join(names)}"
+            )
+    base = variant or port.variants[0]
+    for seed in settings.seeds:
+        request = Request(
+            prompts=("",),
+            negative_prompts=("",),
+            seeds=((seed,),),
+            batch_size=1,
+            height=settings.height or base.height,
+            width=settings.width or base.width,
+            num_frames=settings.frames or base.num_frames,
+            fps=base.fps if settings.fps is None else settings.fps,
+            num_inference_steps=settings.steps or base.num_inference_steps,
+            guidance_scale=(
+                base.guidance_scale if settings.guidance is None else settings.guidance
+            ),
+        )
+        if variant is not None:
+            check_shape(request, variant)
+    return port
+
+
+def open_session(
+    settings: Settings,
+    *,
+    cache: Path,
+    reporter: Reporter,
+    keep_loaded: bool = False,
+) -> Session:
+    """:func:`tpuport.load` with these settings.
+
+    Raises:
+        TpuportError: as :func:`tpuport.load`; also an unknown attention implementation.
+    """
+    _check_attention(settings.attention)
+    return api.load(
+        settings.model or DEFAULT_MODEL,
+        weights=settings.weights,
+        variant=settings.variant,
+        mesh=settings.mesh,
+        dtype=settings.dtype,
+        encode_on=settings.encode_on or "device",
+        attention=settings.attention or "auto",
+        keep_loaded=keep_loaded,
+        cache_dir=cache,
+        compile_cache=not settings.no_compile_cache,
+        reporter=reporter,
+    )
+
+
+def make_request(session: Session, settings: Settings) -> Request:
+    """The checked request: every prompt with every seed, each as if it were alone.
+
+    Raises:
+        UsageError: there is no prompt, or a value is off its rule.
+    """
+    check_prompts(settings)
+    prompts, seeds = settings.videos()
+    return session.request(
+        prompt=prompts,
+        negative_prompt=settings.negative_prompt,
+        height=settings.height,
+        width=settings.width,
+        num_frames=settings.frames,
+        fps=settings.fps,
+        num_inference_steps=settings.steps,
+        guidance_scale=settings.guidance,
+        seed=seeds,
+        options=settings.options,
+        batched=False,
+    )
+
+
+def check_prompts(settings: Settings) -> None:
+    """Refuse settings without a prompt.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not settings.prompts:
+        raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
+
+
+def _check_attention(name: str | None) -> None:
+    if name is None:
+        return
+    from tpuport.kernels.attention import AUTO, IMPLEMENTATIONS
+
+    known = [AUTO, *(implementation.name for implementation in IMPLEMENTATIONS)]
+    if name not in known:
+        raise UsageError(
+            f"unknown attention implementation {name!r}; known are: {', '.join(known)}"
+        )

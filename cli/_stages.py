@@ -1,0 +1,136 @@
+"""What the three stage commands do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.artifacts import STAGE_FILES, STAGES, RunDirectory
+from tpuport.core.report import RunReport
+from tpuport.core.request import Request
+
+from ._cache import cache_folder, new_run_folder
+from ._noise import read_noise
+from ._output import print_json, say
+from ._outputs import plan_outputs
+from ._progress import make_display, print_summary
+from ._runs import Video, open_existing, run_stage, stage_note, write_videos
+from ._sessions import check_early, check_prompts, make_request, open_session
+from ._settings import Settings
+
+if TYPE_CHECKING:
+    from tpuport.core.session import Session
+
+
+def encode_stage(settings: Settings) -> None:
+    """Create the run directory and encode into it."""
+    started = time.perf_counter()
+    check_early(settings)
+    check_prompts(settings)
+    cache = cache_folder(settings.cache_dir)
+    noise = read_noise(settings.latents)
+    if noise is not None:
+        noise.for_videos(len(settings.videos()[0]))
+    with (
+        make_display() as display,
+        open_session(settings, cache=cache, reporter=display) as session,
+    ):
+        request = make_request(session, settings)
+        run = session.open_run(settings.run_dir or new_run_folder(cache), request)
+        _, stage = run_stage(
+            session,
+            run,
+            STAGES[0],
+            attention=settings.attention,
+            backend=settings.backend,
+            noise=noise,
+        )
+        report = session.run_report([stage], time.perf_counter() - started)
+    _tell(settings, STAGES[0], session, run, report)
+
+
+def denoise_stage(settings: Settings) -> None:
+    """Denoise in an existing run directory."""
+    started = time.perf_counter()
+    run, settings = open_existing(settings)
+    check_early(settings)
+    cache = cache_folder(settings.cache_dir)
+    with (
+        make_display() as display,
+        open_session(settings, cache=cache, reporter=display) as session,
+    ):
+        _, stage = run_stage(
+            session,
+            run,
+            STAGES[1],
+            attention=settings.attention,
+            backend=settings.backend,
+        )
+        report = session.run_report([stage], time.perf_counter() - started)
+    _tell(settings, STAGES[1], session, run, report)
+
+
+def decode_stage(settings: Settings) -> None:
+    """Decode an existing run directory into videos."""
+    started = time.perf_counter()
+    run, settings = open_existing(settings)
+    check_early(settings)
+    count = len(Request.from_dict(run.settings).prompts)
+    outputs = plan_outputs(settings.out or str(run.path / "video.mp4"), count)
+    cache = cache_folder(settings.cache_dir)
+    with (
+        make_display() as display,
+        open_session(settings, cache=cache, reporter=display) as session,
+    ):
+        tensors, stage = run_stage(
+            session,
+            run,
+            STAGES[2],
+            attention=settings.attention,
+            backend=settings.backend,
+        )
+        report = session.run_report([stage], time.perf_counter() - started)
+        videos = write_videos(
+            session,
+            run,
+            tensors["frames"],
+            outputs,
+            report=report,
+            note=stage_note(session, settings.attention, settings.backend),
+        )
+    _tell(settings, STAGES[2], session, run, report, videos)
+
+
+def _tell(
+    settings: Settings,
+    stage: str,
+    session: Session,
+    run: RunDirectory,
+    report: RunReport,
+    videos: Sequence[Video] = (),
+) -> None:
+    """The end of a stage: the summary, what was written, what comes next."""
+    files = [run.path / STAGE_FILES[stage]] if stage in STAGE_FILES else []
+    written = [*files, *(video.path for video in videos)]
+    say("")
+    print_summary(report)
+    for path in written:
+        say(f"wrote {path}")
+    if settings.json:
+        document: dict[str, Any] = {
+            "command": stage,
+            "model": run.model,
+            "variant": run.variant,
+            "weights": session.checkpoint.source,
+            "run_dir": str(run.path),
+            "files": [str(path) for path in files],
+            "videos": [video.as_dict() for video in videos],
+            "settings": run.settings,
+            "dtype": session.dtype,
+            "mesh": report.mesh,
+            "attention": settings.attention or "auto",
+            "backend": settings.backend or "tpuport",
+            "report": report.as_dict(),
+        }
+        print_json(document)

@@ -1,0 +1,281 @@
+"""``tpuport bench``: how fast a model runs here, and against upstream's own code."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuport.core.report import Reporter, StageReport
+from tpuport.core.request import Request
+from tpuport.errors import UsageError
+
+from ._cache import cache_folder
+from ._environment import prepare
+from ._errors import reported
+from ._options import (
+    Attention,
+    CacheDir,
+    Debug,
+    Dtype,
+    Frames,
+    Guidance,
+    Height,
+    Json,
+    Mesh,
+    Model,
+    ModelOption,
+    NoCompileCache,
+    Size,
+    Steps,
+    VariantName,
+    Weights,
+    Width,
+)
+from ._output import columns, print_json
+from ._progress import make_display
+from ._sessions import check_early, open_session
+from ._settings import Settings, gather
+from ._versions import versions
+
+if TYPE_CHECKING:
+    from tpuport.core.session import Session
+
+PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
+
+#: Said wherever upstream's times are shown; see the docstring of :func:`bench`.
+LOADS_NOTE = (
+    "diffusers loads its modules in every stage and those times include it; tpuport "
+    "keeps its weights loaded, so the ratio flatters tpuport where loading weighs"
+)
+
+
+def bench(
+    context: typer.Context,
+    model: Model = None,
+    variant: VariantName = None,
+    weights: Weights = None,
+    size: Size = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    option: ModelOption = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, help="Steady-state runs of each.")
+    ] = 3,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="diffusers", help="Compare with upstream's code."
+        ),
+    ] = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the first call and the steady state, stage by stage.
+
+    With --against diffusers the same request is run by plain upstream code in the same
+    process, in turns with tpuport, so that both see the same machine.
+    """
+    with reported(debug=debug) as guard:
+        if against not in (None, "diffusers"):
+            raise UsageError(f"--against {against!r}: only diffusers can be named")
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        result = measure(settings, repeat=repeat, against=against)
+        if settings.json:
+            print_json(result)
+        else:
+            print("\n".join(_text(result)))
+
+
+@dataclass
+class _Runs:
+    """What one backend did: its first run, then the steady ones."""
+
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, StageReport]] = field(default_factory=list)
+    frames: Any = None
+
+    def as_dict(self, steps: int) -> dict[str, Any]:
+        first, steady = self.stages[0], self.stages[1:]
+        names = list(first)
+        medians = {
+            name: statistics.median(run[name].total_seconds for run in steady)
+            for name in names
+        }
+        return {
+            "first": {
+                "seconds": self.seconds[0],
+                "load_seconds": sum(s.load_seconds for s in first.values()),
+                "compile_seconds": sum(s.compile_seconds for s in first.values()),
+                "programs": sum(len(s.compiles) for s in first.values()),
+                "cached_programs": sum(
+                    c.cached for s in first.values() for c in s.compiles
+                ),
+                "stages": {name: first[name].total_seconds for name in names},
+            },
+            "steady": {
+                "seconds": statistics.median(self.seconds[1:]),
+                "all_seconds": self.seconds[1:],
+                "stages": medians,
+                "seconds_per_step": medians["denoise"] / steps,
+            },
+        }
+
+
+def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str, Any]:
+    """Run the benchmark; the result is JSON-ready."""
+    import numpy as np
+
+    check_early(settings)
+    cache = cache_folder(settings.cache_dir)
+    backends = ["tpuport", *([against] if against else [])]
+    runs = {backend: _Runs() for backend in backends}
+    with make_display() as display:
+        opened = time.perf_counter()
+        with open_session(
+            settings, cache=cache, reporter=_Quiet(display), keep_loaded=True
+        ) as session:
+            opened = time.perf_counter() - opened
+            request = session.request(
+                prompt=PROMPT,
+                height=settings.height,
+                width=settings.width,
+                num_frames=settings.frames,
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance,
+                options=settings.options,
+            )
+            # Turn by turn, so that a machine that slows down slows both.
+            for turn in range(1 + repeat):
+                what = "first run" if turn == 0 else f"run {turn} of {repeat}"
+                for backend in backends:
+                    _run(session, request, backend, runs[backend])
+                    seconds = runs[backend].seconds[-1]
+                    display.say(f"{backend}: {what}, {seconds:.2f} s")
+            report = session.run_report(
+                list(runs["tpuport"].stages[-1].values()),
+                sum(sum(r.seconds) for r in runs.values()),
+            )
+    steps = request.num_inference_steps
+    result: dict[str, Any] = {
+        "command": "bench",
+        "model": session.port.name,
+        "variant": session.variant.name,
+        "weights": session.checkpoint.source,
+        "settings": request.as_dict(),
+        "dtype": session.dtype,
+        "mesh": report.mesh,
+        "platform": report.platform,
+        "devices": report.devices,
+        "versions": versions(),
+        "repeat": repeat,
+        "open_seconds": opened,
+        "peak_host_bytes": report.peak_host_bytes,
+        "peak_device_bytes": report.peak_device_bytes,
+        "backends": {name: run.as_dict(steps) for name, run in runs.items()},
+    }
+    if against:
+        ours, theirs = (result["backends"][name]["steady"] for name in backends)
+        result["ratio"] = {
+            "total": theirs["seconds"] / ours["seconds"],
+            **{
+                name: theirs["stages"][name] / ours["stages"][name]
+                for name in ours["stages"]
+            },
+        }
+        difference = np.abs(runs["tpuport"].frames - runs[against].frames)
+        result["max_frame_difference"] = float(difference.max())
+        result["notes"] = [LOADS_NOTE]
+    return result
+
+
+class _Quiet(Reporter):
+    """Passes on what is said; the stages of many runs would only scroll by."""
+
+    def __init__(self, inner: Reporter) -> None:
+        self._inner = inner
+
+    def say(self, text: str) -> None:
+        self._inner.say(text)
+
+    def compiling(self, stage: str, program: str) -> None:
+        self._inner.compiling(stage, program)
+
+
+def _run(session: Session, request: Request, backend: str, runs: _Runs) -> None:
+    """One whole run, kept in ``runs``."""
+    from tpuport.core.video import check_frames
+
+    started = time.perf_counter()
+    tensors: dict[str, Any] = {}
+    reports: dict[str, StageReport] = {}
+    for stage in session.port.stages:
+        tensors, report = session.run_stage(
+            stage.name, request, tensors, backend=backend
+        )
+        reports[stage.name] = report
+    runs.seconds.append(time.perf_counter() - started)
+    runs.stages.append(reports)
+    check_frames(tensors["frames"])
+    runs.frames = tensors["frames"]
+
+
+def _text(result: dict[str, Any]) -> Sequence[str]:
+    """The result for people."""
+    request, backends = result["settings"], result["backends"]
+    against = [name for name in backends if name != "tpuport"]
+    head = ["", *backends, *(["ratio"] if against else [])]
+    rows: list[list[str]] = [head]
+
+    def row(label: str, values: list[float], ratio: float | None = None) -> None:
+        cells = [label, *(f"{value:.3f} s" for value in values)]
+        if against:
+            cells.append("" if ratio is None else f"{ratio:.2f}x")
+        rows.append(cells)
+
+    firsts = [backend["first"] for backend in backends.values()]
+    steadies = [backend["steady"] for backend in backends.values()]
+    ratios = result.get("ratio", {})
+    row("first run", [first["seconds"] for first in firsts])
+    row("  load", [first["load_seconds"] for first in firsts])
+    row("  compile", [first["compile_seconds"] for first in firsts])
+    row("steady run", [s["seconds"] for s in steadies], ratios.get("total"))
+    for name in steadies[0]["stages"]:
+        row(f"  {name}", [s["stages"][name] for s in steadies], ratios.get(name))
+        if name == "denoise":
+            row("    per step", [s["seconds_per_step"] for s in steadies])
+    if against:  # upstream's own first run is not split into load and compile
+        for line in rows:
+            if line[0].strip() in ("load", "compile"):
+                line[2] = "-"
+    lines = [
+        f"{result['model']} {result['variant']}, {request['width']}x"
+        f"{request['height']}, {request['num_frames']} frames, "
+        f"{request['num_inference_steps']} steps, {result['dtype']}, "
+        f"{result['devices']} x {result['platform']} ({result['mesh']}), "
+        f"median of {result['repeat']}",
+        "",
+        *columns(rows),
+    ]
+    if against:
+        lines += [
+            "",
+            "ratio: diffusers / tpuport, above 1 tpuport is faster",
+            f"largest difference of the frames: {result['max_frame_difference']:.2g}",
+            *(f"note: {note}" for note in result["notes"]),
+        ]
+    return lines

@@ -1,0 +1,50 @@
+"""``tpuport decode``: the last stage, from a run directory to videos."""
+
+from __future__ import annotations
+
+import typer
+
+from ._environment import prepare
+from ._errors import reported
+from ._options import (
+    Attention,
+    Backend,
+    CacheDir,
+    Debug,
+    Dtype,
+    Json,
+    Mesh,
+    Model,
+    NoCompileCache,
+    Out,
+    RunDir,
+    Weights,
+)
+from ._settings import gather
+from ._stages import decode_stage
+
+
+def decode(
+    context: typer.Context,
+    run_dir: RunDir = None,
+    out: Out = None,
+    model: Model = None,
+    weights: Weights = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    backend: Backend = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Decode the latents of a run directory into videos.
+
+    Without --out the video is written into the run directory, as video.mp4.
+    """
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        decode_stage(settings)

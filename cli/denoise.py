@@ -1,0 +1,45 @@
+"""``tpuport denoise``: the second stage, on a run directory."""
+
+from __future__ import annotations
+
+import typer
+
+from ._environment import prepare
+from ._errors import reported
+from ._options import (
+    Attention,
+    Backend,
+    CacheDir,
+    Debug,
+    Dtype,
+    Json,
+    Mesh,
+    Model,
+    NoCompileCache,
+    RunDir,
+    Weights,
+)
+from ._settings import gather
+from ._stages import denoise_stage
+
+
+def denoise(
+    context: typer.Context,
+    run_dir: RunDir = None,
+    model: Model = None,
+    weights: Weights = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    backend: Backend = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Denoise in a run directory that `encode` made."""
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        denoise_stage(settings)

@@ -1,0 +1,85 @@
+"""``tpuport encode``: the first stage, which creates the run directory."""
+
+from __future__ import annotations
+
+import typer
+
+from tpuport.core.artifacts import STAGES
+from tpuport.errors import UsageError
+
+from ._environment import prepare
+from ._errors import reported
+from ._options import (
+    Attention,
+    Backend,
+    CacheDir,
+    Config,
+    Debug,
+    Dtype,
+    EncodeOn,
+    Fps,
+    Frames,
+    Guidance,
+    Height,
+    Json,
+    Latents,
+    Mesh,
+    Model,
+    ModelOption,
+    NegativePrompt,
+    NoCompileCache,
+    Prompt,
+    PromptFile,
+    RunDir,
+    Seed,
+    Size,
+    Steps,
+    VariantName,
+    Weights,
+    Width,
+)
+from ._settings import gather
+from ._stages import encode_stage
+
+
+def encode(
+    context: typer.Context,
+    model: Model = None,
+    variant: VariantName = None,
+    weights: Weights = None,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    negative_prompt: NegativePrompt = None,
+    size: Size = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    fps: Fps = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    seed: Seed = None,
+    option: ModelOption = None,
+    latents: Latents = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    encode_on: EncodeOn = None,
+    backend: Backend = None,
+    run_dir: RunDir = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    config: Config = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Encode the prompts into a run directory; takes the settings of `generate`.
+
+    The settings are kept in the run directory: `denoise` and `decode` read them there.
+    """
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        if settings.run_dir is None:
+            raise UsageError(f"--run-dir is missing; name a folder for {STAGES[0]}")
+        encode_stage(settings)

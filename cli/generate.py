@@ -1,0 +1,192 @@
+"""``tpuport generate``: from prompts to videos."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import typer
+
+from tpuport.core.artifacts import STAGES
+from tpuport.core.report import RunReport, StageReport
+
+from ._cache import cache_folder, new_run_folder
+from ._environment import prepare
+from ._errors import reported
+from ._noise import read_noise
+from ._options import (
+    Attention,
+    Backend,
+    CacheDir,
+    Config,
+    Debug,
+    Dtype,
+    EncodeOn,
+    Fps,
+    Frames,
+    Guidance,
+    Height,
+    Json,
+    Latents,
+    Mesh,
+    Model,
+    ModelOption,
+    NegativePrompt,
+    NoCompileCache,
+    Out,
+    Prompt,
+    PromptFile,
+    RunDir,
+    Seed,
+    Size,
+    Steps,
+    VariantName,
+    Weights,
+    Width,
+)
+from ._output import print_json, say
+from ._outputs import default_out, plan_outputs
+from ._progress import make_display, print_summary
+from ._runs import (
+    Video,
+    check_noise,
+    going_on,
+    reusable,
+    run_stage,
+    stage_note,
+    write_videos,
+)
+from ._sessions import (
+    check_early,
+    check_prompts,
+    known_variant,
+    make_request,
+    open_session,
+)
+from ._settings import Settings, gather
+
+
+def generate(
+    context: typer.Context,
+    model: Model = None,
+    variant: VariantName = None,
+    weights: Weights = None,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    negative_prompt: NegativePrompt = None,
+    size: Size = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    fps: Fps = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    seed: Seed = None,
+    option: ModelOption = None,
+    latents: Latents = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    encode_on: EncodeOn = None,
+    backend: Backend = None,
+    out: Out = None,
+    run_dir: RunDir = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    config: Config = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make videos from prompts: encode, denoise and decode in a row.
+
+    Several prompts and seeds make a video of every prompt with every seed.
+    """
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        document, videos, report = _generate(settings)
+        say("")
+        print_summary(report)
+        for video in videos:
+            say(f"wrote {video.path}")
+        if settings.json:
+            print_json(document)
+
+
+def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunReport]:
+    started = time.perf_counter()
+    port = check_early(settings)
+    check_prompts(settings)
+    prompts, seeds = settings.videos()
+    guess = known_variant(port, settings)
+    name = default_out(port.name, guess.name if guess else "video", seeds)
+    plan_outputs(settings.out or name, len(prompts))
+    cache = cache_folder(settings.cache_dir)
+    noise = read_noise(settings.latents)
+    if noise is not None:
+        noise.for_videos(len(prompts))
+    reused: list[str] = []
+    stages: list[StageReport] = []
+    with (
+        make_display() as display,
+        open_session(settings, cache=cache, reporter=display) as session,
+    ):
+        request = make_request(session, settings)
+        outputs = plan_outputs(
+            settings.out or default_out(port.name, session.variant.name, seeds),
+            len(prompts),
+        )
+        run = session.open_run(settings.run_dir or new_run_folder(cache), request)
+        check_noise(session, run, noise)
+        temporary = settings.run_dir is None
+        with going_on(run, settings, outputs.asked, temporary=temporary):
+            for stage in STAGES[:2]:
+                if reusable(session, run, stage, settings, display.say):
+                    reused.append(stage)
+                    display.say(f"{stage}: finished in {run.path}, reused")
+                    continue
+                _, stage_report = run_stage(
+                    session,
+                    run,
+                    stage,
+                    attention=settings.attention,
+                    backend=settings.backend,
+                    noise=noise if stage == STAGES[0] else None,
+                )
+                stages.append(stage_report)
+            tensors, stage_report = run_stage(
+                session,
+                run,
+                STAGES[2],
+                attention=settings.attention,
+                backend=settings.backend,
+            )
+            report = session.run_report(
+                [*stages, stage_report], time.perf_counter() - started
+            )
+            videos = write_videos(
+                session,
+                run,
+                tensors["frames"],
+                outputs,
+                report=report,
+                note=stage_note(session, settings.attention, settings.backend),
+            )
+        document = {
+            "command": "generate",
+            "model": port.name,
+            "variant": session.variant.name,
+            "weights": session.checkpoint.source,
+            "videos": [video.as_dict() for video in videos],
+            "settings": request.as_dict(),
+            "dtype": session.dtype,
+            "mesh": report.mesh,
+            "attention": settings.attention or "auto",
+            "encode_on": session.encode_on,
+            "backend": settings.backend or "tpuport",
+            "run_dir": str(settings.run_dir) if settings.run_dir else None,
+            "reused": reused,
+            "report": report.as_dict(),
+        }
+    return document, videos, report

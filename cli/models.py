@@ -1,0 +1,83 @@
+"""``tpuport models``: what can be run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpuport.core.spec import ModelPort, Variant
+from tpuport.plugins import installed_plugins
+
+from ._errors import reported
+from ._options import Debug, Json
+from ._output import columns, print_json
+
+_HEAD = ("MODEL", "VARIANT", "SIZE", "FRAMES", "FPS", "STEPS", "GUIDANCE", "OPTIONS")
+
+
+def models(json: Json = False, debug: Debug = False) -> None:
+    """List the installed models, their variants and defaults."""
+    with reported(debug=debug):
+        ports = [plugin.port for plugin in installed_plugins().values()]
+        if json:
+            print_json({"models": [_document(port) for port in ports]})
+            return
+        rows: list[tuple[str, ...]] = [_HEAD]
+        rows += [_row(port, variant) for port in ports for variant in port.variants]
+        print("\n".join(columns(rows)))
+        for port in ports:
+            print(f"\n{port.name}: {port.title}")
+            print("\n".join(columns([_about(v) for v in port.variants], indent="  ")))
+            for option in port.options:
+                choices = f" ({', '.join(option.choices)})" if option.choices else ""
+                print(f"  --option {option.name}=...: {option.help}{choices}")
+
+
+def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:
+    options = " ".join(f"{k}={_plain(v)}" for k, v in variant.options.items())
+    return (
+        port.name,
+        variant.name,
+        f"{variant.width}x{variant.height}",
+        str(variant.num_frames),
+        f"{variant.fps:g}",
+        str(variant.num_inference_steps),
+        f"{variant.guidance_scale:g}",
+        options,
+    )
+
+
+def _about(variant: Variant) -> tuple[str, str, str]:
+    text = variant.title + (f"; {variant.notes}" if variant.notes else "")
+    return variant.name, variant.repo_id or "built in", text
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _document(port: ModelPort) -> dict[str, Any]:
+    return {
+        "model": port.name,
+        "title": port.title,
+        "options": [
+            {"name": o.name, "help": o.help, "choices": list(o.choices)}
+            for o in port.options
+        ],
+        "variants": [
+            {
+                "variant": v.name,
+                "title": v.title,
+                "repo_id": v.repo_id or None,
+                "height": v.height,
+                "width": v.width,
+                "num_frames": v.num_frames,
+                "fps": v.fps,
+                "num_inference_steps": v.num_inference_steps,
+                "guidance_scale": v.guidance_scale,
+                "dtype": v.dtype,
+                "options": dict(v.options),
+                "notes": v.notes,
+            }
+            for v in port.variants
+        ],
+    }

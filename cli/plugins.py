@@ -1,0 +1,33 @@
+"""``tpuport plugins``: where the models come from."""
+
+from __future__ import annotations
+
+from tpuport.plugins import installed_plugins
+
+from ._errors import reported
+from ._options import Debug, Json
+from ._output import columns, print_json
+
+
+def plugins(json: Json = False, debug: Debug = False) -> None:
+    """List the installed plugins."""
+    with reported(debug=debug):
+        found = list(installed_plugins().values())
+        if json:
+            print_json(
+                {
+                    "plugins": [
+                        {
+                            "name": plugin.name,
+                            "package": plugin.package,
+                            "module": plugin.module,
+                            "model": plugin.port.name,
+                        }
+                        for plugin in found
+                    ]
+                }
+            )
+            return
+        rows = [("NAME", "PACKAGE", "MODULE", "MODEL")]
+        rows += [(p.name, p.package, p.module, p.port.name) for p in found]
+        print("\n".join(columns(rows)))

@@ -1,0 +1,95 @@
+"""Help is quick and complete; how the parser refuses what it does not know."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cli_tools import Cli
+
+COMMANDS = (
+    "generate",
+    "encode",
+    "denoise",
+    "decode",
+    "replay",
+    "bench",
+    "models",
+    "plugins",
+    "doctor",
+)
+HEAVY = ("torch", "jax", "diffusers", "transformers", "numpy")
+
+_LIST_MODULES = """
+import json, sys, time
+started = time.perf_counter()
+from tpuport.cli import main
+import contextlib, io
+codes = []
+with contextlib.redirect_stdout(io.StringIO()):
+    for args in json.loads(sys.argv[1]):
+        codes.append(main(args))
+print(json.dumps([codes, sorted(sys.modules), time.perf_counter() - started]))
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    asked = [["--help"], [], ["--version"], *([c, "--help"] for c in COMMANDS)]
+    asked += [["models"], ["plugins", "--json"]]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST_MODULES, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    codes, modules, _ = json.loads(done.stdout)
+    assert codes == [0] * len(asked)
+    assert not set(HEAVY) & set(modules)
+    assert done.stderr == ""
+
+
+def test_help_takes_a_small_share_of_what_importing_torch_takes() -> None:
+    def seconds(*command: str) -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        return time.perf_counter() - started
+
+    quick = min(seconds("-m", "tpuport", "--help") for _ in range(2))
+    assert quick < seconds("-c", "import torch, jax") / 2
+
+
+def test_every_command_is_in_the_help(cli: Cli) -> None:
+    ran = cli("--help")
+    assert all(command in ran.out for command in COMMANDS)
+
+
+def test_nothing_asked_shows_the_help(cli: Cli) -> None:
+    assert cli().out == cli("--help").out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--bogus",), "No such option: --bogus"),
+        (("generat",), "No such command 'generat'"),
+        (("generate", "--promt", "x"), "--prompt"),
+        (("generate", "--steps", "many"), "'--steps'"),
+        (("generate", "stray"), "stray"),
+        (("replay",), "Missing argument 'FILE.json'"),
+        (("bench", "--repeat", "0"), "--repeat"),
+    ],
+)
+def test_the_parser_answers_in_one_line(
+    cli: Cli, args: tuple[str, ...], said: str
+) -> None:
+    ran = cli(*args)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.count("\n") == 1
+    assert ran.err.startswith("error: ")
+    assert said in ran.err
+    assert "--help`" in ran.err

@@ -1,0 +1,77 @@
+"""``models``, ``plugins`` and ``doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpuport.cli import doctor
+from tpuport.plugins import get_port
+
+from cli_tools import Cli
+
+
+def test_models_lists_every_variant_with_its_defaults(cli: Cli) -> None:
+    text, document = cli("models").out, cli("models", "--json").json
+    (model,) = (m for m in document["models"] if m["model"] == "cogvideox")
+    port = get_port("cogvideox")
+    assert [v["variant"] for v in model["variants"]] == list(port.variant_names())
+    assert [o["name"] for o in model["options"]] == [o.name for o in port.options]
+    for variant in port.variants:
+        assert f"{variant.width}x{variant.height}" in text
+        assert variant.repo_id in text
+        assert variant.notes in text
+        (entry,) = (v for v in model["variants"] if v["variant"] == variant.name)
+        assert entry["num_inference_steps"] == variant.num_inference_steps
+        assert entry["options"] == dict(variant.options)
+
+
+def test_plugins_names_packages_and_modules(cli: Cli) -> None:
+    text, document = cli("plugins").out, cli("plugins", "--json").json
+    (entry,) = (p for p in document["plugins"] if p["model"] == "cogvideox")
+    assert entry["module"] == "tpuport.models.cogvideox.plugin"
+    assert entry["package"].startswith("tpuport ")
+    assert entry["module"] in text
+
+
+def test_doctor_examines_everything(cli: Cli, cache: Path) -> None:
+    ran = cli("doctor", "--json")
+    report = ran.json
+    assert ran.code == 0
+    assert report["problems"] == []
+    assert {"python", "torch", "torchax", "jax", "diffusers"} <= set(report["versions"])
+    assert report["torchax"]["imports"]
+    assert report["devices"]["count"] == 8
+    assert report["ffmpeg"]["version"]
+    assert report["cache"]["folder"] == str(cache)
+    assert report["cache"]["free_bytes"] > 0
+    assert report["environment"]["JAX_PLATFORMS"] == "cpu"
+    text = cli("doctor").out
+    for found in filter(None, report["versions"].values()):
+        assert found in text
+    assert "8 x cpu" in text
+    assert "none found" in text
+
+
+def test_doctor_reports_what_is_broken_and_goes_on(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ImportError("no module\nnamed x")
+
+    monkeypatch.setattr(doctor, "_torchax", broken)
+    monkeypatch.setattr(doctor, "LOW_DISK", 2**60)
+    ran = cli("doctor", "--json")
+    assert ran.code == 0
+    assert ran.json["torchax"] is None
+    assert "torchax: ImportError: no module named x" in ran.json["problems"]
+    assert any("free for" in problem for problem in ran.json["problems"])
+    assert "named x" in cli("doctor").out
+
+
+def test_doctor_works_before_there_is_a_cache_folder(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("doctor", "--json", "--cache-dir", tmp_path / "not" / "there")
+    assert ran.code == 0
+    assert ran.json["cache"]["bytes"] == {"compiled": 0, "demo": 0, "runs": 0}
+    assert not (tmp_path / "not").exists()

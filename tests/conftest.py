@@ -1,0 +1,36 @@
+"""Eight virtual CPU devices for every test, set before jax is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could set it up")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+# A hub that is never asked: every checkpoint of the tests is made by the tests.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint, made once. Tests that alter it work on a copy."""
+    from tpuport.models.cogvideox.demo import make_demo
+
+    folder = tmp_path_factory.mktemp("demo")
+    make_demo(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In place of the user's cache folder: compiled programs are shared by tests."""
+    return tmp_path_factory.mktemp("cache")

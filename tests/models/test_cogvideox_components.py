@@ -1,0 +1,147 @@
+"""Each component against upstream's own code on the CPU in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tpuport
+from tests.models.conftest import (
+    FORMS,
+    make_text_encoder,
+    make_transformer,
+    make_vae,
+)
+from tests.tolerances import TOLERANCES
+
+ATOL = TOLERANCES["component float32"]
+
+
+def assert_close(ours: torch.Tensor, upstream: torch.Tensor) -> None:
+    assert ours.shape == upstream.shape
+    assert ours.dtype == upstream.dtype
+    assert float((ours - upstream).abs().max()) <= ATOL
+
+
+def transformer_inputs(
+    form: str, batch: int, rows: int = 12, columns: int = 16, frames: int = 3
+) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(1)
+    patch_t = FORMS[form].get("patch_size_t") or 1
+    frames += -frames % patch_t
+    tokens = frames // patch_t * (rows // 2) * (columns // 2)
+    inputs: dict[str, object] = {
+        "hidden_states": torch.randn(
+            batch, frames, 4, rows, columns, generator=generator
+        ),
+        "encoder_hidden_states": torch.randn(batch, 20, 32, generator=generator),
+        "timestep": torch.full((batch,), 499),
+    }
+    if FORMS[form]["use_rotary_positional_embeddings"]:
+        angles = torch.randn(tokens, 16, generator=generator)
+        inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
+    return inputs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_transformer_is_upstreams(form: str, batch: int) -> None:
+    module = make_transformer(form)
+    inputs = transformer_inputs(form, batch)
+    ours = tpuport.port(module)(**inputs)
+    upstream = module(**inputs)
+    assert type(ours) is type(upstream)
+    assert_close(ours.sample, upstream.sample)
+    (plain,) = tpuport.port(module)(**inputs, return_dict=False)
+    assert_close(plain, upstream.sample)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["2b", "5b"])
+def test_another_size_than_the_trained_one(form: str) -> None:
+    # 2b computes its positions inside forward for such a size.
+    module = make_transformer(form)
+    inputs = transformer_inputs(form, 1, rows=8, columns=20, frames=5)
+    assert_close(tpuport.port(module)(**inputs).sample, module(**inputs).sample)
+
+
+@torch.no_grad()
+def test_many_layers_and_ragged_heads() -> None:
+    module = make_transformer("5b", num_layers=6, num_attention_heads=3)
+    inputs = transformer_inputs("5b", 2)
+    assert_close(tpuport.port(module)(**inputs).sample, module(**inputs).sample)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [1, 2, 3, 5])
+def test_vae_decode_is_upstreams(frames: int) -> None:
+    module = make_vae()
+    z = torch.randn(1, 4, frames, 8, 12, generator=torch.Generator().manual_seed(2))
+    ours = tpuport.port(module).call("decode", z)
+    assert_close(ours.sample, module.decode(z).sample)
+
+
+@torch.no_grad()
+def test_vae_decode_is_no_further_from_the_truth_than_upstream() -> None:
+    module = make_vae()
+    z = torch.randn(1, 4, 3, 8, 12, generator=torch.Generator().manual_seed(2))
+    ours = tpuport.port(module).call("decode", z).sample
+    upstream = module.decode(z).sample
+    truth = module.double().decode(z.double()).sample
+    error = float((ours - truth).abs().max())
+    assert error <= 2 * float((upstream - truth).abs().max())
+
+
+@torch.no_grad()
+def test_vae_forward_is_upstreams() -> None:
+    module = make_vae()
+    video = torch.randn(
+        1, 3, 9, 32, 48, generator=torch.Generator().manual_seed(3)
+    ).clamp(-1, 1)
+    assert_close(tpuport.port(module)(video).sample, module(video).sample)
+
+
+@torch.no_grad()
+def test_the_text_encoder_is_upstreams() -> None:
+    module = make_text_encoder()
+    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(4))
+    ids[1, 7:] = 0
+    ours = tpuport.port(module)(ids)
+    assert_close(ours.last_hidden_state, module(ids).last_hidden_state)
+
+
+@torch.no_grad()
+def test_bfloat16_weights_keep_float32_norms_and_softmax() -> None:
+    # The best a bfloat16 run can do is upstream's float32 run on rounded weights; it
+    # must be no further from it than upstream's own bfloat16 run, give or take.
+    module = make_transformer("5b").to(torch.bfloat16)
+    exact = make_transformer("5b").to(torch.bfloat16).float()
+    inputs = transformer_inputs("5b", 2)
+    low = {
+        k: v.to(torch.bfloat16) if k.endswith("hidden_states") else v  # type: ignore[attr-defined]
+        for k, v in inputs.items()
+    }
+    reference = exact(
+        **{k: v.float() if k.endswith("hidden_states") else v for k, v in low.items()}  # type: ignore[attr-defined]
+    ).sample
+    ours = tpuport.port(module)(**low).sample
+    assert ours.dtype == torch.bfloat16
+    upstream = module(**low).sample
+    our_error = float((ours.float() - reference).abs().mean())
+    their_error = float((upstream.float() - reference).abs().mean())
+    assert our_error <= 1.1 * their_error
+
+
+def test_a_module_of_no_component_class_is_refused() -> None:
+    with pytest.raises(tpuport.TpuportError, match="no component of class Linear"):
+        tpuport.port(torch.nn.Linear(2, 2))
+
+
+def test_the_callers_module_is_left_as_it_was() -> None:
+    module = make_transformer("5b").train()
+    before = {name: p.clone() for name, p in module.state_dict().items()}
+    with torch.no_grad():
+        tpuport.port(module)(**transformer_inputs("5b", 1))
+    assert module.training
+    assert all(torch.equal(before[n], p) for n, p in module.state_dict().items())

@@ -1,0 +1,166 @@
+"""Norms are torch's, with two-pass float32 statistics whatever the input's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tolerances import TOLERANCES
+from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.runtime import Runtime
+from tpuport.patches.norms import FLOAT32_NORMS, group_norm, layer_norm, rms_norm
+
+Norm = Callable[..., Any]
+
+# name -> (torch's, ours, the argument that says over what, weight's shape, has a bias)
+NORMS: dict[str, tuple[Norm, Norm, Any, tuple[int, ...], bool]] = {
+    "layer": (F.layer_norm, layer_norm, (12,), (12,), True),
+    "layer over two dims": (F.layer_norm, layer_norm, (5, 12), (5, 12), True),
+    "group": (F.group_norm, group_norm, 4, (8,), True),
+    "rms": (F.rms_norm, rms_norm, (12,), (12,), False),
+}
+SHAPE = (2, 8, 5, 12)
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def arguments(name: str, affine: str) -> list[torch.Tensor | None]:
+    *_, shape, has_bias = NORMS[name]
+    weight = normal(shape, 1) if "weight" in affine else None
+    bias = normal(shape, 2) if "bias" in affine else None
+    return [weight, bias] if has_bias else [weight]
+
+
+def ours(norm: Norm, x: torch.Tensor, over: Any, *args: Any, **options: Any) -> Any:
+    given = [None if a is None else jnp.asarray(to_numpy(a)) for a in args]
+    return to_torch(norm(jnp.asarray(to_numpy(x)), over, *given, **options))
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max())
+
+
+@pytest.mark.parametrize("affine", ["", "weight", "bias", "weight and bias"])
+@pytest.mark.parametrize("name", NORMS)
+def test_float32_is_torchs_in_float32_and_float64(name: str, affine: str) -> None:
+    theirs, mine, over, *_ = NORMS[name]
+    args, x = arguments(name, affine), 3 * normal(SHAPE) + 1
+    found = ours(mine, x, over, *args, eps=1e-6)
+    assert found.dtype == torch.float32
+    wide = [None if a is None else a.double() for a in args]
+    tolerance = TOLERANCES["norm float32"]
+    assert worst(found, theirs(x, over, *args, eps=1e-6)) < tolerance
+    assert worst(found, theirs(x.double(), over, *wide, eps=1e-6)) < tolerance
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_bfloat16_inputs_have_float32_statistics(name: str) -> None:
+    """Equal to float32 torch on the same values, rounded once at the end."""
+    theirs, mine, over, *_ = NORMS[name]
+    args, x = arguments(name, "weight and bias"), 3 * normal(SHAPE) + 20
+    narrow = [None if a is None else a.bfloat16() for a in args]
+    found = ours(mine, x.bfloat16(), over, *narrow, eps=1e-6)
+    assert found.dtype == torch.bfloat16
+    wide = [None if a is None else a.float() for a in narrow]
+    expected = theirs(x.bfloat16().float(), over, *wide, eps=1e-6).bfloat16()
+    # A tie of the last rounding may fall either way.
+    differ = found != expected
+    assert differ.float().mean() < 0.01
+    spacing = torch.maximum(found.abs(), expected.abs()).float() * 2**-7
+    assert ((found.float() - expected.float()).abs() <= spacing).all()
+
+
+@pytest.mark.parametrize("name", ["layer", "layer over two dims", "group"])
+def test_a_large_mean_costs_no_digits(name: str) -> None:
+    theirs, mine, over, *_ = NORMS[name]
+    x = normal(SHAPE) + 1000
+    expected = theirs(x.double(), over)
+    assert worst(ours(mine, x, over), expected) < TOLERANCES["norm float32 large mean"]
+    # The one-pass variance, E[x^2] - E[x]^2, fails on the same input.
+    flat = x.reshape(2, 4, -1) if name == "group" else x
+    mean = flat.mean(-1, keepdim=True)
+    one_pass = flat.square().mean(-1, keepdim=True) - mean.square()
+    two_pass = (flat - mean).square().mean(-1, keepdim=True)
+    assert float((one_pass - two_pass).abs().max()) > 0.01
+
+
+def test_the_default_epsilons_are_torchs() -> None:
+    """Inputs so small that the epsilon is what counts."""
+    x = 1e-3 * normal(SHAPE)
+    for theirs, mine, over, *_ in NORMS.values():
+        assert worst(ours(mine, x, over), theirs(x, over)) < TOLERANCES["norm float32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_epsilon_of_rms_norm_is_torchs(dtype: torch.dtype) -> None:
+    x = (3e-4 * normal((4, 12))).to(dtype)
+    expected = F.rms_norm(x, (12,)).float()
+    found = ours(rms_norm, x, (12,)).float()
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+def test_a_size_may_be_an_int_and_must_fit() -> None:
+    x = jnp.ones((2, 12))
+    assert layer_norm(x, 12).shape == rms_norm(x, 12).shape == (2, 12)
+    for norm in (layer_norm, rms_norm):
+        with pytest.raises(ValueError, match=r"_norm over \(6,\) of an input of shape"):
+            norm(x, (6,))
+    with pytest.raises(ValueError, match="12 channels in 5 groups"):
+        group_norm(x, 5)
+
+
+MODULES = {
+    "layer": torch.nn.LayerNorm(12),
+    "group": torch.nn.GroupNorm(4, 8),
+    "rms": torch.nn.RMSNorm(12),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torch_modules_take_them_in_a_traced_block(name: str) -> None:
+    """torchax's own norms fail this input: one pass, in the dtype of the input."""
+    x = normal(SHAPE) + 1000
+    expected = MODULES[name].double()(x.double()).detach()
+    module = MODULES[name].float()
+    runtime = Runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
+    with runtime.tracing() as env:
+        weights = {k: env.to_xla(v.detach()) for k, v in module.named_parameters()}
+        out = torch.func.functional_call(module, weights, (env.to_xla(x),))
+        found = to_torch(env.t2j_iso(out))
+    assert worst(found, expected) < TOLERANCES["norm float32 large mean"]
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [
+        ("native_layer_norm", ([12],)),
+        ("native_layer_norm", ([5, 12],)),
+        ("native_group_norm", (2, 8, 60, 4)),
+    ],
+)
+def test_the_aten_operators_give_their_statistics_too(operator: str, args: Any) -> None:
+    x = 3 * normal(SHAPE) + 1
+    call = getattr(torch.ops.aten, operator)
+    group = operator == "native_group_norm"
+    shape = (8,) if group else tuple(args[0])
+    weight, bias = normal(shape, 1), normal(shape, 2)
+
+    def arrange(x: Any, weight: Any, bias: Any) -> Any:
+        if group:
+            return call(x, weight, bias, *args, 1e-6)
+        return call(x, *args, weight, bias, 1e-6)
+
+    runtime = Runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
+    with runtime.tracing() as env:
+        outs = arrange(*(env.to_xla(t) for t in (x, weight, bias)))
+        found = [to_torch(env.t2j_iso(out)) for out in outs]
+    for mine, theirs in zip(found, arrange(x, weight, bias), strict=True):
+        assert mine.shape == theirs.shape
+        assert worst(mine, theirs) < TOLERANCES["norm float32"]
