@@ -206,10 +206,10 @@ def unchecked(tree: ast.Module) -> set[int]:
     """The ids of the strings that may name a model: documentation, DEFAULT_MODEL."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) or (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == ("DEFAULT_MODEL")
-        ):
+        documents = isinstance(node, ast.Expr)
+        if isinstance(node, ast.Assign):
+            documents = ast.unparse(node.targets[0]) == "DEFAULT_MODEL"
+        if documents:
             found.add(id(node.value))
     return found
 

@@ -46,7 +46,8 @@ def load_plugins(
 
     Raises:
         PluginError: a plugin fails to import, implements an unknown hook, hands over no
-            port, or takes a model name that is taken. The message names the package.
+            port, fails while it does, or takes a model name that is taken. The message
+            names the package.
     """
     plugins: dict[str, Plugin] = {}
     for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
@@ -86,7 +87,13 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
             f"{where} does not fit the hooks of this tpuport: {error}; known hooks: "
             f"{known}"
         ) from error
-    ports = manager.hook.tpuport_model()
+    try:
+        ports = manager.hook.tpuport_model()
+    except Exception as error:
+        raise PluginError(
+            f"{where} ({entry_point.value}) failed in tpuport_model: "
+            f"{type(error).__name__}: {error}; fix or uninstall it"
+        ) from error
     if len(ports) != 1 or not isinstance(ports[0], ModelPort):
         found = [type(port).__name__ for port in ports]
         raise PluginError(

@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tpuport.cli import main
-
-#: The smallest video of the demo checkpoint that has more than one step.
-SMALL = ("--size", "96x64", "--frames", "9", "--steps", "2")
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What one call of ``main`` did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """The one document on stdout."""
-        return json.loads(self.out)
-
-    @property
-    def last(self) -> str:
-        """The last line for people."""
-        return self.err.strip().splitlines()[-1]
-
-
-Cli = Callable[..., Ran]
-
-
-def call(*args: str | Path) -> Ran:
-    """``tpuport ARGS`` in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(arg) for arg in args])
-    return Ran(code, out.getvalue(), err.getvalue())
+from tests.cli.tools import SMALL, Cli, Made, call
 
 
 @pytest.fixture(autouse=True)
@@ -71,26 +33,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Ran]:
+def cli(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """``tpuport`` in an empty current folder, with the shared cache folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TPUPORT_CACHE_DIR", str(cache))
     return call
-
-
-@dataclass(frozen=True)
-class Made:
-    """A finished run of two prompts with one seed."""
-
-    ran: Ran
-    folder: Path
-    run: Path
-
-    @property
-    def videos(self) -> list[Path]:
-        return [Path(video["path"]) for video in self.ran.json["videos"]]
 
 
 @pytest.fixture(scope="session")

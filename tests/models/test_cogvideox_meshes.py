@@ -19,7 +19,7 @@ SHAPE = {"height": 48, "width": 64, "num_frames": 9, "num_inference_steps": 2}
 
 
 def run(folder: Path, cache: Path, mesh: Any, prompts: list[str]) -> dict[str, Any]:
-    """Embeddings, latents and frames on a mesh; latents start from one set of embeds."""
+    """Embeddings, latents and frames on a mesh."""
     with tpuport.load(weights=folder, mesh=mesh, cache_dir=cache) as session:
         request = session.request(prompt=prompts, seed=1, **SHAPE)
         embeds, encoded = session.run_stage("encode", request, {})
@@ -85,7 +85,9 @@ def test_a_mesh_that_does_not_divide_the_batch(
     checkpoints: Callable[[str], Path], cache: Path
 ) -> None:
     with (
-        tpuport.load(weights=checkpoints("5b"), mesh="dp=8", cache_dir=cache) as session,
+        tpuport.load(
+            weights=checkpoints("5b"), mesh="dp=8", cache_dir=cache
+        ) as session,
         pytest.raises(MeshError, match=r"2 rows for 1 video.*legal dp values: 1, 2"),
     ):
         session.generate("a fox", **SHAPE)

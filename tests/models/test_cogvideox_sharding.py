@@ -92,7 +92,7 @@ def test_column_and_row_parallel_are_the_right_way_round() -> None:
 
 
 def test_heads_that_do_not_divide_are_named() -> None:
-    with pytest.raises(ShardingError, match="not divisible|does not divide"):
+    with pytest.raises(ShardingError, match=r"not divisible|does not divide"):
         plan("2b", "transformer", 7)
 
 

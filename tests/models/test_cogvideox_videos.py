@@ -193,9 +193,7 @@ def test_several_seeds_one_by_one_equal_each_alone_and_compile_once(load: Any) -
 
 def test_upstreams_own_code_as_a_backend_of_any_stage(load: Any) -> None:
     with load("1.5-5b") as session:
-        request = session.request(
-            prompt=PROMPT, seed=7, num_inference_steps=2, **SHAPE
-        )
+        request = session.request(prompt=PROMPT, seed=7, num_inference_steps=2, **SHAPE)
         ours: dict[str, Any] = {}
         theirs: dict[str, Any] = {}
         for stage in ("encode", "denoise", "decode"):

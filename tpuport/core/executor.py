@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,7 @@ class Executor:
         self._runtimes: dict[bool, Runtime] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[str, Loaded] = {}
+        self._upstream: dict[tuple[str, str], Any] = {}
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -256,6 +257,7 @@ class Executor:
     def close(self) -> None:
         """Free everything this executor holds."""
         self.release()
+        self._upstream.clear()
         self._compiled.clear()
         self._skeletons.clear()
         self._runtimes.clear()
@@ -268,6 +270,7 @@ class Executor:
         batch: int,
         inputs: Mapping[str, torch.Tensor],
         device: str = "cpu",
+        timing: Timing | None = None,
     ) -> StageContext:
         """What the functions of a stage see for one batch; ``inputs`` hold all."""
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
@@ -281,7 +284,25 @@ class Executor:
             module=self.skeleton,
             device=device,
             say=self.reporter.say,
+            upstream=lambda name, load: self._load_upstream(
+                name, device, load, timing or Timing()
+            ),
         )
+
+    def _load_upstream(
+        self, name: str, device: str, load: Callable[[], Any], timing: Timing
+    ) -> Any:
+        """A component as upstream's own object, kept when weights are."""
+        key = (name, device)
+        if key in self._upstream:
+            return self._upstream[key]
+        self.reporter.loading(name)
+        started = time.perf_counter()
+        loaded = load()
+        timing.load += time.perf_counter() - started
+        if self.keep_loaded:
+            self._upstream[key] = loaded
+        return loaded
 
     def run(
         self, stage: Stage, request: Request, inputs: Mapping[str, torch.Tensor]
@@ -349,18 +370,19 @@ class Executor:
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage with plain upstream code on ``device``."""
         started = time.perf_counter()
+        timing = Timing()
         self.reporter.stage_started(stage.name, request.batches, "batch")
         parts = []
         for batch in range(request.batches):
-            parts.append(
-                stage.upstream(self.context(request, batch, inputs, device=device))
-            )
+            context = self.context(request, batch, inputs, device=device, timing=timing)
+            parts.append(stage.upstream(context))
             self.reporter.advanced(stage.name, batch + 1, request.batches)
         report = StageReport(
             stage=stage.name,
             backend="diffusers",
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
+            load_seconds=timing.load,
         )
         self.reporter.stage_finished(report)
         return merge(parts), report

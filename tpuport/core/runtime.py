@@ -8,6 +8,7 @@ upstream code does outside its own programs.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,10 @@ class Runtime:
         import torch
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            # torch's index tensors are int64, jax runs with 32-bit integers; indices
+            # that matter are checked where they enter, in tpuport.core.arrays.
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype.*64")
             self.patch_report = stack.enter_context(applied(self.patches))
             stack.enter_context(self._registry.install(self.env, self.op_context()))
             if self.matmul_precision:

@@ -110,6 +110,9 @@ class StageContext:
         module: the skeleton module of a component, for upstream helpers on it; its
             parameters hold no data.
         device: where plain upstream code should run.
+        say: tells people something.
+        upstream: ``upstream(name, load)`` is a component as upstream's own object:
+            ``load()``, or what it returned before when weights are kept loaded.
     """
 
     checkpoint: Checkpoint
@@ -121,6 +124,7 @@ class StageContext:
     module: Callable[[str], torch.nn.Module]
     device: str = "cpu"
     say: Callable[[str], None] = lambda text: None
+    upstream: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()
 
     @property
     def prompts(self) -> tuple[str, ...]:

@@ -86,8 +86,8 @@ PATCHES: tuple[Patch, ...] = (
         ":CogVideoXSpatialNorm3D.forward",
         replacement=_norm_at_latent_size,
         wraps=True,
-        reason="the decoder's norms enlarge the latents to the size of the features and "
-        "then convolve them pointwise, up to 256 times the work for the same numbers",
+        reason="the decoder's norms enlarge the latents to the size of the features "
+        "and then convolve them pointwise: up to 256 times the work, same numbers",
         upstream="diffusers>=0.42,<0.43",
         link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
         "models/autoencoders/autoencoder_kl_cogvideox.py",

@@ -128,6 +128,11 @@ def _x0_coefficients(config: Mapping[str, Any], alpha: float) -> list[float]:
     """a and b of ``x0 = a * sample + b * model_output``."""
     kind = config["prediction_type"]
     if kind == "epsilon":
+        if not alpha:
+            raise UsageError(
+                "the scheduler predicts epsilon from a timestep without any signal "
+                "(rescale_betas_zero_snr); upstream divides by zero there"
+            )
         return [1 / math.sqrt(alpha), -math.sqrt(1 - alpha) / math.sqrt(alpha)]
     if kind == "sample":
         return [0.0, 1.0]

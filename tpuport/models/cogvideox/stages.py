@@ -444,6 +444,11 @@ def _pipeline(ctx: StageContext, *components: str) -> Any:
 
 
 def _upstream_component(ctx: StageContext, name: str) -> Any:
+    """One component as upstream's own object."""
+    return ctx.upstream(name, lambda: _from_pretrained(ctx, name))
+
+
+def _from_pretrained(ctx: StageContext, name: str) -> Any:
     """One component loaded by upstream's own ``from_pretrained``."""
     from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
     from transformers import T5EncoderModel, T5Tokenizer

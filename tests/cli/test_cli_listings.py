@@ -9,7 +9,7 @@ import pytest
 from tpuport.cli import doctor
 from tpuport.plugins import get_port
 
-from cli_tools import Cli
+from tests.cli.tools import Cli
 
 
 def test_models_lists_every_variant_with_its_defaults(cli: Cli) -> None:

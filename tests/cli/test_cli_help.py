@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cli_tools import Cli
+from tests.cli.tools import Cli
 
 COMMANDS = (
     "generate",

@@ -1,0 +1,36 @@
+"""``tpuport bench``: what it reports, not how fast anything is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.tools import SMALL, Cli
+from tpuport.cli import bench
+
+
+def test_both_backends_are_measured_in_turns(cli: Cli) -> None:
+    ran = cli("bench", *SMALL, "--repeat", "2", "--against", "diffusers", "--json")
+    assert ran.code == 0, ran.err
+    result = ran.json
+    assert list(result["backends"]) == ["tpuport", "diffusers"]
+    for backend in result["backends"].values():
+        assert len(backend["steady"]["all_seconds"]) == 2
+        assert list(backend["steady"]["stages"]) == ["encode", "denoise", "decode"]
+    first = result["backends"]["tpuport"]["first"]
+    assert first["programs"] == 3
+    assert first["load_seconds"] > 0
+    steady = {name: b["steady"] for name, b in result["backends"].items()}
+    ratio = steady["diffusers"]["seconds"] / steady["tpuport"]["seconds"]
+    assert result["ratio"]["total"] == pytest.approx(ratio)
+    assert result["max_frame_difference"] < 1e-4
+    turns = [x.split(":")[0] for x in ran.err.splitlines() if "run" in x.split()]
+    assert turns[-4:] == ["tpuport", "diffusers", "tpuport", "diffusers"]
+    text = "\n".join(bench._text(result))
+    assert "ratio" in text
+    assert "per step" in text
+
+
+def test_only_diffusers_can_be_compared_with(cli: Cli) -> None:
+    ran = cli("bench", "--against", "other")
+    assert ran.code == 2
+    assert "diffusers" in ran.last

@@ -1,0 +1,59 @@
+"""Calling the command line in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpuport.cli import main
+
+#: The smallest video of the demo checkpoint that has more than one step.
+SMALL = ("--size", "96x64", "--frames", "9", "--steps", "2")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one call of ``main`` did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one document on stdout."""
+        return json.loads(self.out)
+
+    @property
+    def last(self) -> str:
+        """The last line for people."""
+        return self.err.strip().splitlines()[-1]
+
+
+Cli = Callable[..., Ran]
+
+
+def call(*args: str | Path) -> Ran:
+    """``tpuport ARGS`` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(arg) for arg in args])
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished run of two prompts with one seed."""
+
+    ran: Ran
+    folder: Path
+    run: Path
+
+    @property
+    def videos(self) -> list[Path]:
+        return [Path(video["path"]) for video in self.ran.json["videos"]]
