@@ -10,18 +10,16 @@ import typer
 
 import tpuport
 
-from . import (
-    bench,
-    decode,
-    denoise,
-    doctor,
-    encode,
-    generate,
-    models,
-    plugins,
-    replay,
-)
 from ._errors import INTERRUPTED, as_usage_error, explain
+from .bench import bench
+from .decode import decode
+from .denoise import denoise
+from .doctor import doctor
+from .encode import encode
+from .generate import generate
+from .models import models
+from .plugins import plugins
+from .replay import replay
 
 app = typer.Typer(
     add_completion=False,
@@ -29,15 +27,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="PyTorch video-diffusion pipelines on TPUs: exact, sharded, compiled.",
 )
-app.command("generate")(generate.generate)
-app.command("encode")(encode.encode)
-app.command("denoise")(denoise.denoise)
-app.command("decode")(decode.decode)
-app.command("replay")(replay.replay)
-app.command("bench")(bench.bench)
-app.command("models")(models.models)
-app.command("plugins")(plugins.plugins)
-app.command("doctor")(doctor.doctor)
+app.command("generate")(generate)
+app.command("encode")(encode)
+app.command("denoise")(denoise)
+app.command("decode")(decode)
+app.command("replay")(replay)
+app.command("bench")(bench)
+app.command("models")(models)
+app.command("plugins")(plugins)
+app.command("doctor")(doctor)
 
 
 @app.callback(invoke_without_command=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tpuport.cli import doctor
-from tpuport.plugins import get_port
 
 from tests.cli.tools import Cli
+from tpuport.plugins import get_port
 
 
 def test_models_lists_every_variant_with_its_defaults(cli: Cli) -> None:

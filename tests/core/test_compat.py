@@ -102,3 +102,8 @@ def test_a_declared_overload_is_never_what_a_call_means() -> None:
     compat.import_torchax()
     with pytest.raises(RuntimeError):
         torch.ops.aten.all(torch.ones(2), "N")  # a dim by name, as before torch 2.13
+    # Too few arguments for any real overload. A declared one that took this call would
+    # be found to have no kernel, which is a NotImplementedError.
+    with pytest.raises(RuntimeError) as caught:
+        torch.ops.aten.index_add(torch.ones(2))
+    assert caught.type is RuntimeError

@@ -1,0 +1,88 @@
+"""What is shown while a run runs."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from tpuport.cli import _progress
+from tpuport.cli._progress import BarDisplay, Display, PlainDisplay, make_display
+
+from tpuport.core.report import CompileReport, StageReport
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_through(display: Display) -> None:
+    """The events of a small denoise stage."""
+    compiled = CompileReport(
+        stage="denoise",
+        program="step",
+        trace_seconds=1.0,
+        compile_seconds=2.0,
+        cached=True,
+    )
+    with display:
+        display.say("a [bold]line[/bold]")
+        display.stage_started("denoise", 3, "step")
+        display.loading("transformer")
+        display.compiling("denoise", "step")
+        display.compiled(compiled)
+        for done in (1, 2, 3):
+            display.advanced("denoise", done, 3)
+        display.stage_finished(
+            StageReport(
+                stage="denoise",
+                backend="tpuport",
+                unit="step",
+                total_seconds=4.0,
+                compiles=(compiled,),
+                compile_seconds=3.0,
+                steady_calls=2,
+                steady_seconds=1.0,
+            )
+        )
+
+
+def test_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_progress, "LINE_EVERY", 0.0)
+    display = make_display()
+    assert isinstance(display, PlainDisplay)
+    run_through(display)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "a [bold]line[/bold]",
+        "denoise: started, 3 steps",
+        "loading transformer",
+        "compiling denoise/step ...",
+        "compiled denoise/step in 3.0 s (from the compile cache)",
+        "denoise: 1 of 3 steps",
+        "denoise: 2 of 3 steps",
+        "denoise: finished in 4.0 s, 0.500 s/step",
+    ]
+
+
+def test_bars_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    display = make_display()
+    assert isinstance(display, BarDisplay)
+    run_through(display)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "a [bold]line[/bold]" in shown
+    assert "3/3" in shown
+    assert "compile 3.0 s, cached, 0.500 s/step" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back
+    assert capsys.readouterr().out == ""

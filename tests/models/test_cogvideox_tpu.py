@@ -1,0 +1,105 @@
+"""The denoising step compiles for a TPU v6e that is not there.
+
+The same ported module that runs here is lowered on abstract arrays for the devices of a
+topology, sharded by the same rules. In a process of its own: the TPU compiler reads its
+environment once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from tpuport.core.checkpoint import build_skeleton
+from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.module import PortedModule
+from tpuport.core.runtime import Runtime
+from tpuport.core.sharding import WeightInfo, named_shardings, plan_sharding
+from tpuport.models.cogvideox.plugin import PORT
+
+devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
+mesh = build_mesh(MeshSpec.parse(sys.argv[1]), devices)
+component = PORT.components["transformer"]
+# Full width, two of the 42 layers: what a chip sees of a layer is what it will be.
+config = {**PORT.variant("1.5-5b").configs["transformer"], "num_layers": 2}
+runtime = Runtime(
+    mesh=mesh, platform="tpu", patches=PORT.patches, overrides=PORT.overrides,
+    attention=PORT.attention,
+)
+ported = PortedModule(build_skeleton(component, config), runtime)
+abstract = ported.abstract_weights(lambda name, tensor: jnp.bfloat16)
+plan = plan_sharding(
+    component.sharding,
+    {k: WeightInfo(v.shape, 2) for k, v in abstract.items()},
+    dict(mesh.shape), component="transformer",
+)
+placed = named_shardings(plan, mesh)
+whole = NamedSharding(mesh, PartitionSpec())
+def array(shape, dtype, sharding=whole):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+weights = {k: array(v.shape, v.dtype, placed[k]) for k, v in abstract.items()}
+tokens = 3 * 16 * 22
+carry = {"latents": array((1, 6, 16, 32, 44), jnp.float32),
+         "previous": array((1, 6, 16, 32, 44), jnp.float32)}
+constants = {"embeds": array((2, 226, 4096), jnp.bfloat16),
+             "positions": {"cos": array((tokens, 64), jnp.float32),
+                           "sin": array((tokens, 64), jnp.float32)}}
+inputs = {"timestep": array((), jnp.int32), "coefficients": array((6,), jnp.float32),
+          "guidance": array((), jnp.float32),
+          "noise": array((1, 6, 16, 32, 44), jnp.float32)}
+step = PORT.stage("denoise").programs["step"].fn
+def run(weights, *args):
+    return step(ported.bind(weights), *args)
+compiled = jax.jit(run).lower(weights, carry, constants, inputs).compile()
+text = compiled.as_text()
+memory = compiled.memory_analysis()
+print(json.dumps({
+    "kernels": text.count('custom_call_target="tpu_custom_call"'),
+    "attention": [r.as_dict() for r in runtime.records],
+    "weights": plan.bytes_per_device,
+    "arguments": memory.argument_size_in_bytes,
+}))
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+@pytest.mark.parametrize(
+    "mesh", ["dp=2,tp=4", pytest.param("dp=2,sp=2,tp=2", marks=pytest.mark.slow)]
+)
+def test_a_step_compiles_for_v6e_with_the_splash_kernel(mesh: str) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mesh],
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {r["implementation"] for r in found["attention"]} == {"splash"}
+    assert found["kernels"] >= 2
+    # What a chip is given is its share of the weights and little else.
+    assert found["weights"] < found["arguments"] < found["weights"] * 1.1 + 2**25
