@@ -53,7 +53,10 @@ def describe(
     return {
         "model": run.model,
         "variant": run.variant,
-        "weights": {"source": session.checkpoint.source, "fingerprints": run.weights},
+        "weights": {
+            "source": session.checkpoint.reference,
+            "fingerprints": run.weights,
+        },
         "request": request.as_dict(),
         "video": place,
         "dtype": denoise["dtype"],

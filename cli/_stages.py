@@ -37,6 +37,8 @@ def encode_stage(settings: Settings) -> None:
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         request = make_request(session, settings)
+        if noise is not None:
+            session.check_latents(request, noise.for_videos(len(request.prompts)))
         run = session.open_run(settings.run_dir or new_run_folder(cache), request)
         _, stage = run_stage(
             session,
@@ -122,7 +124,7 @@ def _tell(
             "command": stage,
             "model": run.model,
             "variant": run.variant,
-            "weights": session.checkpoint.source,
+            "weights": session.checkpoint.reference,
             "run_dir": str(run.path),
             "files": [str(path) for path in files],
             "videos": [video.as_dict() for video in videos],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from tpuport.core.session import Session
 
 PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
+
+#: Load average per CPU before the start from which the times are called in question.
+BUSY = 0.5
 
 #: The first run of upstream comes second in the process and finds torch imported.
 FIRST_NOTE = (
@@ -142,6 +146,7 @@ def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str
 
     check_early(settings)
     cache = cache_folder(settings.cache_dir)
+    load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = ["tpuport", *([against] if against else [])]
     runs = {backend: _Runs() for backend in backends}
     with make_display() as display:
@@ -175,7 +180,7 @@ def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str
         "command": "bench",
         "model": session.port.name,
         "variant": session.variant.name,
-        "weights": session.checkpoint.source,
+        "weights": session.checkpoint.reference,
         "settings": request.as_dict(),
         "dtype": session.dtype,
         "mesh": report.mesh,
@@ -183,6 +188,9 @@ def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str
         "devices": report.devices,
         "versions": versions(),
         "repeat": repeat,
+        "load_average": load_average,
+        "cpus": cpus,
+        "notes": [],
         "open_seconds": opened,
         "peak_host_bytes": report.peak_host_bytes,
         "peak_device_bytes": report.peak_device_bytes,
@@ -199,7 +207,12 @@ def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str
         }
         difference = np.abs(runs["tpuport"].frames - runs[against].frames)
         result["max_frame_difference"] = float(difference.max())
-        result["notes"] = [FIRST_NOTE]
+        result["notes"].append(FIRST_NOTE)
+    if load_average > BUSY * cpus:
+        result["notes"].append(
+            f"the machine was busy at the start (load {load_average:.1f} on {cpus} "
+            "CPUs): do not trust these times"
+        )
     return result
 
 
@@ -254,6 +267,8 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
     row("  load", [first["load_seconds"] for first in firsts])
     row("  compile", [first["compile_seconds"] for first in firsts])
     row("steady run", [s["seconds"] for s in steadies], ratios.get("total"))
+    row("  fastest", [min(s["all_seconds"]) for s in steadies])
+    row("  slowest", [max(s["all_seconds"]) for s in steadies])
     for name in steadies[0]["stages"]:
         row(f"  {name}", [s["stages"][name] for s in steadies], ratios.get(name))
         if name == "denoise":
@@ -276,6 +291,5 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
             "",
             "ratio: diffusers / tpuport, above 1 tpuport is faster",
             f"largest difference of the frames: {result['max_frame_difference']:.2g}",
-            *(f"note: {note}" for note in result["notes"]),
         ]
-    return lines
+    return [*lines, *(f"note: {note}" for note in result["notes"])]

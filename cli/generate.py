@@ -133,6 +133,8 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         request = make_request(session, settings)
+        if noise is not None:
+            session.check_latents(request, noise.for_videos(len(prompts)))
         outputs = plan_outputs(
             settings.out or default_out(port.name, session.variant.name, seeds),
             len(prompts),
@@ -177,7 +179,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
             "command": "generate",
             "model": port.name,
             "variant": session.variant.name,
-            "weights": session.checkpoint.source,
+            "weights": session.checkpoint.reference,
             "videos": [video.as_dict() for video in videos],
             "settings": request.as_dict(),
             "dtype": session.dtype,

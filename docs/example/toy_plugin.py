@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.attention import AttentionPolicy
+from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.request import Request
 from tpuport.core.sharding import ShardRule
 from tpuport.core.spec import (
     Call,
@@ -53,12 +55,18 @@ def plan_encode(ctx: StageContext) -> Work:
 # --- denoise: `steps` calls that hand the latents on
 
 
+def latent_shape(request: Request, checkpoint: Checkpoint) -> tuple[int, ...]:
+    """[videos, frames, channels, rows, columns] of a batch's noise."""
+    rows, columns = request.height // 8, request.width // 8
+    return (request.batch_size, request.num_frames, 8, rows, columns)
+
+
 def noise(ctx: StageContext) -> Any:
     """[B, T, C, Y, X] from the seeds, as upstream would draw it."""
     import torch
 
     request = ctx.request
-    shape = (request.num_frames, 8, request.height // 8, request.width // 8)
+    shape = latent_shape(request, ctx.checkpoint)[1:]
     generators = ctx.generators()
     if len(generators) == 1:
         return torch.randn(request.batch_size, *shape, generator=generators[0])
@@ -244,6 +252,7 @@ PORT = ModelPort(
     options=(),
     detect=lambda checkpoint: DEMO,
     check=lambda request, variant, checkpoint: None,
+    latent_shape=latent_shape,
     make_demo=make_demo,
     demo_version="1",
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tpuport.cli import bench
 
 from tests.cli.tools import SMALL, Cli
 from tests.tolerances import TOLERANCES
+from tpuport.cli import bench
 
 
 def test_both_backends_are_measured_in_turns(cli: Cli) -> None:

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+
 from tpuport.cli import _environment
 from tpuport.cli._environment import has_accelerator, prepare
 

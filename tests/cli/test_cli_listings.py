@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tpuport.cli import doctor
 
 from tests.cli.tools import Cli
+from tpuport.cli import doctor
 from tpuport.plugins import get_port
 
 

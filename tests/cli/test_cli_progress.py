@@ -6,9 +6,9 @@ import io
 import sys
 
 import pytest
+
 from tpuport.cli import _progress
 from tpuport.cli._progress import BarDisplay, Display, PlainDisplay, make_display
-
 from tpuport.core.report import CompileReport, StageReport
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import typer
+
 from tpuport.cli._settings import Settings, gather
 from tpuport.cli.generate import generate
-
 from tpuport.errors import UsageError
 
 _seen: list[Settings] = []

@@ -44,6 +44,12 @@ class Checkpoint:
     def __post_init__(self) -> None:
         self.index = _read_json(self.folder / "model_index.json")
 
+    @property
+    def reference(self) -> str:
+        """What names this checkpoint from any folder: a hub id, ``demo``, or a path."""
+        folder = Path(self.source).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self.source
+
     def config(self, component: str) -> dict[str, Any]:
         """The config of a component.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from tpuport.core import compat
 from tpuport.errors import PatchError
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -261,6 +262,9 @@ def _owner(patch: Patch) -> tuple[Any, str]:
     module, _, path = patch.target.partition(":")
     *parents, attr = path.split(".")
     try:
+        if module.partition(".")[0] == "torchax":
+            # On some pairs with torch it does not import by itself.
+            compat.import_torchax()
         owner: Any = importlib.import_module(module)
     except Exception as error:
         # Upstream modules fail to import in many ways; all mean: nothing to patch.

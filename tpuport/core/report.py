@@ -117,8 +117,8 @@ class RunReport:
             ("load", f"{load:.2f} s"),
             (
                 "compile",
-                f"{compile_seconds:.2f} s ({len(compiles)} programs, {cached} from the "
-                "cache)",
+                f"{compile_seconds:.2f} s ({len(compiles)} program"
+                f"{'' if len(compiles) == 1 else 's'}, {cached} from the cache)",
             ),
         ]
         for stage in self.stages:

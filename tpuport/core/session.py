@@ -230,6 +230,20 @@ class Session:
                     f"legal dp values: {', '.join(map(str, legal))}"
                 )
 
+    def check_latents(self, request: Request, latents: torch.Tensor) -> None:
+        """Refuse initial latents of another shape than the request's.
+
+        Raises:
+            UsageError: the message has both shapes.
+        """
+        shape = self.port.latent_shape(request, self.checkpoint)
+        expected = (len(request.prompts), *shape[1:])
+        if tuple(latents.shape) != expected:
+            raise UsageError(
+                f"latents of shape {tuple(latents.shape)} were given; this request "
+                f"needs {expected} (videos, latent frames, channels, rows, columns)"
+            )
+
     # ----------------------------------------------------------------- stages
 
     def run_stage(
@@ -337,6 +351,8 @@ class Session:
             options=options,
             videos=len(prompt_embeds) if prompt_embeds is not None else None,
         )
+        if latents is not None:
+            self.check_latents(request, latents)
         stages: list[StageReport] = []
         if not embeds:
             embeds, report = self.run_stage("encode", request, {}, backend=backend)
@@ -370,7 +386,7 @@ class Session:
         return RunReport(
             model=self.port.name,
             variant=self.variant.name,
-            weights=self.checkpoint.source,
+            weights=self.checkpoint.reference,
             platform=self.executor.platform,
             mesh=str(MeshSpec.parse(dict(self.mesh.shape))),
             devices=int(self.mesh.devices.size),
@@ -461,7 +477,7 @@ class Session:
 
         return {
             **report.as_dict(),
-            "weights": self.checkpoint.source,
+            "weights": self.checkpoint.reference,
             "dtype": self.dtype,
             "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
             "platform": self.executor.platform,

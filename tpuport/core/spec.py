@@ -289,9 +289,9 @@ class ModelPort:
         options: settings only this model has.
         detect: the variant for a checkpoint that the user named no variant for.
         check: raises UsageError when a request does not fit the checkpoint.
+        latent_shape: of the initial noise of one batch.
         make_demo: writes the demo checkpoint into an empty folder.
         demo_version: part of the cache key of the demo checkpoint.
-        exchange: (from stage, to stage) -> what the tensors between them mean.
     """
 
     name: str
@@ -306,6 +306,7 @@ class ModelPort:
     options: tuple[Option, ...]
     detect: Callable[[Checkpoint], Variant]
     check: Callable[[Request, Variant, Checkpoint], None]
+    latent_shape: Callable[[Request, Checkpoint], tuple[int, ...]]
     make_demo: Callable[[Path], None]
     demo_version: str
 

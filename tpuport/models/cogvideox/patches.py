@@ -23,29 +23,6 @@ def _forget_pointwise_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _positions_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute sin-cos positions with torch on the host, in float64 as upstream does."""
-
-    def _get_positional_embeddings(
-        self: Any,
-        sample_height: int,
-        sample_width: int,
-        sample_frames: int,
-        device: torch.device | None = None,
-    ) -> torch.Tensor:
-        import torch
-
-        from tpuport.core.tracing import outside_torchax
-
-        with outside_torchax() as lift:
-            table = original(
-                self, sample_height, sample_width, sample_frames, torch.device("cpu")
-            )
-            return lift(table)
-
-    return _get_positional_embeddings
-
-
 def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
     """Apply the pointwise convolutions to the latents before they are enlarged.
 
@@ -104,17 +81,5 @@ PATCHES: tuple[Patch, ...] = (
         upstream="diffusers>=0.42,<0.43",
         link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
         "models/autoencoders/autoencoder_kl_cogvideox.py",
-    ),
-    Patch(
-        name="cogvideox-sincos-positions",
-        target="diffusers.models.embeddings"
-        ":CogVideoXPatchEmbed._get_positional_embeddings",
-        replacement=_positions_on_host,
-        wraps=True,
-        reason="positions for a size other than the trained one are computed in "
-        "float64 inside forward; traced, they would be float32",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/embeddings.py",
     ),
 )

@@ -63,6 +63,7 @@ PORT = ModelPort(
     options=config.OPTIONS,
     detect=config.detect,
     check=config.check,
+    latent_shape=stages.latent_shape,
     make_demo=_make_demo,
     demo_version="1",
 )

@@ -24,6 +24,7 @@ from tpuport.models.cogvideox import rotary, scheduler
 if TYPE_CHECKING:
     import torch
 
+    from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.module import BoundModule
 
 MAX_TEXT_TOKENS = 226
@@ -131,33 +132,34 @@ def upstream_encode(ctx: StageContext) -> dict[str, Any]:
 # --------------------------------------------------------------------- denoise
 
 
-def latent_shape(ctx: StageContext) -> tuple[int, int, int, int, int]:
-    """[B, T, C, Y, X] with T padded to a multiple of ``patch_size_t``."""
-    config = ctx.checkpoint.config("transformer")
-    spatial, temporal = vae_strides(ctx)
-    frames = (ctx.request.num_frames - 1) // temporal + 1
-    frames += padding_frames(ctx)
+def latent_shape(
+    request: Request, checkpoint: Checkpoint
+) -> tuple[int, int, int, int, int]:
+    """[B, T, C, Y, X] of a batch, with T padded to a multiple of ``patch_size_t``."""
+    config = checkpoint.config("transformer")
+    spatial, temporal = vae_strides(checkpoint)
+    frames = (request.num_frames - 1) // temporal + 1
     return (
-        ctx.request.batch_size,
-        frames,
+        request.batch_size,
+        frames + padding_frames(request, checkpoint),
         int(config.get("in_channels", 16)),
-        ctx.request.height // spatial,
-        ctx.request.width // spatial,
+        request.height // spatial,
+        request.width // spatial,
     )
 
 
-def padding_frames(ctx: StageContext) -> int:
+def padding_frames(request: Request, checkpoint: Checkpoint) -> int:
     """Latent frames added in front so that ``patch_size_t`` divides T."""
-    patch = ctx.checkpoint.config("transformer").get("patch_size_t")
+    patch = checkpoint.config("transformer").get("patch_size_t")
     if patch is None:
         return 0
-    _, temporal = vae_strides(ctx)
-    return -((ctx.request.num_frames - 1) // temporal + 1) % int(patch)
+    _, temporal = vae_strides(checkpoint)
+    return -((request.num_frames - 1) // temporal + 1) % int(patch)
 
 
-def vae_strides(ctx: StageContext) -> tuple[int, int]:
+def vae_strides(checkpoint: Checkpoint) -> tuple[int, int]:
     """Pixels per latent in space and in time, from the VAE's config."""
-    config = ctx.checkpoint.config("vae")
+    config = checkpoint.config("vae")
     blocks = config.get("block_out_channels", (128, 256, 256, 512))
     return 2 ** (len(blocks) - 1), int(config.get("temporal_compression_ratio", 4))
 
@@ -169,18 +171,9 @@ def initial_latents(
 
     The draw is in the dtype of the embeddings, since a generator gives other numbers in
     bfloat16 than in float32.
-
-    Raises:
-        VideoError: given latents have another shape.
     """
-    shape = latent_shape(ctx)
     given = ctx.inputs.get("initial_latents")
     if given is not None:
-        if tuple(given.shape) != shape:
-            raise VideoError(
-                f"latents of shape {tuple(given.shape)} were given; this request needs "
-                f"{shape} (videos, latent frames, channels, rows, columns)"
-            )
         return given
     return _noise(ctx, generators)
 
@@ -189,7 +182,7 @@ def _noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Tensor
     from diffusers.utils.torch_utils import randn_tensor
 
     noise: torch.Tensor = randn_tensor(
-        latent_shape(ctx),
+        latent_shape(ctx.request, ctx.checkpoint),
         generator=generators if len(generators) > 1 else generators[0],
         dtype=ctx.inputs["prompt_embeds"].dtype,
     )
@@ -307,7 +300,7 @@ def plan_denoise(ctx: StageContext) -> Work:
 
 def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
     """Position tables for this size: rotary (cos, sin) [L, D], or sin-cos [1, L, E]."""
-    _, frames, _, rows, columns = latent_shape(ctx)
+    _, frames, _, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
     if config.get("use_rotary_positional_embeddings"):
         cos, sin = rotary.tables(
             ctx.rotary, config, height=rows, width=columns, latent_frames=frames
@@ -328,7 +321,8 @@ def upstream_denoise(ctx: StageContext) -> dict[str, Any]:
     pipe.scheduler = scheduler.make_scheduler(
         ctx.checkpoint, request.options["scheduler"]
     )
-    pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = vae_strides(ctx)
+    strides = vae_strides(ctx.checkpoint)
+    pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = strides
     generators = ctx.generators()
     embeds = {k: v.to(ctx.device) for k, v in ctx.inputs.items() if "embeds" in k}
     given = ctx.inputs.get("initial_latents")
@@ -382,7 +376,8 @@ def chunk_lengths(latent_frames: int) -> list[int]:
 
 def _latents_for_vae(ctx: StageContext) -> torch.Tensor:
     """[B, C, T, Y, X], padding cut off and scaled back."""
-    latents = ctx.inputs["latents"].float()[:, padding_frames(ctx) :]
+    padding = padding_frames(ctx.request, ctx.checkpoint)
+    latents = ctx.inputs["latents"].float()[:, padding:]
     scaling = float(ctx.checkpoint.config("vae").get("scaling_factor", 1.15258426))
     return 1 / scaling * latents.permute(0, 2, 1, 3, 4)
 
@@ -416,7 +411,7 @@ def upstream_decode(ctx: StageContext) -> dict[str, Any]:
     from diffusers.video_processor import VideoProcessor
 
     vae = _upstream_component(ctx, "vae")
-    spatial, _ = vae_strides(ctx)
+    spatial, _ = vae_strides(ctx.checkpoint)
     with torch.no_grad():
         z = _latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
         video = vae.decode(z).sample

@@ -1,0 +1,62 @@
+"""Nearest-neighbour resizing against torch, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tpuport.core.runtime import Runtime
+from tpuport.patches.resize import NEAREST_RESIZE
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime(mesh=None, platform="cpu", overrides=[NEAREST_RESIZE])
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments"),
+    [
+        ((1, 2, 5), {"size": 10}),
+        ((1, 2, 5), {"scale_factor": 1.7}),
+        ((2, 3, 4, 6), {"scale_factor": 2.0}),
+        ((2, 3, 4, 6), {"size": (8, 9)}),
+        ((2, 3, 4, 6), {"size": (2, 3)}),
+        ((2, 3, 4, 6), {"size": (7, 5)}),
+        ((1, 2, 3, 4, 5), {"scale_factor": 2.0}),
+        ((1, 2, 3, 4, 5), {"scale_factor": (1.0, 2.0, 3.0)}),
+        ((1, 2, 3, 4, 5), {"size": (3, 4, 5)}),
+        ((1, 2, 1, 4, 6), {"size": (4, 32, 48)}),
+        ((1, 2, 3, 7, 5), {"size": (5, 13, 11)}),
+        ((1, 2, 3, 7, 5), {"scale_factor": 0.6}),
+        (
+            (1, 2, 3, 7, 5),
+            {"scale_factor": 1.3, "recompute_scale_factor": True},
+        ),
+    ],
+)
+def test_every_element_is_torchs(
+    shape: tuple[int, ...], arguments: dict[str, Any], runtime: Runtime
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with runtime.tracing() as env:
+        found = F.interpolate(env.j2t_iso(jnp.asarray(x.numpy())), **arguments)
+    expected = F.interpolate(x, **arguments)
+    assert np.array_equal(np.asarray(found.jax()), expected.numpy())
+
+
+def test_enlarging_by_a_whole_factor_gathers_nothing(runtime: Runtime) -> None:
+    def enlarge(x: Any) -> Any:
+        with runtime.tracing() as env:
+            return F.interpolate(env.j2t_iso(x), scale_factor=2.0).jax()
+
+    jaxpr = jax.make_jaxpr(enlarge)(np.zeros((1, 2, 3, 4, 5), np.float32))
+    names = {e.primitive.name for e in jaxpr.jaxpr.eqns}
+    assert "gather" not in names
+    assert "broadcast_in_dim" in names
