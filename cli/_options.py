@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tpuport.api import DEFAULT_MODEL
+
 _WHAT = "What to make"
 _WHERE = "How to run it"
 _FILES = "Files"
@@ -13,7 +15,8 @@ _FILES = "Files"
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Model plugin; see `tpuport models`. [default: cogvideox]"
+        "--model",
+        help=f"Model plugin; see `tpuport models`. [default: {DEFAULT_MODEL}]",
     ),
 ]
 VariantName = Annotated[

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuport import api
+from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.report import Reporter
@@ -19,8 +20,6 @@ from ._settings import Settings
 
 if TYPE_CHECKING:
     from tpuport.core.session import Session
-
-DEFAULT_MODEL = "cogvideox"
 
 
 def known_variant(port: ModelPort, settings: Settings) -> Variant | None:
