@@ -131,7 +131,7 @@ def port(
 
     Returns:
         A callable with upstream's signature: torch tensors in, torch tensors out.
-        ``.call("decode", ...)`` calls another method than ``forward``.
+        Other methods of the module are called by name: ``.decode(z)``.
 
     Raises:
         UsageError: the module is of no class the plugin knows.

@@ -133,6 +133,21 @@ def test_bfloat16_weights_keep_float32_norms_and_softmax() -> None:
     assert our_error <= 1.1 * their_error
 
 
+@torch.no_grad()
+def test_other_methods_by_name() -> None:
+    module = make_vae()
+    z = torch.randn(1, 4, 2, 4, 6)
+    program = tpuport.port(module)
+    assert_close(program.decode(z).sample, program.call("decode", z).sample)
+    with pytest.raises(AttributeError):
+        program.to("cuda")
+    with pytest.raises(tpuport.TpuportError, match="no method 'paint'"):
+        program.call("paint", z)
+    # Its distribution object would smuggle traced tensors out.
+    with pytest.raises(tpuport.TpuportError, match="DiagonalGaussianDistribution"):
+        program.encode(torch.zeros(1, 3, 1, 32, 48))
+
+
 def test_a_module_of_no_component_class_is_refused() -> None:
     with pytest.raises(tpuport.TpuportError, match="no component of class Linear"):
         tpuport.port(torch.nn.Linear(2, 2))

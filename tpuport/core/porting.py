@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,16 @@ class PortedProgram:
         """The module's ``forward``; see :meth:`call`."""
         return self.call("forward", *args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        # Upstream's own methods (an autoencoder's decode), not torch's (to, train).
+        import torch
+
+        module = self.__dict__["_ported"].module if "_ported" in self.__dict__ else None
+        method = getattr(type(module), name, None)
+        if callable(method) and not hasattr(torch.nn.Module, name):
+            return functools.partial(self.call, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module as a compiled program.
 
@@ -97,7 +108,8 @@ class PortedProgram:
             What upstream's method returns, with torch tensors on the host.
 
         Raises:
-            UsageError: the module has no such method.
+            UsageError: the module has no such method, or it returns an object that
+                holds tensors out of reach.
         """
         import jax
         import torch
@@ -152,8 +164,14 @@ class PortedProgram:
                 if isinstance(leaf, jax.Array):
                     found["leaves"].append((len(arrays), None))
                     arrays.append(leaf)
-                else:
+                elif leaf is None or isinstance(leaf, bool | int | float | str):
                     found["leaves"].append((None, leaf))
+                else:
+                    raise UsageError(
+                        f"{type(self._ported.module).__name__}.{method} returns a "
+                        f"{type(leaf).__name__}, whose tensors cannot be reached; call "
+                        "a method that returns tensors"
+                    )
             return arrays
 
         program.__name__ = f"ported_{method}"
