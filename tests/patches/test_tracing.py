@@ -67,7 +67,11 @@ def test_a_box_is_written_as_torch_does(name: str) -> None:
     assert torch.equal(to_torch(found), expected)
 
 
-@pytest.mark.parametrize("value", [7.0, torch.randn(6), torch.randn(5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [7.0, torch.linspace(-1, 1, 6), torch.linspace(-1, 1, 5)[:, None]],
+    ids=["scalar", "row", "column"],
+)
 def test_values_broadcast_and_take_the_dtype_of_the_target(value: Any) -> None:
     expected = start().bfloat16()
     expected[1:3] = value
