@@ -1,9 +1,8 @@
 """Normalisation in float32, whatever the weights' dtype.
 
-torchax computes the statistics of layer and group norm in the dtype of the input, so a
-bfloat16 model loses its norms; and it takes the variance as E[x^2] - E[x]^2, which
-costs digits even in float32. Here statistics are two-pass and float32, and the result
-is cast back.
+torchax rounds the mean, the variance and every product of a layer or group norm to the
+dtype of its input, so a bfloat16 model loses its norms. Here statistics are two-pass
+and everything is float32 until the result is cast back.
 
 Legend: N batch, C channels, G groups.
 """
