@@ -10,8 +10,7 @@ from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.report import Reporter
-from tpuport.core.request import Request
-from tpuport.core.session import check_shape
+from tpuport.core.request import Request, check_shape
 from tpuport.core.spec import ModelPort, Variant
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port

@@ -69,7 +69,7 @@ def describe(
         "versions": versions(),
         "platform": {
             "system": platform.platform(),
-            "backend": session.executor.platform,
+            "backend": session.components.platform,
             "devices": int(session.mesh.devices.size),
             "device_kind": str(session.mesh.devices.flat[0].device_kind),
         },

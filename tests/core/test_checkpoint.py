@@ -53,7 +53,7 @@ def load(folder: Path) -> Iterator[Callable[[str], Any]]:
 
     def load(name: str) -> Any:
         sessions.append(open_session(folder))
-        return sessions[-1].executor.load(name)
+        return sessions[-1].components.load(name)
 
     yield load
     for session in sessions:
@@ -125,7 +125,7 @@ def test_a_sharded_checkpoint_loads_like_a_whole_one(
 
 def test_weights_come_in_the_dtype_asked_for(folder: Path) -> None:
     with open_session(folder, dtype="bfloat16") as session:
-        weights = session.executor.load("text_encoder").weights
+        weights = session.components.load("text_encoder").weights
         assert {w.dtype for w in weights.values()} == {jnp.dtype("bfloat16")}
 
 
@@ -146,11 +146,11 @@ def test_a_tied_weight_may_be_stored_under_either_name(
 
 def test_a_component_is_read_once_until_it_is_released(folder: Path) -> None:
     with open_session(folder) as session:
-        first = session.executor.load("transformer")
-        assert session.executor.load("transformer") is first
-        session.executor.release("transformer")
+        first = session.components.load("transformer")
+        assert session.components.load("transformer") is first
+        session.components.release("transformer")
         assert first.weights[SMALL].is_deleted()
-        assert session.executor.load("transformer") is not first
+        assert session.components.load("transformer") is not first
 
 
 def test_a_fingerprint_is_of_the_content(folder: Path, demo_folder: Path) -> None:
@@ -310,10 +310,10 @@ def test_files_that_are_wrong_are_refused_by_both_ways_in(
     """By the load onto the devices, and by the check before upstream's own load."""
     change(folder)
     with open_session(folder) as session:
-        message = refusal(session.executor.load, "transformer")
+        message = refusal(session.components.load, "transformer")
         assert message.startswith(f"{folder}: ")
         assert expected in message
-        assert refusal(session.executor.check_files, "transformer") == message
+        assert refusal(session.components.check_files, "transformer") == message
 
 
 @pytest.mark.parametrize(
@@ -333,12 +333,12 @@ def test_a_checkpoint_without_a_component(
 def test_a_tensor_of_another_shape(folder: Path) -> None:
     rewrite(folder / TRANSFORMER, lambda t: t.update({SMALL: torch.zeros(3)}))
     with open_session(folder) as session:
-        message = refusal(session.executor.load, "transformer")
+        message = refusal(session.components.load, "transformer")
         assert message == (
             f"{folder}: transformer/ holds {SMALL} of shape (3,); its config.json asks"
             " for (128,)"
         )
-        assert refusal(session.executor.check_files, "transformer") == message
+        assert refusal(session.components.check_files, "transformer") == message
 
 
 # --- skeletons
@@ -346,8 +346,8 @@ def test_a_tensor_of_another_shape(folder: Path) -> None:
 
 def test_a_skeleton_has_no_weights_and_its_tables(folder: Path) -> None:
     with open_session(folder) as session:
-        transformer = session.executor.skeleton("transformer")
-        encoder = session.executor.skeleton("text_encoder")
+        transformer = session.components.skeleton("transformer")
+        encoder = session.components.skeleton("text_encoder")
     assert {p.device.type for p in transformer.parameters()} == {"meta"}
     assert not transformer.training
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
@@ -379,12 +379,12 @@ def test_rules_that_do_not_fit_are_found_before_a_tensor_is_read(
 
     monkeypatch.setattr(Checkpoint, "stream", unread)
     with open_session(folder) as session:
-        executor = session.executor
+        components = session.components
         component: Component = session.port.components["transformer"]
-        executor.port = replace(
+        components.port = replace(
             session.port,
             components={"transformer": replace(component, sharding=())},
         )
         with pytest.raises(ShardingError, match="transformer") as caught:
-            executor.load("transformer")
+            components.load("transformer")
     assert isinstance(caught.value, TpuportError)

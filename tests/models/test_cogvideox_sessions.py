@@ -101,7 +101,7 @@ def test_each_stage_loads_only_its_own_components(
         request = session.request(prompt="a fox", **SHAPE)
         run = session.open_run(run_dir, request)
         session.run_stage_in(run, "encode")
-        assert not session.executor._loaded
+        assert not session.components.loaded
         expected = session.generate("a fox", **SHAPE)
     # The run directory goes to a machine that has no text encoder and no VAE weights.
     elsewhere = tmp_path / "elsewhere"

@@ -8,44 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import checkpoint as checkpoints
 from tpuport.core import compile as compiling
-from tpuport.core.arrays import to_numpy, torch_dtype
-from tpuport.core.module import PortedModule
+from tpuport.core.arrays import to_numpy
+from tpuport.core.components import Components, Loaded
 from tpuport.core.report import CompileReport, Reporter, StageReport
 from tpuport.core.rotary import RotaryCache
-from tpuport.core.runtime import Runtime
-from tpuport.core.sharding import (
-    ShardingPlan,
-    WeightInfo,
-    named_shardings,
-    plan_sharding,
-)
-from tpuport.core.spec import Call, ModelPort, Program, Stage, StageContext, Work
-from tpuport.errors import WeightsError
+from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import jax
     import torch
 
-    from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.request import Request
 
 #: Calls dispatched before the oldest is waited for. Unbounded dispatch has cost 20 % on
 #: TPU hosts; on the CPU, programs with collectives must not overlap at all.
 CALLS_IN_FLIGHT = {"tpu": 4, "gpu": 4, "cpu": 1}
-
-
-@dataclass
-class Loaded:
-    """A component with its weights on the devices."""
-
-    ported: PortedModule
-    weights: dict[str, jax.Array]
-    plan: ShardingPlan
-    replicated: jax.sharding.NamedSharding
 
 
 @dataclass
@@ -61,208 +38,33 @@ class Timing:
 
 
 class Executor:
-    """Runs stages of ``port`` with the weights of ``checkpoint`` on ``mesh``.
+    """Runs stages with the components of a checkpoint.
 
     Args:
-        port: the model.
-        checkpoint: its files.
-        mesh: the devices.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        attention: the attention implementation, ``"auto"`` or a name.
+        components: the weights and where they go.
         keep_loaded: keep weights on the devices between runs.
         reporter: told what happens.
     """
 
     def __init__(
         self,
-        port: ModelPort,
-        checkpoint: Checkpoint,
-        mesh: jax.sharding.Mesh,
+        components: Components,
         *,
-        dtype: str,
-        attention: str = "auto",
         keep_loaded: bool = False,
         reporter: Reporter | None = None,
     ) -> None:
-        self.port = port
-        self.checkpoint = checkpoint
-        self.mesh = mesh
-        self.dtype = dtype
+        self.components = components
         self.keep_loaded = keep_loaded
         self.reporter = reporter or Reporter()
         self.rotary = RotaryCache()
-        self._attention = attention
-        self._runtimes: dict[bool, Runtime] = {}
-        self._skeletons: dict[str, torch.nn.Module] = {}
-        self._loaded: dict[str, Loaded] = {}
         self._upstream: dict[tuple[str, str], Any] = {}
         self._compiled: dict[Any, Any] = {}
 
-    @property
-    def platform(self) -> str:
-        """Where programs run: ``"cpu"``, ``"tpu"`` or ``"gpu"``."""
-        return str(self.mesh.devices.flat[0].platform)
-
-    # ------------------------------------------------------------- components
-
-    def skeleton(self, name: str) -> torch.nn.Module:
-        """The upstream module of a component, without weights."""
-        if name not in self._skeletons:
-            component = self.port.components[name]
-            self.checkpoint.check_class(name, component.class_path)
-            self._skeletons[name] = checkpoints.build_skeleton(
-                component, self.checkpoint.config(name)
-            )
-        return self._skeletons[name]
-
-    def runtime(self, single_device: bool) -> Runtime:
-        """The tracing environment of the mesh, or of its first device."""
-        if single_device not in self._runtimes:
-            mesh = self.mesh
-            if single_device:
-                import jax
-
-                mesh = jax.sharding.Mesh(
-                    mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim),
-                    mesh.axis_names,
-                    axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
-                )
-            self._runtimes[single_device] = Runtime(
-                mesh=mesh,
-                platform=self.platform,
-                patches=self.port.patches,
-                overrides=self.port.overrides,
-                attention=self.port.attention,
-                attention_implementation=self._attention,
-                # Float32 weights mean float32 products, on chips whose matrix units
-                # would otherwise round their inputs to bfloat16.
-                matmul_precision="highest" if self.dtype == "float32" else None,
-            )
-        return self._runtimes[single_device]
-
-    def plan(self, name: str) -> ShardingPlan:
-        """Where the weights of a component go; reads names and shapes only.
-
-        Raises:
-            ShardingError: rules and weights disagree.
-        """
-        component = self.port.components[name]
-        module = self.skeleton(name)
-        ported = PortedModule(module, self.runtime(component.single_device))
-        tensors = dict(module.state_dict(keep_vars=True))
-        itemsize = torch_dtype(self.dtype).itemsize
-        mesh = ported.runtime.mesh
-        assert mesh is not None
-        return plan_sharding(
-            component.sharding,
-            {
-                name: WeightInfo(tuple(tensors[name].shape), itemsize)
-                for name in ported.names.stored
-            },
-            dict(mesh.shape),
-            component=name,
-        )
-
-    def load(self, name: str) -> Loaded:
-        """The component with its weights placed; read from disk once until released.
-
-        Tensors stream from the files to their shards one at a time, so the host never
-        holds the component whole.
-
-        Raises:
-            WeightsError: the files do not fit the config.
-            ShardingError: rules and weights disagree.
-        """
-        if name in self._loaded:
-            return self._loaded[name]
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        self.reporter.loading(name)
-        component = self.port.components[name]
-        module = self.skeleton(name)
-        runtime = self.runtime(component.single_device)
-        ported = PortedModule(module, runtime)
-        assert runtime.mesh is not None
-        files, found = self._match(name, ported)
-        plan = self.plan(name)
-        shardings = named_shardings(plan, runtime.mesh)
-        replicated = NamedSharding(runtime.mesh, PartitionSpec())
-        tensors = dict(module.named_parameters(remove_duplicate=False))
-        tensors.update(module.named_buffers(remove_duplicate=False))
-        by_file = {v: k for k, v in found.items() if checkpoints.is_used(component, k)}
-        weights: dict[str, jax.Array] = {}
-        dtype = torch_dtype(self.dtype)
-        for stored, tensor in self.checkpoint.stream(files, list(by_file)):
-            target = by_file[stored]
-            if tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            weights[target] = jax.device_put(
-                to_numpy(tensor), shardings[target], may_alias=False
-            )
-        for buffer in ported.names.computed:
-            weights[buffer] = jax.device_put(to_numpy(tensors[buffer]), replicated)
-        jax.block_until_ready(weights)
-        loaded = Loaded(ported, weights, plan, replicated)
-        self._loaded[name] = loaded
-        return loaded
-
-    def check_files(self, name: str) -> None:
-        """Refuse a component whose files do not fit its config; reads no tensor.
-
-        Raises:
-            WeightsError: files, names or shapes are off.
-        """
-        single_device = self.port.components[name].single_device
-        self._match(
-            name, PortedModule(self.skeleton(name), self.runtime(single_device))
-        )
-
-    def _match(
-        self, name: str, ported: PortedModule
-    ) -> tuple[dict[str, Path], dict[str, str]]:
-        """File of every stored tensor, and the stored name of every weight.
-
-        Raises:
-            WeightsError: files, names or shapes are off.
-        """
-        files = self.checkpoint.weight_files(name)
-        found = checkpoints.match_names(
-            self.checkpoint.source,
-            self.port.components[name],
-            ported.module,
-            files,
-            ported.names.tied,
-            ported.names.stored,
-        )
-        expected = ported.module.state_dict(keep_vars=True)
-        shapes = self.checkpoint.shapes(files)
-        for weight, stored in found.items():
-            if shapes[stored] != tuple(expected[weight].shape):
-                raise WeightsError(
-                    f"{self.checkpoint.source}: {name}/ holds {stored} of shape "
-                    f"{shapes[stored]}; its config.json asks for "
-                    f"{tuple(expected[weight].shape)}"
-                )
-        return files, found
-
-    def release(self, *names: str) -> None:
-        """Free the weights of the named components, or of all."""
-        for name in names or tuple(self._loaded):
-            loaded = self._loaded.pop(name, None)
-            if loaded is not None:
-                for array in loaded.weights.values():
-                    array.delete()
-
     def close(self) -> None:
-        """Free everything this executor holds."""
-        self.release()
+        """Free everything this executor holds, the components' weights included."""
         self._upstream.clear()
         self._compiled.clear()
-        self._skeletons.clear()
-        self._runtimes.clear()
-
-    # ----------------------------------------------------------------- stages
+        self.components.close()
 
     def context(
         self,
@@ -275,13 +77,13 @@ class Executor:
         """What the functions of a stage see for one batch; ``inputs`` hold all."""
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
-            checkpoint=self.checkpoint,
+            checkpoint=self.components.checkpoint,
             request=request,
             batch=batch,
             inputs=cut,
-            dtype=self.dtype,
+            dtype=self.components.dtype,
             rotary=self.rotary,
-            module=self.skeleton,
+            module=self.components.skeleton,
             device=device,
             say=self.reporter.say,
             upstream=lambda name, load: self._load_upstream(
@@ -327,17 +129,18 @@ class Executor:
                 parts.append(self._run_work(stage, work, timing, done, total))
                 done += work.total
             plans = tuple(
-                self._loaded[name].plan.as_dict()
+                self.components.load(name).plan.as_dict()
                 for name in stage.components
-                if name in self._loaded
+                if name in self.components.loaded
             )
             runtimes = {
-                self.port.components[name].single_device for name in stage.components
+                self.components.port.components[name].single_device
+                for name in stage.components
             }
         finally:
             if not self.keep_loaded:
-                self.release(*stage.components)
-        used = [self._runtimes[key] for key in sorted(runtimes)]
+                self.components.release(*stage.components)
+        used = [self.components.runtime(key) for key in sorted(runtimes)]
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -393,7 +196,7 @@ class Executor:
         """The calls of one batch, a bounded number of them in flight."""
         import jax
 
-        limit = CALLS_IN_FLIGHT.get(self.platform, 1)
+        limit = CALLS_IN_FLIGHT.get(self.components.platform, 1)
         pending: deque[tuple[int, Any]] = deque()
         outputs: list[Any] = []
         carry = constants = None
@@ -445,10 +248,8 @@ class Executor:
         return work.finish(carry, outputs)
 
     def _load_timed(self, name: str, timing: Timing) -> Loaded:
-        if name in self._loaded:
-            return self._loaded[name]
         started = time.perf_counter()
-        loaded = self.load(name)
+        loaded = self.components.load(name)
         timing.load += time.perf_counter() - started
         return loaded
 

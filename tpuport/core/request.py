@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpuport.core.spec import Variant
 
 #: Seeds are what ``torch.Generator.manual_seed`` takes without wrapping.
 MAX_SEED = 2**63 - 1
@@ -125,3 +128,81 @@ class Request:
         values["negative_prompts"] = tuple(data["negative_prompts"])
         values["seeds"] = tuple(tuple(seeds) for seeds in data["seeds"])
         return cls(**values)
+
+
+def check_shape(request: Request, variant: Variant) -> None:
+    """Refuse frame counts and sizes off the variant's rules.
+
+    Raises:
+        UsageError: with the nearest legal values.
+    """
+    frames = variant.frames
+    if not frames.allows(request.num_frames):
+        upto = f", up to {frames.limit}" if frames.limit else ""
+        nearest = " or ".join(map(str, frames.nearest(request.num_frames)))
+        raise UsageError(
+            f"{request.num_frames} frames asked for; {variant.name} makes "
+            f"{frames.step}n+1 frames{upto}; nearest valid: {nearest}"
+        )
+    for name in ("height", "width"):
+        asked = getattr(request, name)
+        if not variant.sizes.allows(asked):
+            nearest = " or ".join(map(str, variant.sizes.nearest(asked)))
+            raise UsageError(
+                f"{name} {asked} asked for; {variant.name} needs a multiple of "
+                f"{variant.sizes.multiple}; nearest valid: {nearest}"
+            )
+
+
+def one_per_video(
+    value: str | Sequence[str] | None, count: int, name: str
+) -> tuple[str, ...]:
+    """One text per video."""
+    if value is None:
+        return ("",) * count
+    if isinstance(value, str):
+        return (value,) * count
+    texts = tuple(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{name} must be a string or a list of strings")
+    return texts
+
+
+def seeds_by_batch(
+    seed: int | Sequence[int], count: int, batch_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Seeds by batch."""
+    batches = count // batch_size
+    if isinstance(seed, int):
+        return ((seed,),) * batches
+    seeds = tuple(int(s) for s in seed)
+    if len(seeds) != count:
+        raise UsageError(f"{len(seeds)} seeds for {count} videos; give one, or {count}")
+    return tuple(seeds[i * batch_size : (i + 1) * batch_size] for i in range(batches))
+
+
+def check_embeds(
+    prompt: Any, negative: Any, embeds: Any, negative_embeds: Any
+) -> dict[str, Any]:
+    """The given embeddings by name; the exclusions are the upstream pipeline's."""
+    if embeds is None:
+        if prompt is None:
+            raise UsageError("give a prompt, or prompt_embeds in its place")
+        if negative_embeds is not None:
+            raise UsageError("negative_prompt_embeds go with prompt_embeds only")
+        return {}
+    if prompt is not None:
+        raise UsageError("prompt and prompt_embeds exclude each other; give one")
+    if negative is not None and negative_embeds is not None:
+        raise UsageError(
+            "negative_prompt and negative_prompt_embeds exclude each other; give one"
+        )
+    named = {"prompt_embeds": embeds}
+    if negative_embeds is not None:
+        if tuple(negative_embeds.shape) != tuple(embeds.shape):
+            raise UsageError(
+                f"negative_prompt_embeds {tuple(negative_embeds.shape)} and "
+                f"prompt_embeds {tuple(embeds.shape)} must have one shape"
+            )
+        named["negative_prompt_embeds"] = negative_embeds
+    return named

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import report as reports
 from tpuport.core.compile import persistent_cache
+from tpuport.core.components import Components
 from tpuport.core.executor import Executor
 from tpuport.core.report import Reporter, RunReport, StageReport
-from tpuport.core.request import Request
+from tpuport.core.request import (
+    Request,
+    check_embeds,
+    check_shape,
+    one_per_video,
+    seeds_by_batch,
+)
 from tpuport.core.run_directory import RunDirectory
 from tpuport.core.run_record import STAGE_FILES
 from tpuport.core.spec import ModelPort, Stage, Variant
@@ -93,14 +100,16 @@ class Session:
         self.encode_on = encode_on
         self.reporter = reporter or Reporter()
         self._compile_cache = compile_cache
-        self.executor = Executor(
+        self.components = Components(
             port,
             checkpoint,
             mesh,
             dtype=dtype,
             attention=attention,
-            keep_loaded=keep_loaded,
             reporter=self.reporter,
+        )
+        self.executor = Executor(
+            self.components, keep_loaded=keep_loaded, reporter=self.reporter
         )
         self._check_heads()
 
@@ -169,13 +178,13 @@ class Session:
             MeshError: the mesh does not divide the batch.
         """
         variant = self.variant
-        prompts = _texts(prompt, videos or 1, "prompt")
+        prompts = one_per_video(prompt, videos or 1, "prompt")
         count = len(prompts)
         batch_size = count if batched else 1
         request = Request(
             prompts=prompts,
-            negative_prompts=_texts(negative_prompt, count, "negative_prompt"),
-            seeds=_seeds(seed, count, batch_size),
+            negative_prompts=one_per_video(negative_prompt, count, "negative_prompt"),
+            seeds=seeds_by_batch(seed, count, batch_size),
             batch_size=batch_size,
             height=_given(height, variant.height),
             width=_given(width, variant.width),
@@ -288,7 +297,7 @@ class Session:
         for name in stage.components:
             # The same refusals as on the mesh; upstream would fill a missing tensor
             # with random numbers and warn.
-            self.executor.check_files(name)
+            self.components.check_files(name)
         return self.executor.run_upstream(stage, request, inputs, device)
 
     def generate(
@@ -335,7 +344,7 @@ class Session:
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
-        embeds = _check_embeds(
+        embeds = check_embeds(
             prompt, negative_prompt, prompt_embeds, negative_prompt_embeds
         )
         request = self.request(
@@ -387,7 +396,7 @@ class Session:
             model=self.port.name,
             variant=self.variant.name,
             weights=self.checkpoint.reference,
-            platform=self.executor.platform,
+            platform=self.components.platform,
             mesh=str(MeshSpec.parse(dict(self.mesh.shape))),
             devices=int(self.mesh.devices.size),
             dtype=self.dtype,
@@ -480,7 +489,7 @@ class Session:
             "weights": self.checkpoint.reference,
             "dtype": self.dtype,
             "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
-            "platform": self.executor.platform,
+            "platform": self.components.platform,
         }
 
 
@@ -501,81 +510,5 @@ def host_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_shape(request: Request, variant: Variant) -> None:
-    """Refuse frame counts and sizes off the variant's rules.
-
-    Raises:
-        UsageError: with the nearest legal values.
-    """
-    frames = variant.frames
-    if not frames.allows(request.num_frames):
-        upto = f", up to {frames.limit}" if frames.limit else ""
-        nearest = " or ".join(map(str, frames.nearest(request.num_frames)))
-        raise UsageError(
-            f"{request.num_frames} frames asked for; {variant.name} makes "
-            f"{frames.step}n+1 frames{upto}; nearest valid: {nearest}"
-        )
-    for name in ("height", "width"):
-        asked = getattr(request, name)
-        if not variant.sizes.allows(asked):
-            nearest = " or ".join(map(str, variant.sizes.nearest(asked)))
-            raise UsageError(
-                f"{name} {asked} asked for; {variant.name} needs a multiple of "
-                f"{variant.sizes.multiple}; nearest valid: {nearest}"
-            )
-
-
 def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _texts(value: str | Sequence[str] | None, count: int, name: str) -> tuple[str, ...]:
-    """One text per video."""
-    if value is None:
-        return ("",) * count
-    if isinstance(value, str):
-        return (value,) * count
-    texts = tuple(value)
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{name} must be a string or a list of strings")
-    return texts
-
-
-def _seeds(
-    seed: int | Sequence[int], count: int, batch_size: int
-) -> tuple[tuple[int, ...], ...]:
-    """Seeds by batch."""
-    batches = count // batch_size
-    if isinstance(seed, int):
-        return ((seed,),) * batches
-    seeds = tuple(int(s) for s in seed)
-    if len(seeds) != count:
-        raise UsageError(f"{len(seeds)} seeds for {count} videos; give one, or {count}")
-    return tuple(seeds[i * batch_size : (i + 1) * batch_size] for i in range(batches))
-
-
-def _check_embeds(
-    prompt: Any, negative: Any, embeds: Any, negative_embeds: Any
-) -> dict[str, Any]:
-    """The given embeddings by name; the exclusions are the upstream pipeline's."""
-    if embeds is None:
-        if prompt is None:
-            raise UsageError("give a prompt, or prompt_embeds in its place")
-        if negative_embeds is not None:
-            raise UsageError("negative_prompt_embeds go with prompt_embeds only")
-        return {}
-    if prompt is not None:
-        raise UsageError("prompt and prompt_embeds exclude each other; give one")
-    if negative is not None and negative_embeds is not None:
-        raise UsageError(
-            "negative_prompt and negative_prompt_embeds exclude each other; give one"
-        )
-    named = {"prompt_embeds": embeds}
-    if negative_embeds is not None:
-        if tuple(negative_embeds.shape) != tuple(embeds.shape):
-            raise UsageError(
-                f"negative_prompt_embeds {tuple(negative_embeds.shape)} and "
-                f"prompt_embeds {tuple(embeds.shape)} must have one shape"
-            )
-        named["negative_prompt_embeds"] = negative_embeds
-    return named

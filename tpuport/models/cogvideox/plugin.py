@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuport.core.spec import Component, ModelPort
 from tpuport.hookspecs import hookimpl
-from tpuport.models.cogvideox import config, sharding, stages
+from tpuport.models.cogvideox import config, inputs, sharding, stages
 from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.conv import CONVOLUTION_ON_CPU
 from tpuport.patches.norms import FLOAT32_NORMS
@@ -63,7 +63,7 @@ PORT = ModelPort(
     options=config.OPTIONS,
     detect=config.detect,
     check=config.check,
-    latent_shape=stages.latent_shape,
+    latent_shape=inputs.latent_shape,
     make_demo=_make_demo,
     demo_version="1",
 )

@@ -14,63 +14,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.arrays import to_torch, torch_dtype
+from tpuport.core.arrays import to_torch
 from tpuport.core.request import Request
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
-from tpuport.models.cogvideox import rotary, scheduler
+from tpuport.models.cogvideox import rotary, scheduler, upstream
+from tpuport.models.cogvideox.inputs import (
+    draw_noise,
+    initial_latents,
+    latent_shape,
+    latents_for_vae,
+    name_embeddings,
+    tokenize,
+)
 
 if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.module import BoundModule
-
-MAX_TEXT_TOKENS = 226
-"""Upstream pipeline's ``max_sequence_length`` default, also for 1.5."""
 
 #: Latent frames that upstream's VAE decodes at a time.
 FRAMES_PER_CHUNK = 2
 
 
 # ---------------------------------------------------------------------- encode
-
-
-def text_tokens(ctx: StageContext) -> int:
-    """Lt: the transformer's own limit, which is 226 in every published checkpoint."""
-    config = ctx.checkpoint.config("transformer") if _has(ctx, "transformer") else {}
-    return int(config.get("max_text_seq_length", MAX_TEXT_TOKENS))
-
-
-def _has(ctx: StageContext, component: str) -> bool:
-    return (ctx.checkpoint.folder / component / "config.json").is_file()
-
-
-def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
-    """Token ids of shape [len(prompts), Lt]; says what a prompt over the limit lost."""
-    import torch
-    from transformers import T5Tokenizer
-
-    limit = text_tokens(ctx)
-    tokenizer = T5Tokenizer.from_pretrained(ctx.checkpoint.folder / "tokenizer")
-    ids = tokenizer(
-        list(prompts),
-        padding="max_length",
-        max_length=limit,
-        truncation=True,
-        add_special_tokens=True,
-        return_tensors="pt",
-    ).input_ids
-    whole = tokenizer(list(prompts), padding="longest", return_tensors="pt").input_ids
-    if whole.shape[-1] >= ids.shape[-1] and not torch.equal(ids, whole):
-        removed = tokenizer.batch_decode(whole[:, limit - 1 : -1])
-        ctx.say(
-            f"warning: a prompt is over {limit} tokens; this part was cut off: "
-            + "; ".join(repr(text) for text in removed if text)
-        )
-    assert isinstance(ids, torch.Tensor)
-    return ids
 
 
 def _encode_program(
@@ -88,7 +54,7 @@ def plan_encode(ctx: StageContext) -> Work:
         prompts = (*ctx.negative_prompts, *prompts)
 
     def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
-        return _name_embeddings(ctx, to_torch(outputs[0]))
+        return name_embeddings(ctx, to_torch(outputs[0]))
 
     inputs = {"input_ids": tokenize(ctx, prompts)}
     return Work(
@@ -100,93 +66,7 @@ def plan_encode(ctx: StageContext) -> Work:
     )
 
 
-def _name_embeddings(ctx: StageContext, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    count = len(ctx.prompts)
-    named = {"prompt_embeds": rows[-count:].contiguous()}
-    if ctx.request.guided:
-        named["negative_prompt_embeds"] = rows[:count].contiguous()
-    return named
-
-
-def upstream_encode(ctx: StageContext) -> dict[str, Any]:
-    """The same by ``CogVideoXPipeline.encode_prompt``."""
-    import torch
-
-    pipe = _pipeline(ctx, "text_encoder", "tokenizer")
-    # Tokenising here as well is what reports a prompt over the limit.
-    tokenize(ctx, ctx.prompts)
-    with torch.no_grad():
-        embeds, negative = pipe.encode_prompt(
-            list(ctx.prompts),
-            list(ctx.negative_prompts),
-            ctx.request.guided,
-            max_sequence_length=text_tokens(ctx),
-            device=ctx.device,
-        )
-    named = {"prompt_embeds": embeds.cpu()}
-    if ctx.request.guided:
-        named["negative_prompt_embeds"] = negative.cpu()
-    return named
-
-
 # --------------------------------------------------------------------- denoise
-
-
-def latent_shape(
-    request: Request, checkpoint: Checkpoint
-) -> tuple[int, int, int, int, int]:
-    """[B, T, C, Y, X] of a batch, with T padded to a multiple of ``patch_size_t``."""
-    config = checkpoint.config("transformer")
-    spatial, temporal = vae_strides(checkpoint)
-    frames = (request.num_frames - 1) // temporal + 1
-    return (
-        request.batch_size,
-        frames + padding_frames(request, checkpoint),
-        int(config.get("in_channels", 16)),
-        request.height // spatial,
-        request.width // spatial,
-    )
-
-
-def padding_frames(request: Request, checkpoint: Checkpoint) -> int:
-    """Latent frames added in front so that ``patch_size_t`` divides T."""
-    patch = checkpoint.config("transformer").get("patch_size_t")
-    if patch is None:
-        return 0
-    _, temporal = vae_strides(checkpoint)
-    return -((request.num_frames - 1) // temporal + 1) % int(patch)
-
-
-def vae_strides(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Pixels per latent in space and in time, from the VAE's config."""
-    config = checkpoint.config("vae")
-    blocks = config.get("block_out_channels", (128, 256, 256, 512))
-    return 2 ** (len(blocks) - 1), int(config.get("temporal_compression_ratio", 4))
-
-
-def initial_latents(
-    ctx: StageContext, generators: list[torch.Generator]
-) -> torch.Tensor:
-    """The initial noise: given, or drawn as ``CogVideoXPipeline.prepare_latents`` does.
-
-    The draw is in the dtype of the embeddings, since a generator gives other numbers in
-    bfloat16 than in float32.
-    """
-    given = ctx.inputs.get("initial_latents")
-    if given is not None:
-        return given
-    return _noise(ctx, generators)
-
-
-def _noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Tensor:
-    from diffusers.utils.torch_utils import randn_tensor
-
-    noise: torch.Tensor = randn_tensor(
-        latent_shape(ctx.request, ctx.checkpoint),
-        generator=generators if len(generators) > 1 else generators[0],
-        dtype=ctx.inputs["prompt_embeds"].dtype,
-    )
-    return noise
 
 
 def _denoise_step(
@@ -271,7 +151,7 @@ def plan_denoise(ctx: StageContext) -> Work:
             # Upstream draws once or twice a step and uses the last draw; the draws
             # that do not count still move the generator on.
             for _ in range(schedule.noise_draws[index]):
-                inputs["noise"] = _noise(ctx, generators).float()
+                inputs["noise"] = draw_noise(ctx, generators).float()
             yield Call("step", inputs)
 
     def watch(index: int, output: Mapping[str, Any]) -> None:
@@ -312,38 +192,6 @@ def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sincos": table}
 
 
-def upstream_denoise(ctx: StageContext) -> dict[str, Any]:
-    """The same by ``CogVideoXPipeline.__call__`` with ``output_type="latent"``."""
-    import torch
-
-    request = ctx.request
-    pipe = _pipeline(ctx, "transformer")
-    pipe.scheduler = scheduler.make_scheduler(
-        ctx.checkpoint, request.options["scheduler"]
-    )
-    strides = vae_strides(ctx.checkpoint)
-    pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = strides
-    generators = ctx.generators()
-    embeds = {k: v.to(ctx.device) for k, v in ctx.inputs.items() if "embeds" in k}
-    given = ctx.inputs.get("initial_latents")
-    with torch.no_grad():
-        latents = pipe(
-            **embeds,
-            height=request.height,
-            width=request.width,
-            num_frames=request.num_frames,
-            num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
-            use_dynamic_cfg=request.options["dynamic_cfg"],
-            generator=generators if len(generators) > 1 else generators[0],
-            latents=None if given is None else given.to(embeds["prompt_embeds"].dtype),
-            max_sequence_length=embeds["prompt_embeds"].shape[1],
-            output_type="latent",
-            return_dict=False,
-        )[0]
-    return {"latents": latents.float().cpu()}
-
-
 # ---------------------------------------------------------------------- decode
 
 
@@ -374,19 +222,11 @@ def chunk_lengths(latent_frames: int) -> list[int]:
     return [first] + [FRAMES_PER_CHUNK] * (chunks - 1)
 
 
-def _latents_for_vae(ctx: StageContext) -> torch.Tensor:
-    """[B, C, T, Y, X], padding cut off and scaled back."""
-    padding = padding_frames(ctx.request, ctx.checkpoint)
-    latents = ctx.inputs["latents"].float()[:, padding:]
-    scaling = float(ctx.checkpoint.config("vae").get("scaling_factor", 1.15258426))
-    return 1 / scaling * latents.permute(0, 2, 1, 3, 4)
-
-
 def plan_decode(ctx: StageContext) -> Work:
     """Decode chunk by chunk; one program for the first chunk, one for the others."""
     import numpy as np
 
-    z = _latents_for_vae(ctx)
+    z = latents_for_vae(ctx)
     lengths = chunk_lengths(z.shape[2])
 
     def calls() -> Iterator[Call]:
@@ -402,63 +242,6 @@ def plan_decode(ctx: StageContext) -> Work:
     return Work(
         carry=None, constants=None, calls=calls(), total=len(lengths), finish=finish
     )
-
-
-def upstream_decode(ctx: StageContext) -> dict[str, Any]:
-    """The same by ``AutoencoderKLCogVideoX.decode`` and upstream's postprocessing."""
-    import numpy as np
-    import torch
-    from diffusers.video_processor import VideoProcessor
-
-    vae = _upstream_component(ctx, "vae")
-    spatial, _ = vae_strides(ctx.checkpoint)
-    with torch.no_grad():
-        z = _latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
-        video = vae.decode(z).sample
-    frames = VideoProcessor(vae_scale_factor=spatial).postprocess_video(
-        video.float(), output_type="np"
-    )
-    return {"frames": np.asarray(frames, np.float32)}
-
-
-# --------------------------------------------------------------------- upstream
-
-
-def _pipeline(ctx: StageContext, *components: str) -> Any:
-    """``CogVideoXPipeline`` with only the named components loaded."""
-    from diffusers import CogVideoXPipeline
-
-    loaded: dict[str, Any] = dict.fromkeys(
-        ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
-    )
-    for name in components:
-        loaded[name] = _upstream_component(ctx, name)
-    pipe = CogVideoXPipeline(**loaded)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def _upstream_component(ctx: StageContext, name: str) -> Any:
-    """One component as upstream's own object."""
-    return ctx.upstream(name, lambda: _from_pretrained(ctx, name))
-
-
-def _from_pretrained(ctx: StageContext, name: str) -> Any:
-    """One component loaded by upstream's own ``from_pretrained``."""
-    from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
-    from transformers import T5EncoderModel, T5Tokenizer
-
-    folder = ctx.checkpoint.folder / name
-    if name == "tokenizer":
-        return T5Tokenizer.from_pretrained(folder)
-    dtype = torch_dtype(ctx.dtype)
-    if name == "text_encoder":
-        module = T5EncoderModel.from_pretrained(folder, dtype=dtype)
-    elif name == "transformer":
-        module = CogVideoXTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
-    else:
-        module = AutoencoderKLCogVideoX.from_pretrained(folder, torch_dtype=dtype)
-    return module.eval().to(ctx.device)
 
 
 # ------------------------------------------------------------------------ table
@@ -478,7 +261,7 @@ STAGES: tuple[Stage, ...] = (
         files=("tokenizer",),
         programs={"encode": Program(component="text_encoder", fn=_encode_program)},
         plan=plan_encode,
-        upstream=upstream_encode,
+        upstream=upstream.encode,
         writes=(
             TensorSpec(
                 name="prompt_embeds",
@@ -508,7 +291,7 @@ STAGES: tuple[Stage, ...] = (
         files=("scheduler",),
         programs={"step": Program(component="transformer", fn=_denoise_step)},
         plan=plan_denoise,
-        upstream=upstream_denoise,
+        upstream=upstream.denoise,
         writes=(
             TensorSpec(
                 name="latents",
@@ -528,7 +311,7 @@ STAGES: tuple[Stage, ...] = (
             "next": Program(component="vae", fn=_decode_chunk),
         },
         plan=plan_decode,
-        upstream=upstream_decode,
+        upstream=upstream.decode,
         writes=(),
     ),
 )

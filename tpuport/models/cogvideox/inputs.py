@@ -1,0 +1,130 @@
+"""What the stages of CogVideoX start from: token ids, noise, shapes, scaled latents.
+
+Used by the stages and by the same stages in upstream's code: both start from the
+same numbers. Legend: B videos of a batch, Lt text tokens, T/Y/X latent frames, rows and
+columns, C latent channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpuport.core.request import Request
+from tpuport.core.spec import StageContext
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpuport.core.checkpoint import Checkpoint
+
+MAX_TEXT_TOKENS = 226
+"""Upstream pipeline's ``max_sequence_length`` default, also for 1.5."""
+
+
+def text_tokens(ctx: StageContext) -> int:
+    """Lt: the transformer's own limit, which is 226 in every published checkpoint."""
+    config = ctx.checkpoint.config("transformer") if _has(ctx, "transformer") else {}
+    return int(config.get("max_text_seq_length", MAX_TEXT_TOKENS))
+
+
+def _has(ctx: StageContext, component: str) -> bool:
+    return (ctx.checkpoint.folder / component / "config.json").is_file()
+
+
+def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
+    """Token ids of shape [len(prompts), Lt]; says what a prompt over the limit lost."""
+    import torch
+    from transformers import T5Tokenizer
+
+    limit = text_tokens(ctx)
+    tokenizer = T5Tokenizer.from_pretrained(ctx.checkpoint.folder / "tokenizer")
+    ids = tokenizer(
+        list(prompts),
+        padding="max_length",
+        max_length=limit,
+        truncation=True,
+        add_special_tokens=True,
+        return_tensors="pt",
+    ).input_ids
+    whole = tokenizer(list(prompts), padding="longest", return_tensors="pt").input_ids
+    if whole.shape[-1] >= ids.shape[-1] and not torch.equal(ids, whole):
+        removed = tokenizer.batch_decode(whole[:, limit - 1 : -1])
+        ctx.say(
+            f"warning: a prompt is over {limit} tokens; this part was cut off: "
+            + "; ".join(repr(text) for text in removed if text)
+        )
+    assert isinstance(ids, torch.Tensor)
+    return ids
+
+
+def name_embeddings(ctx: StageContext, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    count = len(ctx.prompts)
+    named = {"prompt_embeds": rows[-count:].contiguous()}
+    if ctx.request.guided:
+        named["negative_prompt_embeds"] = rows[:count].contiguous()
+    return named
+
+
+def latent_shape(
+    request: Request, checkpoint: Checkpoint
+) -> tuple[int, int, int, int, int]:
+    """[B, T, C, Y, X] of a batch, with T padded to a multiple of ``patch_size_t``."""
+    config = checkpoint.config("transformer")
+    spatial, temporal = vae_strides(checkpoint)
+    frames = (request.num_frames - 1) // temporal + 1
+    return (
+        request.batch_size,
+        frames + padding_frames(request, checkpoint),
+        int(config.get("in_channels", 16)),
+        request.height // spatial,
+        request.width // spatial,
+    )
+
+
+def padding_frames(request: Request, checkpoint: Checkpoint) -> int:
+    """Latent frames added in front so that ``patch_size_t`` divides T."""
+    patch = checkpoint.config("transformer").get("patch_size_t")
+    if patch is None:
+        return 0
+    _, temporal = vae_strides(checkpoint)
+    return -((request.num_frames - 1) // temporal + 1) % int(patch)
+
+
+def vae_strides(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Pixels per latent in space and in time, from the VAE's config."""
+    config = checkpoint.config("vae")
+    blocks = config.get("block_out_channels", (128, 256, 256, 512))
+    return 2 ** (len(blocks) - 1), int(config.get("temporal_compression_ratio", 4))
+
+
+def initial_latents(
+    ctx: StageContext, generators: list[torch.Generator]
+) -> torch.Tensor:
+    """The initial noise: given, or drawn as ``CogVideoXPipeline.prepare_latents`` does.
+
+    The draw is in the dtype of the embeddings, since a generator gives other numbers in
+    bfloat16 than in float32.
+    """
+    given = ctx.inputs.get("initial_latents")
+    if given is not None:
+        return given
+    return draw_noise(ctx, generators)
+
+
+def draw_noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Tensor:
+    from diffusers.utils.torch_utils import randn_tensor
+
+    noise: torch.Tensor = randn_tensor(
+        latent_shape(ctx.request, ctx.checkpoint),
+        generator=generators if len(generators) > 1 else generators[0],
+        dtype=ctx.inputs["prompt_embeds"].dtype,
+    )
+    return noise
+
+
+def latents_for_vae(ctx: StageContext) -> torch.Tensor:
+    """[B, C, T, Y, X], padding cut off and scaled back."""
+    padding = padding_frames(ctx.request, ctx.checkpoint)
+    latents = ctx.inputs["latents"].float()[:, padding:]
+    scaling = float(ctx.checkpoint.config("vae").get("scaling_factor", 1.15258426))
+    return 1 / scaling * latents.permute(0, 2, 1, 3, 4)
