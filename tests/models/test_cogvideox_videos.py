@@ -13,6 +13,7 @@ from diffusers import CogVideoXPipeline
 
 import tpuport
 from tests.tolerances import TOLERANCES
+from tpuport.errors import UsageError
 
 ATOL = TOLERANCES["video float32"]
 SHAPE = {"height": 64, "width": 96, "num_frames": 9}
@@ -109,6 +110,30 @@ def test_other_samplers_and_guidance(
     assert np.abs(unguided.frames - frames).max() <= ATOL
     frames, _ = upstream(checkpoints("5b"), prompt=PROMPT, dynamic=False)
     assert np.abs(plain.frames - frames).max() <= ATOL
+
+
+def test_another_number_of_text_tokens(
+    load: Any, checkpoints: Callable[[str], Path]
+) -> None:
+    with load("5b") as session:
+        ours = session.generate(
+            PROMPT, seed=7, num_inference_steps=2, max_sequence_length=30, **SHAPE
+        )
+    pipe = CogVideoXPipeline.from_pretrained(checkpoints("5b"))
+    pipe.set_progress_bar_config(disable=True)
+    frames = pipe(
+        PROMPT,
+        **SHAPE,
+        num_inference_steps=2,
+        guidance_scale=6.0,
+        use_dynamic_cfg=True,
+        generator=torch.Generator().manual_seed(7),
+        max_sequence_length=30,
+        output_type="np",
+    ).frames
+    assert np.abs(ours.frames - frames).max() <= ATOL
+    with load("2b") as session, pytest.raises(UsageError, match="20 text tokens"):
+        session.generate(PROMPT, max_sequence_length=30, **SHAPE)
 
 
 def test_one_step_and_an_odd_number_of_steps(

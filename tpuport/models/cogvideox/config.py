@@ -195,6 +195,16 @@ def _parse_flag(value: Any) -> bool:
         raise UsageError(f"{value!r} is neither true nor false") from None
 
 
+def _parse_count(value: Any) -> int:
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{value!r} is not a whole number") from None
+    if count < 1:
+        raise UsageError(f"{count} must be at least 1")
+    return count
+
+
 OPTIONS = (
     Option(
         name="scheduler",
@@ -206,6 +216,11 @@ OPTIONS = (
         name="dynamic_cfg",
         help="lower the guidance scale as the timesteps fall",
         parse=_parse_flag,
+    ),
+    Option(
+        name="max_sequence_length",
+        help="text tokens, as upstream's pipeline takes; by default the checkpoint's",
+        parse=_parse_count,
     ),
 )
 
@@ -296,6 +311,13 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
                     f"{name} {asked} is beyond this checkpoint's positions, which end "
                     f"at {limit}; nearest valid {name} is {limit}"
                 )
+    tokens = request.options.get("max_sequence_length")
+    limit = int(config.get("max_text_seq_length", 226))
+    if tokens and tokens != limit and not architecture(config)[0]:
+        raise UsageError(
+            f"max_sequence_length={tokens}: this checkpoint's positions are for "
+            f"{limit} text tokens; leave the option out"
+        )
     scheduler = checkpoint.config("scheduler")
     train = int(scheduler.get("num_train_timesteps", 1000))
     if request.num_inference_steps > train:

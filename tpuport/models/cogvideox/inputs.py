@@ -18,17 +18,23 @@ if TYPE_CHECKING:
     from tpuport.core.checkpoint import Checkpoint
 
 MAX_TEXT_TOKENS = 226
-"""Upstream pipeline's ``max_sequence_length`` default, also for 1.5."""
+"""The default of upstream's pipeline, ``max_sequence_length``."""
 
 
 def text_tokens(ctx: StageContext) -> int:
-    """Lt: the transformer's own limit, which is 226 in every published checkpoint."""
-    config = ctx.checkpoint.config("transformer") if _has(ctx, "transformer") else {}
-    return int(config.get("max_text_seq_length", MAX_TEXT_TOKENS))
+    """Lt: asked for, or the limit of the transformer's config.
 
-
-def _has(ctx: StageContext, component: str) -> bool:
-    return (ctx.checkpoint.folder / component / "config.json").is_file()
+    A limit of 224, as 1.5 was trained with, counts as 226: upstream's pipeline does not
+    look at the config and takes 226 for every checkpoint.
+    """
+    asked = ctx.request.options.get("max_sequence_length")
+    if asked:
+        return int(asked)
+    # The stage may run where only the text encoder lies.
+    present = (ctx.checkpoint.folder / "transformer" / "config.json").is_file()
+    config = ctx.checkpoint.config("transformer") if present else {}
+    limit = int(config.get("max_text_seq_length", MAX_TEXT_TOKENS))
+    return MAX_TEXT_TOKENS if limit == 224 else limit
 
 
 def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
