@@ -232,13 +232,12 @@ def auto_mesh(
 
     1. dp is 2 when the batch and the device count are both even (the two halves of
        classifier-free guidance share nothing but weights), else 1.
-    2. tp is the largest number that divides every head count and is not more than the
-       devices left by dp. Without heads nothing limits it.
-    3. sp is how many times dp * tp fits into the device count; a remainder stays
-       unused.
+    2. tp is the largest number that divides every head count and the devices left by
+       dp. Without heads nothing limits it.
+    3. sp takes what is left, so that no device stays unused.
 
-    Returns a mesh of at most ``device_count`` devices that passes
-    :meth:`MeshSpec.validate` with the same heads and batch.
+    Returns a mesh of ``device_count`` devices that passes :meth:`MeshSpec.validate` with
+    the same heads and batch.
 
     Raises:
         MeshError: there is no device.
@@ -249,7 +248,7 @@ def auto_mesh(
     left = device_count // dp
     # gcd() of nothing is 0, which every number divides: no heads, no limit.
     common = math.gcd(*(heads or {}).values())
-    tp = max(n for n in range(1, left + 1) if common % n == 0)
+    tp = max(n for n in _divisors(left) if common % n == 0)
     return MeshSpec(dp=dp, sp=left // tp, tp=tp)
 
 
