@@ -231,7 +231,7 @@ class TestAutoMesh:
             pytest.param(8, {"a": 48}, None, "dp=1,sp=1,tp=8", id="no batch"),
             pytest.param(7, {"a": 14}, 2, "dp=1,sp=1,tp=7", id="odd devices"),
             pytest.param(8, {"a": 48, "b": 6}, 2, "dp=2,sp=2,tp=2", id="gcd"),
-            pytest.param(8, {"a": 3}, 1, "dp=1,sp=8,tp=1", id="heads divide no devices"),
+            pytest.param(8, {"a": 3}, 1, "dp=1,sp=8,tp=1", id="heads do not fit"),
             pytest.param(8, {"a": 2}, 2, "dp=2,sp=2,tp=2", id="rest on sp"),
             pytest.param(8, {"a": 5, "b": 7}, 1, "dp=1,sp=8,tp=1", id="coprime heads"),
             pytest.param(8, None, 2, "dp=2,sp=1,tp=4", id="no heads"),

@@ -236,7 +236,7 @@ def auto_mesh(
        dp. Without heads nothing limits it.
     3. sp takes what is left, so that no device stays unused.
 
-    Returns a mesh of ``device_count`` devices that passes :meth:`MeshSpec.validate` with
+    Returns a mesh of all the devices that passes :meth:`MeshSpec.validate` with
     the same heads and batch.
 
     Raises:
