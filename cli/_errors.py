@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ def reported(*, debug: bool = False) -> Iterator[Guard]:
         yield guard
     except (typer.Exit, typer.Abort):
         raise
+    except BrokenPipeError:
+        # Whoever read stdout has seen enough (`| head`). What is left in the buffer
+        # must go somewhere, or Python complains when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
     except (Exception, KeyboardInterrupt) as error:
         raise typer.Exit(explain(error, debug=guard.debug)) from None
 
@@ -58,8 +64,14 @@ def explain(error: BaseException, *, debug: bool) -> int:
     print(text, file=sys.stderr)
     if not debug:  # a traceback has the notes already
         for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
+            if not _from_jax(note):
+                print(note, file=sys.stderr)
     return code
+
+
+def _from_jax(note: str) -> bool:
+    """Whether a note is jax's remark on tracebacks, which the user does not see."""
+    return "JAX has removed" in note or not note.strip("-")
 
 
 def as_usage_error(error: Exception) -> str | None:

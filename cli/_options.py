@@ -21,7 +21,11 @@ Model = Annotated[
 ]
 VariantName = Annotated[
     str | None,
-    typer.Option("--variant", help="Published checkpoint whose defaults hold."),
+    typer.Option(
+        "--variant",
+        help="Whose defaults and rules hold; without --weights also which "
+        "published weights are fetched. See `tpuport models`.",
+    ),
 ]
 Weights = Annotated[
     str | None,
@@ -42,7 +46,12 @@ PromptFile = Annotated[
     ),
 ]
 NegativePrompt = Annotated[
-    str | None, typer.Option("--negative-prompt", rich_help_panel=_WHAT)
+    str | None,
+    typer.Option(
+        "--negative-prompt",
+        help="What to steer away from, for all prompts; needs guidance.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Size = Annotated[
     str | None,
@@ -50,11 +59,26 @@ Size = Annotated[
         "--size", metavar="WxH", help="Such as 720x480.", rich_help_panel=_WHAT
     ),
 ]
-Height = Annotated[int | None, typer.Option("--height", rich_help_panel=_WHAT)]
-Width = Annotated[int | None, typer.Option("--width", rich_help_panel=_WHAT)]
+Height = Annotated[
+    int | None,
+    typer.Option(
+        "--height", help="Pixels. [default: the variant's]", rich_help_panel=_WHAT
+    ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        "--width", help="Pixels. [default: the variant's]", rich_help_panel=_WHAT
+    ),
+]
 Frames = Annotated[
     int | None,
-    typer.Option("--frames", "--num-frames", rich_help_panel=_WHAT),
+    typer.Option(
+        "--frames",
+        "--num-frames",
+        help="Of the video; 8n+1 or 16n+1. [default: the variant's]",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Fps = Annotated[
     float | None,
@@ -62,14 +86,19 @@ Fps = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", "--num-inference-steps", rich_help_panel=_WHAT),
+    typer.Option(
+        "--steps",
+        "--num-inference-steps",
+        help="Denoising steps. [default: the variant's]",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Guidance = Annotated[
     float | None,
     typer.Option(
         "--guidance",
         "--guidance-scale",
-        help="At most 1 turns it off.",
+        help="Guidance scale; at most 1 turns it off. [default: the variant's]",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -103,19 +132,27 @@ Latents = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option("--mesh", help="Such as dp=2,tp=4.", rich_help_panel=_WHERE),
+    typer.Option(
+        "--mesh",
+        help="Devices for data (dp), sequence (sp) and tensor (tp) parallelism, such "
+        "as dp=2,tp=4; one may be -1. [default: one CPU, or all TPU chips]",
+        rich_help_panel=_WHERE,
+    ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help="Of the weights: float32 or bfloat16.", rich_help_panel=_WHERE
+        "--dtype",
+        help="Of the weights: float32 or bfloat16. [default: float32 on CPU, else the "
+        "variant's]",
+        rich_help_panel=_WHERE,
     ),
 ]
 Attention = Annotated[
     str | None,
     typer.Option(
         "--attention",
-        help="auto, or the name of an implementation. [default: auto]",
+        help="auto, reference, blockwise or splash (TPU only). [default: auto]",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -142,7 +179,8 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="PATH",
-        help=".mp4, .webm, .gif, or a folder of PNGs.",
+        help=".mp4, .webm, .gif, or a folder of PNGs; several videos are numbered. "
+        "[default: MODEL-VARIANT-seedN.mp4]",
         rich_help_panel=_FILES,
     ),
 ]
@@ -151,7 +189,7 @@ RunDir = Annotated[
     typer.Option(
         "--run-dir",
         metavar="FOLDER",
-        help="Keep the files of the stages here; finished stages are reused.",
+        help="Keep the files of the stages here; `generate` reuses finished ones.",
         rich_help_panel=_FILES,
     ),
 ]

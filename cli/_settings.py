@@ -308,7 +308,7 @@ def _closest(key: Any) -> str:
 
 def _read_text(path: Path, what: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"{what} {path} does not exist") from None
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from tpuport.core.artifacts import STAGES
+from tpuport.core.artifacts import RUN_FILE, STAGES
 from tpuport.core.report import RunReport, StageReport
 
 from ._cache import cache_folder, new_run_folder
@@ -133,6 +133,8 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         request = make_request(session, settings)
+        if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
+            session.check_weights()
         if noise is not None:
             session.check_latents(request, noise.for_videos(len(prompts)))
         outputs = plan_outputs(

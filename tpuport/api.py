@@ -83,7 +83,7 @@ def load(
         MeshError: the mesh does not fit the devices or the heads.
         UsageError: an unknown dtype or option.
     """
-    from tpuport.core.arrays import check_dtype
+    from tpuport.core.arrays import check_dtype, dtype_name
     from tpuport.core.report import Reporter as SilentReporter
     from tpuport.core.session import Session
 
@@ -91,7 +91,7 @@ def load(
     port = get_port(model)
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     if dtype is not None:
-        dtype = check_dtype(dtype)
+        dtype = check_dtype(dtype_name(dtype))
     asked = _parse_mesh(mesh)
     chosen, checkpoint = find_checkpoint(
         port, weights=weights, variant=variant, cache=cache, reporter=reporter

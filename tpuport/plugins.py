@@ -70,7 +70,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
     where = f"plugin {entry_point.name!r} of {package}"
     try:
         module: Any = entry_point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A plugin is foreign code: whatever its import raises is its own failure.
         raise PluginError(
             f"{where} ({entry_point.value}) failed to import: "

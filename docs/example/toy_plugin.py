@@ -132,7 +132,9 @@ def upstream(ctx: StageContext, component: str) -> Any:
     import toy_upstream
 
     cls = getattr(toy_upstream, CLASSES[component])
-    return cls.from_pretrained(ctx.checkpoint.folder / component).eval()
+    folder = ctx.checkpoint.folder / component
+    # Through the context, which keeps it between runs when weights are kept loaded.
+    return ctx.upstream(component, lambda: cls.from_pretrained(folder).eval())
 
 
 def upstream_encode(ctx: StageContext) -> dict[str, Any]:

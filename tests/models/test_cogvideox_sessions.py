@@ -307,4 +307,137 @@ def test_a_prompt_over_the_limit_is_cut_and_said(load: Any) -> None:
     with load("2b", reporter=Listener()) as session:
         request = session.request(prompt="a red fox and " * 20, **SHAPE)
         session.run_stage("encode", request, {})
-    assert any("over 20 tokens" in text and "fox" in text for text in said)
+    assert any("over the limit of 20" in t and "fox" in t for t in said)
+
+
+@pytest.mark.parametrize("backend", ["tpuport", "diffusers"])
+def test_a_checkpoint_without_its_vocabulary_is_refused(
+    backend: str, checkpoints: Callable[[str], Path], cache: Path, tmp_path: Path
+) -> None:
+    # transformers would encode with special tokens alone and say nothing.
+    folder = tmp_path / "mute"
+    shutil.copytree(checkpoints("2b"), folder)
+    (folder / "tokenizer" / "spiece.model").unlink()
+    with (
+        tpuport.load(weights=folder, cache_dir=cache) as session,
+        pytest.raises(WeightsError, match=r"tokenizer/spiece\.model is missing"),
+    ):
+        session.generate("a fox", **SHAPE, backend=backend)
+
+
+def test_every_component_is_checked_before_the_first_stage(
+    checkpoints: Callable[[str], Path], cache: Path, tmp_path: Path
+) -> None:
+    from tpuport.core.report import Reporter
+
+    folder = tmp_path / "cut"
+    shutil.copytree(checkpoints("2b"), folder)
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    loaded: list[str] = []
+
+    class Listener(Reporter):
+        def loading(self, component: str) -> None:
+            loaded.append(component)
+
+    with tpuport.load(weights=folder, cache_dir=cache, reporter=Listener()) as session:
+        with pytest.raises(WeightsError, match=r"vae/.* is truncated"):
+            session.generate("a fox", **SHAPE)
+        assert not loaded
+        # A damaged component is not recorded, so that the run goes on once mended.
+        request = session.request(prompt="a fox", **SHAPE)
+        run = session.open_run(tmp_path / "run", request)
+        assert run.weights["vae"] is None
+        assert run.weights["transformer"]
+        path.write_bytes(whole)
+        for stage in ("encode", "denoise", "decode"):
+            session.run_stage_in(run, stage)
+
+
+def test_files_that_are_not_read_do_not_make_other_weights(
+    checkpoints: Callable[[str], Path], cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "littered"
+    shutil.copytree(checkpoints("2b"), folder)
+    with tpuport.load(weights=folder, cache_dir=cache) as session:
+        run = session.open_run(
+            tmp_path / "run", session.request(prompt="a fox", **SHAPE)
+        )
+        session.run_stage_in(run, "encode")
+    for name in ("README.md", ".DS_Store", "diffusion_pytorch_model.fp16.safetensors"):
+        (folder / "transformer" / name).write_bytes(b"something")
+    with tpuport.load(weights=folder, cache_dir=cache) as session:
+        session.run_stage_in(run, "denoise")
+
+
+def test_quantised_weights_are_refused(
+    checkpoints: Callable[[str], Path], cache: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "int8"
+    shutil.copytree(checkpoints("2b"), folder)
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["proj_out.weight"] = weights["proj_out.weight"].to(torch.int8)
+    save_file(weights, path, metadata={"format": "pt"})
+    with (
+        tpuport.load(weights=folder, cache_dir=cache) as session,
+        pytest.raises(WeightsError, match=r"proj_out\.weight as torch\.int8"),
+    ):
+        session.generate("a fox", **SHAPE)
+
+
+def test_a_short_negative_prompt_is_not_said_to_be_cut(load: Any) -> None:
+    from tpuport.core.report import Reporter
+
+    said: list[str] = []
+
+    class Listener(Reporter):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    with load("2b", reporter=Listener()) as session:
+        request = session.request(prompt="a red fox and " * 200, **SHAPE)
+        session.run_stage("encode", request, {})
+    (warning,) = [text for text in said if "over the limit of 20" in text]
+    assert "<pad>" not in warning
+    assert len(warning) < 400
+
+
+def test_a_closed_session_says_so(load: Any) -> None:
+    with load("2b") as session:
+        pass
+    with pytest.raises(UsageError, match="session is closed"):
+        session.generate("a fox", **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_inference_steps": 2.5}, "num_inference_steps 2.5 is not a whole"),
+        ({"height": True}, "height True is not a whole"),
+        ({"prompt": []}, "empty list"),
+        ({"prompt": 3}, "prompt 3 is not a string"),
+        ({"seed": "x"}, "seed 'x' is not a whole number"),
+        ({"seed": 1.5}, "seed 1.5 is not a whole number"),
+        ({"guidance_scale": "high"}, "not a number"),
+        ({"fps": 0}, "must be above 0"),
+    ],
+)
+def test_values_of_another_type(
+    changes: dict[str, Any], message: str, load: Any
+) -> None:
+    with load("2b") as session, pytest.raises(UsageError, match=message):
+        session.generate(**{"prompt": "a fox", **SHAPE, **changes})
+
+
+def test_latents_as_a_numpy_array(load: Any) -> None:
+    noise = torch.randn(1, 3, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    with load("2b") as session:
+        tensor = session.generate("a fox", latents=noise, **SHAPE)
+        array = session.generate("a fox", latents=noise.numpy(), **SHAPE)
+        with pytest.raises(UsageError, match=r"needs \(1, 3, 4, 6, 8\)"):
+            session.generate("a fox", latents=noise[:, :2], **SHAPE)
+    assert np.array_equal(tensor.frames, array.frames)

@@ -42,6 +42,8 @@ class Checkpoint:
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        # Upstream's loaders could take a relative path of two parts for a hub id.
+        self.folder = self.folder.absolute()
         self.index = _read_json(self.folder / "model_index.json")
 
     @property
@@ -181,16 +183,37 @@ class Checkpoint:
                     yield name, file.get_tensor(name)
 
     def fingerprint(self, component: str) -> str:
-        """A content fingerprint of a component's folder, wherever it lies."""
+        """A content fingerprint of what is read of a component, wherever it lies.
+
+        Other files in the folder (a README, another precision) do not count.
+        """
         if component not in self._fingerprints:
             folder = self.folder / component
-            files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
-            self._fingerprints[component] = fingerprint_files(folder, files)
+            self._fingerprints[component] = fingerprint_files(
+                folder, _files_read(folder)
+            )
         return self._fingerprints[component]
 
     def has(self, component: str) -> bool:
         """Whether the component's folder is there at all."""
         return (self.folder / component).is_dir()
+
+
+def _files_read(folder: Path) -> list[Path]:
+    """The files of a component's folder that are read: config and weights, or all
+    the small files of a tokenizer or scheduler."""
+    for stem in STEMS:
+        weights = [
+            *folder.glob(f"{stem}.safetensors"),
+            *folder.glob(f"{stem}.safetensors.index.json"),
+            *folder.glob(f"{stem}-[0-9]*-of-[0-9]*.safetensors"),
+        ]
+        if weights:
+            return [*weights, *folder.glob("config.json")]
+    small = (".json", ".model", ".txt")
+    return [
+        p for p in folder.iterdir() if p.suffix in small and not p.name.startswith(".")
+    ]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

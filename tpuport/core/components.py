@@ -170,6 +170,12 @@ class Components:
         dtype = torch_dtype(self.dtype)
         for stored, tensor in self.checkpoint.stream(files, list(by_file)):
             target = by_file[stored]
+            if tensor.is_floating_point() != tensors[target].is_floating_point():
+                raise WeightsError(
+                    f"{self.checkpoint.source}: {name}/ holds {stored} as "
+                    f"{tensor.dtype}, expected {tensors[target].dtype}; quantised "
+                    "checkpoints are not supported"
+                )
             if tensor.is_floating_point():
                 tensor = tensor.to(dtype)
             weights[target] = jax.device_put(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,14 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("height", "width", "num_frames", "num_inference_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"{name} {value!r} is not a whole number")
+        for name in ("fps", "guidance_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UsageError(f"{name} {value!r} is not a number")
         if not self.prompts:
             raise UsageError("no prompt was given")
         if len(self.negative_prompts) != len(self.prompts):
@@ -81,7 +90,7 @@ class Request:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} {getattr(self, name)} must be positive")
         if not 0 < self.fps <= 1000:
-            raise UsageError(f"fps {self.fps} is not in 0 .. 1000")
+            raise UsageError(f"fps {self.fps} must be above 0 and at most 1000")
         if not abs(self.guidance_scale) < float("inf"):
             raise UsageError(f"guidance scale {self.guidance_scale} is not finite")
 
@@ -157,25 +166,39 @@ def check_shape(request: Request, variant: Variant) -> None:
 def one_per_video(
     value: str | Sequence[str] | None, count: int, name: str
 ) -> tuple[str, ...]:
-    """One text per video."""
+    """One text per video.
+
+    Raises:
+        UsageError: not a text or a list of texts, or an empty list.
+    """
     if value is None:
         return ("",) * count
     if isinstance(value, str):
         return (value,) * count
-    texts = tuple(value)
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{name} must be a string or a list of strings")
-    return texts
+    if not isinstance(value, Sequence) or not all(isinstance(t, str) for t in value):
+        raise UsageError(f"{name} {value!r} is not a string or a list of strings")
+    if not value:
+        raise UsageError(f"{name} is an empty list; give at least one")
+    return tuple(value)
 
 
 def seeds_by_batch(
     seed: int | Sequence[int], count: int, batch_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Seeds by batch."""
+    """Seeds by batch.
+
+    Raises:
+        UsageError: not whole numbers, or not one or ``count`` of them.
+    """
     batches = count // batch_size
-    if isinstance(seed, int):
-        return ((seed,),) * batches
-    seeds = tuple(int(s) for s in seed)
+    one = hasattr(seed, "__index__")
+    given: Any = [seed] if one else seed
+    try:
+        seeds = tuple(operator.index(s) for s in given)
+    except TypeError:
+        raise UsageError(f"seed {seed!r} is not a whole number or a list") from None
+    if one:
+        return (seeds,) * batches
     if len(seeds) != count:
         raise UsageError(f"{len(seeds)} seeds for {count} videos; give one, or {count}")
     return tuple(seeds[i * batch_size : (i + 1) * batch_size] for i in range(batches))

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import report as reports
+from tpuport.core.arrays import to_torch
 from tpuport.core.compile import persistent_cache
 from tpuport.core.components import Components
 from tpuport.core.executor import Executor
@@ -26,7 +27,7 @@ from tpuport.core.run_directory import RunDirectory
 from tpuport.core.run_record import STAGE_FILES
 from tpuport.core.spec import ModelPort, Stage, Variant
 from tpuport.core.video import check_frames
-from tpuport.errors import MeshError, UsageError
+from tpuport.errors import MeshError, UsageError, WeightsError
 
 if TYPE_CHECKING:
     import jax
@@ -100,6 +101,7 @@ class Session:
         self.encode_on = encode_on
         self.reporter = reporter or Reporter()
         self._compile_cache = compile_cache
+        self._closed = False
         self.components = Components(
             port,
             checkpoint,
@@ -127,7 +129,8 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Free weights and compiled programs. A closed session may be used again."""
+        """Free weights and compiled programs; the session cannot be used after it."""
+        self._closed = True
         self.executor.close()
 
     def _check_heads(self) -> None:
@@ -193,7 +196,7 @@ class Session:
             num_inference_steps=_given(
                 num_inference_steps, variant.num_inference_steps
             ),
-            guidance_scale=float(_given(guidance_scale, variant.guidance_scale)),
+            guidance_scale=_given(guidance_scale, variant.guidance_scale),
             options=self._options(options or {}),
         )
         self.check(request)
@@ -206,7 +209,8 @@ class Session:
             if name not in known:
                 raise UsageError(
                     f"model {self.port.name!r} has no option {name!r}; it has "
-                    + ", ".join(known)
+                    + (", ".join(known) or "none")
+                    + ", beside the arguments of generate"
                 )
             if value is None:
                 continue
@@ -253,6 +257,24 @@ class Session:
                 f"needs {expected} (videos, latent frames, channels, rows, columns)"
             )
 
+    def check_weights(self, stages: Sequence[str] | None = None) -> None:
+        """Refuse files that do not fit before any work is done; reads headers only.
+
+        Args:
+            stages: whose components; all of them when not given.
+
+        Raises:
+            WeightsError: a file, a tensor or a shape is off.
+        """
+        for stage in self.port.stages:
+            if stages is not None and stage.name not in stages:
+                continue
+            if stage.require is not None:
+                stage.require(self.checkpoint)
+            for name in stage.components:
+                if name not in self.components.loaded:
+                    self.components.check_files(name)
+
     # ----------------------------------------------------------------- stages
 
     def run_stage(
@@ -275,6 +297,13 @@ class Session:
         Returns:
             The tensors the stage writes (decode: ``frames``), and its report.
         """
+        if name not in [stage.name for stage in self.port.stages]:
+            raise UsageError(
+                f"no stage is called {name!r}; there are "
+                + ", ".join(stage.name for stage in self.port.stages)
+            )
+        if self._closed:
+            raise UsageError("the session is closed; open another with tpuport.load")
         stage = self.port.stage(name)
         if backend not in BACKENDS:
             raise UsageError(
@@ -294,6 +323,12 @@ class Session:
         inputs: Mapping[str, torch.Tensor],
         device: str,
     ) -> tuple[dict[str, Any], StageReport]:
+        if self.mesh.size > 1:
+            self.reporter.say(
+                f"{stage.name} runs upstream's code on {device}, not on the mesh"
+            )
+        if stage.require is not None:
+            stage.require(self.checkpoint)
         for name in stage.components:
             # The same refusals as on the mesh; upstream would fill a missing tensor
             # with random numbers and warn.
@@ -344,6 +379,7 @@ class Session:
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
+        self._options(options)
         embeds = check_embeds(
             prompt, negative_prompt, prompt_embeds, negative_prompt_embeds
         )
@@ -361,7 +397,13 @@ class Session:
             videos=len(prompt_embeds) if prompt_embeds is not None else None,
         )
         if latents is not None:
+            latents = to_torch(latents)
             self.check_latents(request, latents)
+        names = [stage.name for stage in self.port.stages]
+        complete = bool(embeds) and (
+            not request.guided or "negative_prompt_embeds" in embeds
+        )
+        self.check_weights(names[1:] if complete else names)
         stages: list[StageReport] = []
         if not embeds:
             embeds, report = self.run_stage("encode", request, {}, backend=backend)
@@ -416,12 +458,7 @@ class Session:
         """
         names = [*self.port.components]
         names += [f for stage in self.port.stages for f in stage.files]
-        weights = {
-            name: self.checkpoint.fingerprint(name)
-            if self.checkpoint.has(name)
-            else None
-            for name in names
-        }
+        weights = {name: self._fingerprint(name) for name in names}
         return RunDirectory.open_or_create(
             path,
             model=self.port.name,
@@ -429,6 +466,18 @@ class Session:
             settings=request.as_dict(),
             weights=weights,
         )
+
+    def _fingerprint(self, name: str) -> str | None:
+        """Of a folder as it is recorded; ``None`` where it is absent or damaged."""
+        if not self.checkpoint.has(name):
+            return None
+        if name in self.port.components:
+            try:
+                self.components.check_files(name)
+            except WeightsError:
+                # A stage that needs it will refuse it; once mended, it is recorded.
+                return None
+        return self.checkpoint.fingerprint(name)
 
     def run_stage_in(
         self,
@@ -468,7 +517,12 @@ class Session:
             inputs = run.read_stage(before.name, before.writes)
         tensors, report = self.run_stage(name, request, inputs, backend=backend)
         if stage.writes:
-            run.invalidate_after(name, order)
+            dropped = run.invalidate_after(name, order)
+            if dropped:
+                self.reporter.say(
+                    f"{name} was run again: what {' and '.join(dropped)} made of its "
+                    "last result is dropped"
+                )
             run.write_stage(
                 name,
                 STAGE_FILES[name],

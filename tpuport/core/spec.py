@@ -160,6 +160,7 @@ class Stage:
         upstream: the same work done by plain upstream code.
         writes: the tensors of its file; the leading dim is the number of videos.
         batch_rows: how many rows the program's batch dim has, for the mesh check.
+        require: raises WeightsError when ``files`` lack something.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Stage:
     upstream: Callable[[StageContext], dict[str, Any]]
     writes: tuple[TensorSpec, ...]
     batch_rows: Callable[[Request], int] | None = None
+    require: Callable[[Checkpoint], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,11 @@ columns, C latent channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpuport.core.request import Request
 from tpuport.core.spec import StageContext
+from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 MAX_TEXT_TOKENS = 226
 """The default of upstream's pipeline, ``max_sequence_length``."""
+
+#: Characters of a lost part that a warning shows.
+SHOWN = 200
 
 
 def text_tokens(ctx: StageContext) -> int:
@@ -37,14 +41,48 @@ def text_tokens(ctx: StageContext) -> int:
     return MAX_TEXT_TOKENS if limit == 224 else limit
 
 
-def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
-    """Token ids of shape [len(prompts), Lt]; says what a prompt over the limit lost."""
-    import torch
+def require_tokenizer(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint without the tokenizer's vocabulary.
+
+    transformers would fall back to one of special tokens alone, and encode any prompt.
+
+    Raises:
+        WeightsError: the file is missing.
+    """
+    folder = checkpoint.folder / "tokenizer"
+    if not any(
+        (folder / name).is_file() for name in ("spiece.model", "tokenizer.json")
+    ):
+        raise WeightsError(
+            f"{checkpoint.source}: tokenizer/spiece.model is missing; the checkpoint "
+            "is incomplete"
+        )
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The tokenizer of a checkpoint, from its files alone."""
     from transformers import T5Tokenizer
 
+    require_tokenizer(checkpoint)
+    return T5Tokenizer.from_pretrained(
+        checkpoint.folder / "tokenizer", local_files_only=True
+    )
+
+
+def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
+    """Token ids of shape [len(prompts), Lt]; says what a prompt over the limit lost."""
     limit = text_tokens(ctx)
-    tokenizer = T5Tokenizer.from_pretrained(ctx.checkpoint.folder / "tokenizer")
-    ids = tokenizer(
+    tokenizer = load_tokenizer(ctx.checkpoint)
+    for text in dict.fromkeys(prompts):
+        whole = tokenizer(text).input_ids
+        if len(whole) > limit:
+            lost = tokenizer.decode(whole[limit - 1 : -1], skip_special_tokens=True)
+            shown = lost if len(lost) <= SHOWN else lost[:SHOWN] + "…"
+            ctx.say(
+                f"warning: a prompt is {len(whole)} tokens long, over the limit of "
+                f"{limit}; this part was cut off: {shown!r}"
+            )
+    ids: torch.Tensor = tokenizer(
         list(prompts),
         padding="max_length",
         max_length=limit,
@@ -52,14 +90,6 @@ def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
         add_special_tokens=True,
         return_tensors="pt",
     ).input_ids
-    whole = tokenizer(list(prompts), padding="longest", return_tensors="pt").input_ids
-    if whole.shape[-1] >= ids.shape[-1] and not torch.equal(ids, whole):
-        removed = tokenizer.batch_decode(whole[:, limit - 1 : -1])
-        ctx.say(
-            f"warning: a prompt is over {limit} tokens; this part was cut off: "
-            + "; ".join(repr(text) for text in removed if text)
-        )
-    assert isinstance(ids, torch.Tensor)
     return ids
 
 

@@ -26,6 +26,7 @@ from tpuport.models.cogvideox.inputs import (
     latent_shape,
     latents_for_vae,
     name_embeddings,
+    require_tokenizer,
     tokenize,
 )
 
@@ -259,6 +260,7 @@ STAGES: tuple[Stage, ...] = (
         unit="batch",
         components=("text_encoder",),
         files=("tokenizer",),
+        require=require_tokenizer,
         programs={"encode": Program(component="text_encoder", fn=_encode_program)},
         plan=plan_encode,
         upstream=upstream.encode,

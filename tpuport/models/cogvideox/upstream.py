@@ -12,6 +12,7 @@ from tpuport.core.spec import StageContext
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.inputs import (
     latents_for_vae,
+    load_tokenizer,
     text_tokens,
     tokenize,
     vae_strides,
@@ -110,11 +111,11 @@ def _upstream_component(ctx: StageContext, name: str) -> Any:
 def _from_pretrained(ctx: StageContext, name: str) -> Any:
     """One component loaded by upstream's own ``from_pretrained``."""
     from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
-    from transformers import T5EncoderModel, T5Tokenizer
+    from transformers import T5EncoderModel
 
     folder = ctx.checkpoint.folder / name
     if name == "tokenizer":
-        return T5Tokenizer.from_pretrained(folder)
+        return load_tokenizer(ctx.checkpoint)
     dtype = torch_dtype(ctx.dtype)
     if name == "text_encoder":
         module = T5EncoderModel.from_pretrained(folder, dtype=dtype)
