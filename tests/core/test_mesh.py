@@ -183,11 +183,19 @@ class TestResolve:
 class TestValidate:
     def test_a_mesh_that_divides_heads_and_batch_passes(self) -> None:
         spec = MeshSpec(dp=2, sp=3, tp=4)
-        spec.validate(heads={"transformer": 48, "text_encoder": 64}, batch=2)
+        heads = {"transformer": 48, "text_encoder": 64}
+        spec.validate(heads=heads, batch=2)
+        # The same mesh is refused as soon as one of them does not fit.
+        assert "tp=4" in message(spec.validate, heads={**heads, "b": 30}, batch=2)
+        assert "dp=2" in message(spec.validate, heads=heads, batch=3)
 
     def test_what_is_not_given_is_not_checked(self) -> None:
-        MeshSpec(dp=7, tp=7).validate(heads=None, batch=None)
-        MeshSpec(dp=7, tp=7).validate(heads={}, batch=7)
+        spec = MeshSpec(dp=7, tp=7)
+        spec.validate(heads=None, batch=None)
+        spec.validate(heads={}, batch=7)
+        # What is given still is, and it alone.
+        assert "legal tp" not in message(spec.validate, heads={}, batch=8)
+        assert "legal dp" not in message(spec.validate, heads={"a": 8}, batch=None)
 
     def test_heads_that_do_not_divide_are_named_with_the_legal_tp(self) -> None:
         spec = MeshSpec(tp=4)

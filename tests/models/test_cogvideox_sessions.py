@@ -368,6 +368,15 @@ def test_files_that_are_not_read_do_not_make_other_weights(
     for name in ("README.md", ".DS_Store", "diffusion_pytorch_model.fp16.safetensors"):
         (folder / "transformer" / name).write_bytes(b"something")
     with tpuport.load(weights=folder, cache_dir=cache) as session:
+        made, _ = session.run_stage_in(run, "denoise")
+        assert torch.isfinite(made["latents"]).all()
+        # A file that is read does count.
+        config = folder / "transformer" / "config.json"
+        config.write_text(config.read_text() + "\n")
+    with (
+        tpuport.load(weights=folder, cache_dir=cache) as session,
+        pytest.raises(ArtifactError, match="other weights for transformer"),
+    ):
         session.run_stage_in(run, "denoise")
 
 

@@ -202,14 +202,10 @@ class FrameRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeRule:
-    """Legal heights and widths: multiples of ``multiple``, up to ``limit`` pixels.
-
-    ``only`` lists (height, width) pairs when nothing else is legal.
-    """
+    """Legal heights and widths: multiples of ``multiple``, up to ``limit`` pixels."""
 
     multiple: int
     limit: int | None = None
-    only: tuple[tuple[int, int], ...] = ()
 
     def allows(self, pixels: int) -> bool:
         """Whether one side is on the rule."""

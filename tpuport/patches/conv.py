@@ -1,10 +1,9 @@
 """Three-dimensional convolution on the CPU, as a two-dimensional one.
 
-XLA's CPU compiler has a fast path for convolutions over two axes and a slow one for
-three. A convolution whose first axis has stride 1 is one over the other two axes with
-the taps of the first axis side by side in the channels: the same products, summed in
-another order. Measured 1.3 to 4 times faster, see ``docs/performance.md``. TPUs have no
-such gap and keep the plain form.
+XLA's CPU compiler is much faster at convolutions over two axes than over three. A
+convolution whose first axis has stride 1 is one over the other two axes with the taps
+of the first side by side in the channels: the same products, summed in another order.
+``docs/performance.md`` has what that is worth. Other platforms keep the plain form.
 
 Legend: N batch, C input channels, O output channels, T frames, Y rows, X columns.
 """

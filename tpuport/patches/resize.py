@@ -1,7 +1,7 @@
 """Nearest-neighbour resizing as repetition.
 
-torchax decomposes it into a gather with computed indices for every axis, which neither
-the TPU nor the CPU compiler turns back into the broadcast that it is.
+torchax decomposes it into a gather with computed indices for every axis. Enlarging by a
+whole factor is a broadcast, and is written as one here.
 
 Legend: N batch, C channels.
 """

@@ -96,10 +96,10 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REASON = (
-    "`x[:, :, n:] = f(x[:, :, n:])` becomes an update in place. The CPU compiler of "
-    "jaxlib 0.10.2 fuses f into it and reads elements that it has overwritten: "
-    "CogVideoX rotates its queries this way, and its output is 0.1 off. On TPU the "
-    "update is a scatter; joining slices fuses better"
+    "`x[:, :, n:] = f(x[:, :, n:])` under jit gives wrong values on the CPU compiler "
+    "of jaxlib 0.10.2, at some batch sizes: CogVideoX rotates its queries this way, "
+    "and its output is 0.1 off. Right eagerly, with the fusion pass or the algebraic "
+    "simplifier off, and when slices are joined instead"
 )
 _LINK = "https://github.com/google/torchax"
 
