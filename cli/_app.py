@@ -18,6 +18,7 @@ from .doctor import doctor
 from .encode import encode
 from .generate import generate
 from .models import models
+from .patches import patches
 from .plugins import plugins
 from .replay import replay
 
@@ -35,6 +36,7 @@ app.command("replay")(replay)
 app.command("bench")(bench)
 app.command("models")(models)
 app.command("plugins")(plugins)
+app.command("patches")(patches)
 app.command("doctor")(doctor)
 
 

@@ -76,7 +76,7 @@ Frames = Annotated[
     typer.Option(
         "--frames",
         "--num-frames",
-        help="Of the video; 8n+1 or 16n+1. [default: the variant's]",
+        help="Of the video; 4n+1, 8n+1 or 16n+1 by model. [default: the variant's]",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -121,6 +121,62 @@ ModelOption = Annotated[
         rich_help_panel=_WHAT,
     ),
 ]
+Image = Annotated[
+    str | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="Start from this image (image to video).",
+        rich_help_panel=_WHAT,
+    ),
+]
+SourceVideo = Annotated[
+    str | None,
+    typer.Option(
+        "--video",
+        metavar="FILE",
+        help="Start from this video, or folder of frames (video to video).",
+        rich_help_panel=_WHAT,
+    ),
+]
+Strength = Annotated[
+    float | None,
+    typer.Option(
+        "--strength",
+        help="With --video: share of the steps that is run, in (0, 1]. [default: the "
+        "variant's]",
+        rich_help_panel=_WHAT,
+    ),
+]
+Resolution = Annotated[
+    str | None,
+    typer.Option(
+        "--resolution",
+        metavar="NAME",
+        help="Size class such as 480p, for models that have them; in place of --size.",
+        rich_help_panel=_WHAT,
+    ),
+]
+AspectRatio = Annotated[
+    str | None,
+    typer.Option(
+        "--aspect-ratio",
+        metavar="W:H",
+        help="Such as 16:9, within the size class. [default: the image's, or the "
+        "variant's]",
+        rich_help_panel=_WHAT,
+    ),
+]
+StepCaching = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        metavar="METHOD[:NAME=VALUE,...]",
+        help="Reuse work between steps: deepcache or taylorseer, such as "
+        "deepcache:start=11,end=45,interval=4. Faster, not exact. [default: none]",
+        rich_help_panel=_WHAT,
+    ),
+]
 Latents = Annotated[
     str | None,
     typer.Option(
@@ -153,6 +209,15 @@ Attention = Annotated[
     typer.Option(
         "--attention",
         help="auto, reference, blockwise or splash (TPU only). [default: auto]",
+        rich_help_panel=_WHERE,
+    ),
+]
+Sharding = Annotated[
+    str | None,
+    typer.Option(
+        "--sharding",
+        metavar="LAYOUT",
+        help="How weights are split; see `tpuport models`. [default: default]",
         rich_help_panel=_WHERE,
     ),
 ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.artifacts import STAGES, RunDirectory, write_sidecar
 from tpuport.core.artifacts import sidecar_path as sidecar_of
+from tpuport.core.media import Source
 from tpuport.core.report import RunReport, StageReport
 from tpuport.core.request import Request
 from tpuport.core.video import write_video
@@ -57,10 +58,12 @@ def run_stage(
     attention: str | None = None,
     backend: str | None = None,
     noise: Noise | None = None,
+    source: Source | None = None,
 ) -> tuple[dict[str, Any], StageReport]:
     """Run one stage; run.json also learns what a replay will need.
 
-    ``noise`` goes with ``encode``, which writes it for ``denoise``.
+    ``noise`` and ``source`` go with ``encode``: it writes the one for ``denoise`` and
+    reads the other.
     """
     extra = {}
     if noise is not None:
@@ -70,8 +73,9 @@ def run_stage(
         run,
         name,
         backend=backend or "tpuport",
+        source=source,
         extra=extra,
-        note=stage_note(session, attention, backend, noise),
+        note=stage_note(session, attention, backend, noise, source),
     )
 
 
@@ -80,6 +84,7 @@ def stage_note(
     attention: str | None,
     backend: str | None,
     noise: Noise | None = None,
+    source: Source | None = None,
 ) -> dict[str, Any]:
     """What run.json keeps of how a stage was asked for."""
     return {
@@ -88,7 +93,12 @@ def stage_note(
         "encode_on": session.encode_on,
         "versions": versions(),
         "initial_latents": noise.record() if noise is not None else None,
+        "source": None if source is None else _source_record(source),
     }
+
+
+def _source_record(source: Source) -> dict[str, Any]:
+    return {"kind": source.kind, "files": list(source.files)}
 
 
 def reusable(
@@ -112,7 +122,10 @@ def reusable(
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
-            *((key, record.get(key), now[key]) for key in ("dtype", "mesh")),
+            *(
+                (key, record.get(key), now[key])
+                for key in ("dtype", "mesh", "sharding")
+            ),
             *((key, then.get(key), note[key]) for key in keys),
         ]
         if before != after
@@ -227,6 +240,7 @@ def resume_command(
         "mesh": settings.mesh,
         "dtype": settings.dtype,
         "attention": settings.attention,
+        "sharding": settings.sharding,
         "backend": settings.backend,
         "cache-dir": settings.cache_dir,
     }

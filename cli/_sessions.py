@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
+from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.report import Reporter
 from tpuport.core.request import Request, check_shape
 from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.step_cache import StepCache
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port
 
@@ -43,6 +45,15 @@ def check_early(settings: Settings) -> ModelPort:
         check_dtype(settings.dtype)
     if settings.mesh is not None:
         MeshSpec.parse(settings.mesh)
+    if settings.sharding is not None:
+        form = port.form_of(variant) if variant else port
+        form.rules(next(iter(form.components)), settings.sharding)
+    if settings.cache is not None:
+        StepCache.parse(settings.cache)
+    if settings.aspect_ratio is not None:
+        parse_aspect_ratio(settings.aspect_ratio)
+    if settings.strength is not None and settings.video is None:
+        raise UsageError("--strength goes with --video only")
     names = [option.name for option in port.options]
     for name in settings.options:
         if name not in names:
@@ -91,6 +102,7 @@ def open_session(
         dtype=settings.dtype,
         encode_on=settings.encode_on or "device",
         attention=settings.attention or "auto",
+        sharding=settings.sharding or "default",
         keep_loaded=keep_loaded,
         cache_dir=cache,
         compile_cache=not settings.no_compile_cache,
@@ -98,7 +110,24 @@ def open_session(
     )
 
 
-def make_request(session: Session, settings: Settings) -> Request:
+def read_source(settings: Settings, variant: Variant | None) -> Source | None:
+    """The image or video to start from; as many frames of it as will be used.
+
+    Raises:
+        UsageError: it cannot be read, is too small, or too short.
+    """
+    if settings.image is not None:
+        return read_image(settings.image)
+    if settings.video is None:
+        return None
+    frames = settings.frames or (variant.num_frames if variant else None)
+    source = read_video(settings.video, frames)
+    return source.first(frames) if frames else source
+
+
+def make_request(
+    session: Session, settings: Settings, source: Source | None = None
+) -> Request:
     """The checked request: every prompt with every seed, each as if it were alone.
 
     Raises:
@@ -117,6 +146,11 @@ def make_request(session: Session, settings: Settings) -> Request:
         guidance_scale=settings.guidance,
         seed=seeds,
         options=settings.options,
+        source=source,
+        strength=settings.strength,
+        resolution=settings.resolution,
+        aspect_ratio=settings.aspect_ratio,
+        step_cache=settings.cache,
         batched=False,
     )
 

@@ -36,9 +36,16 @@ class Settings:
     steps: int | None = None
     guidance: float | None = None
     seeds: tuple[int, ...] = (0,)
+    image: str | None = None
+    video: str | None = None
+    strength: float | None = None
+    resolution: str | None = None
+    aspect_ratio: str | None = None
+    cache: str | None = None
     mesh: str | None = None
     dtype: str | None = None
     attention: str | None = None
+    sharding: str | None = None
     encode_on: str | None = None
     backend: str | None = None
     latents: str | None = None
@@ -80,6 +87,9 @@ def gather(context: typer.Context) -> Settings:
         # A flag of a group replaces what the file says about the same thing.
         if "size" in given or (group[0] == "prompts" and given.keys() & set(group)):
             in_file = {k: v for k, v in in_file.items() if k not in group}
+    for one, other in (("image", "video"), ("video", "image")):
+        if one in given and other not in given:
+            in_file.pop(other, None)
     given.pop("size", None)
     in_file.pop("size", None)
     return replace(Settings(), **{**_checked(environment, ""), **in_file, **given})
@@ -99,6 +109,12 @@ def _path(value: Any) -> Path:
     if not text:
         raise ValueError("is empty")
     return Path(text).expanduser()
+
+
+def _media(value: Any) -> str:
+    if not _text(value):
+        raise ValueError("is empty; give a file")
+    return str(value)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -196,9 +212,16 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "steps": _positive,
     "guidance": _number,
     "seed": _seeds,
+    "image": _media,
+    "video": _media,
+    "strength": _number,
+    "resolution": _text,
+    "aspect_ratio": _text,
+    "cache": _text,
     "mesh": _mesh,
     "dtype": _text,
     "attention": _text,
+    "sharding": _text,
     "encode_on": _choice("device", "host"),
     "backend": _choice("tpuport", "diffusers"),
     "latents": _text,
@@ -241,6 +264,10 @@ def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{prefix}size and {prefix}{both[0]} exclude each other; give one"
             )
         known["width"], known["height"] = known["size"]
+    if "image" in known and "video" in known:
+        raise UsageError(
+            f"{prefix}image and {prefix}video exclude each other; give one"
+        )
     if "prompt_file" in known:
         if "prompts" in known:
             dash = "_" if where else "-"

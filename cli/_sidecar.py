@@ -45,10 +45,12 @@ def describe(
         prompts=whole.prompts[whole.slice(batch)],
         negative_prompts=whole.negative_prompts[whole.slice(batch)],
         seeds=(whole.seeds[batch],),
+        sources=whole.sources[whole.slice(batch)],
     )
     stages = {name: _stage(run, name) for name in STAGES}
     denoise = stages[STAGES[1]]
     noise = stages[STAGES[0]].pop("initial_latents")
+    source = stages[STAGES[0]].pop("source")
     path = outputs.paths[index]
     return {
         "model": run.model,
@@ -62,9 +64,11 @@ def describe(
         "dtype": denoise["dtype"],
         "mesh": denoise["mesh"],
         "attention": denoise["attention"],
+        "sharding": denoise["sharding"],
         "encode_on": stages[STAGES[0]]["encode_on"],
         "backend": denoise["backend"],
         "initial_latents": None if noise is None else {**noise, "index": index},
+        "source": source,
         "stages": stages,
         "versions": versions(),
         "platform": {
@@ -88,6 +92,7 @@ def _stage(run: RunDirectory, name: str) -> dict[str, Any]:
         "attention": note.get("attention", "auto"),
         "dtype": record.get("dtype"),
         "mesh": record.get("mesh"),
+        "sharding": record.get("sharding", "default"),
         "platform": record.get("platform"),
         "weights": record.get("weights"),
         "versions": note.get("versions", {}),
@@ -95,4 +100,5 @@ def _stage(run: RunDirectory, name: str) -> dict[str, Any]:
     if name == STAGES[0]:
         entry["encode_on"] = note.get("encode_on", "device")
         entry["initial_latents"] = note.get("initial_latents")
+        entry["source"] = note.get("source")
     return entry

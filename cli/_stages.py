@@ -16,7 +16,13 @@ from ._output import print_json, say
 from ._outputs import plan_outputs
 from ._progress import make_display, print_summary
 from ._runs import Video, open_existing, run_stage, stage_note, write_videos
-from ._sessions import check_early, check_prompts, make_request, open_session
+from ._sessions import (
+    check_early,
+    check_prompts,
+    make_request,
+    open_session,
+    read_source,
+)
 from ._settings import Settings
 
 if TYPE_CHECKING:
@@ -36,7 +42,8 @@ def encode_stage(settings: Settings) -> None:
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
-        request = make_request(session, settings)
+        source = read_source(settings, session.variant)
+        request = make_request(session, settings, source)
         if noise is not None:
             session.check_latents(request, noise.for_videos(len(request.prompts)))
         run = session.open_run(settings.run_dir or new_run_folder(cache), request)
@@ -47,6 +54,7 @@ def encode_stage(settings: Settings) -> None:
             attention=settings.attention,
             backend=settings.backend,
             noise=noise,
+            source=source,
         )
         report = session.run_report([stage], time.perf_counter() - started)
     _tell(settings, STAGES[0], session, run, report)

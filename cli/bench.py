@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tpuport.core.report import Reporter, StageReport
 from tpuport.core.request import Request
+from tpuport.core.step_cache import METHODS, StepCache
 from tpuport.errors import UsageError
 
 from ._cache import cache_folder
 from ._environment import prepare
 from ._errors import reported
 from ._options import (
+    AspectRatio,
     Attention,
     CacheDir,
     Debug,
@@ -26,20 +28,26 @@ from ._options import (
     Frames,
     Guidance,
     Height,
+    Image,
     Json,
     Mesh,
     Model,
     ModelOption,
     NoCompileCache,
+    Resolution,
+    Sharding,
     Size,
+    SourceVideo,
+    StepCaching,
     Steps,
+    Strength,
     VariantName,
     Weights,
     Width,
 )
 from ._output import columns, print_json
 from ._progress import make_display
-from ._sessions import check_early, open_session
+from ._sessions import check_early, open_session, read_source
 from ._settings import Settings, gather
 from ._versions import versions
 
@@ -73,6 +81,21 @@ def bench(
     mesh: Mesh = None,
     dtype: Dtype = None,
     attention: Attention = None,
+    sharding: Sharding = None,
+    image: Image = None,
+    video: SourceVideo = None,
+    strength: Strength = None,
+    resolution: Resolution = None,
+    aspect_ratio: AspectRatio = None,
+    cache: StepCaching = None,
+    quality: Annotated[
+        bool,
+        typer.Option(
+            "--quality",
+            help="Time the step cache, or without --cache each method of it, with PSNR "
+            "and SSIM against the exact run of the same seed.",
+        ),
+    ] = False,
     repeat: Annotated[
         int, typer.Option("--repeat", min=1, help="Steady-state runs of each.")
     ] = 3,
@@ -90,7 +113,9 @@ def bench(
     """Measure the first call and the steady state, stage by stage.
 
     With --against diffusers the same request is run by plain upstream code in the same
-    process, in turns with tpuport, so that both see the same machine.
+    process, in turns with tpuport, so that both see the same machine. With --cache the
+    request is run with and without the step cache, and what the cache costs in quality
+    is printed beside what it saves.
     """
     with reported(debug=debug) as guard:
         if against not in (None, "diffusers"):
@@ -98,7 +123,10 @@ def bench(
         settings = gather(context)
         guard.debug = settings.debug
         prepare(debug=settings.debug)
-        result = measure(settings, repeat=repeat, against=against)
+        caches = [settings.cache] if settings.cache else []
+        if quality and not caches:
+            caches = list(METHODS)
+        result = measure(settings, repeat=repeat, against=against, caches=caches)
         if settings.json:
             print_json(result)
         else:
@@ -140,23 +168,42 @@ class _Runs:
         }
 
 
-def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str, Any]:
-    """Run the benchmark; the result is JSON-ready."""
+def measure(
+    settings: Settings,
+    *,
+    repeat: int,
+    against: str | None,
+    caches: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run the benchmark; the result is JSON-ready.
+
+    Args:
+        settings: what to run.
+        repeat: steady-state runs of each.
+        against: ``"diffusers"`` or ``None``.
+        caches: step caches, each run in turns with the exact run.
+    """
     import numpy as np
 
     check_early(settings)
     cache = cache_folder(settings.cache_dir)
     load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = ["tpuport", *([against] if against else [])]
-    runs = {backend: _Runs() for backend in backends}
+    cached = [str(StepCache.parse(text)) for text in caches]
+    runs = {name: _Runs() for name in [*backends, *cached]}
     with make_display() as display:
         opened = time.perf_counter()
         with open_session(
             settings, cache=cache, reporter=_Quiet(display), keep_loaded=True
         ) as session:
             opened = time.perf_counter() - opened
+            source = read_source(settings, session.variant)
             request = session.request(
                 prompt=PROMPT,
+                source=source,
+                strength=settings.strength,
+                resolution=settings.resolution,
+                aspect_ratio=settings.aspect_ratio,
                 height=settings.height,
                 width=settings.width,
                 num_frames=settings.frames,
@@ -164,13 +211,18 @@ def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str
                 guidance_scale=settings.guidance,
                 options=settings.options,
             )
-            # Turn by turn, so that a machine that slows down slows both.
+            requests = {name: replace(request, step_cache=name) for name in cached}
+            for asked in requests.values():
+                session.check(asked)
+            pixels = {source.kind: source.for_videos(1)} if source else {}
+            # Turn by turn, so that a machine that slows down slows all.
             for turn in range(1 + repeat):
                 what = "first run" if turn == 0 else f"run {turn} of {repeat}"
-                for backend in backends:
-                    _run(session, request, backend, runs[backend])
-                    seconds = runs[backend].seconds[-1]
-                    display.say(f"{backend}: {what}, {seconds:.2f} s")
+                for name, taken in runs.items():
+                    asked = requests.get(name, request)
+                    backend = name if name in backends else "tpuport"
+                    _run(session, asked, backend, taken, pixels)
+                    display.say(f"{name}: {what}, {taken.seconds[-1]:.2f} s")
             report = session.run_report(
                 list(runs["tpuport"].stages[-1].values()),
                 sum(sum(r.seconds) for r in runs.values()),
@@ -208,12 +260,31 @@ def measure(settings: Settings, *, repeat: int, against: str | None) -> dict[str
         difference = np.abs(runs["tpuport"].frames - runs[against].frames)
         result["max_frame_difference"] = float(difference.max())
         result["notes"].append(FIRST_NOTE)
+    if cached:
+        result["step_caches"] = {
+            name: _price(runs["tpuport"], runs[name], result["backends"], name)
+            for name in cached
+        }
     if load_average > BUSY * cpus:
         result["notes"].append(
             f"the machine was busy at the start (load {load_average:.1f} on {cpus} "
             "CPUs): do not trust these times"
         )
     return result
+
+
+def _price(
+    exact: _Runs, cached: _Runs, backends: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """What a step cache saves, as ratios above 1, and what it costs."""
+    from tpuport.core.quality import compare
+
+    before, after = (backends[key]["steady"] for key in ("tpuport", name))
+    return {
+        "speedup": before["seconds"] / after["seconds"],
+        "denoise_speedup": before["stages"]["denoise"] / after["stages"]["denoise"],
+        **compare(cached.frames, exact.frames).as_dict(),
+    }
 
 
 class _Quiet(Reporter):
@@ -229,12 +300,18 @@ class _Quiet(Reporter):
         self._inner.compiling(stage, program)
 
 
-def _run(session: Session, request: Request, backend: str, runs: _Runs) -> None:
-    """One whole run, kept in ``runs``."""
+def _run(
+    session: Session,
+    request: Request,
+    backend: str,
+    runs: _Runs,
+    pixels: Mapping[str, Any],
+) -> None:
+    """One whole run, kept in ``runs``; ``pixels`` are what it starts from."""
     from tpuport.core.video import check_frames
 
     started = time.perf_counter()
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Any] = dict(pixels)
     reports: dict[str, StageReport] = {}
     for stage in session.port.stages:
         tensors, report = session.run_stage(
@@ -249,7 +326,8 @@ def _run(session: Session, request: Request, backend: str, runs: _Runs) -> None:
 
 def _text(result: dict[str, Any]) -> Sequence[str]:
     """The result for people."""
-    request, backends = result["settings"], result["backends"]
+    request, caches = result["settings"], result.get("step_caches", {})
+    backends = {n: b for n, b in result["backends"].items() if n not in caches}
     against = [name for name in backends if name != "tpuport"]
     head = ["", *backends, *(["ratio"] if against else [])]
     rows: list[list[str]] = [head]
@@ -292,4 +370,32 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
             "ratio: diffusers / tpuport, above 1 tpuport is faster",
             f"largest difference of the frames: {result['max_frame_difference']:.2g}",
         ]
+    if caches:
+        lines += ["", *columns(_price_rows(result, caches))]
+        lines += ["", "quality is of this video only; see docs/step-caching.md"]
     return [*lines, *(f"note: {note}" for note in result["notes"])]
+
+
+def _price_rows(
+    result: dict[str, Any], caches: dict[str, Any]
+) -> Sequence[Sequence[str]]:
+    """One row per step cache, and the exact run they are compared with."""
+    rows = [["step cache", "denoise", "speed-up", "whole run", "PSNR", "SSIM"]]
+
+    def denoise(name: str) -> str:
+        return f"{result['backends'][name]['steady']['stages']['denoise']:.3f} s"
+
+    rows.append(["none (exact)", denoise("tpuport"), "1.00x", "1.00x", "-", "-"])
+    for name, price in caches.items():
+        psnr = "identical" if price["psnr"] is None else f"{price['psnr']:.2f} dB"
+        rows.append(
+            [
+                name,
+                denoise(name),
+                f"{price['denoise_speedup']:.2f}x",
+                f"{price['speedup']:.2f}x",
+                psnr,
+                f"{price['ssim']:.4f}",
+            ]
+        )
+    return rows

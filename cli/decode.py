@@ -18,6 +18,7 @@ from ._options import (
     NoCompileCache,
     Out,
     RunDir,
+    Sharding,
     Weights,
 )
 from ._settings import gather
@@ -33,6 +34,7 @@ def decode(
     mesh: Mesh = None,
     dtype: Dtype = None,
     attention: Attention = None,
+    sharding: Sharding = None,
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,

@@ -17,6 +17,7 @@ from ._options import (
     Model,
     NoCompileCache,
     RunDir,
+    Sharding,
     Weights,
 )
 from ._settings import gather
@@ -31,6 +32,7 @@ def denoise(
     mesh: Mesh = None,
     dtype: Dtype = None,
     attention: Attention = None,
+    sharding: Sharding = None,
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,

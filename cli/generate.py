@@ -15,6 +15,7 @@ from ._environment import prepare
 from ._errors import reported
 from ._noise import read_noise
 from ._options import (
+    AspectRatio,
     Attention,
     Backend,
     CacheDir,
@@ -26,6 +27,7 @@ from ._options import (
     Frames,
     Guidance,
     Height,
+    Image,
     Json,
     Latents,
     Mesh,
@@ -36,10 +38,15 @@ from ._options import (
     Out,
     Prompt,
     PromptFile,
+    Resolution,
     RunDir,
     Seed,
+    Sharding,
     Size,
+    SourceVideo,
+    StepCaching,
     Steps,
+    Strength,
     VariantName,
     Weights,
     Width,
@@ -62,6 +69,7 @@ from ._sessions import (
     known_variant,
     make_request,
     open_session,
+    read_source,
 )
 from ._settings import Settings, gather
 
@@ -82,11 +90,18 @@ def generate(
     steps: Steps = None,
     guidance: Guidance = None,
     seed: Seed = None,
+    image: Image = None,
+    video: SourceVideo = None,
+    strength: Strength = None,
+    resolution: Resolution = None,
+    aspect_ratio: AspectRatio = None,
+    cache: StepCaching = None,
     option: ModelOption = None,
     latents: Latents = None,
     mesh: Mesh = None,
     dtype: Dtype = None,
     attention: Attention = None,
+    sharding: Sharding = None,
     encode_on: EncodeOn = None,
     backend: Backend = None,
     out: Out = None,
@@ -108,8 +123,8 @@ def generate(
         document, videos, report = _generate(settings)
         say("")
         print_summary(report)
-        for video in videos:
-            say(f"wrote {video.path}")
+        for made in videos:
+            say(f"wrote {made.path}")
         if settings.json:
             print_json(document)
 
@@ -132,9 +147,10 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
-        request = make_request(session, settings)
+        source = read_source(settings, session.variant)
+        request = make_request(session, settings, source)
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
-            session.check_weights()
+            session.check_weights(request=request)
         if noise is not None:
             session.check_latents(request, noise.for_videos(len(prompts)))
         outputs = plan_outputs(
@@ -157,6 +173,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
                     attention=settings.attention,
                     backend=settings.backend,
                     noise=noise if stage == STAGES[0] else None,
+                    source=source if stage == STAGES[0] else None,
                 )
                 stages.append(stage_report)
             tensors, stage_report = run_stage(

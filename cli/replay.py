@@ -14,6 +14,7 @@ import typer
 
 from tpuport.core.artifacts import STAGES, RunDirectory, read_sidecar
 from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.media import Source, read_image, read_video
 from tpuport.core.report import Reporter, RunReport, StageReport
 from tpuport.core.request import Request
 from tpuport.core.session import Session, latents_digest
@@ -67,6 +68,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     outputs = plan_outputs(asked.out, 1) if asked.out is not None else None
     noise = _noise(file, recorded)
     request = Request.from_dict(recorded["request"])
+    source = _source(file, recorded, request)
     if outputs is not None and len(request.prompts) > 1:
         outputs = plan_outputs(outputs.asked, len(request.prompts))
     cache = cache_folder(asked.cache_dir)
@@ -89,6 +91,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
                 attention=how["attention"],
                 backend=how["backend"],
                 noise=noise if name == STAGES[0] else None,
+                source=source if name == STAGES[0] else None,
             )
             stages.append(stage)
         place = recorded["video"]
@@ -139,6 +142,8 @@ class _Sessions:
         """The session that runs a stage as the sidecar records it."""
         how = self._recorded["stages"][stage]
         changes = {name: how[name] for name in ("dtype", "mesh", "attention")}
+        # Runs recorded by 0.1.0 had one layout.
+        changes["sharding"] = how.get("sharding", "default")
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(
@@ -215,6 +220,31 @@ def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
         first = entry["index"] - recorded["video"]
         noise = changed(noise, tensor=noise.tensor[first : first + count])
     return noise
+
+
+def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source | None:
+    """The image or video that the sidecar names, known to have the same pixels.
+
+    Raises:
+        ArtifactError: it has others now, or came from memory.
+    """
+    if not request.sources:
+        return None
+    entry = recorded.get("source") or {}
+    if not entry.get("files"):
+        raise ArtifactError(
+            f"{file}: does not say which file the video was made from; it cannot be "
+            "replayed"
+        )
+    name = entry["files"][0]
+    if request.task == "i2v":
+        source = read_image(name)
+    else:
+        frames = request.num_frames
+        source = read_video(name, frames).first(frames)
+    if source.digests_for(len(request.prompts)) != request.sources:
+        raise ArtifactError(f"{name}: is not the {source.kind} that {file} records")
+    return source
 
 
 def _check_weights(

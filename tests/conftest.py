@@ -31,6 +31,21 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hunyuanvideo_folders(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    """The demo checkpoints of HunyuanVideo by form, ``"1.5"`` and ``"13b"``."""
+    from tpuport.models.hunyuanvideo.demo import make_demo, make_demo_13b
+
+    folder = tmp_path_factory.mktemp("hunyuanvideo")
+    folders = {"1.5": folder / "demo", "13b": folder / "demo-13b"}
+    for name, make in (("1.5", make_demo), ("13b", make_demo_13b)):
+        folders[name].mkdir()
+        make(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In place of the user's cache folder: compiled programs are shared by tests."""
     return tmp_path_factory.mktemp("cache")

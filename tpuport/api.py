@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from tpuport.core.spec import ModelPort, Variant
-from tpuport.errors import UsageError
+from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def load(
     dtype: str | None = None,
     encode_on: str = "device",
     attention: str = "auto",
+    sharding: str = "default",
     keep_loaded: bool = True,
     cache_dir: str | Path | None = None,
     compile_cache: bool = True,
@@ -69,6 +70,8 @@ def load(
             CPU, the variant's dtype elsewhere.
         encode_on: ``"device"`` or ``"host"``.
         attention: ``"auto"``, or the name of an attention implementation.
+        sharding: a layout of the weights that the plugin offers beside ``"default"``,
+            such as ``"replicated-out"``.
         keep_loaded: keep weights on the devices between calls of ``generate``.
         cache_dir: in place of the user's cache folder.
         compile_cache: keep compiled programs there.
@@ -88,13 +91,13 @@ def load(
     from tpuport.core.session import Session
 
     reporter = reporter or SilentReporter()
-    port = get_port(model)
+    found = get_port(model)
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     if dtype is not None:
         dtype = check_dtype(dtype_name(dtype))
     asked = _parse_mesh(mesh)
-    chosen, checkpoint = find_checkpoint(
-        port, weights=weights, variant=variant, cache=cache, reporter=reporter
+    port, chosen, checkpoint = find_checkpoint(
+        found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )
     placed = make_mesh(port, checkpoint, asked)
     platform = placed.devices.flat[0].platform
@@ -108,6 +111,7 @@ def load(
         dtype=dtype,
         encode_on=encode_on,
         attention=attention,
+        sharding=sharding,
         keep_loaded=keep_loaded,
         compile_cache=compile_cache_dir(cache) if compile_cache else None,
         reporter=reporter,
@@ -120,6 +124,7 @@ def port(
     mesh: MeshLike = None,
     *,
     attention: str = "auto",
+    sharding: str = "default",
 ) -> PortedProgram:
     """A torch module as a compiled JAX program with a plugin's patches and rules.
 
@@ -127,7 +132,7 @@ def port(
         module: an instance of one of the model's component classes, any legal config.
         model: the name of an installed model plugin.
         mesh: as for :func:`load`; without it, one device.
-        attention: as for :func:`load`.
+        attention, sharding: as for :func:`load`.
 
     Returns:
         A callable with upstream's signature: torch tensors in, torch tensors out.
@@ -141,8 +146,7 @@ def port(
     from tpuport.core.mesh import build_mesh
     from tpuport.core.porting import PortedProgram, component_of
 
-    found = get_port(model)
-    component = component_of(found, module)
+    found, component = component_of(get_port(model), module)
     spec = _parse_mesh(mesh)
     if spec is None:
         spec = _parse_mesh((1, 1, 1))
@@ -152,7 +156,9 @@ def port(
         config = module.config
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         _spec_of(placed).validate(heads={component.name: component.heads(values)})
-    return PortedProgram(module, found, component, placed, attention=attention)
+    return PortedProgram(
+        module, found, component, placed, attention=attention, sharding=sharding
+    )
 
 
 def _parse_mesh(mesh: MeshLike) -> MeshSpec | None:
@@ -174,12 +180,13 @@ def find_checkpoint(
     variant: str | None,
     cache: Path,
     reporter: Reporter,
-) -> tuple[Variant, Checkpoint]:
-    """The variant and the checkpoint that a user's choice stands for.
+) -> tuple[ModelPort, Variant, Checkpoint]:
+    """The form, the variant and the checkpoint that a user's choice stands for.
 
     Raises:
         UnknownModelError: no such variant.
-        WeightsError: see :func:`tpuport.core.checkpoint.resolve`.
+        WeightsError: see :func:`tpuport.core.checkpoint.resolve`; or the checkpoint is
+            of another form than the variant.
     """
     from tpuport.core.checkpoint import resolve
     from tpuport.core.demo import demo_checkpoint
@@ -189,22 +196,40 @@ def find_checkpoint(
     if source is None and named is not None and named.repo_id:
         source = named.repo_id
     if source is None or str(source) == "demo":
-        demo = port.variants[0]
+        demo = named if named and not named.repo_id else port.variants[0]
+        chosen = named or demo
+        if chosen.form != demo.form:
+            demo = next(
+                v for v in port.variants if not v.repo_id and v.form == chosen.form
+            )
         reporter.say(
             "using the built-in demo checkpoint: its weights are random; name real "
             "ones with --weights HUB_ID_OR_FOLDER"
         )
-        return named or demo, demo_checkpoint(port, cache, reporter.say)
+        form = port.form_of(demo)
+        return form, chosen, demo_checkpoint(form, demo.name, cache, reporter.say)
     if not str(source):
         raise UsageError("weights is empty; give a folder or a hub id")
+    folders = [
+        name
+        for form in port.all_forms
+        for name in (*form.components, *(f for s in form.stages for f in s.files))
+    ]
     checkpoint = resolve(
         source,
-        folders=[*port.components, *(f for s in port.stages for f in s.files)],
-        pipelines=port.pipelines,
+        folders=list(dict.fromkeys(folders)),
+        pipelines=[name for form in port.all_forms for name in form.pipelines],
         model=port.name,
         say=reporter.say,
     )
-    return named or port.detect(checkpoint), checkpoint
+    form = port.form_of_pipeline(str(checkpoint.index["_class_name"]))
+    if named is not None and named.form != form.form:
+        raise WeightsError(
+            f"{checkpoint.source} is of a {checkpoint.index['_class_name']}, "
+            f"which variant {named.name} is not of; leave --variant out to go by the "
+            "checkpoint"
+        )
+    return form, named or form.detect(checkpoint), checkpoint
 
 
 def make_mesh(

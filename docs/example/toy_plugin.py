@@ -155,7 +155,7 @@ def upstream_decode(ctx: StageContext) -> dict[str, Any]:
     return {"frames": upstream(ctx, "vae")(ctx.inputs["latents"]).detach().numpy()}
 
 
-def make_demo(folder: Path) -> None:
+def make_demo(folder: Path, variant: str) -> None:
     """A checkpoint in the diffusers layout, with random weights."""
     import torch
     import toy_upstream
@@ -177,9 +177,9 @@ def component(name: str, *rules: ShardRule, **options: Any) -> Component:
     return Component(name=name, class_path=path, sharding=rules, **options)
 
 
-def tensor(name: str, *shape: str) -> TensorSpec:
+def tensor(name: str, *shape: str, role: str = "") -> TensorSpec:
     """What a stage hands on, in float32."""
-    return TensorSpec(name=name, shape=shape, dtypes=("float32",))
+    return TensorSpec(name=name, shape=shape, dtypes=("float32",), role=role)
 
 
 DEMO = Variant(
@@ -225,7 +225,9 @@ PORT = ModelPort(
             programs={"run": Program(component="encoder", fn=run)},
             plan=plan_encode,
             upstream=upstream_encode,
-            writes=(tensor("prompt_embeds", "videos", "letters", "width"),),
+            writes=(
+                tensor("prompt_embeds", "videos", "letters", "width", role="prompt"),
+            ),
         ),
         Stage(
             name="denoise",

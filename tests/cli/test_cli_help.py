@@ -18,6 +18,7 @@ COMMANDS = (
     "decode",
     "replay",
     "bench",
+    "patches",
     "models",
     "plugins",
     "doctor",

@@ -486,7 +486,7 @@ class TestInspect:
         assert [(e.name, e.state) for e in report.entries] == [
             ("fine", "applicable"),
             ("old", "skipped"),
-            ("gone", "broken"),
+            ("gone", "gone"),
             ("one", "broken"),
             ("two", "broken"),
         ]

@@ -10,6 +10,7 @@ Source: torch/nn/functional.py, ``scaled_dot_product_attention``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -47,6 +48,9 @@ class AttentionRecord:
         implementation: the kernel that was chosen.
         reason: why, including what was passed over.
         split: mesh axis per dim of the query, ``None`` where whole.
+        key_lengths: whether each batch item has its own number of valid keys.
+        frame_tokens: of frame-causal attention; the kernel then runs once per frame
+            and the split of Lq is one of the tokens of each frame.
     """
 
     query: tuple[int, ...]
@@ -54,6 +58,8 @@ class AttentionRecord:
     implementation: str
     reason: str
     split: tuple[str | None, ...]
+    key_lengths: bool = False
+    frame_tokens: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -181,42 +187,81 @@ def scaled_dot_product_attention(
     _check(query, attn_mask, dropout_p, is_causal)
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask)
     q, k, v = _match_heads(q, k, v, enable_gqa=enable_gqa)
-    out = _split(context, q, k, v, mask, is_causal=is_causal, scale=scale)
+    out = split_attention(context, q, k, v, mask, is_causal=is_causal, scale=scale)
     rank = max(query.ndim, key.ndim, value.ndim)
     if rank == 2:
         return out[0, 0]
     return out.reshape(*leading, *out.shape[1:])
 
 
-def _split(
+def split_attention(
     context: OpContext,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array | None,
+    mask: jax.Array | None = None,
     *,
-    is_causal: bool,
+    is_causal: bool = False,
     scale: float | None,
+    lengths: jax.Array | None = None,
+    frame_tokens: int | None = None,
 ) -> jax.Array:
-    """Run the kernel on each device's part of q: [B, H, Lq, D]."""
+    """Run the kernel on each device's part of q.
+
+    Args:
+        q: of shape [B, H, Lq, D].
+        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
+        v: of shape [B, Hkv, Lk, Dv].
+        mask: as kernels take it.
+        is_causal: as kernels take it.
+        scale: as kernels take it.
+        lengths: of the keys, int32 [B].
+        frame_tokens: tokens per frame of frame-causal attention; divides Lq = Lk.
+
+    Returns:
+        of shape [B, H, Lq, Dv].
+    """
+    import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
     from tpuport.kernels.attention import attention
 
     def kernel(
-        q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
     ) -> jax.Array:
-        return attention(
-            q,
-            k,
-            v,
+        run = functools.partial(
+            attention,
             mask=mask,
             is_causal=is_causal,
             scale=scale,
             platform=context.platform,
             implementation=context.implementation,
         )
+        if frames is None:
+            return run(q, k, v, kv_lengths=lengths)
+
+        def one_frame(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+            q, end = frame
+            seen = jnp.broadcast_to(end, q.shape[:1])
+            if lengths is not None:
+                seen = jnp.minimum(seen, lengths)
+            return run(q, k, v, kv_lengths=seen)
+
+        ends = (jnp.arange(frames, dtype=jnp.int32) + 1) * frame_tokens
+        return jax.lax.map(one_frame, (q, ends))
+
+    # Frames of one token are rows of the causal triangle, which kernels do at once.
+    is_causal = is_causal or frame_tokens == 1
+    frames = None
+    if frame_tokens is not None and not is_causal:
+        frames = q.shape[2] // frame_tokens
+        q = q.reshape(*q.shape[:2], frames, frame_tokens, q.shape[3])
+        q = jnp.moveaxis(q, 2, 0)
 
     sizes = dict(context.mesh.shape) if context.mesh is not None else {}
     policy = context.attention
@@ -225,84 +270,93 @@ def _split(
         size = sizes.get(name, 1) if name else 1
         return name if size > 1 and all(n % size == 0 for n in counts) else None
 
-    batch_axis = axis(policy.batch, q.shape[0])
-    head_axis = axis(policy.heads, q.shape[1])
+    batch, heads, length = q.shape[-4:-1]
+    batch_axis = axis(policy.batch, batch)
+    head_axis = axis(policy.heads, heads)
     # One key head serves all queries and is handed whole to every device.
     kv_head_axis = axis(policy.heads, k.shape[1]) if k.shape[1] > 1 else None
     if k.shape[1] > 1 and kv_head_axis is None:
         head_axis = None
-    # A causal row needs its position, which a slice of the queries does not carry.
+    # A causal row needs its position, which a slice of the queries does not carry. A
+    # slice of each frame does: every device gets its part of all of them.
     sequence_axis = None if is_causal else axis(policy.sequence)
-    length = q.shape[2]
     if sequence_axis:
-        padding = -length % sizes[sequence_axis]
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+        padding = ((0, -length % sizes[sequence_axis]), (0, 0))
+        q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
         if mask is not None and mask.shape[2] > 1:
-            mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padding), (0, 0)))
+            mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
     split = (batch_axis, head_axis, sequence_axis, None)
     kv_split = (batch_axis, kv_head_axis, None, None)
     _record(
         context,
-        (q, k, v, mask),
-        length=length,
+        (q, k, v, mask, lengths),
+        length=length * (frames or 1),
         is_causal=is_causal,
+        frame_tokens=frame_tokens,
         split=split,
         kv_split=kv_split,
     )
-    if not any(split):
-        return kernel(q, k, v, mask)
-
-    q_spec = PartitionSpec(*split)
-    kv_spec = PartitionSpec(*kv_split)
-    if mask is None:
+    if context.mesh is not None and context.mesh.size > 1:
+        # Also where nothing is split: a compiler cannot partition a TPU kernel.
+        q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split)
+        arrays = {"q": q, "k": k, "v": v}
+        specs = {"q": q_spec, "k": PartitionSpec(*kv_split)}
+        specs["v"] = specs["k"]
+        if mask is not None:
+            arrays["mask"] = mask
+            specs["mask"] = PartitionSpec(
+                *(a if n > 1 else None for a, n in zip(split, mask.shape, strict=True))
+            )
+        if lengths is not None:
+            arrays["lengths"] = lengths
+            specs["lengths"] = PartitionSpec(batch_axis)
         out = compat.shard_map(
-            lambda q, k, v: kernel(q, k, v, None),
+            lambda arrays: kernel(**arrays),
             mesh=context.mesh,
-            in_specs=(q_spec, kv_spec, kv_spec),
+            in_specs=(specs,),
             out_specs=q_spec,
-        )(q, k, v)
+        )(arrays)[..., :length, :]
     else:
-        mask_spec = PartitionSpec(
-            *(a if n > 1 else None for a, n in zip(split, mask.shape, strict=True))
-        )
-        out = compat.shard_map(
-            kernel,
-            mesh=context.mesh,
-            in_specs=(q_spec, kv_spec, kv_spec, mask_spec),
-            out_specs=q_spec,
-        )(q, k, v, mask)
-    return out[:, :, :length]
+        out = kernel(q, k, v, mask, lengths)
+    if frames is None:
+        return out
+    shape = (batch, heads, length * frames, out.shape[-1])
+    return jnp.moveaxis(out, 0, 2).reshape(shape)
 
 
 def _record(
     context: OpContext,
-    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None],
     *,
     length: int,
     is_causal: bool,
+    frame_tokens: int | None,
     split: tuple[str | None, ...],
     kv_split: tuple[str | None, ...],
 ) -> None:
     """Note what this call runs as, once per distinct call.
 
-    ``arrays`` are q, k, v and the mask as they are split; ``length`` is that of the
-    queries without padding.
+    ``arrays`` are q, k, v, the mask and the key lengths as they are split; q may have
+    frames in front. ``length`` is that of all queries without padding.
     """
     import jax
 
     from tpuport.kernels.attention import select
     from tpuport.kernels.problem import describe
 
-    q, k, v, mask = arrays
+    q, k, v, mask, lengths = arrays
     sizes = dict(context.mesh.shape) if context.mesh is not None else {}
 
     def local(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         shape = tuple(
             n // (sizes[a] if a else 1) if n > 1 else n
-            for n, a in zip(x.shape, axes, strict=True)
+            for n, a in zip(x.shape[-len(axes) :], axes, strict=True)
         )
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
+    # The kernel gets lengths for the frames as well.
+    end = jax.ShapeDtypeStruct(q.shape[-4:-3], "int32")
+    counted = end if lengths is not None or q.ndim > 4 else None
     selection = select(
         describe(
             local(q, split),
@@ -310,7 +364,7 @@ def _record(
             local(v, kv_split),
             mask=None if mask is None else local(mask, split),
             is_causal=is_causal,
-            kv_lengths=None,
+            kv_lengths=None if counted is None else local(counted, split[:1]),
             platform=context.platform,
             interpret=False,
         ),
@@ -320,21 +374,20 @@ def _record(
         [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
     )
     record = AttentionRecord(
-        query=(*q.shape[:2], length, q.shape[3]),
+        query=(*q.shape[-4:-2], length, q.shape[-1]),
         key=tuple(k.shape),
         implementation=selection.implementation,
         reason=reason,
         split=split,
+        key_lengths=lengths is not None,
+        frame_tokens=frame_tokens,
     )
     if record not in context.records:
         context.records.append(record)
 
 
 def _make(context: OpContext) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return scaled_dot_product_attention(context, *args, **kwargs)
-
-    return call
+    return functools.partial(scaled_dot_product_attention, context)
 
 
 ATTENTION = OpOverride(
@@ -346,4 +399,4 @@ ATTENTION = OpOverride(
     owner="tpuport.core.attention",
     reason="masks, lengths and splits honoured exactly; no Lq x Lk array",
 )
-"""The override every runtime installs."""
+"""An override every runtime installs; the other is in ``attention_lengths``."""

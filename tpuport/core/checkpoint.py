@@ -59,7 +59,7 @@ class Checkpoint:
             WeightsError: the file is missing or not JSON.
         """
         folder = self.folder / component
-        for name in ("config.json", "scheduler_config.json"):
+        for name in ("config.json", "scheduler_config.json", "guider_config.json"):
             if (folder / name).is_file():
                 return _read_json(folder / name)
         raise WeightsError(
@@ -210,7 +210,7 @@ def _files_read(folder: Path) -> list[Path]:
         ]
         if weights:
             return [*weights, *folder.glob("config.json")]
-    small = (".json", ".model", ".txt")
+    small = (".json", ".model", ".txt", ".jinja")
     return [
         p for p in folder.iterdir() if p.suffix in small and not p.name.startswith(".")
     ]
@@ -284,7 +284,7 @@ def _download(repo_id: str, folders: Sequence[str]) -> Path:
     patterns = ["model_index.json"]
     for name in folders:
         patterns += [f"{name}/*.json", f"{name}/*.safetensors", f"{name}/*.model"]
-        patterns += [f"{name}/*.txt"]
+        patterns += [f"{name}/*.txt", f"{name}/*.jinja"]
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as error:
@@ -343,7 +343,8 @@ def match_names(
     tied: Mapping[str, str],
     expected: Sequence[str],
 ) -> dict[str, str]:
-    """Expected weight name -> name in the files. Tied weights may have either name.
+    """Expected weight name -> name in the files. Tied weights may have either name, and
+    all of them the component's prefix.
 
     Raises:
         WeightsError: a tensor is missing or extra; the message names it.
@@ -352,6 +353,9 @@ def match_names(
     for alias, name in tied.items():
         if name in aliases:
             aliases[name].append(alias)
+    if component.stored_prefix:
+        for names in aliases.values():
+            names += [component.stored_prefix + name for name in names]
     found: dict[str, str] = {}
     for name, candidates in aliases.items():
         for candidate in candidates:
@@ -360,7 +364,12 @@ def match_names(
                 break
     missing = [name for name in expected if name not in found]
     known = {c for candidates in aliases.values() for c in candidates}
-    extra = [name for name in stored if name not in known]
+    extra = [
+        name
+        for name in stored
+        if name not in known
+        and not any(re.fullmatch(pattern, name) for pattern in component.ignored)
+    ]
     problems = []
     for label, names in (("missing", missing), ("extra", extra)):
         if names:

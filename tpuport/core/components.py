@@ -14,7 +14,7 @@ from tpuport.core.sharding import (
     ShardingPlan,
     WeightInfo,
     named_shardings,
-    plan_sharding,
+    plan_layout,
 )
 from tpuport.core.spec import ModelPort
 from tpuport.errors import WeightsError
@@ -47,6 +47,7 @@ class Components:
         mesh: the devices.
         dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
         attention: the attention implementation, ``"auto"`` or a name.
+        layout: of the sharding rules; see ``Component.layouts``.
         reporter: told what is loaded.
     """
 
@@ -58,15 +59,19 @@ class Components:
         *,
         dtype: str,
         attention: str = "auto",
+        layout: str = "default",
         reporter: Reporter | None = None,
     ) -> None:
+        # An unknown layout is refused before anything is read.
+        port.rules(next(iter(port.components)), layout)
+        self.layout = layout
         self.port = port
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = dtype
         self._reporter = reporter or Reporter()
         self._attention = attention
-        self._runtimes: dict[bool, Runtime] = {}
+        self._runtimes: dict[tuple[bool, str], Runtime] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[str, Loaded] = {}
 
@@ -90,9 +95,16 @@ class Components:
             )
         return self._skeletons[name]
 
-    def runtime(self, single_device: bool) -> Runtime:
-        """The tracing environment of the mesh, or of its first device."""
-        if single_device not in self._runtimes:
+    def dtype_of(self, name: str) -> str:
+        """The dtype of a component's weights."""
+        return self.port.components[name].dtype or self.dtype
+
+    def runtime(self, name: str) -> Runtime:
+        """The tracing environment of a component: of the mesh, or its first device."""
+        single_device = self.port.components[name].single_device
+        dtype = self.dtype_of(name)
+        key = (single_device, dtype)
+        if key not in self._runtimes:
             mesh = self.mesh
             if single_device:
                 import jax
@@ -102,7 +114,7 @@ class Components:
                     mesh.axis_names,
                     axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
                 )
-            self._runtimes[single_device] = Runtime(
+            self._runtimes[key] = Runtime(
                 mesh=mesh,
                 platform=self.platform,
                 patches=self.port.patches,
@@ -111,9 +123,9 @@ class Components:
                 attention_implementation=self._attention,
                 # Float32 weights mean float32 products, on chips whose matrix units
                 # would otherwise round their inputs to bfloat16.
-                matmul_precision="highest" if self.dtype == "float32" else None,
+                matmul_precision="highest" if dtype == "float32" else None,
             )
-        return self._runtimes[single_device]
+        return self._runtimes[key]
 
     def plan(self, name: str) -> ShardingPlan:
         """Where the weights of a component go; reads names and shapes only.
@@ -121,22 +133,17 @@ class Components:
         Raises:
             ShardingError: rules and weights disagree.
         """
-        component = self.port.components[name]
         module = self.skeleton(name)
-        ported = PortedModule(module, self.runtime(component.single_device))
+        ported = PortedModule(module, self.runtime(name))
         tensors = dict(module.state_dict(keep_vars=True))
-        itemsize = torch_dtype(self.dtype).itemsize
+        itemsize = torch_dtype(self.dtype_of(name)).itemsize
         mesh = ported.runtime.mesh
         assert mesh is not None
-        return plan_sharding(
-            component.sharding,
-            {
-                name: WeightInfo(tuple(tensors[name].shape), itemsize)
-                for name in ported.names.stored
-            },
-            dict(mesh.shape),
-            component=name,
-        )
+        weights = {
+            stored: WeightInfo(tuple(tensors[stored].shape), itemsize)
+            for stored in ported.names.stored
+        }
+        return plan_layout(self.port, name, self.layout, weights, dict(mesh.shape))
 
     def load(self, name: str) -> Loaded:
         """The component with its weights placed; read from disk once until released.
@@ -156,18 +163,24 @@ class Components:
         self._reporter.loading(name)
         component = self.port.components[name]
         module = self.skeleton(name)
-        runtime = self.runtime(component.single_device)
+        runtime = self.runtime(name)
         ported = PortedModule(module, runtime)
         assert runtime.mesh is not None
         files, found = self._match(name, ported)
         plan = self.plan(name)
+        if plan.extra_bytes_per_device:
+            gigabytes = plan.extra_bytes_per_device / 2**30
+            self._reporter.say(
+                f"sharding {plan.layout}: {name} takes {gigabytes:.2f} GiB per device "
+                "more than by default"
+            )
         shardings = named_shardings(plan, runtime.mesh)
         replicated = NamedSharding(runtime.mesh, PartitionSpec())
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         by_file = {v: k for k, v in found.items() if checkpoints.is_used(component, k)}
         weights: dict[str, jax.Array] = {}
-        dtype = torch_dtype(self.dtype)
+        dtype = torch_dtype(self.dtype_of(name))
         for stored, tensor in self.checkpoint.stream(files, list(by_file)):
             target = by_file[stored]
             if tensor.is_floating_point() != tensors[target].is_floating_point():
@@ -194,10 +207,7 @@ class Components:
         Raises:
             WeightsError: files, names or shapes are off.
         """
-        single_device = self.port.components[name].single_device
-        self._match(
-            name, PortedModule(self.skeleton(name), self.runtime(single_device))
-        )
+        self._match(name, PortedModule(self.skeleton(name), self.runtime(name)))
 
     def _match(
         self, name: str, ported: PortedModule

@@ -18,17 +18,20 @@ _SEAL = "tpuport-demo.json"
 
 
 def demo_checkpoint(
-    port: ModelPort, cache: Path, say: Callable[[str], None] = lambda text: None
+    port: ModelPort,
+    variant: str,
+    cache: Path,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Checkpoint:
-    """The demo checkpoint of ``port``; made when absent or damaged.
+    """The demo checkpoint of a variant of ``port``; made when absent or damaged.
 
     Raises:
         WeightsError: the cache folder cannot be written.
     """
-    folder = cache / "demo" / f"{port.name}-{port.demo_version}"
+    folder = cache / "demo" / f"{port.name}-{variant}-{port.demo_version}"
     if not _intact(folder):
         say(f"making the demo checkpoint of {port.name} in {folder}")
-        _make(port, folder)
+        _make(port, variant, folder)
     return Checkpoint(folder, "demo")
 
 
@@ -45,7 +48,7 @@ def _intact(folder: Path) -> bool:
         return False
 
 
-def _make(port: ModelPort, folder: Path) -> None:
+def _make(port: ModelPort, variant: str, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
@@ -55,7 +58,7 @@ def _make(port: ModelPort, folder: Path) -> None:
             f"{error.strerror}; choose another folder with --cache-dir"
         ) from error
     try:
-        port.make_demo(temporary)
+        port.make_demo(temporary, variant)
         seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
         (temporary / _SEAL).write_text(json.dumps(seal) + "\n")
         temporary.chmod(0o755)

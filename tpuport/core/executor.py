@@ -14,6 +14,7 @@ from tpuport.core.components import Components, Loaded
 from tpuport.core.report import CompileReport, Reporter, StageReport
 from tpuport.core.rotary import RotaryCache
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.step_cache import StepCache, with_step_cache
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +60,14 @@ class Executor:
         self.rotary = RotaryCache()
         self._upstream: dict[tuple[str, str], Any] = {}
         self._compiled: dict[Any, Any] = {}
+        # Shapes of the states that step caching keeps, found by tracing once.
+        self._structs: dict[Any, Any] = {}
 
     def close(self) -> None:
         """Free everything this executor holds, the components' weights included."""
         self._upstream.clear()
         self._compiled.clear()
+        self._structs.clear()
         self.components.close()
 
     def context(
@@ -126,21 +130,19 @@ class Executor:
             self.reporter.stage_started(stage.name, total, stage.unit)
             done = 0
             for work in works:
-                parts.append(self._run_work(stage, work, timing, done, total))
+                run, cached = self._cached(stage, work, request, timing)
+                parts.append(self._run_work(run, cached, timing, done, total))
                 done += work.total
+            names = stage.components_for(request)
             plans = tuple(
                 self.components.load(name).plan.as_dict()
-                for name in stage.components
+                for name in names
                 if name in self.components.loaded
             )
-            runtimes = {
-                self.components.port.components[name].single_device
-                for name in stage.components
-            }
         finally:
             if not self.keep_loaded:
                 self.components.release(*stage.components)
-        used = [self.components.runtime(key) for key in sorted(runtimes)]
+        used = list(dict.fromkeys(map(self.components.runtime, names)))
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -190,6 +192,20 @@ class Executor:
         self.reporter.stage_finished(report)
         return merge(parts), report
 
+    def _cached(
+        self, stage: Stage, work: Work, request: Request, timing: Timing
+    ) -> tuple[Stage, Work]:
+        """The work with the request's step cache, in the stage that can be cut."""
+        cache = StepCache.parse(request.step_cache)
+        named = {program.component for program in stage.programs.values()}
+        splits = {n: self.components.port.components[n].split for n in sorted(named)}
+        name, split = next(((n, s) for n, s in splits.items() if s), (None, None))
+        if cache is None or name is None or split is None:
+            return stage, work
+        loaded = self._load_timed(name, timing)
+        model = loaded.ported.bind(loaded.weights)
+        return with_step_cache(stage, work, split, cache, model, self._structs)
+
     def _run_work(
         self, stage: Stage, work: Work, timing: Timing, done: int, total: int
     ) -> dict[str, Any]:
@@ -217,6 +233,17 @@ class Executor:
                 carry, constants = place((work.carry, work.constants), loaded)
                 placed_on = loaded.replicated
             inputs = place(call.inputs, loaded)
+            if index == 0:
+                for name in work.programs:
+                    args = (carry, constants, inputs)
+                    self._compile(
+                        stage,
+                        Call(name, None),
+                        stage.programs[name],
+                        loaded,
+                        args,
+                        timing,
+                    )
             compiled, fresh = self._compile(
                 stage, call, program, loaded, (carry, constants, inputs), timing
             )

@@ -11,13 +11,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core import splitting
+
 if TYPE_CHECKING:
     import jax
     import torch
 
     from tpuport.core.runtime import Runtime
+    from tpuport.core.splitting import ForwardSplit, Where
 
 Weights = Mapping[str, Any]
+Within = Callable[["torch.nn.Module"], contextlib.AbstractContextManager[Any]]
+
+
+def _as_it_is(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +83,7 @@ class PortedModule:
         method: str = "forward",
         weight_overrides: Weights | None = None,
         attributes: Mapping[str, Any] | None = None,
+        within: Within = _as_it_is,
         **kwargs: Any,
     ) -> Any:
         """Call ``method`` of the module as a pure function.
@@ -85,6 +94,7 @@ class PortedModule:
             method: the method of the module to call.
             weight_overrides: arrays used in place of weights of the same names.
             attributes: module attributes (dotted) that hold during this call only.
+            within: makes, from the module, a context that the call runs in.
             kwargs: keyword arguments, like ``args``.
 
         Returns:
@@ -103,6 +113,7 @@ class PortedModule:
                 _eval_mode(self.module),
                 _attributes(self.module, attributes or {}),
                 _reparametrize_module(self.module, tensors),
+                within(self.module),
             ):
                 out = getattr(self.module, method)(*args, **kwargs)
             return env.t2j_iso(out)
@@ -137,6 +148,44 @@ class BoundModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`PortedModule.apply`."""
         return self.ported.apply(self.weights, *args, **kwargs)
+
+    def capture(
+        self, split: ForwardSplit, where: Where, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Call forward; returns its output and the state at ``where``.
+
+        See :func:`tpuport.core.splitting.capture`.
+        """
+        env = self.ported.runtime.env
+        state: dict[str, jax.Array] = {}
+
+        @contextlib.contextmanager
+        def within(module: torch.nn.Module) -> Iterator[None]:
+            with splitting.capture(module, split, where) as found:
+                yield
+            state.update(env.t2j_iso(found))
+
+        return self(*args, within=within, **kwargs), state
+
+    def resume(
+        self,
+        split: ForwardSplit,
+        where: Where,
+        state: Mapping[str, jax.Array],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call forward from ``state`` on; returns its output.
+
+        See :func:`tpuport.core.splitting.resume`.
+        """
+        env = self.ported.runtime.env
+
+        def within(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+            return splitting.resume(module, split, where, env.j2t_iso(dict(state)))
+
+        return self(*args, within=within, **kwargs)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """``x`` split over mesh axes, one per leading dim.

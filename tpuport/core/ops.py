@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,27 @@ class OpOverride:
     owner: str
     reason: str
 
+    @property
+    def name(self) -> str:
+        """For reports: the last part of its first target, such as ``layer_norm``."""
+        return self.targets[0].rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverrideStatus:
+    """What would become of one override.
+
+    Attributes:
+        override: which one.
+        state: ``"applicable"``, ``"gone"`` (an operator does not exist) or ``"broken"``
+            (the operator is claimed twice).
+        detail: the reason of the override, or why it cannot be installed.
+    """
+
+    override: OpOverride
+    state: str
+    detail: str
+
 
 def resolve_operator(target: str) -> Any:
     """The object that a dotted operator name stands for.
@@ -68,7 +90,13 @@ def resolve_operator(target: str) -> Any:
         OpConflictError: the installed torch has no such operator.
     """
     parts = target.split(".")
-    found: Any = importlib.import_module(parts[0])
+    try:
+        found: Any = importlib.import_module(parts[0])
+    except ImportError as error:
+        raise OpConflictError(
+            f"op override target {target!r} does not exist: {parts[0]} does not "
+            f"import: {error}"
+        ) from None
     for done, part in enumerate(parts[1:], start=1):
         try:
             found = getattr(found, part)
@@ -86,6 +114,15 @@ def _identity(operator: Any) -> str:
     packet = getattr(operator, "overloadpacket", operator)
     qualified = getattr(packet, "_qualified_op_name", None)
     return f"op:{qualified}" if qualified else f"object:{id(packet)}"
+
+
+def _resolve(override: OpOverride, target: str) -> Any:
+    try:
+        return resolve_operator(target)
+    except OpConflictError as error:
+        raise OpConflictError(
+            f"{error}; {override.owner!r} claims it ({override.reason})"
+        ) from None
 
 
 class OpRegistry:
@@ -116,7 +153,7 @@ class OpRegistry:
         conflicts: list[str] = []
         for override in self._overrides:
             for target in override.targets:
-                operator = resolve_operator(target)
+                operator = _resolve(override, target)
                 identity = _identity(operator)
                 if identity in seen:
                     other_target, other = seen[identity]
@@ -169,3 +206,30 @@ class OpRegistry:
                     env._ops.pop(operator, None)
                 else:
                     env._ops[operator] = original
+
+
+def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[OverrideStatus, ...]:
+    """Whether each could be installed together with the others; never raises.
+
+    Nothing is made or installed.
+    """
+    problems: dict[int, tuple[str, str]] = {}
+    for index, override in enumerate(overrides):
+        try:
+            for target in override.targets:
+                _resolve(override, target)
+        except OpConflictError as error:
+            problems[index] = ("gone", str(error))
+    left = [index for index in range(len(overrides)) if index not in problems]
+    for group in (*((index,) for index in left), *itertools.combinations(left, 2)):
+        try:
+            OpRegistry([overrides[index] for index in group]).resolve()
+        except OpConflictError as error:
+            problems |= {index: ("broken", str(error)) for index in group}
+    return tuple(
+        OverrideStatus(override=override, state=state, detail=detail)
+        for override, (state, detail) in (
+            (o, problems.get(i, ("applicable", o.reason)))
+            for i, o in enumerate(overrides)
+        )
+    )

@@ -94,8 +94,9 @@ class PatchStatus:
         name: of the patch.
         target: of the patch.
         state: ``"applied"`` or ``"skipped"``; from :func:`inspect_patches`
-            ``"applicable"``, ``"skipped"`` or ``"broken"``.
-        detail: the reason of the patch, or why it was skipped or is broken.
+            ``"applicable"``, ``"skipped"``, ``"gone"`` (the target does not exist) or
+            ``"broken"``.
+        detail: the reason of the patch, or why it was skipped or cannot be applied.
     """
 
     name: str
@@ -202,7 +203,8 @@ def inspect_patches(patches: Sequence[Patch]) -> PatchReport:
         try:
             sites[index] = _resolve(patch)
         except PatchError as error:
-            states[index] = _status(patch, "broken", str(error))
+            state = "gone" if isinstance(error, _TargetGoneError) else "broken"
+            states[index] = _status(patch, state, str(error))
         else:
             states[index] = _status(patch, "applicable", patch.reason)
     for one, other in _conflicts(sites):
@@ -390,9 +392,13 @@ def _status(patch: Patch, state: str, detail: str) -> PatchStatus:
     return PatchStatus(name=patch.name, target=patch.target, state=state, detail=detail)
 
 
+class _TargetGoneError(PatchError):
+    """A target does not exist; callers see it as a PatchError."""
+
+
 def _gone(patch: Patch, found: str) -> PatchError:
     versions = f" (written for {patch.upstream})" if patch.upstream else ""
-    return PatchError(
+    return _TargetGoneError(
         f"patch {patch.name!r}: target {patch.target} does not exist, {found}; the "
         f"patch must be adapted to the installed version{versions} or removed"
     )

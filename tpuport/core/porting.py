@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.module import PortedModule
 from tpuport.core.runtime import Runtime
-from tpuport.core.sharding import ShardingPlan, named_shardings, plan_sharding
+from tpuport.core.sharding import ShardingPlan, named_shardings, plan_layout
 from tpuport.core.spec import Component, ModelPort
 from tpuport.errors import UsageError
 
@@ -37,6 +37,7 @@ class PortedProgram:
         mesh: jax.sharding.Mesh,
         *,
         attention: str = "auto",
+        sharding: str = "default",
     ) -> None:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -63,11 +64,13 @@ class PortedProgram:
         )
         self._ported = PortedModule(module, self._runtime)
         names = self._ported.names
-        self.plan: ShardingPlan = plan_sharding(
-            component.sharding,
+        key = next(k for k, c in port.components.items() if c is component)
+        self.plan: ShardingPlan = plan_layout(
+            port,
+            key,
+            sharding,
             {name: tensors[name] for name in names.stored},
             dict(mesh.shape),
-            component=component.name,
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         shardings = named_shardings(self.plan, mesh)
@@ -178,13 +181,19 @@ class PortedProgram:
         return jax.jit(program, out_shardings=self._replicated), found
 
 
-def component_of(port: ModelPort, module: torch.nn.Module) -> Component:
-    """The component of ``port`` that ``module`` is an instance of.
+def component_of(
+    port: ModelPort, module: torch.nn.Module
+) -> tuple[ModelPort, Component]:
+    """The form and the component of ``port`` that ``module`` is an instance of.
 
     Raises:
         UsageError: it is of none; the message lists the classes.
     """
-    classes = {c.class_path.partition(":")[2]: c for c in port.components.values()}
+    classes: dict[str, tuple[ModelPort, Component]] = {}
+    for form in port.all_forms:
+        for component in form.components.values():
+            name = component.class_path.partition(":")[2]
+            classes.setdefault(name, (form, component))
     for cls in type(module).__mro__:
         if cls.__name__ in classes:
             return classes[cls.__name__]

@@ -11,9 +11,16 @@ from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.spec import Variant
+    from tpuport.core.tensors import TensorSpec
 
 #: Seeds are what ``torch.Generator.manual_seed`` takes without wrapping.
 MAX_SEED = 2**63 - 1
+
+#: Text to video, image to video, video to video.
+TASKS = ("t2v", "i2v", "v2v")
+
+#: Fields that settings recorded by 0.1.0 do not have.
+_ADDED = ("task", "sources", "strength", "step_cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +42,12 @@ class Request:
         num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance; at most 1 turns it off.
         options: settings that only this model has.
+        task: ``"t2v"``, ``"i2v"`` or ``"v2v"``: what the videos are made from.
+        sources: sha256 of the pixels of the image or video of each video; empty for
+            text to video.
+        strength: share of the steps that video to video runs, from its noisy end.
+        step_cache: which steps reuse work, as :mod:`tpuport.core.step_cache` writes it;
+            ``"none"`` for none.
     """
 
     prompts: tuple[str, ...]
@@ -48,6 +61,10 @@ class Request:
     num_inference_steps: int
     guidance_scale: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    task: str = "t2v"
+    sources: tuple[str, ...] = ()
+    strength: float | None = None
+    step_cache: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "num_frames", "num_inference_steps"):
@@ -91,8 +108,38 @@ class Request:
                 raise UsageError(f"{name} {getattr(self, name)} must be positive")
         if not 0 < self.fps <= 1000:
             raise UsageError(f"fps {self.fps} must be above 0 and at most 1000")
+        if self.task not in TASKS:
+            raise UsageError(f"task {self.task!r}: choose one of {', '.join(TASKS)}")
+        if bool(self.sources) != (self.task != "t2v"):
+            raise UsageError(f"{len(self.sources)} sources for task {self.task}")
+        if self.sources and len(self.sources) != len(self.prompts):
+            raise UsageError(
+                f"{len(self.sources)} images or videos for {len(self.prompts)} "
+                "prompts; give one, or one for each"
+            )
+        self._check_strength()
         if not abs(self.guidance_scale) < float("inf"):
             raise UsageError(f"guidance scale {self.guidance_scale} is not finite")
+
+    def _check_strength(self) -> None:
+        if self.strength is None:
+            if self.task == "v2v":
+                raise UsageError("video to video needs a strength in (0, 1]")
+            return
+        if isinstance(self.strength, bool) or not isinstance(
+            self.strength, int | float
+        ):
+            raise UsageError(f"strength {self.strength!r} is not a number")
+        if self.task != "v2v":
+            raise UsageError(
+                f"strength {self.strength} was given without a video; it is for video "
+                "to video only"
+            )
+        if not 0 < self.strength <= 1:
+            raise UsageError(
+                f"strength {self.strength} must be above 0 and at most 1: the share of "
+                "the steps that are run"
+            )
 
     @property
     def batches(self) -> int:
@@ -115,6 +162,7 @@ class Request:
         data["prompts"] = list(self.prompts)
         data["negative_prompts"] = list(self.negative_prompts)
         data["seeds"] = [list(seeds) for seeds in self.seeds]
+        data["sources"] = list(self.sources)
         return data
 
     @classmethod
@@ -126,7 +174,7 @@ class Request:
         """
         known = set(cls.__dataclass_fields__)
         unknown = sorted(set(data) - known)
-        missing = sorted(known - set(data) - {"options"})
+        missing = sorted(known - set(data) - {"options", *_ADDED})
         if unknown or missing:
             raise UsageError(
                 f"settings do not fit this version of tpuport: unknown {unknown}, "
@@ -136,6 +184,7 @@ class Request:
         values["prompts"] = tuple(data["prompts"])
         values["negative_prompts"] = tuple(data["negative_prompts"])
         values["seeds"] = tuple(tuple(seeds) for seeds in data["seeds"])
+        values["sources"] = tuple(data.get("sources", ()))
         return cls(**values)
 
 
@@ -161,6 +210,17 @@ def check_shape(request: Request, variant: Variant) -> None:
                 f"{name} {asked} asked for; {variant.name} needs a multiple of "
                 f"{variant.sizes.multiple}; nearest valid: {nearest}"
             )
+
+
+def denoising_steps(request: Request) -> int:
+    """How many steps are run: video to video skips the noisiest ones.
+
+    Source: diffusers ``CogVideoXVideoToVideoPipeline.get_timesteps``.
+    """
+    steps = request.num_inference_steps
+    if request.strength is None:
+        return steps
+    return min(int(steps * request.strength), steps)
 
 
 def one_per_video(
@@ -204,28 +264,55 @@ def seeds_by_batch(
     return tuple(seeds[i * batch_size : (i + 1) * batch_size] for i in range(batches))
 
 
-def check_embeds(
-    prompt: Any, negative: Any, embeds: Any, negative_embeds: Any
+def check_given(
+    specs: Sequence[TensorSpec],
+    prompt: Any,
+    negative: Any,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The given embeddings by name; the exclusions are the upstream pipeline's."""
-    if embeds is None:
-        if prompt is None:
-            raise UsageError("give a prompt, or prompt_embeds in its place")
-        if negative_embeds is not None:
-            raise UsageError("negative_prompt_embeds go with prompt_embeds only")
-        return {}
-    if prompt is not None:
-        raise UsageError("prompt and prompt_embeds exclude each other; give one")
-    if negative is not None and negative_embeds is not None:
-        raise UsageError(
-            "negative_prompt and negative_prompt_embeds exclude each other; give one"
-        )
-    named = {"prompt_embeds": embeds}
-    if negative_embeds is not None:
-        if tuple(negative_embeds.shape) != tuple(embeds.shape):
+    """The embeddings given in place of prompts; the exclusions are upstream's.
+
+    Args:
+        specs: of the tensors that the encode stage writes; ``given`` has some of them.
+
+    Raises:
+        UsageError: an incomplete set, prompts and their embeddings together, or shapes
+            that do not fit together.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    for role, text, argument in (
+        ("prompt", prompt, "prompt"),
+        ("negative", negative, "negative_prompt"),
+    ):
+        names = [spec.name for spec in specs if spec.role == role]
+        have = [name for name in names if name in found]
+        if have and text is not None:
+            raise UsageError(f"{argument} and {have[0]} exclude each other; give one")
+        if have and len(have) < len(names):
+            lacking = ", ".join(name for name in names if name not in found)
+            raise UsageError(f"{have[0]} was given without {lacking}; give all of them")
+        if role == "prompt" and not have:
+            if text is None:
+                instead = f", or {names[0]} in its place" if names else ""
+                raise UsageError(f"give a prompt{instead}")
+            if found:
+                raise UsageError(f"{next(iter(found))} goes with {names[0]} only")
+            return {}
+    sizes: dict[int | str, tuple[int, str]] = {}
+    for spec in specs:
+        if spec.name not in found:
+            continue
+        shape = tuple(found[spec.name].shape)
+        if len(shape) != len(spec.shape):
             raise UsageError(
-                f"negative_prompt_embeds {tuple(negative_embeds.shape)} and "
-                f"prompt_embeds {tuple(embeds.shape)} must have one shape"
+                f"{spec.name} of shape {shape} was given; expected "
+                f"[{', '.join(map(str, spec.shape))}]"
             )
-        named["negative_prompt_embeds"] = negative_embeds
-    return named
+        for name, size in zip(spec.shape, shape, strict=True):
+            agreed, first = sizes.setdefault(name, (size, spec.name))
+            if agreed != size:
+                raise UsageError(
+                    f"{spec.name} {shape} and {first} must agree in {name}: "
+                    f"{size} and {agreed}"
+                )
+    return found

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.attention import ATTENTION, AttentionPolicy, AttentionRecord
+from tpuport.core.attention_lengths import LENGTH_ATTENTION, define_attention_op
 from tpuport.core.ops import OpContext, OpOverride, OpRegistry
 from tpuport.core.patching import Patch, PatchReport, applied
 
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
     import jax
 
 
-@dataclass(kw_only=True)
+EVERYWHERE: tuple[OpOverride, ...] = (ATTENTION, LENGTH_ATTENTION)
+"""The op overrides of every runtime, whatever the model."""
+
+
+@dataclass(kw_only=True, eq=False)
 class Runtime:
     """The tracing environment of one mesh.
 
@@ -53,7 +58,8 @@ class Runtime:
         from torchax.tensor import Environment
 
         self.env = Environment()
-        self._registry = OpRegistry([ATTENTION, *self.overrides])
+        define_attention_op()
+        self._registry = OpRegistry([*EVERYWHERE, *self.overrides])
         self._registry.resolve()
 
     def op_context(self) -> OpContext:

@@ -15,17 +15,20 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.compile import persistent_cache
 from tpuport.core.components import Components
 from tpuport.core.executor import Executor
+from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
 from tpuport.core.report import Reporter, RunReport, StageReport
 from tpuport.core.request import (
     Request,
-    check_embeds,
+    check_given,
     check_shape,
+    denoising_steps,
     one_per_video,
     seeds_by_batch,
 )
 from tpuport.core.run_directory import RunDirectory
 from tpuport.core.run_record import STAGE_FILES
 from tpuport.core.spec import ModelPort, Stage, Variant
+from tpuport.core.step_cache import StepCache
 from tpuport.core.video import check_frames
 from tpuport.errors import MeshError, UsageError, WeightsError
 
@@ -72,6 +75,7 @@ class Session:
         encode_on: ``"device"`` for the mesh, ``"host"`` for upstream's text encoder on
             the CPU.
         attention: the attention implementation, ``"auto"`` or a name.
+        sharding: the layout of the sharding rules.
         keep_loaded: keep weights on the devices between calls of ``generate``.
         compile_cache: folder of the persistent compile cache, or ``None`` for none.
         reporter: told what happens.
@@ -87,6 +91,7 @@ class Session:
         dtype: str,
         encode_on: str = "device",
         attention: str = "auto",
+        sharding: str = "default",
         keep_loaded: bool = True,
         compile_cache: Path | None = None,
         reporter: Reporter | None = None,
@@ -108,6 +113,7 @@ class Session:
             mesh,
             dtype=dtype,
             attention=attention,
+            layout=sharding,
             reporter=self.reporter,
         )
         self.executor = Executor(
@@ -142,12 +148,12 @@ class Session:
             for name, component in self.port.components.items()
             if component.heads is not None
             and (self.checkpoint.folder / name / "config.json").is_file()
-            and not (name == self._text_component() and self.encode_on == "host")
+            and not (name in self._encoders() and self.encode_on == "host")
         }
         MeshSpec.parse(dict(self.mesh.shape)).validate(heads=heads, batch=None)
 
-    def _text_component(self) -> str:
-        return self.port.stages[0].components[0]
+    def _encoders(self) -> tuple[str, ...]:
+        return self.port.stages[0].components
 
     # ---------------------------------------------------------------- request
 
@@ -164,6 +170,11 @@ class Session:
         guidance_scale: float | None = None,
         seed: int | Sequence[int] = 0,
         options: Mapping[str, Any] | None = None,
+        source: Source | None = None,
+        strength: float | None = None,
+        resolution: str | None = None,
+        aspect_ratio: str | None = None,
+        step_cache: str | None = None,
         videos: int | None = None,
         batched: bool = True,
     ) -> Request:
@@ -171,6 +182,9 @@ class Session:
 
         Args:
             prompt: one or several; with ``batched`` they are denoised together.
+            source: the image or the video to start from.
+            resolution, aspect_ratio: see :meth:`generate`; in place of height and
+                width.
             videos: how many, when embeddings are given instead of prompts.
             batched: several prompts as one batch (as one call of the upstream pipeline
                 does), or one after the other, each as if it were alone.
@@ -184,13 +198,17 @@ class Session:
         prompts = one_per_video(prompt, videos or 1, "prompt")
         count = len(prompts)
         batch_size = count if batched else 1
+        task = source.task if source else "t2v"
+        height, width = self._size(height, width, resolution, aspect_ratio, source)
+        if task == "v2v" and strength is None:
+            strength = variant.strength
         request = Request(
             prompts=prompts,
             negative_prompts=one_per_video(negative_prompt, count, "negative_prompt"),
             seeds=seeds_by_batch(seed, count, batch_size),
             batch_size=batch_size,
-            height=_given(height, variant.height),
-            width=_given(width, variant.width),
+            height=height,
+            width=width,
             num_frames=_given(num_frames, variant.num_frames),
             fps=_given(fps, variant.fps),
             num_inference_steps=_given(
@@ -198,9 +216,49 @@ class Session:
             ),
             guidance_scale=_given(guidance_scale, variant.guidance_scale),
             options=self._options(options or {}),
+            task=task,
+            sources=source.digests_for(count) if source else (),
+            strength=strength,
+            step_cache=str(StepCache.parse(step_cache) or "none"),
         )
         self.check(request)
         return request
+
+    def _size(
+        self,
+        height: int | None,
+        width: int | None,
+        resolution: str | None,
+        aspect_ratio: str | None,
+        source: Source | None,
+    ) -> tuple[int, int]:
+        """The size asked for, the one of a bucket, or the variant's."""
+        variant, bucket = self.variant, self.port.bucket
+        if resolution is None and aspect_ratio is None:
+            fitted = bucket and variant.resolutions and height is None and width is None
+            if source is None or not fitted:
+                return _given(height, variant.height), _given(width, variant.width)
+        elif height is not None or width is not None:
+            raise UsageError(
+                "resolution and aspect_ratio exclude height, width and size; give one "
+                "or the other"
+            )
+        if bucket is None or not variant.resolutions:
+            raise UsageError(
+                f"{variant.name} has no size classes; give a size in place of "
+                "resolution and aspect_ratio"
+            )
+        name = _given(resolution, next(iter(variant.resolutions)))
+        if name not in variant.resolutions:
+            raise UsageError(
+                f"resolution {name!r}: {variant.name} has "
+                + ", ".join(variant.resolutions)
+            )
+        if aspect_ratio is not None:
+            aspect: tuple[float, float] = parse_aspect_ratio(aspect_ratio)
+        else:
+            aspect = source.size if source else (variant.height, variant.width)
+        return bucket(variant.resolutions[name], aspect)
 
     def _options(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         known = {option.name: option for option in self.port.options}
@@ -230,18 +288,46 @@ class Session:
             UsageError, MeshError: see :meth:`request`.
         """
         check_shape(request, self.variant)
+        self._check_task(request)
+        cache = StepCache.parse(request.step_cache)
+        if cache is not None:
+            if not any(c.split for c in self.port.components.values()):
+                raise UsageError(
+                    f"model {self.port.name!r} declares no point at which its forward "
+                    "can be cut; leave the step cache out"
+                )
+            cache.resolve(denoising_steps(request))
         self.port.check(request, self.variant, self.checkpoint)
         dp = self.mesh.shape["dp"]
         for stage in self.port.stages:
             rows = stage.batch_rows(request) if stage.batch_rows else 0
             if rows and rows % dp:
                 legal = [n for n in range(1, rows + 1) if rows % n == 0]
-                why = "with" if request.guided else "without"
+                why = "with" if self.port.guided(request) else "without"
                 raise MeshError(
                     f"mesh dp={dp} does not divide the batch of {stage.name}: "
                     f"{rows} rows for {request.batch_size} video(s) {why} guidance; "
                     f"legal dp values: {', '.join(map(str, legal))}"
                 )
+
+    def _check_task(self, request: Request) -> None:
+        variant = self.variant
+        if request.task in variant.tasks:
+            return
+        need = {
+            "t2v": "text alone",
+            "i2v": "an image (--image)",
+            "v2v": "a video (--video)",
+        }
+        can = " or ".join(need[task] for task in variant.tasks)
+        able = [
+            v.name for v in self.port.variants if request.task in v.tasks and v.repo_id
+        ]
+        other = f"; {', '.join(able)} can" if able else ""
+        raise UsageError(
+            f"variant {variant.name} makes videos from {can}, not from "
+            f"{need[request.task]}{other}"
+        )
 
     def check_latents(self, request: Request, latents: torch.Tensor) -> None:
         """Refuse initial latents of another shape than the request's.
@@ -257,10 +343,13 @@ class Session:
                 f"needs {expected} (videos, latent frames, channels, rows, columns)"
             )
 
-    def check_weights(self, stages: Sequence[str] | None = None) -> None:
+    def check_weights(
+        self, stages: Sequence[str] | None = None, request: Request | None = None
+    ) -> None:
         """Refuse files that do not fit before any work is done; reads headers only.
 
         Args:
+            request: what will be run; without it, every component counts.
             stages: whose components; all of them when not given.
 
         Raises:
@@ -271,7 +360,7 @@ class Session:
                 continue
             if stage.require is not None:
                 stage.require(self.checkpoint)
-            for name in stage.components:
+            for name in stage.components_for(request):
                 if name not in self.components.loaded:
                     self.components.check_files(name)
 
@@ -290,7 +379,8 @@ class Session:
         Args:
             name: ``"encode"``, ``"denoise"`` or ``"decode"``.
             request: the whole run.
-            inputs: the tensors of the stage before, videos in the leading dim.
+            inputs: the tensors of the stage before, videos in the leading dim; of
+                encode, the pixels of ``request.sources`` as ``image`` or ``video``.
             backend: ``"tpuport"``, or ``"diffusers"`` for plain upstream code on the
                 host or its GPU.
 
@@ -329,7 +419,7 @@ class Session:
             )
         if stage.require is not None:
             stage.require(self.checkpoint)
-        for name in stage.components:
+        for name in stage.components_for(request):
             # The same refusals as on the mesh; upstream would fill a missing tensor
             # with random numbers and warn.
             self.components.check_files(name)
@@ -347,9 +437,13 @@ class Session:
         guidance_scale: float | None = None,
         seed: int | Sequence[int] = 0,
         latents: torch.Tensor | None = None,
-        prompt_embeds: torch.Tensor | None = None,
-        negative_prompt_embeds: torch.Tensor | None = None,
         fps: float | None = None,
+        image: Any = None,
+        video: Any = None,
+        strength: float | None = None,
+        resolution: str | None = None,
+        aspect_ratio: str | None = None,
+        step_cache: str | None = None,
         backend: str = "tpuport",
         **options: Any,
     ) -> Result:
@@ -363,12 +457,21 @@ class Session:
             num_inference_steps: denoising steps.
             guidance_scale: at most 1 turns guidance off.
             seed: one (one generator for the batch) or one per video.
-            latents: initial noise in place of a seed's, [N, T, C, Y, X].
-            prompt_embeds: in place of prompts, [N, tokens, width].
-            negative_prompt_embeds: in place of negative prompts, of the same shape.
+            latents: initial noise in place of a seed's, in the pipeline's layout.
             fps: recorded with the result; the model does not see it.
+            image: to start from, for image to video: a path, a PIL image or a uint8
+                array [Y, X, 3]; or a list with one for each video.
+            video: to start from, for video to video: a path, a list of PIL images or a
+                uint8 array [F, Y, X, 3]; its first ``num_frames`` frames are used.
+            strength: share of the steps that video to video runs.
+            resolution, aspect_ratio: a size class such as ``"480p"`` and a ratio such
+                as ``"16:9"``, in place of height and width, for models that have them.
+            step_cache: such as ``"deepcache"`` or ``"taylorseer:interval=3"``; faster,
+                and no longer exact. See docs/step-caching.md.
             backend: ``"diffusers"`` runs plain upstream code.
-            options: settings of this model, such as ``scheduler="ddim"``.
+            options: settings of this model, such as ``scheduler="ddim"``; also tensors
+                in place of prompts, by the names that the encode stage writes:
+                ``prompt_embeds``, ``negative_prompt_embeds`` and what belongs to them.
 
         Returns:
             :class:`Result`.
@@ -379,41 +482,47 @@ class Session:
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
+        encode = self.port.stages[0]
+        tensor_names = {spec.name for spec in encode.writes if spec.role}
+        given = {k: options.pop(k) for k in list(options) if k in tensor_names}
         self._options(options)
-        embeds = check_embeds(
-            prompt, negative_prompt, prompt_embeds, negative_prompt_embeds
-        )
-        request = self.request(
+        embeds = check_given(encode.writes, prompt, negative_prompt, given)
+        request, sources = self._requested(
+            image,
+            video,
+            num_frames,
             prompt=prompt,
             negative_prompt=negative_prompt,
             height=height,
             width=width,
-            num_frames=num_frames,
             fps=fps,
             num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale,
             seed=seed,
             options=options,
-            videos=len(prompt_embeds) if prompt_embeds is not None else None,
+            strength=strength,
+            resolution=resolution,
+            aspect_ratio=aspect_ratio,
+            step_cache=step_cache,
+            videos=len(next(iter(embeds.values()))) if embeds else None,
         )
         if latents is not None:
             latents = to_torch(latents)
             self.check_latents(request, latents)
         names = [stage.name for stage in self.port.stages]
-        complete = bool(embeds) and (
-            not request.guided or "negative_prompt_embeds" in embeds
+        needed = {"prompt", *(["negative"] if self.port.guided(request) else [])}
+        complete = not sources and all(
+            spec.name in embeds for spec in encode.writes if spec.role in needed
         )
-        self.check_weights(names[1:] if complete else names)
+        self.check_weights(names[1:] if complete else names, request)
         stages: list[StageReport] = []
-        if not embeds:
-            embeds, report = self.run_stage("encode", request, {}, backend=backend)
+        if not complete:
+            # As upstream: what was given stands, the rest is encoded.
+            encoded, report = self.run_stage(
+                "encode", request, sources, backend=backend
+            )
             stages.append(report)
-        elif request.guided and "negative_prompt_embeds" not in embeds:
-            # As upstream: the negative prompts are encoded, the prompts were not.
-            encoded, report = self.run_stage("encode", request, {}, backend=backend)
-            stages.append(report)
-            name = "negative_prompt_embeds"
-            embeds = {**embeds, name: encoded[name]}
+            embeds = {**encoded, **embeds}
         if latents is not None:
             embeds = {**embeds, "initial_latents": latents}
         tensors, report = self.run_stage("denoise", request, embeds, backend=backend)
@@ -427,6 +536,23 @@ class Session:
             report=self.run_report(stages, time.perf_counter() - started),
             request=request,
         )
+
+    def _requested(
+        self, image: Any, video: Any, num_frames: int | None, **asked: Any
+    ) -> tuple[Request, dict[str, torch.Tensor]]:
+        """The request, and the pixels that its encode stage reads."""
+        source: Source | None = None
+        if image is not None and video is not None:
+            raise UsageError("image and video exclude each other; give one")
+        frames = _given(num_frames, self.variant.num_frames)
+        if image is not None:
+            source = read_image(image)
+        elif video is not None:
+            source = read_video(video, frames).first(frames)
+        request = self.request(num_frames=num_frames, source=source, **asked)
+        if source is None:
+            return request, {}
+        return request, {source.kind: source.for_videos(len(request.prompts))}
 
     def run_report(
         self, stages: Sequence[StageReport], total_seconds: float
@@ -485,6 +611,7 @@ class Session:
         name: str,
         *,
         backend: str = "tpuport",
+        source: Source | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
@@ -494,6 +621,7 @@ class Session:
             run: opened by :meth:`open_run` or :meth:`RunDirectory.open`.
             name: of the stage.
             backend: see :meth:`run_stage`.
+            source: what encode starts from, where the run has one.
             extra: tensors written beside the stage's own, such as initial latents.
             note: JSON kept with the stage's report in run.json, as ``"note"``.
 
@@ -507,11 +635,13 @@ class Session:
         request = Request.from_dict(run.settings)
         self.check(request)
         run.check_request(model=self.port.name, variant=self.variant.name)
-        for folder in (*stage.components, *stage.files):
+        for folder in (*stage.components_for(request), *stage.files):
             if self.checkpoint.has(folder):
                 run.check_weights(folder, self.checkpoint.fingerprint(folder))
         order = [s.name for s in self.port.stages]
         inputs: dict[str, torch.Tensor] = {}
+        if stage is self.port.stages[0] and request.sources:
+            inputs = self._source_pixels(request, source)
         if order.index(name):
             before = self.port.stages[order.index(name) - 1]
             inputs = run.read_stage(before.name, before.writes)
@@ -534,6 +664,19 @@ class Session:
             check_frames(tensors["frames"])
         return tensors, report
 
+    def _source_pixels(
+        self, request: Request, source: Source | None
+    ) -> dict[str, torch.Tensor]:
+        """The pixels that encode reads, found to be those of the request."""
+        count = len(request.prompts)
+        if source is None:
+            raise UsageError(
+                f"this run starts from {count} source(s) ({request.task}); give them"
+            )
+        if source.digests_for(count) != request.sources:
+            raise UsageError(f"the {source.kind} is another than the run was made for")
+        return {source.kind: source.for_videos(count)}
+
     def stage_record(self, report: StageReport) -> dict[str, Any]:
         """What run.json keeps of a stage: its report and where it ran."""
         from tpuport.core.mesh import MeshSpec
@@ -543,6 +686,7 @@ class Session:
             "weights": self.checkpoint.reference,
             "dtype": self.dtype,
             "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
+            "sharding": self.components.layout,
             "platform": self.components.platform,
         }
 

@@ -14,13 +14,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import ShardingError
 
 if TYPE_CHECKING:
     import jax
+
+    from tpuport.core.spec import ModelPort
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One entry per dim: a mesh axis, several, or ``None``; ``()`` replicates any rank."""
@@ -102,6 +104,8 @@ class ShardingPlan:
         replicated_bytes: of the weights that every device holds whole; on a mesh of
             one device that is all of them.
         problems: what :meth:`check` raises; empty for a plan that can be placed.
+        layout: which table of rules this is.
+        extra_bytes_per_device: what each device holds more than in the default layout.
     """
 
     component: str
@@ -114,6 +118,8 @@ class ShardingPlan:
     bytes_per_device: int
     replicated_bytes: int
     problems: tuple[str, ...] = ()
+    layout: str = "default"
+    extra_bytes_per_device: int = 0
 
     def check(self) -> None:
         """Refuse a plan with problems.
@@ -150,6 +156,8 @@ class ShardingPlan:
             "bytes_per_device": self.bytes_per_device,
             "replicated_bytes": self.replicated_bytes,
             "problems": list(self.problems),
+            "layout": self.layout,
+            "extra_bytes_per_device": self.extra_bytes_per_device,
         }
         if weights:
             out["assignments"] = {
@@ -184,6 +192,11 @@ class ShardingPlan:
             f"{_bytes_text(self.bytes_per_device)} per device, of that "
             f"{_bytes_text(self.replicated_bytes)} replicated"
         )
+        if self.layout != "default":
+            lines.append(
+                f"  layout {self.layout}: {_bytes_text(self.extra_bytes_per_device)} "
+                "per device more than the default"
+            )
         lines += [f"  problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
 
@@ -268,6 +281,29 @@ def plan_sharding(
     if strict:
         plan.check()
     return plan
+
+
+def plan_layout(
+    port: ModelPort,
+    name: str,
+    layout: str,
+    weights: Mapping[str, Any],
+    mesh_shape: Mapping[str, int],
+) -> ShardingPlan:
+    """:func:`plan_sharding` of a component in a layout, with what the layout costs.
+
+    Raises:
+        ShardingError: rules and weights disagree.
+        UsageError: the model has no such layout.
+    """
+    plan = plan_sharding(port.rules(name, layout), weights, mesh_shape, component=name)
+    if layout not in port.components[name].layouts:
+        return plan
+    default = plan_sharding(
+        port.components[name].sharding, weights, mesh_shape, component=name
+    )
+    extra = plan.bytes_per_device - default.bytes_per_device
+    return replace(plan, layout=layout, extra_bytes_per_device=extra)
 
 
 def named_shardings(

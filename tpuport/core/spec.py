@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.request import Request
 from tpuport.core.sharding import ShardRule
 from tpuport.core.tensors import TensorSpec
-from tpuport.errors import UnknownModelError
+from tpuport.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpuport.core.ops import OpOverride
     from tpuport.core.patching import Patch
     from tpuport.core.rotary import RotaryCache
+    from tpuport.core.splitting import ForwardSplit
 
 Tree = Any
 """A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
@@ -38,18 +39,30 @@ class Component:
         name: the folder, as ``model_index.json`` names it.
         class_path: ``"package:Class"``, the upstream class.
         sharding: rules that match every stored weight exactly once.
+        layouts: other tables of such rules by name, for ``--sharding NAME``; a
+            component without the name keeps ``sharding``.
         used: regexes of the stored weights a stage needs; others are checked but not
             loaded (a decoder needs no encoder).
+        stored_prefix: what stored names may have in front of the class's own, where
+            files were saved by a version of upstream with one more module around it.
+        ignored: regexes of stored names that upstream's loader passes over as well.
         single_device: run on the first device of the mesh instead of all of it.
+        dtype: of its weights whatever the session's is; ``None`` for the session's.
         heads: the number of attention heads in a config, for mesh checks.
+        split: where its forward can be cut for step caching; ``None`` if it cannot.
     """
 
     name: str
     class_path: str
     sharding: tuple[ShardRule, ...]
+    layouts: Mapping[str, tuple[ShardRule, ...]] = field(default_factory=dict)
     used: tuple[str, ...] = (".*",)
+    stored_prefix: str = ""
+    ignored: tuple[str, ...] = ()
     single_device: bool = False
+    dtype: str | None = None
     heads: Callable[[Mapping[str, Any]], int] | None = None
+    split: ForwardSplit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +99,8 @@ class Work:
         total: how many calls there are.
         finish: the tensors the stage writes, from the last carry and all outputs.
         watch: called with (index, output) of each call as it completes; may raise.
+        programs: those to compile before the first call, all for the shapes of its
+            inputs; for a stage that changes programs on the way.
     """
 
     carry: Tree
@@ -94,6 +109,7 @@ class Work:
     total: int
     finish: Callable[[Tree, list[Tree]], dict[str, Any]]
     watch: Callable[[int, Tree], None] | None = None
+    programs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +177,7 @@ class Stage:
         writes: the tensors of its file; the leading dim is the number of videos.
         batch_rows: how many rows the program's batch dim has, for the mesh check.
         require: raises WeightsError when ``files`` lack something.
+        needs: which of ``components`` a request needs; all of them when not given.
     """
 
     name: str
@@ -173,6 +190,13 @@ class Stage:
     writes: tuple[TensorSpec, ...]
     batch_rows: Callable[[Request], int] | None = None
     require: Callable[[Checkpoint], None] | None = None
+    needs: Callable[[Request], tuple[str, ...]] | None = None
+
+    def components_for(self, request: Request | None) -> tuple[str, ...]:
+        """The components that a request needs; without a request, all of them."""
+        if request is None or self.needs is None:
+            return self.components
+        return self.needs(request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,6 +275,12 @@ class Variant:
         options: defaults of the model's own options.
         configs: the config of each component, for checks without weights.
         notes: caveats shown by ``tpuport models``.
+        tasks: what it can do: ``"t2v"``, ``"i2v"`` (from an image), ``"v2v"`` (from a
+            video).
+        form: which of the model's forms it is a checkpoint of.
+        resolutions: the size classes it knows, by name, as what ``bucket`` takes; the
+            first one is the default.
+        strength: default share of the steps that video to video runs.
     """
 
     name: str
@@ -268,6 +298,15 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: str = ""
+    tasks: tuple[str, ...] = ("t2v",)
+    form: str = ""
+    resolutions: Mapping[str, int] = field(default_factory=dict)
+    strength: float = 0.8
+
+
+def guided_by_scale(request: Request) -> bool:
+    """Classifier-free guidance is on when its scale says so."""
+    return request.guided
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,10 +316,11 @@ class ModelPort:
     Attributes:
         name: what ``--model`` takes.
         title: for people.
-        pipelines: upstream pipeline classes whose checkpoints this port reads.
+        pipelines: upstream pipeline classes whose checkpoints this form reads.
         components: by folder name.
         stages: encode, denoise, decode, in that order.
-        variants: published checkpoints; the first one is the default without weights.
+        variants: checkpoints of every form; the first one is the default without
+            weights. One without a ``repo_id`` is a demo that ``make_demo`` makes.
         patches: monkey patches, applied while tracing.
         overrides: op overrides besides attention.
         attention: how attention is split over the mesh.
@@ -288,8 +328,14 @@ class ModelPort:
         detect: the variant for a checkpoint that the user named no variant for.
         check: raises UsageError when a request does not fit the checkpoint.
         latent_shape: of the initial noise of one batch.
-        make_demo: writes the demo checkpoint into an empty folder.
-        demo_version: part of the cache key of the demo checkpoint.
+        make_demo: writes the demo checkpoint of the variant of that name into an empty
+            folder.
+        demo_version: part of the cache key of the demo checkpoints.
+        guided: whether a request runs the negative prompts as well.
+        bucket: (height, width) of a size class for an aspect ratio given as (height,
+            width); needed by variants with ``resolutions``.
+        form: the name of this form, where a model has several architectures.
+        forms: the other forms: ports of the same name and the same variants.
     """
 
     name: str
@@ -305,8 +351,50 @@ class ModelPort:
     detect: Callable[[Checkpoint], Variant]
     check: Callable[[Request, Variant, Checkpoint], None]
     latent_shape: Callable[[Request, Checkpoint], tuple[int, ...]]
-    make_demo: Callable[[Path], None]
+    make_demo: Callable[[Path, str], None]
     demo_version: str
+    guided: Callable[[Request], bool] = guided_by_scale
+    bucket: Callable[[int, tuple[float, float]], tuple[int, int]] | None = None
+    form: str = ""
+    forms: tuple[ModelPort, ...] = ()
+
+    @property
+    def all_forms(self) -> tuple[ModelPort, ...]:
+        """This form and the others."""
+        return (self, *self.forms)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The names of sharding layouts that some component has; the first is plain."""
+        names = [n for c in self.components.values() for n in c.layouts]
+        return ("default", *dict.fromkeys(names))
+
+    def rules(self, name: str, layout: str) -> tuple[ShardRule, ...]:
+        """The sharding rules of a component in a layout.
+
+        Raises:
+            UsageError: no component has the layout.
+        """
+        if layout not in self.layouts:
+            raise UsageError(
+                f"sharding {layout!r}: {self.name} has {', '.join(self.layouts)}"
+            )
+        component = self.components[name]
+        return component.layouts.get(layout, component.sharding)
+
+    def form_of(self, variant: Variant) -> ModelPort:
+        """The form that a variant is a checkpoint of."""
+        for port in self.all_forms:
+            if port.form == variant.form:
+                return port
+        raise KeyError(variant.form)
+
+    def form_of_pipeline(self, pipeline: str) -> ModelPort:
+        """The form that reads checkpoints of an upstream pipeline class."""
+        for port in self.all_forms:
+            if pipeline in port.pipelines:
+                return port
+        raise KeyError(pipeline)
 
     def stage(self, name: str) -> Stage:
         """The stage of that name."""

@@ -26,6 +26,8 @@ class TensorSpec:
         dtypes: the allowed torch dtype names, such as "float32" or "bfloat16".
         optional: the file may lack it.
         note: what the tensor is, for people.
+        role: ``"prompt"`` or ``"negative"`` for what may be given in place of prompts
+            or negative prompts; else empty.
     """
 
     name: str
@@ -33,6 +35,7 @@ class TensorSpec:
     dtypes: tuple[str, ...]
     optional: bool = False
     note: str = ""
+    role: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:

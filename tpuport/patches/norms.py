@@ -92,35 +92,6 @@ def group_norm(
     return out.astype(input.dtype)
 
 
-def rms_norm(
-    input: jax.Array,
-    normalized_shape: Sequence[int],
-    weight: jax.Array | None = None,
-    eps: float | None = None,
-) -> jax.Array:
-    """``torch.nn.functional.rms_norm`` over the trailing ``normalized_shape`` dims.
-
-    ``eps=None`` is the epsilon of float32, for bfloat16 inputs as well: torch takes
-    that of the dtype it computes in (``rms_norm_composite`` in ATen's layer_norm.cpp),
-    though its documentation names the dtype of the input.
-
-    Returns an array of the shape and dtype of ``input``.
-
-    Raises:
-        ValueError: the trailing dims of ``input`` are not ``normalized_shape``.
-    """
-    import jax.numpy as jnp
-
-    axes = _trailing_axes("rms_norm", input, normalized_shape)
-    if eps is None:
-        eps = float(jnp.finfo(jnp.float32).eps)
-    x = input.astype(jnp.float32)
-    out = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + eps)
-    if weight is not None:
-        out = out * weight.astype(jnp.float32)
-    return out.astype(input.dtype)
-
-
 def _native_group_norm(
     input: jax.Array,
     weight: jax.Array | None,
@@ -175,7 +146,6 @@ def _override(targets: tuple[str, ...], implementation: Callable[..., Any]) -> A
 FLOAT32_NORMS: tuple[OpOverride, ...] = (
     _override(("torch.nn.functional.layer_norm",), layer_norm),
     _override(("torch.nn.functional.group_norm",), group_norm),
-    _override(("torch.nn.functional.rms_norm",), rms_norm),
     _override(("torch.ops.aten.native_layer_norm",), _native_layer_norm),
     _override(("torch.ops.aten.native_group_norm",), _native_group_norm),
 )

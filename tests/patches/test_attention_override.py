@@ -1,0 +1,102 @@
+"""ATTENTION and LENGTH_ATTENTION: what torchax does without these overrides.
+
+What they compute is tested in ``tests/core``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tests.patches.tools import by_torchax, traced
+from tests.tolerances import TOLERANCES
+from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.attention import ATTENTION
+from tpuport.core.attention_lengths import LENGTH_ATTENTION
+from tpuport.core.ops import resolve_operator
+from tpuport.core.runtime import Runtime
+
+TOLERANCE = TOLERANCES["attention torch float32"]
+
+
+def operator(target: str) -> Callable[..., torch.Tensor]:
+    """A torch function by the name that an override claims."""
+    found: Callable[..., torch.Tensor] = resolve_operator(target)
+    return found
+
+
+@pytest.mark.parametrize("target", ATTENTION.targets)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_row_without_a_key_is_zero_as_in_torch_and_nan_by_torchax(
+    batch: int, kind: str, target: str
+) -> None:
+    """When the last line fails, torchax is mended and ATTENTION is for speed alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, 2, 5, 8, generator=generator) for _ in range(3))
+    mask = torch.rand(5, 5, generator=generator) < 0.7
+    mask[2] = False
+    if kind == "float":
+        mask = torch.zeros(5, 5).masked_fill(~mask, -torch.inf)
+    sdpa = operator(target)
+    expected = sdpa(q, k, v, mask)
+    assert torch.equal(expected[:, :, 2], torch.zeros(batch, 2, 8))
+
+    runtime = Runtime(mesh=None, platform="cpu")
+    arrays = [to_numpy(x) for x in (q, k, v, mask)]
+    found = to_torch(jax.jit(traced(runtime, sdpa))(*arrays))
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+    # Outside of the block torchax's own is back, with its fault.
+    found = to_torch(jax.jit(by_torchax(runtime, sdpa))(*arrays))
+    rows = [0, 1, 3, 4]
+    torch.testing.assert_close(
+        found[:, :, rows], expected[:, :, rows], rtol=0, atol=TOLERANCE
+    )
+    assert found[:, :, 2].isnan().all()
+
+
+def largest(function: Callable[..., Any], *arrays: Any) -> int:
+    """The number of elements of the largest value in a program."""
+
+    def sizes(jaxpr: Any) -> Any:
+        for equation in jaxpr.eqns:
+            for variable in (*equation.invars, *equation.outvars):
+                yield int(np.prod(getattr(variable.aval, "shape", ())))
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from sizes(inner)
+
+    return max(sizes(jax.make_jaxpr(function)(*arrays).jaxpr))
+
+
+def plain(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return operator(ATTENTION.targets[0])(q, k, v)
+
+
+def with_lengths(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return operator(LENGTH_ATTENTION.targets[0])(q, k, v, lengths)
+
+
+def with_frames(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return operator(LENGTH_ATTENTION.targets[0])(q, k, v, lengths, 256)
+
+
+@pytest.mark.parametrize("call", [plain, with_lengths, with_frames])
+def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does(
+    call: Callable[..., Any],
+) -> None:
+    # Legend: 1 item, 2 heads, 4096 tokens of 8.
+    length = 4096
+    array = jax.ShapeDtypeStruct((1, 2, length, 8), jnp.float32)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    arrays = (array, array, array, lengths)
+    runtime = Runtime(mesh=None, platform="cpu", attention_implementation="blockwise")
+    assert array.size <= largest(traced(runtime, call), *arrays) < length * length / 4
+    assert largest(by_torchax(runtime, call), *arrays) >= length * length

@@ -1,0 +1,48 @@
+"""Text without most of its padding: valid tokens first, cut to one of a few lengths.
+
+Exact for a model that reads text without positions and excludes padded tokens by their
+mask. One program is compiled for each length, so there are few of them.
+
+Legend: R rows, L text tokens, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def bucket_length(tokens: int, buckets: Sequence[int], limit: int) -> int:
+    """The smallest of ``buckets`` that holds ``tokens``; ``limit`` beyond them."""
+    for length in sorted(buckets):
+        if tokens <= length < limit:
+            return length
+    return limit
+
+
+def trim(
+    embeds: torch.Tensor, mask: torch.Tensor, buckets: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Valid tokens first, in order, and no more padding than a bucket needs.
+
+    Args:
+        embeds: [R, L, E].
+        mask: [R, L] of any dtype; what is not 0 is valid.
+        buckets: lengths to cut to.
+
+    Returns:
+        Embeddings [R, n, E], padding set to zero, and their mask [R, n], bool.
+    """
+    import torch
+
+    valid = mask.bool()
+    counts = valid.sum(dim=1)
+    length = bucket_length(int(counts.max()), buckets, mask.shape[1])
+    order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)[:, :length]
+    rows = torch.arange(len(embeds))[:, None]
+    kept = torch.arange(length)[None] < counts[:, None]
+    zero = torch.zeros((), dtype=embeds.dtype)
+    return torch.where(kept[..., None], embeds[rows, order], zero), kept

@@ -1,0 +1,285 @@
+"""Tiles of a video autoencoder, joined on the host.
+
+Upstream's tiled paths loop over tiles and blend them line by line in place, which
+traced would be one huge program. Here a plan lists the tiles, each goes through one
+program per tile size, and NumPy joins what comes back, in upstream's order: a tile is
+blended with its neighbours as these are after their own blending.
+
+Legend: B batch, C channels, F frames, H rows, W columns, (t, i, j) a tile's place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Span(NamedTuple):
+    """One tile along one dim.
+
+    Attributes:
+        start, stop: the elements of the input it reads.
+        made: how many elements come back.
+        drop: how many of them, at the front, are thrown away.
+        at: where the kept elements start in the whole output.
+        keep: how many are kept after ``drop``.
+    """
+
+    start: int
+    stop: int
+    made: int
+    drop: int
+    at: int
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """The tiles along one dim.
+
+    Attributes:
+        spans: in order.
+        blend: output elements over which a tile is blended with the one before.
+    """
+
+    spans: tuple[Span, ...]
+    blend: int = 0
+
+    @property
+    def size(self) -> int:
+        """Length of the whole output."""
+        return self.spans[-1].at + self.spans[-1].keep
+
+
+def whole_axis(size: int, made: Callable[[int], int]) -> Axis:
+    """A dim of length ``size`` in one tile; ``made(n)`` elements come of n."""
+    return Axis(spans=(Span(0, size, made(size), 0, 0, made(size)),))
+
+
+def tiled_axis(
+    size: int,
+    made: Callable[[int], int],
+    *,
+    window: int,
+    stride: int,
+    blend: int,
+    keep: int,
+    limit: int | None = None,
+    lead: int = 0,
+) -> Axis:
+    """A dim of length ``size`` in overlapping tiles, as diffusers lays them out.
+
+    Args:
+        size: of the input.
+        made: ``made(n)`` is the number of elements that come of n.
+        window, stride: input elements of a tile, and between the starts of two.
+        blend, keep: output elements blended, and kept of a tile.
+        limit: output elements after which everything is cut off.
+        lead: further output elements kept of the first tile and dropped from the front
+            of all others: 1 where the first frame of a causal tile stands for itself.
+
+    Tiles of which nothing is kept are left out.
+
+    Raises:
+        ValueError: a stride or window below 1, or tiles of which nothing is kept.
+    """
+    if stride < 1 or window < 1:
+        raise ValueError(f"tiles of {window} at every {stride} elements")
+    spans: list[Span] = []
+    at = 0
+    for start in range(0, size, stride):
+        stop = min(start + window, size)
+        drop = lead if start else 0
+        kept = min(made(stop - start) - drop, keep if start else keep + lead)
+        if limit is not None:
+            kept = min(kept, limit - at)
+        if kept > 0:
+            spans.append(Span(start, stop, made(stop - start), drop, at, kept))
+            at += kept
+    if not spans:
+        raise ValueError(f"of {size} elements in tiles of {window}, {keep} are kept")
+    return Axis(spans=tuple(spans), blend=blend)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """One call of the autoencoder.
+
+    Attributes:
+        index: (t, i, j), the place in time, rows and columns.
+        slices: of the frames, rows and columns of the input.
+    """
+
+    index: tuple[int, int, int]
+    slices: tuple[slice, slice, slice]
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the input: one program for each."""
+        frames, rows, columns = (s.stop - s.start for s in self.slices)
+        return frames, rows, columns
+
+    def cut(self, x: Any) -> Any:
+        """This tile of ``x`` of shape [B, C, F, H, W]."""
+        return x[:, :, *self.slices]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TilePlan:
+    """All tiles of one tensor.
+
+    Attributes:
+        axes: frames, rows and columns.
+    """
+
+    axes: tuple[Axis, Axis, Axis]
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """In the order they are run and joined: by frames, then rows, then columns."""
+        return tuple(
+            Tile(
+                index=(t, i, j),
+                slices=(
+                    slice(frames.start, frames.stop),
+                    slice(rows.start, rows.stop),
+                    slice(columns.start, columns.stop),
+                ),
+            )
+            for (t, frames), (i, rows), (j, columns) in itertools.product(
+                *(enumerate(axis.spans) for axis in self.axes)
+            )
+        )
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Every tile size once, in the order of the tiles: programs to compile."""
+        return tuple(dict.fromkeys(tile.size for tile in self.tiles))
+
+    @property
+    def output(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the joined output."""
+        frames, rows, columns = (axis.size for axis in self.axes)
+        return frames, rows, columns
+
+
+def fade(before: np.ndarray, after: np.ndarray, extent: int, dim: int) -> None:
+    """Fade from the end of ``before`` into the start of ``after``, in place.
+
+    Element y of ``extent`` becomes ``before * (1 - y / extent) + after * y / extent``.
+    Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
+    """
+    import numpy as np
+
+    extent = min(before.shape[dim], after.shape[dim], extent)
+    if extent <= 0:
+        return
+    share = np.arange(extent) / extent
+    shape = [1] * after.ndim
+    shape[dim] = extent
+    rising = share.astype(after.dtype).reshape(shape)
+    falling = (1 - share).astype(after.dtype).reshape(shape)
+    part = _take(after, dim, 0, extent)
+    tail = _take(before, dim, before.shape[dim] - extent, before.shape[dim])
+    part[...] = tail * falling + part * rising
+
+
+def _take(x: np.ndarray, dim: int, start: int, stop: int) -> np.ndarray:
+    """A view of ``x`` from ``start`` to ``stop`` along ``dim``."""
+    return x[(slice(None),) * (dim % x.ndim) + (slice(start, stop),)]
+
+
+def _tail(x: np.ndarray, dim: int, length: int) -> np.ndarray:
+    """A copy of the last ``length`` elements along ``dim``, or of all there are."""
+    size = x.shape[dim]
+    return _take(x, dim, max(size - length, 0), size).copy()
+
+
+def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
+    """Join the outputs of a plan's tiles.
+
+    Each output is let go once it is copied: besides the result, one tile, one row of
+    seams and the blended frames of one tile in time are held.
+
+    Args:
+        plan: the tiles.
+        outputs: of each tile in order, arrays of shape [B, C, *size] of any float
+            dtype.
+
+    Returns:
+        float32 of shape [B, C, *plan.output].
+
+    Raises:
+        ValueError: there are more or fewer outputs than tiles, or one has not the
+            shape the plan counts on.
+    """
+    import numpy as np
+
+    tiles = plan.tiles
+    result: np.ndarray | None = None
+    seams = _Seams(plan)
+    count = 0
+    for output in outputs:
+        if count == len(tiles):
+            raise ValueError(f"more outputs than the {count} tiles of the plan")
+        index = tiles[count].index
+        spans = [a.spans[n] for a, n in zip(plan.axes, index, strict=True)]
+        made = tuple(s.made for s in spans)
+        found = tuple(output.shape)
+        leading = found[:2] if result is None else result.shape[:2]
+        if found != (*leading, *made):
+            raise ValueError(
+                f"tile {index} gave an output of shape {found}; the plan counts on "
+                f"{(*leading, *made)}"
+            )
+        if result is None:
+            result = np.empty((*leading, *plan.output), np.float32)
+        # A device array is fetched before it is cut, and copied: blending writes.
+        tile = np.asarray(output)[:, :, spans[0].drop :].astype(np.float32)
+        seams.blend(tile, index, spans)
+        kept = (slice(s.at, s.at + s.keep) for s in spans)
+        result[:, :, *kept] = tile[:, :, *(slice(s.keep) for s in spans)]
+        count += 1
+        del output, tile
+    if result is None or count < len(tiles):
+        raise ValueError(f"{count} outputs for the {len(tiles)} tiles of the plan")
+    return result
+
+
+class _Seams:
+    """What later tiles are blended with: the ends of the tiles so far.
+
+    ``above`` is by column, ``before`` by row and column.
+    """
+
+    def __init__(self, plan: TilePlan) -> None:
+        self._frames, self._rows, self._columns = plan.axes
+        self._before: dict[tuple[int, int], np.ndarray] = {}
+        self._above: dict[int, np.ndarray] = {}
+        self._left: np.ndarray | None = None
+
+    def blend(
+        self, tile: np.ndarray, index: tuple[int, int, int], spans: list[Span]
+    ) -> None:
+        """Blend a tile of shape [B, C, F, H, W] in place, and keep its ends."""
+        t, i, j = index
+        if i > 0:
+            fade(self._above[j], tile, self._rows.blend, 3)
+        if j > 0:
+            assert self._left is not None
+            fade(self._left, tile, self._columns.blend, 4)
+        if len(self._rows.spans) > 1:
+            self._above[j] = _tail(tile, 3, self._rows.blend)
+        if len(self._columns.spans) > 1:
+            self._left = _tail(tile, 4, self._columns.blend)
+        if len(self._frames.spans) > 1:
+            # In time upstream joins whole frames, after they are cut to size.
+            tile = tile[:, :, :, : spans[1].keep, : spans[2].keep]
+            if t > 0:
+                fade(self._before[i, j], tile, self._frames.blend, 2)
+            self._before[i, j] = _tail(tile, 2, self._frames.blend)
