@@ -1,0 +1,1 @@
+"""HunyuanVideo and HunyuanVideo-1.5."""

@@ -1,0 +1,444 @@
+"""The published HunyuanVideo checkpoints, as data.
+
+Sources: the model cards and configs of the checkpoints named by ``repo_id``; diffusers
+``pipelines/hunyuan_video1_5`` and ``pipelines/hunyuan_video``; the table of released
+models of Tencent-Hunyuan/HunyuanVideo-1.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.request import Request
+from tpuport.core.spec import FrameRule, Option, SizeRule, Variant
+from tpuport.errors import UsageError
+from tpuport.models.hunyuanvideo import published
+from tpuport.models.hunyuanvideo.demo import DEMO_CONFIGS, DEMO_CONFIGS_13B
+from tpuport.models.hunyuanvideo.inputs import require_feature_extractor
+
+if TYPE_CHECKING:
+    from tpuport.core.checkpoint import Checkpoint
+
+FORM_15 = ""
+"""The form of every 1.5 checkpoint, text and image to video alike."""
+FORM_13B = "13b"
+"""The form of the original model: other encoders, single-stream blocks, other VAE."""
+
+#: Side of the square that a size class has the area of; upstream's ``target_size``.
+TARGET_SIZES = {"480p": 640, "720p": 960}
+SIZES = {"480p": (480, 848), "720p": (720, 1280)}
+
+#: Steps that a step-distilled checkpoint was made for; its model card names them.
+DISTILLED_STEPS = (4, 8, 12)
+
+#: Configs of the components of the published checkpoints.
+CONFIGS_15: Mapping[str, Mapping[str, Any]] = {
+    "text_encoder": published.QWEN,
+    "text_encoder_2": published.BYT5,
+    "image_encoder": published.SIGLIP,
+    "transformer": published.TRANSFORMER_15,
+    "vae": published.VAE_15,
+}
+CONFIGS_13B: Mapping[str, Mapping[str, Any]] = {
+    "text_encoder": published.LLAMA,
+    "text_encoder_2": published.CLIP,
+    "transformer": published.TRANSFORMER_13B,
+    "vae": published.VAE_13B,
+}
+
+_MULTIPLE = 16
+_HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
+
+
+def _variant(
+    name: str,
+    resolution: str,
+    task: str,
+    shift: float,
+    *,
+    repo: str = "",
+    guidance: float = 6.0,
+    steps: int = 50,
+    note: str = "",
+    meanflow: bool = False,
+) -> Variant:
+    height, width = SIZES[resolution]
+    words = {"t2v": "text to video", "i2v": "image to video"}
+    kind = f", {note}" if note else ""
+    return Variant(
+        name=name,
+        title=f"HunyuanVideo-1.5, {resolution}, {words[task]}{kind}",
+        repo_id=f"{_HUB}{repo or f'{resolution}_{task}'}",
+        height=height,
+        width=width,
+        num_frames=121,
+        fps=24,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        dtype="bfloat16",
+        frames=FrameRule(step=4),
+        sizes=SizeRule(multiple=_MULTIPLE),
+        options={"flow_shift": shift, "vae_tiling": "auto"},
+        configs={
+            **CONFIGS_15,
+            "transformer": {
+                **CONFIGS_15["transformer"],
+                "target_size": TARGET_SIZES[resolution],
+                "task_type": task,
+                "use_meanflow": meanflow,
+            },
+        },
+        tasks=(task,),
+        form=FORM_15,
+        resolutions={resolution: TARGET_SIZES[resolution], **TARGET_SIZES},
+    )
+
+
+DEMO = Variant(
+    name="demo",
+    title="a small checkpoint with random weights, made on first use",
+    repo_id="",
+    height=96,
+    width=160,
+    num_frames=17,
+    fps=24,
+    num_inference_steps=8,
+    guidance_scale=6.0,
+    dtype="bfloat16",
+    frames=FrameRule(step=4),
+    sizes=SizeRule(multiple=_MULTIPLE),
+    options={"flow_shift": 5.0, "vae_tiling": "auto"},
+    configs=DEMO_CONFIGS,
+    notes="random weights: the video shows that everything runs, not a picture",
+    tasks=("t2v", "i2v"),
+    form=FORM_15,
+    resolutions={"demo": 128, **TARGET_SIZES},
+)
+
+VARIANTS_15 = (
+    _variant("1.5-480p-t2v", "480p", "t2v", 5.0),
+    _variant("1.5-480p-i2v", "480p", "i2v", 5.0),
+    _variant("1.5-720p-t2v", "720p", "t2v", 9.0),
+    _variant("1.5-720p-i2v", "720p", "i2v", 7.0),
+    _variant(
+        "1.5-480p-t2v-cfg-distilled",
+        "480p",
+        "t2v",
+        5.0,
+        repo="480p_t2v_distilled",
+        guidance=1.0,
+        note="guidance distilled",
+    ),
+    _variant(
+        "1.5-480p-i2v-cfg-distilled",
+        "480p",
+        "i2v",
+        5.0,
+        repo="480p_i2v_distilled",
+        guidance=1.0,
+        note="guidance distilled",
+    ),
+    _variant(
+        "1.5-720p-i2v-cfg-distilled",
+        "720p",
+        "i2v",
+        7.0,
+        repo="720p_i2v_distilled",
+        guidance=1.0,
+        note="guidance distilled",
+    ),
+    _variant(
+        "1.5-480p-i2v-step-distilled",
+        "480p",
+        "i2v",
+        7.0,
+        repo="480p_i2v_step_distilled",
+        guidance=1.0,
+        steps=12,
+        note="step distilled",
+        meanflow=True,
+    ),
+)
+
+VARIANT_13B = Variant(
+    name="13b",
+    title="HunyuanVideo (13B), text to video",
+    repo_id="hunyuanvideo-community/HunyuanVideo",
+    height=720,
+    width=1280,
+    num_frames=129,
+    fps=24,
+    num_inference_steps=50,
+    guidance_scale=6.0,
+    dtype="bfloat16",
+    frames=FrameRule(step=4),
+    sizes=SizeRule(multiple=_MULTIPLE),
+    options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
+    configs=CONFIGS_13B,
+    notes="the guidance scale is an input of the model, not two predictions",
+    form=FORM_13B,
+)
+
+DEMO_13B = Variant(
+    name="demo-13b",
+    title="a small checkpoint of the 13b form with random weights",
+    repo_id="",
+    height=96,
+    width=160,
+    num_frames=17,
+    fps=24,
+    num_inference_steps=8,
+    guidance_scale=6.0,
+    dtype="bfloat16",
+    frames=FrameRule(step=4),
+    sizes=SizeRule(multiple=_MULTIPLE),
+    options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
+    configs=DEMO_CONFIGS_13B,
+    notes="random weights",
+    form=FORM_13B,
+)
+
+VARIANTS = (DEMO, *VARIANTS_15, VARIANT_13B, DEMO_13B)
+
+
+def _parse_number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{value!r} is not a number") from None
+    if not 0 < number < float("inf"):
+        raise UsageError(f"{value!r} must be above 0 and finite")
+    return number
+
+
+OPTIONS = (
+    Option(
+        name="flow_shift",
+        help="shift of the noise levels towards noise; the checkpoint's by default",
+        parse=_parse_number,
+    ),
+    Option(
+        name="vae_tiling",
+        help="decode in overlapping tiles, as upstream's vae.enable_tiling(); auto "
+        "does so for more pixels than one pass is sure to have memory for",
+        parse=str,
+        choices=("auto", "on", "off"),
+    ),
+    Option(
+        name="true_cfg_scale",
+        help="13b only: above 1, guide by a second prediction with the negative prompt",
+        parse=_parse_number,
+    ),
+)
+
+
+def guided_15(request: Request) -> bool:
+    """Two predictions a step: upstream's guider does without at a scale of 1."""
+    return request.guided
+
+
+def guided_13b(request: Request) -> bool:
+    """Two predictions a step: upstream's ``true_cfg_scale`` and a negative prompt."""
+    return float(request.options.get("true_cfg_scale", 1.0)) > 1
+
+
+def bucket(target: int, aspect: tuple[float, float]) -> tuple[int, int]:
+    """Upstream's (height, width) for a size class and an aspect (height, width).
+
+    Raises:
+        UsageError: a ratio beyond the most elongated bucket, 4 to 1.
+    """
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import (
+        HunyuanVideo15ImageProcessor,
+    )
+
+    height, width = aspect
+    if not 1 / 4 <= height / width <= 4:
+        raise UsageError(
+            f"aspect ratio {width:g}:{height:g}: the buckets go from 1:4 to 4:1"
+        )
+    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=_MULTIPLE)
+    found = processor.calculate_default_height_width(height, width, target)
+    return int(found[0]), int(found[1])
+
+
+def _shift(checkpoint: Checkpoint, default: float) -> float:
+    if not checkpoint.has("scheduler"):
+        return default
+    return float(checkpoint.config("scheduler").get("shift", default))
+
+
+def guidance_default(checkpoint: Checkpoint) -> float | None:
+    """The guidance scale of the checkpoint's guider; ``None`` without one."""
+    if not (checkpoint.folder / "guider" / "guider_config.json").is_file():
+        return None
+    config = checkpoint.config("guider")
+    return float(config.get("guidance_scale", 7.5))
+
+
+def detect_15(checkpoint: Checkpoint) -> Variant:
+    """The variant of a 1.5 checkpoint, by its transformer's config and its guider.
+
+    One of no published size gets a variant of its own, with upstream's defaults.
+    """
+    config = checkpoint.config("transformer")
+    guidance = guidance_default(checkpoint)
+    shift = _shift(checkpoint, 5.0)
+    for variant in VARIANTS_15:
+        known = variant.configs["transformer"]
+        if all(
+            config.get(key, default) == known.get(key, default)
+            for key, default in _TOLD_BY.items()
+        ) and (guidance is None or guidance == variant.guidance_scale):
+            options = {**variant.options, "flow_shift": shift}
+            return replace(variant, options=options)
+    target = int(config.get("target_size", 640))
+    height, width = bucket(target, (9, 16))
+    # Nothing is known of what it was trained for: both tasks where it has the parts.
+    tasks = ("t2v", "i2v") if checkpoint.has("image_encoder") else ("t2v",)
+    return Variant(
+        name="custom",
+        title="a checkpoint of no published size",
+        repo_id=checkpoint.source,
+        height=height,
+        width=width,
+        num_frames=121,
+        fps=24,
+        num_inference_steps=50,
+        guidance_scale=guidance if guidance is not None else 6.0,
+        dtype="bfloat16",
+        frames=FrameRule(step=4),
+        sizes=SizeRule(multiple=_MULTIPLE),
+        options={"flow_shift": shift, "vae_tiling": "auto"},
+        tasks=tasks,
+        form=FORM_15,
+        resolutions={f"{target}": target, **TARGET_SIZES},
+    )
+
+
+#: What tells the published 1.5 transformers apart, with upstream's defaults.
+_TOLD_BY = {
+    "num_layers": 54,
+    "num_attention_heads": 16,
+    "target_size": 640,
+    "task_type": "i2v",
+    "use_meanflow": False,
+}
+
+
+def detect_13b(checkpoint: Checkpoint) -> Variant:
+    """The variant of a 13b checkpoint; another size of it has the same defaults."""
+    config = checkpoint.config("transformer")
+    known = VARIANT_13B.configs["transformer"]
+    options = {**VARIANT_13B.options, "flow_shift": _shift(checkpoint, 7.0)}
+    same = all(
+        config.get(key, known[key]) == known[key]
+        for key in ("num_layers", "num_single_layers", "num_attention_heads")
+    )
+    name = "13b" if same else "custom"
+    return replace(VARIANT_13B, name=name, options=options)
+
+
+def check_15(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
+    """Refuse what a 1.5 checkpoint cannot do.
+
+    Raises:
+        UsageError: guidance or steps that break a distilled checkpoint; image to video
+            without an image encoder; an option of the other form.
+        WeightsError: image to video without the image processor's config.
+    """
+    _check_common(request, checkpoint)
+    if "true_cfg_scale" in request.options:
+        raise UsageError(
+            "option true_cfg_scale is for 13b; use the guidance scale for 1.5"
+        )
+    if request.guidance_scale < 1:
+        raise UsageError(
+            f"guidance scale {request.guidance_scale:g} is below 1, which turns "
+            "guidance off"
+        )
+    known = {v.name: v for v in VARIANTS_15}.get(variant.name)
+    scale = guidance_default(checkpoint)
+    _check_guider(checkpoint)
+    distilled = scale == 1 or (known is not None and known.guidance_scale == 1)
+    if distilled and request.guidance_scale != 1:
+        raise UsageError(
+            f"guidance scale {request.guidance_scale:g}: {variant.name} has guidance "
+            "distilled into it and takes no other than 1"
+        )
+    steps = request.num_inference_steps
+    meanflow = bool(checkpoint.config("transformer").get("use_meanflow"))
+    stepped = meanflow or (known is not None and "step" in known.name)
+    if stepped and steps not in DISTILLED_STEPS:
+        raise UsageError(
+            f"{steps} steps: {variant.name} is distilled to "
+            f"{', '.join(map(str, DISTILLED_STEPS))} steps"
+        )
+    if distilled and not stepped and steps != 50:
+        raise UsageError(
+            f"{steps} steps: {variant.name} has guidance distilled into it at 50 steps "
+            "and gives poor videos with others; leave --steps out"
+        )
+    if request.task == "i2v":
+        if not checkpoint.has("image_encoder"):
+            raise UsageError(
+                f"{checkpoint.source} has no image_encoder; it makes videos from text "
+                "only"
+            )
+        require_feature_extractor(checkpoint)
+
+
+def _check_guider(checkpoint: Checkpoint) -> None:
+    """Refuse a guider that does more than the plain formula.
+
+    Raises:
+        UsageError: with what it does.
+    """
+    if guidance_default(checkpoint) is None:
+        return
+    config = checkpoint.config("guider")
+    plain = {
+        "_class_name": "ClassifierFreeGuidance",
+        "guidance_rescale": 0.0,
+        "use_original_formulation": False,
+        "start": 0.0,
+        "stop": 1.0,
+        "enabled": True,
+    }
+    for name, value in plain.items():
+        if config.get(name, value) != value:
+            raise UsageError(
+                f"{checkpoint.source}: the guider has {name} {config[name]!r}, which "
+                f"is not ported; only {value!r} is"
+            )
+
+
+def check_13b(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
+    """Refuse what a 13b checkpoint cannot do.
+
+    Raises:
+        UsageError: more steps than the schedule has.
+    """
+    _check_common(request, checkpoint)
+
+
+def _check_common(request: Request, checkpoint: Checkpoint) -> None:
+    if not checkpoint.has("scheduler"):
+        return
+    train = int(checkpoint.config("scheduler").get("num_train_timesteps", 1000))
+    if request.num_inference_steps > train:
+        raise UsageError(
+            f"{request.num_inference_steps} denoising steps asked for; the schedule "
+            f"has {train}"
+        )
+
+
+def vae_strides(config: Mapping[str, Any], form: str) -> tuple[int, int]:
+    """Pixels per latent in space and in time, from the VAE's config."""
+    space = 8 if form == FORM_13B else 16
+    return (
+        int(config.get("spatial_compression_ratio", space)),
+        int(config.get("temporal_compression_ratio", 4)),
+    )

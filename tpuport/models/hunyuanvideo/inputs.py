@@ -1,0 +1,356 @@
+"""What the encoders of HunyuanVideo start from: token ids, masks, pixels.
+
+Host side only: plain torch tensors and tokenizers, no jax. Templates, crop lengths and
+limits are read from diffusers' own code, so that they are upstream's.
+Legend: R rows (prompts), L tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import WeightsError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from tpuport.core.checkpoint import Checkpoint
+
+Say = Callable[[str], None]
+
+#: Characters of a lost part that a warning shows.
+SHOWN = 200
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplate:
+    """How upstream's 1.5 pipelines ask Qwen about a prompt.
+
+    Attributes:
+        system_message: the first turn.
+        crop_start: tokens in front of the prompt, cut off the states.
+        max_length: tokens kept after the crop.
+    """
+
+    system_message: str
+    crop_start: int
+    max_length: int
+
+
+def chat_template() -> ChatTemplate:
+    """The template of ``HunyuanVideo15Pipeline._get_mllm_prompt_embeds``."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    parameters = inspect.signature(
+        HunyuanVideo15Pipeline._get_mllm_prompt_embeds
+    ).parameters
+    return ChatTemplate(
+        system_message=parameters["system_message"].default,
+        crop_start=parameters["crop_start"].default,
+        max_length=parameters["tokenizer_max_length"].default,
+    )
+
+
+def glyph_tokens() -> int:
+    """L of the quoted texts, of ``HunyuanVideo15Pipeline._get_byt5_prompt_embeds``."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    function = HunyuanVideo15Pipeline._get_byt5_prompt_embeds
+    parameter = inspect.signature(function).parameters["tokenizer_max_length"]
+    return int(parameter.default)
+
+
+# ------------------------------------------------------------------ checkpoint
+
+
+def _missing(checkpoint: Checkpoint, name: str) -> WeightsError:
+    return WeightsError(
+        f"{checkpoint.source}: {name} is missing; the checkpoint is incomplete"
+    )
+
+
+def _require_bpe(checkpoint: Checkpoint, folder: str) -> None:
+    """Refuse a BPE tokenizer without vocabulary.
+
+    transformers would make one of special tokens alone, and encode any prompt.
+    """
+    path = checkpoint.folder / folder
+    if (path / "tokenizer.json").is_file():
+        return
+    for name in ("vocab.json", "merges.txt"):
+        if not (path / name).is_file():
+            raise _missing(checkpoint, f"{folder}/{name} (or tokenizer.json)")
+
+
+def _has_chat_template(checkpoint: Checkpoint) -> bool:
+    path = checkpoint.folder / "tokenizer"
+    if (path / "chat_template.jinja").is_file():
+        return True
+    try:
+        config = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("chat_template"))
+
+
+def require_tokenizers_15(checkpoint: Checkpoint) -> None:
+    """Refuse a 1.5 checkpoint without what its tokenizers are made of.
+
+    Raises:
+        WeightsError: Qwen's vocabulary or chat template, or ByT5's config is missing.
+    """
+    _require_bpe(checkpoint, "tokenizer")
+    if not _has_chat_template(checkpoint):
+        raise _missing(
+            checkpoint,
+            "tokenizer/chat_template.jinja (or chat_template in tokenizer_config.json)",
+        )
+    # Bytes need no vocabulary; an empty folder would still be a broken download.
+    if not (checkpoint.folder / "tokenizer_2" / "tokenizer_config.json").is_file():
+        raise _missing(checkpoint, "tokenizer_2/tokenizer_config.json")
+
+
+def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
+    """Refuse a 13b checkpoint without the vocabularies of its tokenizers.
+
+    Raises:
+        WeightsError: Llama's ``tokenizer.json`` or CLIP's vocabulary is missing.
+    """
+    if not (checkpoint.folder / "tokenizer" / "tokenizer.json").is_file():
+        raise _missing(checkpoint, "tokenizer/tokenizer.json")
+    _require_bpe(checkpoint, "tokenizer_2")
+
+
+def require_feature_extractor(checkpoint: Checkpoint) -> None:
+    """Refuse an image-to-video checkpoint without its image processor's config.
+
+    Raises:
+        WeightsError: the file is missing.
+    """
+    name = "feature_extractor/preprocessor_config.json"
+    if not (checkpoint.folder / name).is_file():
+        raise _missing(checkpoint, name)
+
+
+def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
+    """A tokenizer of ``transformers`` from the files of a checkpoint alone.
+
+    A Llama tokenizer is read by ``PreTrainedTokenizerFast``, that is, as its
+    ``tokenizer.json`` says: HunyuanVideo's is of Llama 3 and splits bytes, but
+    ``LlamaTokenizerFast`` of transformers 5 splits as SentencePiece whatever the file
+    says and drops all spaces. https://github.com/huggingface/transformers/issues/45488
+    """
+    import transformers
+
+    if class_name.startswith("LlamaTokenizer"):
+        class_name = "PreTrainedTokenizerFast"
+    return getattr(transformers, class_name).from_pretrained(
+        checkpoint.folder / folder, local_files_only=True
+    )
+
+
+def load_feature_extractor(checkpoint: Checkpoint) -> Any:
+    """The SigLIP image processor of a checkpoint, from its files alone."""
+    from transformers import SiglipImageProcessor
+
+    require_feature_extractor(checkpoint)
+    return SiglipImageProcessor.from_pretrained(
+        checkpoint.folder / "feature_extractor", local_files_only=True
+    )
+
+
+# ----------------------------------------------------------------------- token
+
+
+def _warn(say: Say, found: int, limit: int, lost: str, reader: str = "") -> None:
+    if lost:
+        shown = lost if len(lost) <= SHOWN else lost[:SHOWN] + "…"
+        say(
+            f"warning: a prompt is {found} tokens long, over the limit of {limit}"
+            f"{reader}; this part was cut off: {shown!r}"
+        )
+
+
+def _lost(tokenizer: Any, text: str, prompt: str, kept: int, special: bool) -> str:
+    """The end of ``prompt`` within ``text`` that is beyond the first tokens."""
+    spans = tokenizer(
+        text,
+        add_special_tokens=special,
+        return_offsets_mapping=True,
+        verbose=False,
+    ).offset_mapping
+    if len(spans) <= kept:
+        return ""
+    start = text.rfind(prompt)
+    end = start + len(prompt) if start >= 0 else len(text)
+    return text[spans[kept][0] : end]
+
+
+def chat_ids(
+    tokenizer: Any, prompts: Sequence[str], say: Say = _silent
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Qwen's tokens of prompts: ids and mask, of shape [R, crop_start + max_length].
+
+    The same as ``HunyuanVideo15Pipeline._get_mllm_prompt_embeds`` gives its encoder;
+    ``say`` is told what a prompt over the limit lost.
+    """
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
+        format_text_input,
+    )
+
+    template = chat_template()
+    length = template.crop_start + template.max_length
+    for prompt in dict.fromkeys(prompts):
+        (turns,) = format_text_input([prompt], template.system_message)
+        text = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=False
+        )
+        found = len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        lost = _lost(tokenizer, text, turns[-1]["content"], length, special=False)
+        _warn(say, found - template.crop_start, template.max_length, lost)
+    batch = tokenizer.apply_chat_template(
+        format_text_input(list(prompts), template.system_message),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        padding="max_length",
+        max_length=length,
+        truncation=True,
+        return_tensors="pt",
+    )
+    return batch.input_ids, batch.attention_mask
+
+
+def glyph_ids(
+    tokenizer: Any, prompts: Sequence[str], say: Say = _silent
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ByT5's tokens of the texts that prompts quote.
+
+    Returns:
+        ids and mask of shape [R, 256], and [R]: whether a prompt quotes anything. A
+        row that does not is padding with an empty mask; upstream leaves its encoder
+        out and gives zero states, as :func:`.encoders.byt5_states` does. Source:
+        ``HunyuanVideo15Pipeline._get_byt5_prompt_embeds``.
+    """
+    import torch
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
+        extract_glyph_texts,
+    )
+
+    length = glyph_tokens()
+    texts = [extract_glyph_texts(prompt) for prompt in prompts]
+    ids = torch.full((len(texts), length), tokenizer.pad_token_id, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for text in dict.fromkeys(t for t in texts if t is not None):
+        whole = tokenizer(text, verbose=False).input_ids
+        lost = tokenizer.decode(whole[length - 1 : -1], skip_special_tokens=True)
+        if len(whole) > length:
+            _warn(say, len(whole), length, lost, " for quoted texts")
+    for row, text in enumerate(texts):
+        if text is not None:
+            batch = tokenizer(
+                text,
+                padding="max_length",
+                max_length=length,
+                truncation=True,
+                add_special_tokens=True,
+                return_tensors="pt",
+            )
+            ids[row], mask[row] = batch.input_ids[0], batch.attention_mask[0]
+    has_glyph = torch.tensor([text is not None for text in texts])
+    return ids, mask, has_glyph
+
+
+def clip_tokens() -> int:
+    """L of the pooled encoding, of ``HunyuanVideoPipeline._get_clip_prompt_embeds``."""
+    from diffusers import HunyuanVideoPipeline
+
+    function = HunyuanVideoPipeline._get_clip_prompt_embeds
+    parameter = inspect.signature(function).parameters["max_sequence_length"]
+    return int(parameter.default)
+
+
+def llama_crop() -> int:
+    """Tokens of the 13b prompt template in front of the prompt, cut off the states."""
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+
+    return int(pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE["crop_start"])
+
+
+def llama_ids(
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_sequence_length: int = 256,
+    say: Say = _silent,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama's tokens of prompts: ids and mask, [R, llama_crop() + max_sequence_length].
+
+    The same as ``HunyuanVideoPipeline._get_llama_prompt_embeds`` gives its encoder with
+    the default template.
+    """
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE["template"]
+    length = llama_crop() + max_sequence_length
+    for prompt in dict.fromkeys(prompts):
+        text = template.format(prompt)
+        found = len(tokenizer(text, verbose=False).input_ids)
+        lost = _lost(tokenizer, text, prompt, length, special=True)
+        _warn(say, found - llama_crop(), max_sequence_length, lost)
+    batch = tokenizer(
+        [template.format(prompt) for prompt in prompts],
+        max_length=length,
+        padding="max_length",
+        truncation=True,
+        return_tensors="pt",
+        return_attention_mask=True,
+    )
+    return batch.input_ids, batch.attention_mask
+
+
+def clip_ids(
+    tokenizer: Any, prompts: Sequence[str], say: Say = _silent
+) -> torch.Tensor:
+    """CLIP's tokens of prompts, of shape [R, 77].
+
+    The same as ``HunyuanVideoPipeline._get_clip_prompt_embeds`` gives its encoder.
+    """
+    length = clip_tokens()
+    for prompt in dict.fromkeys(prompts):
+        found = len(tokenizer(prompt, verbose=False).input_ids)
+        if found > length:
+            # The last token kept is the end-of-text token.
+            lost = _lost(tokenizer, prompt, prompt, length - 1, special=True)
+            _warn(say, found, length, lost, " of the pooled encoder")
+    ids: torch.Tensor = tokenizer(
+        list(prompts),
+        padding="max_length",
+        max_length=length,
+        truncation=True,
+        return_tensors="pt",
+    ).input_ids
+    return ids
+
+
+# ----------------------------------------------------------------------- image
+
+
+def image_pixels(feature_extractor: Any, images: Sequence[Image]) -> torch.Tensor:
+    """Pixels for SigLIP, [len(images), 3, height, width], float32.
+
+    ``images`` are already cropped to the video's size, as upstream hands them to
+    ``HunyuanVideo15ImageToVideoPipeline._get_image_embeds``.
+    """
+    pixels: torch.Tensor = feature_extractor.preprocess(
+        images=list(images), do_resize=True, return_tensors="pt", do_convert_rgb=True
+    ).pixel_values
+    return pixels

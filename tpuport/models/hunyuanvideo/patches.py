@@ -1,0 +1,298 @@
+"""Patches on the transformer of HunyuanVideo-1.5.
+
+Text carries no rotary embedding, so the order of its keys is free: valid tokens go to
+the front once per call, and every attention takes the number of valid keys in place of
+a mask of S x S. Padded tokens still pass through the blocks as queries, as they do
+upstream; what becomes of them reaches no valid token and is cut off with the text.
+
+Legend: B batch, H heads, D head dim, L text tokens (of all three kinds together unless
+said), N video tokens, S = N + L, C channels, T/Y/X latent frames/rows/columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.patching import Patch
+from tpuport.patches.attention import attend, take_tokens, valid_first, valid_order
+
+if TYPE_CHECKING:
+    import torch
+
+# Rows of `cond_type_embed`.
+TEXT, GLYPHS, IMAGE = 0, 1, 2
+
+
+def _heads(attn: Any, x: torch.Tensor) -> torch.Tensor:
+    """[B, L, H D] as [B, L, H, D]."""
+    return x.unflatten(2, (attn.heads, -1))
+
+
+def _attend_tokens(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [B, L, H, D], as [B, L, H D] in the dtype of the query."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = attend(q, k, v, key_lengths=lengths)
+    return out.transpose(1, 2).flatten(2, 3)
+
+
+def _joint_attention(
+    self: Any,
+    attn: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In place of ``HunyuanVideo15AttnProcessor2_0.__call__``.
+
+    Args:
+        self: the processor.
+        attn: the upstream attention module, whose weights are used.
+        hidden_states: video tokens [B, N, C], all of them valid.
+        encoder_hidden_states: text tokens [B, L, C], valid ones first.
+        attention_mask: how many text tokens are valid, integers of shape [B]; ``None``
+            for all.
+        image_rotary_emb: cos and sin of the video tokens, [N, D] each.
+
+    Returns:
+        Video [B, N, C] and text [B, L, C].
+
+    Raises:
+        ValueError: ``attention_mask`` has another shape: a mask of tokens belongs to
+            the patched forward, which makes the lengths.
+    """
+    import torch
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    if attention_mask is not None and attention_mask.ndim != 1:
+        raise ValueError(
+            "the patched attention takes the number of valid text tokens, of shape "
+            f"[{hidden_states.shape[0]}], for attention_mask; got one of shape "
+            f"{[*attention_mask.shape]}. Order the tokens with "
+            "tpuport.patches.attention.valid_first, which counts them."
+        )
+    query = attn.norm_q(_heads(attn, attn.to_q(hidden_states)))
+    key = attn.norm_k(_heads(attn, attn.to_k(hidden_states)))
+    value = _heads(attn, attn.to_v(hidden_states))
+    if image_rotary_emb is not None:
+        query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
+        key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
+    if encoder_hidden_states is None:
+        # Upstream leaves out the projection here, too.
+        return _attend_tokens(query, key, value, None), None
+
+    text_query = _heads(attn, attn.add_q_proj(encoder_hidden_states))
+    text_key = _heads(attn, attn.add_k_proj(encoder_hidden_states))
+    text_value = _heads(attn, attn.add_v_proj(encoder_hidden_states))
+    if attn.norm_added_q is not None:
+        text_query = attn.norm_added_q(text_query)
+    if attn.norm_added_k is not None:
+        text_key = attn.norm_added_k(text_key)
+    count = hidden_states.shape[1]
+    out = _attend_tokens(
+        torch.cat([query, text_query], dim=1),
+        torch.cat([key, text_key], dim=1),
+        torch.cat([value, text_value], dim=1),
+        None if attention_mask is None else attention_mask + count,
+    )
+    project, drop = attn.to_out
+    return drop(project(out[:, :count])), attn.to_add_out(out[:, count:])
+
+
+def _refine(
+    self: Any,
+    hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In place of ``HunyuanVideo15IndividualTokenRefiner.forward``.
+
+    Args:
+        self: the refiner.
+        hidden_states: tokens of one text encoder [B, L, C].
+        temb: [B, C].
+        attention_mask: [B, L] of any dtype; ``None`` where all are valid.
+
+    Returns:
+        [B, L, C] in the order given. Valid tokens are upstream's; others, of which
+        upstream attends to none, attend to the valid ones here and are finite.
+    """
+    if attention_mask is None:
+        for block in self.refiner_blocks:
+            hidden_states = block(hidden_states, temb)
+        return hidden_states
+    order, lengths = valid_order(attention_mask)
+    x = take_tokens(hidden_states, order)
+    for block in self.refiner_blocks:
+        gate_attention, gate_mlp = block.norm_out(temb)
+        normed, attn = block.norm1(x), block.attn
+        out = _attend_tokens(
+            _heads(attn, attn.to_q(normed)),
+            _heads(attn, attn.to_k(normed)),
+            _heads(attn, attn.to_v(normed)),
+            lengths,
+        )
+        project, drop = attn.to_out
+        x = x + drop(project(out)) * gate_attention
+        x = x + block.ff(block.norm2(x)) * gate_mlp
+    return take_tokens(x, order.argsort(dim=1))
+
+
+def text_tokens(
+    model: Any,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    text_mask: torch.Tensor,
+    glyphs: torch.Tensor,
+    glyph_mask: torch.Tensor,
+    image: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the video attends to besides itself, valid tokens first.
+
+    Args:
+        model: the upstream transformer.
+        timestep: [B].
+        text: of the language model, [B, Lt, Ct], with its mask [B, Lt] of any dtype.
+        text_mask: see ``text``.
+        glyphs: of ByT5, [B, Lg, Cg], with its mask [B, Lg] of any dtype; Lg may be 0.
+        glyph_mask: see ``glyphs``.
+        image: [B, Li, Ci]; ``None`` and Li = 0 mean text to video, and so do, as
+            upstream has it, zeros in the whole batch.
+
+    Returns:
+        [B, L, C] with L = Li + Lg + Lt, in upstream's order of valid image, glyph and
+        text tokens and then zeros, and the number of valid ones, integers [B].
+    """
+    import torch
+
+    def kind(tokens: torch.Tensor, row: int) -> torch.Tensor:
+        index = torch.full((1,), row, dtype=torch.long, device=tokens.device)
+        return tokens + model.cond_type_embed(index)
+
+    tokens = [
+        kind(model.context_embedder_2(glyphs), GLYPHS),
+        kind(model.context_embedder(text, timestep, text_mask), TEXT),
+    ]
+    masks = [glyph_mask.bool(), text_mask.bool()]
+    if image is not None and image.shape[1]:
+        tokens.insert(0, kind(model.image_embedder(image), IMAGE))
+        masks.insert(0, (image != 0).any().expand(*image.shape[:2]))
+    joined, lengths = valid_first(torch.cat(tokens, dim=1), torch.cat(masks, dim=1))
+    index = torch.arange(joined.shape[1], device=joined.device)
+    # Zeros in place of whatever padding holds: the weight of a NaN is NaN.
+    padding = (index >= lengths[:, None])[:, :, None]
+    return joined.masked_fill(padding, 0.0), lengths
+
+
+def unpatchify(
+    tokens: torch.Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]
+) -> torch.Tensor:
+    """[B, N, C pt py px] as [B, C, T, Y, X], of patches that are a grid in T, Y, X."""
+    x = tokens.unflatten(2, (-1, *patch)).unflatten(1, grid)
+    # B t y x C pt py px -> B C t pt y py x px
+    x = x.permute(0, 4, 1, 5, 2, 6, 3, 7)
+    return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def _forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_attention_mask: torch.Tensor,
+    timestep_r: torch.Tensor | None = None,
+    encoder_hidden_states_2: torch.Tensor | None = None,
+    encoder_attention_mask_2: torch.Tensor | None = None,
+    image_embeds: torch.Tensor | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+    *,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Any:
+    """In place of ``HunyuanVideo15Transformer3DModel.forward``, see there.
+
+    Unlike upstream it also takes ``image_embeds`` that is ``None`` or has no tokens.
+    """
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    if encoder_hidden_states_2 is None or encoder_attention_mask_2 is None:
+        raise ValueError(
+            "HunyuanVideo-1.5 needs encoder_hidden_states_2 and "
+            "encoder_attention_mask_2; without a text to draw pass zero tokens"
+        )
+    config = self.config
+    patch = (config.patch_size_t, config.patch_size, config.patch_size)
+    frames, rows, columns = (
+        n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
+    )
+    rotary = image_rotary_emb or self.rope(hidden_states)
+    temb = self.time_embed(timestep, timestep_r=timestep_r)
+    video = self.x_embedder(hidden_states)
+    text, lengths = text_tokens(
+        self,
+        timestep,
+        encoder_hidden_states,
+        encoder_attention_mask,
+        encoder_hidden_states_2,
+        encoder_attention_mask_2,
+        image_embeds,
+    )
+    for block in self.transformer_blocks:
+        video, text = block(video, text, temb, lengths, rotary)
+    video = self.proj_out(self.norm_out(video, temb))
+    sample = unpatchify(video, (frames, rows, columns), patch)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+def _scaled_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward with what upstream decorates its own with: the scale of LoRAs."""
+    from diffusers.utils import apply_lora_scale
+
+    patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(_forward)
+    return patched
+
+
+_MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
+_UPSTREAM = "diffusers>=0.42,<0.43"
+_LINK = (
+    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+    "models/transformers/transformer_hunyuan_video15.py"
+)
+
+TRANSFORMER_15: tuple[Patch, ...] = (
+    Patch(
+        name="hunyuanvideo15-joint-attention",
+        target=f"{_MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
+        replacement=_joint_attention,
+        reason="every block builds a boolean mask of S x S from the outer product of "
+        "the text mask, 2.6 GB at 480p with 121 frames, that no fused kernel takes; "
+        "the number of valid keys says the same",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo15-token-refiner",
+        target=f"{_MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
+        replacement=_refine,
+        reason="the same outer product over the tokens of the language model",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo15-forward",
+        target=f"{_MODULE}:HunyuanVideo15Transformer3DModel.forward",
+        replacement=_scaled_forward,
+        wraps=True,
+        reason="branches on whether image_embeds are zeros and indexes each item by a "
+        "boolean mask: neither can be traced",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+)
+"""For the transformer; they belong together, forward hands lengths to the attention."""

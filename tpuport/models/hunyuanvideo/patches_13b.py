@@ -1,0 +1,244 @@
+"""Patches on the transformer of HunyuanVideo (13B).
+
+Upstream's attention masks the keys of padded text; here the number of valid keys says
+the same. It is taken once per call, and the blocks hand it on where they hand on the
+mask. Upstream counts the valid text tokens and takes that many from the front, so a
+mask must have them first, as its pipelines' masks do; this is kept as it is.
+
+Legend: B batch, H heads, D head dim, L text tokens, N video tokens, C channels, T/Y/X
+latent frames/rows/columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.patching import Patch
+from tpuport.models.hunyuanvideo.patches import unpatchify
+from tpuport.patches.attention import attend, take_tokens, valid_order
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attend_tokens(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """In place of ``dispatch_attention_fn``, as this model calls it.
+
+    Args:
+        query: of shape [B, L, H, D], as are ``key`` and ``value``.
+        key: see ``query``.
+        value: see ``query``.
+        attn_mask: how many keys are valid, integers of shape [B]; ``None`` for all.
+        options: upstream's others, which must be off: dropout, causality, a backend of
+            diffusers or its context parallelism.
+
+    Returns:
+        [B, L, H, D] in the dtype of ``query``.
+
+    Raises:
+        NotImplementedError: one of ``options`` is on.
+        ValueError: ``attn_mask`` has another shape: a mask of tokens belongs to the
+            patched forward, which makes the lengths.
+    """
+    asked = sorted(name for name, option in options.items() if option)
+    if asked:
+        raise NotImplementedError(
+            f"the patched attention of HunyuanVideo has no {', '.join(asked)}; leave "
+            "them at their defaults, and choose a kernel and a mesh in tpuport"
+        )
+    if attn_mask is not None and attn_mask.ndim != 1:
+        raise ValueError(
+            "the patched attention takes the number of valid keys, of shape "
+            f"[{query.shape[0]}], for attn_mask; got one of shape {[*attn_mask.shape]}"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attend(q, k, v, key_lengths=attn_mask).transpose(1, 2)
+
+
+def _refine(
+    self: Any,
+    hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In place of ``HunyuanVideoIndividualTokenRefiner.forward``.
+
+    A valid token sees the valid ones and, valid or not, the first; any other token sees
+    the first alone, whose value is then its result. All rows are upstream's.
+
+    Args:
+        self: the refiner.
+        hidden_states: text tokens [B, L, C].
+        temb: [B, C].
+        attention_mask: [B, L] of any dtype; ``None`` where all are valid.
+
+    Returns:
+        [B, L, C] in the order given.
+    """
+    import torch
+
+    if attention_mask is None:
+        for block in self.refiner_blocks:
+            hidden_states = block(hidden_states, temb)
+        return hidden_states
+    valid = attention_mask.bool()
+    first = torch.arange(valid.shape[1], device=valid.device) == 0
+    # The first token stays the first one.
+    order, lengths = valid_order(valid | first)
+    x = take_tokens(hidden_states, order)
+    sees_all = take_tokens(valid[:, :, None], order)[..., None]
+    for block in self.refiner_blocks:
+        gate_attention, gate_mlp = block.norm_out(temb)
+        normed, attn = block.norm1(x), block.attn
+        query, key, value = (
+            project(normed).unflatten(2, (attn.heads, -1))
+            for project in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        out = attend_tokens(query, key, value, lengths)
+        out = torch.where(sees_all, out, value[:, :1]).flatten(2, 3)
+        project, drop = attn.to_out
+        x = x + drop(project(out)) * gate_attention
+        x = x + block.ff(block.norm2(x)) * gate_mlp
+    return take_tokens(x, order.argsort(dim=1))
+
+
+def _single_block(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of ``HunyuanVideoSingleTransformerBlock.forward``, see there.
+
+    The output layer takes attention and feed-forward side by side. Its product with
+    each is added up here: the same products, summed in another order.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    video = hidden_states.shape[1]
+    joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+    normed, gate = self.norm(joined, emb=temb)
+    mlp = self.act_mlp(self.proj_mlp(normed))
+    attention = torch.cat(
+        self.attn(
+            hidden_states=normed[:, :video],
+            encoder_hidden_states=normed[:, video:],
+            attention_mask=attention_mask,
+            image_rotary_emb=image_rotary_emb,
+        ),
+        dim=1,
+    )
+    width = attention.shape[2]
+    weight = self.proj_out.weight
+    out = F.linear(attention, weight[:, :width]) + F.linear(mlp, weight[:, width:])
+    joined = joined + gate.unsqueeze(1) * (out + self.proj_out.bias)
+    return joined[:, :video], joined[:, video:]
+
+
+def _forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_attention_mask: torch.Tensor,
+    pooled_projections: torch.Tensor,
+    guidance: torch.Tensor | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+    *,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Any:
+    """In place of ``HunyuanVideoTransformer3DModel.forward``, see there."""
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    config = self.config
+    patch = (config.patch_size_t, config.patch_size, config.patch_size)
+    frames, rows, columns = (
+        n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
+    )
+    rotary = image_rotary_emb or self.rope(hidden_states)
+    temb, first_frame_temb = self.time_text_embed(
+        timestep, pooled_projections, guidance
+    )
+    video = self.x_embedder(hidden_states)
+    text = self.context_embedder(
+        encoder_hidden_states, timestep, encoder_attention_mask
+    )
+    # As integers: 256 + 1 is 256 in bfloat16, which pipelines cast the mask to.
+    lengths = encoder_attention_mask.int().sum(dim=1) + video.shape[1]
+    # The last two are for image conditioning that replaces the first frame.
+    conditions = (temb, lengths, rotary, first_frame_temb, rows * columns)
+    for block in (*self.transformer_blocks, *self.single_transformer_blocks):
+        video, text = block(video, text, *conditions)
+    video = self.proj_out(self.norm_out(video, temb))
+    sample = unpatchify(video, (frames, rows, columns), patch)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+def _scaled_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward with what upstream decorates its own with: the scale of LoRAs."""
+    from diffusers.utils import apply_lora_scale
+
+    patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(_forward)
+    return patched
+
+
+_MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
+_UPSTREAM = "diffusers>=0.42,<0.43"
+_LINK = (
+    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+    "models/transformers/transformer_hunyuan_video.py"
+)
+
+TRANSFORMER_13B: tuple[Patch, ...] = (
+    Patch(
+        name="hunyuanvideo-attention",
+        target=f"{_MODULE}:dispatch_attention_fn",
+        replacement=attend_tokens,
+        reason="hands a mask of the padded text's keys to every block, with which no "
+        "fused kernel runs; the number of valid keys says the same",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo-token-refiner",
+        target=f"{_MODULE}:HunyuanVideoIndividualTokenRefiner.forward",
+        replacement=_refine,
+        reason="builds a mask of text tokens squared, repeated for every head, with "
+        "which no fused kernel runs",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo-single-block-output",
+        target=f"{_MODULE}:HunyuanVideoSingleTransformerBlock.forward",
+        replacement=_single_block,
+        reason="joins attention and feed-forward to five times the width before the "
+        "output layer, 3.7 GB at 720p with 129 frames; over tp it has to be gathered, "
+        "because both parts are split by themselves",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo-forward",
+        target=f"{_MODULE}:HunyuanVideoTransformer3DModel.forward",
+        replacement=_scaled_forward,
+        wraps=True,
+        reason="makes the mask of keys that the patched attention takes as lengths",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+)
+"""For the transformer; they belong together, forward hands lengths to the attention."""

@@ -1,0 +1,150 @@
+"""The HunyuanVideo plugin: 1.5 (text and image to video) and the original 13b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.spec import Component, ModelPort
+from tpuport.core.splitting import ForwardSplit
+from tpuport.hookspecs import hookimpl
+from tpuport.models.hunyuanvideo import (
+    config,
+    demo,
+    encoders,
+    sharding,
+    stages,
+    stages_13b,
+)
+from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
+from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
+from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
+from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
+from tpuport.patches.tracing import SLICE_ASSIGNMENT
+
+
+def _make_demo(folder: Path, variant: str) -> None:
+    if variant == config.DEMO_13B.name:
+        demo.make_demo_13b(folder)
+    else:
+        demo.make_demo(folder)
+
+
+def _heads(default: int) -> Callable[[Mapping[str, Any]], int]:
+    """How many heads a config has; ``default`` is upstream's, which files may omit."""
+    return lambda values: int(values.get("num_attention_heads", default))
+
+
+def _vae(class_name: str, rules: Any) -> Component:
+    return Component(
+        name="vae",
+        class_path=f"diffusers:{class_name}",
+        sharding=rules,
+        single_device=True,
+    )
+
+
+COMPONENTS_15 = {
+    "text_encoder": Component(
+        name="text_encoder",
+        class_path="transformers:Qwen2_5_VLTextModel",
+        sharding=sharding.QWEN,
+    ),
+    "text_encoder_2": Component(
+        name="text_encoder_2",
+        class_path="transformers:T5EncoderModel",
+        sharding=sharding.BYT5,
+        # As the model's authors run it.
+        dtype="float32",
+    ),
+    "image_encoder": Component(
+        name="image_encoder",
+        class_path="transformers:SiglipVisionModel",
+        sharding=sharding.SIGLIP,
+        stored_prefix=encoders.STORED_PREFIXES["SiglipVisionModel"],
+        heads=_heads(12),
+    ),
+    "transformer": Component(
+        name="transformer",
+        class_path="diffusers:HunyuanVideo15Transformer3DModel",
+        sharding=sharding.TRANSFORMER_15,
+        layouts=sharding.LAYOUTS_15,
+        split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
+        heads=_heads(16),
+    ),
+    "vae": _vae("AutoencoderKLHunyuanVideo15", sharding.VAE_15),
+}
+
+COMPONENTS_13B = {
+    "text_encoder": Component(
+        name="text_encoder",
+        class_path="transformers:LlamaModel",
+        sharding=sharding.LLAMA,
+        heads=_heads(32),
+    ),
+    "text_encoder_2": Component(
+        name="text_encoder_2",
+        class_path="transformers:CLIPTextModel",
+        sharding=sharding.CLIP,
+        stored_prefix=encoders.STORED_PREFIXES["CLIPTextModel"],
+        ignored=(r"(text_model\.)?embeddings\.position_ids",),
+    ),
+    "transformer": Component(
+        name="transformer",
+        class_path="diffusers:HunyuanVideoTransformer3DModel",
+        sharding=sharding.TRANSFORMER_13B,
+        layouts=sharding.LAYOUTS_13B,
+        split=ForwardSplit(
+            blocks=("transformer_blocks", "single_transformer_blocks"),
+            head=("hidden_states",),
+        ),
+        heads=_heads(24),
+    ),
+    "vae": _vae("AutoencoderKLHunyuanVideo", sharding.VAE_13B),
+}
+
+PORT_13B = ModelPort(
+    name="hunyuanvideo",
+    title="HunyuanVideo 1.5 and 13b, text and image to video",
+    form=config.FORM_13B,
+    pipelines=("HunyuanVideoPipeline",),
+    components=COMPONENTS_13B,
+    stages=stages_13b.STAGES,
+    variants=config.VARIANTS,
+    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_13B, *VAE_13B),
+    overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+    attention=sharding.ATTENTION,
+    options=config.OPTIONS,
+    detect=config.detect_13b,
+    check=config.check_13b,
+    guided=config.guided_13b,
+    bucket=config.bucket,
+    latent_shape=stages_13b.latent_shape,
+    make_demo=_make_demo,
+    demo_version=demo.VERSION,
+)
+
+PORT = replace(
+    PORT_13B,
+    form=config.FORM_15,
+    pipelines=("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
+    components=COMPONENTS_15,
+    stages=stages.STAGES,
+    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_15, *VAE_15),
+    detect=config.detect_15,
+    check=config.check_15,
+    guided=config.guided_15,
+    latent_shape=stages.latent_shape,
+    forms=(PORT_13B,),
+)
+
+
+@hookimpl
+def tpuport_model() -> ModelPort:
+    """Hand over the port."""
+    return PORT

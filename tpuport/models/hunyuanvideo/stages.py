@@ -1,0 +1,375 @@
+"""The three stages of HunyuanVideo-1.5 as pure functions.
+
+Legend: B videos of a batch, R rows of the model (2B with guidance, else B), Lt text, Lg
+glyph and Li image tokens, E width, C latent channels, T/Y/X latent frames, rows,
+columns, F frames.
+
+Latents are [B, C, T, Y, X] everywhere, as in the diffusers pipelines. Embeddings are
+stored with all their padding and trimmed when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.arrays import to_torch
+from tpuport.core.flow_match import make_flow_schedule
+from tpuport.core.request import Request
+from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.tensors import TensorSpec
+from tpuport.core.text_buckets import trim
+from tpuport.models.hunyuanvideo import encoders, images, inputs, rotary, upstream
+from tpuport.models.hunyuanvideo.common import (
+    draw_noise,
+    finite_or_error,
+    plan_tiles,
+    rows_of,
+)
+from tpuport.models.hunyuanvideo.vae import decode_tile_15, encode_mode_15
+
+if TYPE_CHECKING:
+    from tpuport.core.module import BoundModule
+
+#: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
+TEXT_BUCKETS = (64, 128, 192, 256, 384, 512, 768)
+GLYPH_BUCKETS = (0, 32, 64, 128)
+
+
+# ---------------------------------------------------------------------- encode
+
+
+def _text(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """ids, mask [R, L] -> states [R, L, E]."""
+    return None, encoders.qwen_states(model, given["input_ids"], given["mask"])
+
+
+def _glyphs(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """ids, mask [R, Lg] -> states [R, Lg, E]."""
+    return None, encoders.byt5_states(model, given["input_ids"], given["mask"])
+
+
+def _image_tokens(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """pixels [B, 3, Y, X] -> tokens [B, Li, E]."""
+    return None, encoders.siglip_states(model, given["pixel_values"])
+
+
+def _image_latents(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """pixels [B, 3, 1, Y, X] in [-1, 1] -> scaled latents [B, C, 1, Y, X]."""
+    scaling = model.ported.module.config.scaling_factor
+    return None, encode_mode_15(model, given["pixels"]) * scaling
+
+
+def plan_encode(ctx: StageContext) -> Work:
+    """Encode the prompts of a batch, with the negative ones when guided, and images."""
+    import torch
+
+    texts = rows_of(ctx, ctx.request.guided)
+    chat = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "Qwen2Tokenizer")
+    ids, mask = inputs.chat_ids(chat, texts, ctx.say)
+    calls = [Call("text", {"input_ids": ids, "mask": mask})]
+    quoted = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "ByT5Tokenizer")
+    glyph_ids, glyph_mask, has_glyphs = inputs.glyph_ids(quoted, texts, ctx.say)
+    if bool(has_glyphs.any()):
+        calls.append(Call("glyphs", {"input_ids": glyph_ids, "mask": glyph_mask}))
+    if ctx.request.task == "i2v":
+        pictures = images.fitted(ctx)
+        extractor = inputs.load_feature_extractor(ctx.checkpoint)
+        pixels = inputs.image_pixels(extractor, pictures)
+        calls.append(Call("image", {"pixel_values": pixels}))
+        calls.append(Call("condition", {"pixels": images.condition_pixels(pictures)}))
+    start = inputs.chat_template().crop_start
+
+    def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
+        made = {c.program: to_torch(o) for c, o in zip(calls, outputs, strict=True)}
+        width = int(ctx.checkpoint.config("text_encoder_2").get("d_model", 512))
+        drawn = torch.zeros(*glyph_ids.shape, width)
+        if "glyphs" in made:
+            # A row without text to draw is zeros, as upstream has it.
+            drawn = torch.where(has_glyphs[:, None, None], made["glyphs"], drawn)
+        tensors = {
+            "prompt_embeds": made["text"][:, start:],
+            "prompt_embeds_mask": mask[:, start:],
+            "prompt_embeds_2": drawn.float(),
+            "prompt_embeds_mask_2": glyph_mask,
+        }
+        count = len(ctx.prompts)
+        named = {name: rows[-count:].contiguous() for name, rows in tensors.items()}
+        if ctx.request.guided:
+            for name, rows in tensors.items():
+                named[f"negative_{name}"] = rows[:count].contiguous()
+        for program, name in (
+            ("image", "image_embeds"),
+            ("condition", "image_latents"),
+        ):
+            if program in made:
+                rows = made[program]
+                named[name] = rows.expand(count, *rows.shape[1:]).contiguous()
+        return named
+
+    return Work(
+        carry=None, constants=None, calls=calls, total=len(calls), finish=finish
+    )
+
+
+def encode_needs(request: Request) -> tuple[str, ...]:
+    """The text encoders, and for image to video what looks at the image."""
+    texts = ("text_encoder", "text_encoder_2")
+    return (*texts, "image_encoder", "vae") if request.task == "i2v" else texts
+
+
+# --------------------------------------------------------------------- denoise
+
+
+def _denoise_step(
+    model: BoundModule,
+    carry: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One step: the transformer on both prompts at once, guidance, the sampler.
+
+    Latents are float32 whatever the weights' dtype.
+    """
+    import jax.numpy as jnp
+
+    latents = carry["latents"]
+    text = constants["text"]
+    dtype = model.weights["proj_out.weight"].dtype
+    guided = text.shape[0] != latents.shape[0]
+    # The channels after the latents: the image's latents, and 1 where they are given.
+    batch, channels, *grid = latents.shape
+    condition = jnp.zeros((batch, channels + 1, *grid), latents.dtype)
+    if "image_latents" in constants:
+        image = constants["image_latents"].astype(latents.dtype)
+        first = jnp.concatenate([image, jnp.ones_like(image[:, :1])], axis=1)
+        condition = jnp.concatenate([first, condition[:, :, 1:]], axis=2)
+    rows = jnp.concatenate([latents, condition], axis=1).astype(dtype)
+    if guided:
+        rows = jnp.concatenate([rows] * 2)
+    rows = model.constrain(rows, "dp")
+    count = rows.shape[0]
+    extra: dict[str, Any] = {}
+    if "next_timestep" in given:
+        extra["timestep_r"] = jnp.full((count,), given["next_timestep"], dtype)
+    image_tokens = constants.get("image_embeds")
+    if image_tokens is not None:
+        image_tokens = image_tokens.astype(dtype)
+        if guided:
+            image_tokens = jnp.concatenate([image_tokens] * 2)
+        image_tokens = model.constrain(image_tokens, "dp")
+    prediction = model(
+        hidden_states=rows,
+        timestep=jnp.full((count,), given["timestep"], dtype),
+        encoder_hidden_states=model.constrain(text.astype(dtype), "dp"),
+        encoder_attention_mask=model.constrain(constants["text_mask"], "dp"),
+        encoder_hidden_states_2=model.constrain(
+            constants["glyphs"].astype(dtype), "dp"
+        ),
+        encoder_attention_mask_2=model.constrain(constants["glyph_mask"], "dp"),
+        image_embeds=image_tokens,
+        image_rotary_emb=(constants["cos"], constants["sin"]),
+        return_dict=False,
+        **extra,
+    )[0].astype(jnp.float32)
+    if guided:
+        uncond, cond = jnp.split(prediction, 2)
+        prediction = uncond + given["guidance"] * (cond - uncond)
+    latents = latents + given["delta"] * prediction
+    return {"latents": latents}, {"finite": jnp.isfinite(latents).all()}
+
+
+def plan_denoise(ctx: StageContext) -> Work:
+    """The denoising loop of a batch: one call a step."""
+    import numpy as np
+    import torch
+
+    request = ctx.request
+    config = ctx.checkpoint.config("transformer")
+    schedule = make_flow_schedule(
+        ctx.checkpoint.config("scheduler"),
+        request.num_inference_steps,
+        float(request.options["flow_shift"]),
+    )
+    latents = ctx.inputs.get("initial_latents")
+    if latents is None:
+        latents = draw_noise(
+            ctx, latent_shape(request, ctx.checkpoint), ctx.inputs["prompt_embeds"]
+        )
+
+    def rows(name: str) -> torch.Tensor:
+        if not request.guided:
+            return ctx.inputs[name]
+        return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
+
+    text, text_mask = trim(
+        rows("prompt_embeds"), rows("prompt_embeds_mask"), TEXT_BUCKETS
+    )
+    glyphs, glyph_mask = trim(
+        rows("prompt_embeds_2"), rows("prompt_embeds_mask_2"), GLYPH_BUCKETS
+    )
+    cos, sin = rotary.tables(ctx.rotary, config, tuple(latents.shape[2:]))
+    constants: dict[str, Any] = {
+        "text": text,
+        "text_mask": text_mask,
+        "glyphs": glyphs,
+        "glyph_mask": glyph_mask,
+        "cos": cos,
+        "sin": sin,
+    }
+    for name in ("image_embeds", "image_latents"):
+        if name in ctx.inputs:
+            constants[name] = ctx.inputs[name]
+    meanflow = bool(config.get("use_meanflow"))
+
+    def calls() -> Iterator[Call]:
+        for index, timestep in enumerate(schedule.timesteps):
+            given: dict[str, Any] = {
+                "timestep": timestep,
+                "delta": schedule.deltas[index],
+                "guidance": np.float32(request.guidance_scale),
+            }
+            if meanflow and request.task == "i2v":
+                # Upstream's text-to-video pipeline has no second time.
+                given["next_timestep"] = schedule.next_timesteps[index]
+            yield Call("step", given)
+
+    return Work(
+        carry={"latents": latents.float()},
+        constants=constants,
+        calls=calls(),
+        total=request.num_inference_steps,
+        finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
+        watch=finite_or_error(request.num_inference_steps),
+    )
+
+
+def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
+    """[B, C, T, Y, X] of a batch."""
+    config = checkpoint.config("vae")
+    space = int(config.get("spatial_compression_ratio", 16))
+    time = int(config.get("temporal_compression_ratio", 4))
+    return (
+        request.batch_size,
+        int(config.get("latent_channels", 32)),
+        (request.num_frames - 1) // time + 1,
+        request.height // space,
+        request.width // space,
+    )
+
+
+# ---------------------------------------------------------------------- decode
+
+
+def _decode_tile(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """Latents [B, C, T, Y, X] of a tile -> video [B, 3, F, 16Y, 16X], float32."""
+    return None, decode_tile_15(model, given["latents"])
+
+
+def plan_decode(ctx: StageContext) -> Work:
+    """Decode tile by tile, or all at once where no tiles are asked for."""
+    return plan_tiles(ctx, "tile")
+
+
+# ------------------------------------------------------------------------ table
+
+
+def _guided_rows(request: Request) -> int:
+    return request.batch_size * (2 if request.guided else 1)
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_MASKS = ("int64", "int32", "bool", *_FLOATS)
+
+
+def _embeddings(prefix: str, role: str, *, optional: bool) -> tuple[TensorSpec, ...]:
+    note = "only when guidance is on" if optional else ""
+
+    def spec(name: str, dtypes: tuple[str, ...], *shape: str) -> TensorSpec:
+        return TensorSpec(
+            name=prefix + name,
+            shape=("videos", *shape),
+            dtypes=dtypes,
+            optional=optional,
+            role=role,
+            note=note,
+        )
+
+    return (
+        spec("prompt_embeds", _FLOATS, "text_tokens", "text_width"),
+        spec("prompt_embeds_mask", _MASKS, "text_tokens"),
+        spec("prompt_embeds_2", _FLOATS, "glyph_tokens", "glyph_width"),
+        spec("prompt_embeds_mask_2", _MASKS, "glyph_tokens"),
+    )
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="encode",
+        unit="encoder",
+        components=("text_encoder", "text_encoder_2", "image_encoder", "vae"),
+        files=("tokenizer", "tokenizer_2", "feature_extractor"),
+        require=inputs.require_tokenizers_15,
+        needs=encode_needs,
+        programs={
+            "text": Program(component="text_encoder", fn=_text),
+            "glyphs": Program(component="text_encoder_2", fn=_glyphs),
+            "image": Program(component="image_encoder", fn=_image_tokens),
+            "condition": Program(component="vae", fn=_image_latents),
+        },
+        plan=plan_encode,
+        upstream=upstream.encode_15,
+        writes=(
+            *_embeddings("", "prompt", optional=False),
+            *_embeddings("negative_", "negative", optional=True),
+            TensorSpec(
+                name="image_embeds",
+                shape=("videos", "image_tokens", "image_width"),
+                dtypes=_FLOATS,
+                optional=True,
+                note="image to video only",
+            ),
+            TensorSpec(
+                name="image_latents",
+                shape=("videos", "channels", 1, "rows", "columns"),
+                dtypes=_FLOATS,
+                optional=True,
+                note="of the first frame, scaled; image to video only",
+            ),
+            TensorSpec(
+                name="initial_latents",
+                shape=("videos", "channels", "frames", "rows", "columns"),
+                dtypes=_FLOATS,
+                optional=True,
+                note="given by the user in place of the seed's noise",
+            ),
+        ),
+    ),
+    Stage(
+        name="denoise",
+        unit="step",
+        components=("transformer",),
+        files=("scheduler", "guider"),
+        programs={"step": Program(component="transformer", fn=_denoise_step)},
+        plan=plan_denoise,
+        upstream=upstream.denoise_15,
+        writes=(
+            TensorSpec(
+                name="latents",
+                shape=("videos", "channels", "frames", "rows", "columns"),
+                dtypes=("float32",),
+                note="scaled, as the sampler leaves them",
+            ),
+        ),
+        batch_rows=_guided_rows,
+    ),
+    Stage(
+        name="decode",
+        unit="tile",
+        components=("vae",),
+        programs={"tile": Program(component="vae", fn=_decode_tile)},
+        plan=plan_decode,
+        upstream=upstream.decode,
+        writes=(),
+    ),
+)

@@ -1,0 +1,302 @@
+"""The three stages of the original HunyuanVideo (13B) as pure functions.
+
+Legend: B videos of a batch, R rows of the model (2B with true guidance, else B), Lt
+text tokens, E width, C latent channels, T/Y/X latent frames, rows, columns, F frames.
+
+The guidance scale is an input of the transformer; a second prediction with the negative
+prompt is made only for a ``true_cfg_scale`` above 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.arrays import to_torch
+from tpuport.core.flow_match import make_flow_schedule
+from tpuport.core.request import Request
+from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.tensors import TensorSpec
+from tpuport.core.text_buckets import trim
+from tpuport.models.hunyuanvideo import encoders, inputs, rotary, upstream
+from tpuport.models.hunyuanvideo.common import (
+    draw_noise,
+    finite_or_error,
+    plan_tiles,
+    rows_of,
+)
+from tpuport.models.hunyuanvideo.config import guided_13b
+from tpuport.models.hunyuanvideo.vae import decode_tile_13b
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpuport.core.module import BoundModule
+
+#: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
+TEXT_BUCKETS = (32, 64, 128, 192)
+
+
+# ---------------------------------------------------------------------- encode
+
+
+def _text(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """ids, mask [R, L] -> states [R, L, E]."""
+    return None, encoders.llama_states(model, given["input_ids"], given["mask"])
+
+
+def _pooled(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """ids [R, 77] -> pooled [R, E]."""
+    return None, encoders.clip_pooled(model, given["input_ids"])
+
+
+def plan_encode(ctx: StageContext) -> Work:
+    """Encode the prompts of a batch, with the negative ones for true guidance."""
+    guided = guided_13b(ctx.request)
+    texts = rows_of(ctx, guided)
+    llama = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "LlamaTokenizerFast")
+    clip = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "CLIPTokenizer")
+    ids, mask = inputs.llama_ids(llama, texts, say=ctx.say)
+    pooled_ids = inputs.clip_ids(clip, texts, ctx.say)
+    start = inputs.llama_crop()
+
+    def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
+        tensors = {
+            "prompt_embeds": to_torch(outputs[0])[:, start:],
+            "prompt_attention_mask": mask[:, start:],
+            "pooled_prompt_embeds": to_torch(outputs[1]),
+        }
+        count = len(ctx.prompts)
+        named = {name: rows[-count:].contiguous() for name, rows in tensors.items()}
+        if guided:
+            for name, rows in tensors.items():
+                named[f"negative_{name}"] = rows[:count].contiguous()
+        return named
+
+    return Work(
+        carry=None,
+        constants=None,
+        calls=[
+            Call("text", {"input_ids": ids, "mask": mask}),
+            Call("pooled", {"input_ids": pooled_ids}),
+        ],
+        total=2,
+        finish=finish,
+    )
+
+
+# --------------------------------------------------------------------- denoise
+
+
+def _denoise_step(
+    model: BoundModule,
+    carry: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One step: the transformer, true guidance if asked for, the sampler.
+
+    Latents are float32 whatever the weights' dtype.
+    """
+    import jax.numpy as jnp
+
+    latents = carry["latents"]
+    text = constants["text"]
+    dtype = model.weights["proj_out.weight"].dtype
+    guided = text.shape[0] != latents.shape[0]
+    rows = jnp.concatenate([latents] * 2) if guided else latents
+    rows = model.constrain(rows.astype(dtype), "dp")
+    count = rows.shape[0]
+    extra: dict[str, Any] = {}
+    if "embedded_guidance" in given:
+        # Upstream rounds the scale to the weights' dtype and then multiplies.
+        scale = given["embedded_guidance"].astype(dtype) * 1000
+        extra["guidance"] = jnp.full((count,), scale, dtype)
+    prediction = model(
+        hidden_states=rows,
+        # Upstream's latents, and with them its timesteps, are float32 here.
+        timestep=jnp.full((count,), given["timestep"], jnp.float32),
+        encoder_hidden_states=model.constrain(text.astype(dtype), "dp"),
+        encoder_attention_mask=model.constrain(constants["text_mask"], "dp"),
+        pooled_projections=model.constrain(constants["pooled"].astype(dtype), "dp"),
+        image_rotary_emb=(constants["cos"], constants["sin"]),
+        return_dict=False,
+        **extra,
+    )[0].astype(jnp.float32)
+    if guided:
+        uncond, cond = jnp.split(prediction, 2)
+        prediction = uncond + given["true_guidance"] * (cond - uncond)
+    latents = latents + given["delta"] * prediction
+    return {"latents": latents}, {"finite": jnp.isfinite(latents).all()}
+
+
+def plan_denoise(ctx: StageContext) -> Work:
+    """The denoising loop of a batch: one call a step."""
+    import numpy as np
+    import torch
+
+    request = ctx.request
+    config = ctx.checkpoint.config("transformer")
+    schedule = make_flow_schedule(
+        ctx.checkpoint.config("scheduler"),
+        request.num_inference_steps,
+        float(request.options["flow_shift"]),
+    )
+    latents = ctx.inputs.get("initial_latents")
+    if latents is None:
+        # Float32 whatever the weights are, as upstream's pipeline draws it.
+        latents = draw_noise(ctx, latent_shape(request, ctx.checkpoint), None)
+    guided = guided_13b(request)
+
+    def rows(name: str) -> torch.Tensor:
+        if not guided:
+            return ctx.inputs[name]
+        return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
+
+    text, text_mask = trim(
+        rows("prompt_embeds"), rows("prompt_attention_mask"), TEXT_BUCKETS
+    )
+    cos, sin = rotary.tables(ctx.rotary, config, tuple(latents.shape[2:]))
+    constants = {
+        "text": text,
+        "text_mask": text_mask,
+        "pooled": rows("pooled_prompt_embeds"),
+        "cos": cos,
+        "sin": sin,
+    }
+
+    def calls() -> Iterator[Call]:
+        for index, timestep in enumerate(schedule.timesteps):
+            given: dict[str, Any] = {
+                "timestep": timestep,
+                "delta": schedule.deltas[index],
+            }
+            if config.get("guidance_embeds", True):
+                given["embedded_guidance"] = np.float32(request.guidance_scale)
+            if guided:
+                given["true_guidance"] = np.float32(request.options["true_cfg_scale"])
+            yield Call("step", given)
+
+    return Work(
+        carry={"latents": latents.float()},
+        constants=constants,
+        calls=calls(),
+        total=request.num_inference_steps,
+        finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
+        watch=finite_or_error(request.num_inference_steps),
+    )
+
+
+def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
+    """[B, C, T, Y, X] of a batch."""
+    config = checkpoint.config("vae")
+    space = int(config.get("spatial_compression_ratio", 8))
+    time = int(config.get("temporal_compression_ratio", 4))
+    return (
+        request.batch_size,
+        int(checkpoint.config("transformer").get("in_channels", 16)),
+        (request.num_frames - 1) // time + 1,
+        request.height // space,
+        request.width // space,
+    )
+
+
+# ---------------------------------------------------------------------- decode
+
+
+def _decode_tile(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    """Latents [B, C, T, Y, X] of a tile -> video [B, 3, F, 8Y, 8X], float32."""
+    return None, decode_tile_13b(model, given["latents"])
+
+
+def plan_decode(ctx: StageContext) -> Work:
+    """Decode tile by tile; upstream tiles long videos in time in any case."""
+    return plan_tiles(ctx, "tile")
+
+
+# ------------------------------------------------------------------------ table
+
+
+def _guided_rows(request: Request) -> int:
+    return request.batch_size * (2 if guided_13b(request) else 1)
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_MASKS = ("int64", "int32", "bool", *_FLOATS)
+
+
+def _embeddings(prefix: str, role: str, *, optional: bool) -> tuple[TensorSpec, ...]:
+    note = "only for a true_cfg_scale above 1" if optional else ""
+
+    def spec(name: str, dtypes: tuple[str, ...], *shape: str) -> TensorSpec:
+        return TensorSpec(
+            name=prefix + name,
+            shape=("videos", *shape),
+            dtypes=dtypes,
+            optional=optional,
+            role=role,
+            note=note,
+        )
+
+    return (
+        spec("prompt_embeds", _FLOATS, "text_tokens", "text_width"),
+        spec("prompt_attention_mask", _MASKS, "text_tokens"),
+        spec("pooled_prompt_embeds", _FLOATS, "pooled_width"),
+    )
+
+
+_LATENTS = ("videos", "channels", "frames", "rows", "columns")
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="encode",
+        unit="encoder",
+        components=("text_encoder", "text_encoder_2"),
+        files=("tokenizer", "tokenizer_2"),
+        require=inputs.require_tokenizers_13b,
+        programs={
+            "text": Program(component="text_encoder", fn=_text),
+            "pooled": Program(component="text_encoder_2", fn=_pooled),
+        },
+        plan=plan_encode,
+        upstream=upstream.encode_13b,
+        writes=(
+            *_embeddings("", "prompt", optional=False),
+            *_embeddings("negative_", "negative", optional=True),
+            TensorSpec(
+                name="initial_latents",
+                shape=_LATENTS,
+                dtypes=_FLOATS,
+                optional=True,
+                note="given by the user in place of the seed's noise",
+            ),
+        ),
+    ),
+    Stage(
+        name="denoise",
+        unit="step",
+        components=("transformer",),
+        files=("scheduler",),
+        programs={"step": Program(component="transformer", fn=_denoise_step)},
+        plan=plan_denoise,
+        upstream=upstream.denoise_13b,
+        writes=(
+            TensorSpec(
+                name="latents",
+                shape=_LATENTS,
+                dtypes=("float32",),
+                note="scaled, as the sampler leaves them",
+            ),
+        ),
+        batch_rows=_guided_rows,
+    ),
+    Stage(
+        name="decode",
+        unit="tile",
+        components=("vae",),
+        programs={"tile": Program(component="vae", fn=_decode_tile)},
+        plan=plan_decode,
+        upstream=upstream.decode,
+        writes=(),
+    ),
+)

@@ -1,0 +1,307 @@
+"""The stages of HunyuanVideo by plain upstream code, on the same files.
+
+This is what ``--backend diffusers`` runs, and what the tests compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tpuport.core.arrays import torch_dtype
+from tpuport.core.flow_match import make_scheduler
+from tpuport.core.spec import StageContext
+from tpuport.models.hunyuanvideo import images, inputs
+from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
+
+CLASSES = {
+    "text_encoder": "transformers:Qwen2_5_VLTextModel",
+    "text_encoder_2": "transformers:T5EncoderModel",
+    "image_encoder": "transformers:SiglipVisionModel",
+    "transformer": "diffusers:HunyuanVideo15Transformer3DModel",
+    "vae": "diffusers:AutoencoderKLHunyuanVideo15",
+}
+CLASSES_13B = {
+    "text_encoder": "transformers:LlamaModel",
+    "text_encoder_2": "transformers:CLIPTextModel",
+    "transformer": "diffusers:HunyuanVideoTransformer3DModel",
+    "vae": "diffusers:AutoencoderKLHunyuanVideo",
+}
+
+
+def encode_15(ctx: StageContext) -> dict[str, Any]:
+    """The same by the static methods of upstream's pipelines."""
+    import torch
+    from diffusers import (
+        HunyuanVideo15ImageToVideoPipeline,
+        HunyuanVideo15Pipeline,
+    )
+
+    qwen, byt5 = _load(ctx, "text_encoder"), _load(ctx, "text_encoder_2")
+    chat = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "Qwen2Tokenizer")
+    quoted = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "ByT5Tokenizer")
+    # Tokenising here as well is what reports a prompt over the limit.
+    inputs.chat_ids(chat, ctx.prompts, ctx.say)
+    inputs.glyph_ids(quoted, ctx.prompts, ctx.say)
+    named: dict[str, Any] = {}
+    groups = {"": ctx.prompts}
+    if ctx.request.guided:
+        groups["negative_"] = ctx.negative_prompts
+    with torch.no_grad():
+        for prefix, prompts in groups.items():
+            embeds, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+                qwen, chat, list(prompts), ctx.device
+            )
+            glyphs, glyph_mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
+                quoted, byt5, list(prompts), ctx.device
+            )
+            named[f"{prefix}prompt_embeds"] = embeds.contiguous().cpu()
+            named[f"{prefix}prompt_embeds_mask"] = mask.contiguous().cpu()
+            named[f"{prefix}prompt_embeds_2"] = glyphs.cpu()
+            named[f"{prefix}prompt_embeds_mask_2"] = glyph_mask.cpu()
+        if ctx.request.task != "i2v":
+            return named
+        pipeline, count = HunyuanVideo15ImageToVideoPipeline, len(ctx.prompts)
+        tokens, latents = [], []
+        for picture in images.fitted(ctx):
+            latents.append(
+                pipeline._get_image_latents(
+                    _load(ctx, "vae"),
+                    images.processor(),
+                    picture,
+                    picture.height,
+                    picture.width,
+                    ctx.device,
+                )
+            )
+            tokens.append(
+                pipeline._get_image_embeds(
+                    _load(ctx, "image_encoder"),
+                    inputs.load_feature_extractor(ctx.checkpoint),
+                    picture,
+                    ctx.device,
+                )
+            )
+    for name, parts in (("image_embeds", tokens), ("image_latents", latents)):
+        rows = torch.cat(parts).cpu()
+        named[name] = rows.expand(count, *rows.shape[1:]).contiguous()
+    return named
+
+
+def denoise_15(ctx: StageContext) -> dict[str, Any]:
+    """The same by the ``__call__`` of upstream's pipelines, with latents as output."""
+    import torch
+    from diffusers import ClassifierFreeGuidance
+
+    request = ctx.request
+    transformer = _load(ctx, "transformer")
+    parts: dict[str, Any] = dict.fromkeys(
+        ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    )
+    parts |= {
+        "transformer": transformer,
+        # Only its sizes are read.
+        "vae": _sizes_of(ctx.module("vae")),
+        "scheduler": _scheduler(ctx),
+        "guider": ClassifierFreeGuidance(guidance_scale=request.guidance_scale),
+    }
+    arguments: dict[str, Any] = {
+        name: tensor.to(ctx.device)
+        for name, tensor in ctx.inputs.items()
+        if "prompt_embeds" in name
+    }
+    if request.task == "i2v":
+        pipe, picture = _image_pipeline(ctx, parts)
+        arguments["image"] = picture
+    else:
+        pipe = _text_pipeline(parts)
+        arguments |= {"height": request.height, "width": request.width}
+    pipe.set_progress_bar_config(disable=True)
+    generators = ctx.generators()
+    given = ctx.inputs.get("initial_latents")
+    with torch.no_grad():
+        latents = pipe(
+            **arguments,
+            num_frames=request.num_frames,
+            num_inference_steps=request.num_inference_steps,
+            generator=generators if len(generators) > 1 else generators[0],
+            latents=given,
+            output_type="latent",
+            return_dict=False,
+        )[0]
+    return {"latents": latents.float().cpu()}
+
+
+def _text_pipeline(parts: dict[str, Any]) -> Any:
+    from diffusers import HunyuanVideo15Pipeline
+
+    return HunyuanVideo15Pipeline(**parts)
+
+
+def _image_pipeline(ctx: StageContext, parts: dict[str, Any]) -> tuple[Any, Any]:
+    """Upstream's pipeline that takes the encoded image of the run, and an image for it.
+
+    Its own encoding is handed what the encode stage has made; its choice of a size is
+    handed the run's.
+    """
+    from diffusers import HunyuanVideo15ImageToVideoPipeline
+    from PIL import Image
+
+    request = ctx.request
+
+    class Pipeline(HunyuanVideo15ImageToVideoPipeline):
+        def encode_image(
+            self, image: Any, batch_size: int, device: Any, dtype: Any
+        ) -> Any:
+            return ctx.inputs["image_embeds"].to(device, dtype)
+
+        @staticmethod
+        def _get_image_latents(*args: Any, **kwargs: Any) -> Any:
+            return ctx.inputs["image_latents"].to(ctx.device)
+
+        def prepare_cond_latents_and_mask(self, *args: Any, **kwargs: Any) -> Any:
+            # The latents are of every video already: nothing is to be repeated.
+            kwargs["batch_size"] = 1
+            return super().prepare_cond_latents_and_mask(*args, **kwargs)
+
+    pipe = Pipeline(**parts, image_encoder=None, feature_extractor=None)
+    pipe.video_processor.calculate_default_height_width = lambda **_: (
+        request.height,
+        request.width,
+    )
+    return pipe, Image.new("RGB", (request.width, request.height))
+
+
+def encode_13b(ctx: StageContext) -> dict[str, Any]:
+    """The same by ``HunyuanVideoPipeline.encode_prompt``."""
+    import torch
+    from diffusers import HunyuanVideoPipeline
+
+    from tpuport.models.hunyuanvideo.config import guided_13b
+
+    tokenizer = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "LlamaTokenizerFast")
+    tokenizer_2 = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "CLIPTokenizer")
+    inputs.llama_ids(tokenizer, ctx.prompts, say=ctx.say)
+    inputs.clip_ids(tokenizer_2, ctx.prompts, ctx.say)
+    pipe = HunyuanVideoPipeline(
+        text_encoder=_load(ctx, "text_encoder", CLASSES_13B),
+        tokenizer=tokenizer,
+        text_encoder_2=_load(ctx, "text_encoder_2", CLASSES_13B),
+        tokenizer_2=tokenizer_2,
+        transformer=None,
+        vae=None,
+        scheduler=None,
+    )
+    groups = {"": ctx.prompts}
+    if guided_13b(ctx.request):
+        groups["negative_"] = ctx.negative_prompts
+    named: dict[str, Any] = {}
+    with torch.no_grad():
+        for prefix, prompts in groups.items():
+            embeds, pooled, mask = pipe.encode_prompt(list(prompts), device=ctx.device)
+            named[f"{prefix}prompt_embeds"] = embeds.contiguous().cpu()
+            named[f"{prefix}prompt_attention_mask"] = mask.contiguous().cpu()
+            named[f"{prefix}pooled_prompt_embeds"] = pooled.cpu()
+    return named
+
+
+def denoise_13b(ctx: StageContext) -> dict[str, Any]:
+    """The same by ``HunyuanVideoPipeline.__call__`` with latents as output."""
+    import torch
+    from diffusers import HunyuanVideoPipeline
+
+    request = ctx.request
+    pipe = HunyuanVideoPipeline(
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=_load(ctx, "transformer", CLASSES_13B),
+        vae=None,
+        scheduler=_scheduler(ctx),
+    )
+    sizes = _sizes_of(ctx.module("vae"))
+    pipe.vae_scale_factor_temporal = sizes.temporal_compression_ratio
+    pipe.vae_scale_factor_spatial = sizes.spatial_compression_ratio
+    pipe.set_progress_bar_config(disable=True)
+    generators = ctx.generators()
+    embeds = {
+        name: tensor.to(ctx.device)
+        for name, tensor in ctx.inputs.items()
+        if "prompt" in name
+    }
+    with torch.no_grad():
+        latents = pipe(
+            **embeds,
+            height=request.height,
+            width=request.width,
+            num_frames=request.num_frames,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            true_cfg_scale=float(request.options["true_cfg_scale"]),
+            generator=generators if len(generators) > 1 else generators[0],
+            latents=ctx.inputs.get("initial_latents"),
+            output_type="latent",
+            return_dict=False,
+        )[0]
+    return {"latents": latents.float().cpu()}
+
+
+def decode(ctx: StageContext) -> dict[str, Any]:
+    """The same by the autoencoder's ``decode`` and upstream's postprocessing."""
+    import numpy as np
+    import torch
+    from diffusers.video_processor import VideoProcessor
+
+    name = str(ctx.checkpoint.index["vae"][1])
+    vae = _load(ctx, "vae", {"vae": f"diffusers:{name}"})
+    # The module may be kept between runs: both ways are set.
+    vae.use_tiling = tiled(ctx)
+    with torch.no_grad():
+        z = unscaled_latents(ctx).to(ctx.device, torch_dtype(ctx.dtype))
+        # One by one: the attention mask of the 1.5 autoencoder fits one video only.
+        video = torch.cat([vae.decode(one).sample for one in z.split(1)])
+    frames = VideoProcessor().postprocess_video(video.float(), output_type="np")
+    return {"frames": np.asarray(frames, np.float32)}
+
+
+def _scheduler(ctx: StageContext) -> Any:
+    config = ctx.checkpoint.config("scheduler")
+    return make_scheduler(config, float(ctx.request.options["flow_shift"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    temporal_compression_ratio: int
+    spatial_compression_ratio: int
+    config: Any
+    dtype: None = None
+
+
+def _sizes_of(vae: Any) -> Any:
+    """What a pipeline reads of an autoencoder that it does not run."""
+    return _Sizes(
+        temporal_compression_ratio=vae.temporal_compression_ratio,
+        spatial_compression_ratio=vae.spatial_compression_ratio,
+        config=vae.config,
+    )
+
+
+def _load(ctx: StageContext, name: str, classes: dict[str, str] | None = None) -> Any:
+    """One component as upstream's own object."""
+    path = (classes or CLASSES)[name]
+    return ctx.upstream(name, lambda: _from_pretrained(ctx, name, path))
+
+
+def _from_pretrained(ctx: StageContext, name: str, path: str) -> Any:
+    """One component loaded by upstream's own ``from_pretrained``."""
+    from tpuport.core.checkpoint import load_class
+
+    # ByT5 stays in float32, as the port has it.
+    glyphs = path.endswith("T5EncoderModel")
+    dtype = torch_dtype("float32" if glyphs else ctx.dtype)
+    argument = "dtype" if path.startswith("transformers") else "torch_dtype"
+    module = load_class(path).from_pretrained(
+        ctx.checkpoint.folder / name, **{argument: dtype}
+    )
+    return module.eval().to(ctx.device)

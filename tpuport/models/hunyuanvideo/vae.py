@@ -1,0 +1,216 @@
+"""Encoding and decoding by tiles, for both HunyuanVideo autoencoders.
+
+A plan follows upstream's tile settings, read from the module; a tile goes through one
+of the small programs below; :func:`tpuport.patches.tiling.assemble` joins the results.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W frames,
+rows and columns of pixels. Videos are [B, 3, F, H, W], latents [B, C, T, Y, X].
+Sources: diffusers ``autoencoder_kl_hunyuanvideo15.py`` (1.5) and
+``autoencoder_kl_hunyuan_video.py`` (13b), ``tiled_*``, ``_temporal_tiled_*``,
+``_encode`` and ``_decode``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import UsageError
+from tpuport.patches.tiling import Axis, TilePlan, tiled_axis, whole_axis
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.module import BoundModule
+
+
+def plan_decode(vae: Any, latent_shape: Sequence[int], tiling: bool) -> TilePlan:
+    """The tiles of latents as upstream's ``decode`` cuts them; one when it does not.
+
+    Args:
+        vae: the upstream module; only its tile settings are read.
+        latent_shape: [B, C, T, Y, X].
+        tiling: whether rows and columns may be tiled, in place of ``use_tiling``. The
+            13b autoencoder tiles long latents in time in any case.
+
+    Raises:
+        UsageError: ``vae`` is of another class.
+    """
+    frames, rows, columns = latent_shape[2:]
+    if _is_15(vae):
+        return _plan_15(vae, frames, rows, columns, tiling, decode=True)
+    return _plan_13b(vae, frames, rows, columns, tiling, decode=True)
+
+
+def plan_encode(vae: Any, video_shape: Sequence[int], tiling: bool) -> TilePlan:
+    """The tiles of a video as upstream's ``encode`` cuts them; one when it does not.
+
+    Args:
+        vae, tiling: as in :func:`plan_decode`.
+        video_shape: [B, 3, F, H, W].
+
+    Raises:
+        UsageError: ``vae`` is of another class.
+    """
+    frames, rows, columns = video_shape[2:]
+    if _is_15(vae):
+        return _plan_15(vae, frames, rows, columns, tiling, decode=False)
+    return _plan_13b(vae, frames, rows, columns, tiling, decode=False)
+
+
+def _is_15(vae: Any) -> bool:
+    """Whether this is the autoencoder of 1.5, and not that of 13b."""
+    from diffusers import AutoencoderKLHunyuanVideo, AutoencoderKLHunyuanVideo15
+
+    if isinstance(vae, AutoencoderKLHunyuanVideo15):
+        return True
+    if isinstance(vae, AutoencoderKLHunyuanVideo):
+        return False
+    raise UsageError(
+        f"no tile plan for {type(vae).__name__}; there is one for "
+        "AutoencoderKLHunyuanVideo15 and AutoencoderKLHunyuanVideo"
+    )
+
+
+def _lengths(vae: Any, *, decode: bool) -> tuple[Callable[[int], int], ...]:
+    """How many frames, and rows or columns, come out of n of them."""
+    frames, pixels = vae.temporal_compression_ratio, vae.spatial_compression_ratio
+    if decode:
+        return lambda n: (n - 1) * frames + 1, lambda n: n * pixels
+    return lambda n: (n - 1) // frames + 1, lambda n: -(-n // pixels)
+
+
+def _plan_15(
+    vae: Any, frames: int, rows: int, columns: int, tiling: bool, *, decode: bool
+) -> TilePlan:
+    in_time, in_space = _lengths(vae, decode=decode)
+    latent = (vae.tile_latent_min_height, vae.tile_latent_min_width)
+    sample = (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    source, target = (latent, sample) if decode else (sample, latent)
+    sides = (rows, columns)
+    overlap = vae.tile_overlap_factor
+
+    def axis(side: int, window: int, made: int) -> Axis:
+        blended = int(made * overlap)
+        return tiled_axis(
+            side,
+            in_space,
+            window=window,
+            stride=int(window * (1 - overlap)),
+            blend=blended,
+            keep=made - blended,
+        )
+
+    tiled = tiling and any(n > limit for n, limit in zip(sides, source, strict=True))
+    height, width = (
+        axis(side, window, made) if tiled else whole_axis(side, in_space)
+        for side, window, made in zip(sides, source, target, strict=True)
+    )
+    return TilePlan(axes=(whole_axis(frames, in_time), height, width))
+
+
+def _plan_13b(
+    vae: Any, frames: int, rows: int, columns: int, tiling: bool, *, decode: bool
+) -> TilePlan:
+    in_time, in_space = _lengths(vae, decode=decode)
+
+    def steps(minimum: int, stride: int, ratio: int) -> dict[str, int]:
+        window, step = minimum // ratio, stride // ratio
+        if decode:
+            blended, kept = minimum - stride, stride
+        else:
+            blended, kept = window - step, step
+            window, step = minimum, stride
+        return {"window": window, "stride": step, "blend": blended, "keep": kept}
+
+    ratio = vae.spatial_compression_ratio
+    tall = steps(vae.tile_sample_min_height, vae.tile_sample_stride_height, ratio)
+    wide = steps(vae.tile_sample_min_width, vae.tile_sample_stride_width, ratio)
+    if tiling and (rows > tall["window"] or columns > wide["window"]):
+        height, width = (
+            tiled_axis(
+                side,
+                in_space,
+                limit=side * ratio if decode else side // ratio,
+                **settings,
+            )
+            for side, settings in ((rows, tall), (columns, wide))
+        )
+    else:
+        height, width = whole_axis(rows, in_space), whole_axis(columns, in_space)
+    long = steps(
+        vae.tile_sample_min_num_frames,
+        vae.tile_sample_stride_num_frames,
+        vae.temporal_compression_ratio,
+    )
+    framewise = vae.use_framewise_decoding if decode else vae.use_framewise_encoding
+    if framewise and frames > long["window"]:
+        # A tile in time reads one frame more: its first frame stands for itself.
+        long["window"] += 1
+        time = tiled_axis(frames, in_time, limit=in_time(frames), lead=1, **long)
+    else:
+        time = whole_axis(frames, in_time)
+    return TilePlan(axes=(time, height, width))
+
+
+# -------------------------------------------------------------------- programs
+
+
+def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
+    """Latents [B, C, T, Y, X] of a tile -> float32 video, about [-1, 1], unclipped.
+
+    ``z`` is divided by the scaling factor already, and cast to the weights' dtype here.
+    """
+    return _float32(model(_cast(model, z, "decoder.conv_in"), method="decoder"))
+
+
+def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
+    """As :func:`decode_tile_15`, for the 13b autoencoder."""
+    z = model(_cast(model, z, "post_quant_conv"), method="post_quant_conv")
+    return _float32(model(z, method="decoder"))
+
+
+def encode_moments_15(model: BoundModule, x: jax.Array) -> jax.Array:
+    """Video [B, 3, F, H, W] of a tile -> float32 moments [B, 2C, T, Y, X].
+
+    The moments are the mean and the log variance side by side. ``x`` is in [-1, 1], and
+    cast to the weights' dtype here.
+    """
+    return _float32(model(_cast(model, x, "encoder.conv_in"), method="encoder"))
+
+
+def encode_moments_13b(model: BoundModule, x: jax.Array) -> jax.Array:
+    """As :func:`encode_moments_15`, for the 13b autoencoder."""
+    x = model(_cast(model, x, "encoder.conv_in"), method="encoder")
+    return _float32(model(x, method="quant_conv"))
+
+
+def encode_mode_15(model: BoundModule, x: jax.Array) -> jax.Array:
+    """Video [B, 3, F, H, W] of a tile -> float32 latent mode [B, C, T, Y, X].
+
+    Unscaled. Blending treats every channel by itself, so modes may be joined as moments
+    are. Source: diffusers ``vae.py``, ``DiagonalGaussianDistribution.mode``.
+    """
+    return _mean(encode_moments_15(model, x))
+
+
+def encode_mode_13b(model: BoundModule, x: jax.Array) -> jax.Array:
+    """As :func:`encode_mode_15`, for the 13b autoencoder."""
+    return _mean(encode_moments_13b(model, x))
+
+
+def _mean(moments: jax.Array) -> jax.Array:
+    return moments[:, : moments.shape[1] // 2]
+
+
+def _cast(model: BoundModule, x: jax.Array, layer: str) -> jax.Array:
+    """``x`` in the dtype of the weights of ``layer``, a convolution or a causal one."""
+    weights = model.weights
+    name = f"{layer}.conv.weight"
+    return x.astype(weights[name if name in weights else f"{layer}.weight"].dtype)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    import jax.numpy as jnp
+
+    return x.astype(jnp.float32)
