@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.step_cache import METHODS
 from tpuport.plugins import installed_plugins
 
 from ._errors import reported
 from ._options import Debug, Json
 from ._output import columns, print_json
 
-_HEAD = ("MODEL", "VARIANT", "SIZE", "FRAMES", "FPS", "STEPS", "GUIDANCE", "OPTIONS")
+_HEAD = (
+    *("MODEL", "VARIANT", "FROM", "SIZE", "FRAMES", "FPS", "STEPS", "GUIDANCE"),
+    "OPTIONS",
+)
+
+#: Task -> what a video is made from.
+_FROM = {"t2v": "text", "i2v": "image", "v2v": "video"}
 
 
 def models(json: Json = False, debug: Debug = False) -> None:
@@ -30,6 +37,12 @@ def models(json: Json = False, debug: Debug = False) -> None:
             for option in port.options:
                 choices = f" ({', '.join(option.choices)})" if option.choices else ""
                 print(f"  --option {option.name}=...: {option.help}{choices}")
+            if sizes := _size_classes(port):
+                print(f"  --resolution: {', '.join(sizes)}, with --aspect-ratio W:H")
+            if any(len(form.layouts) > 1 for form in port.all_forms):
+                print(f"  --sharding: {', '.join(port.layouts)}")
+            if any(c.split for f in port.all_forms for c in f.components.values()):
+                print(f"  --cache: {', '.join(METHODS)}; see docs/step-caching.md")
 
 
 def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:
@@ -37,6 +50,7 @@ def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:
     return (
         port.name,
         variant.name,
+        "+".join(_FROM[task] for task in variant.tasks),
         f"{variant.width}x{variant.height}",
         str(variant.num_frames),
         f"{variant.fps:g}",
@@ -44,6 +58,10 @@ def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:
         f"{variant.guidance_scale:g}",
         options,
     )
+
+
+def _size_classes(port: ModelPort) -> list[str]:
+    return list(dict.fromkeys(n for v in port.variants for n in v.resolutions))
 
 
 def _about(variant: Variant) -> tuple[str, str, str]:
@@ -59,6 +77,7 @@ def _document(port: ModelPort) -> dict[str, Any]:
     return {
         "model": port.name,
         "title": port.title,
+        "sharding": list(port.layouts),
         "options": [
             {"name": o.name, "help": o.help, "choices": list(o.choices)}
             for o in port.options
@@ -77,6 +96,9 @@ def _document(port: ModelPort) -> dict[str, Any]:
                 "dtype": v.dtype,
                 "options": dict(v.options),
                 "notes": v.notes,
+                "tasks": list(v.tasks),
+                "form": v.form,
+                "resolutions": list(v.resolutions),
             }
             for v in port.variants
         ],

@@ -132,18 +132,20 @@ def test_an_unknown_hook_is_answered_with_the_known_ones(site: Site) -> None:
     assert refusal(site).endswith("known hooks: tpuport_model")
 
 
-def test_the_built_in_model_comes_through_the_entry_points() -> None:
-    (entry,) = (
-        e
+def test_the_built_in_models_come_through_the_entry_points() -> None:
+    entries = {
+        e.name: e
         for e in metadata.entry_points(group=hookspecs.GROUP)
         if e.value.startswith("tpuport.")
-    )
-    assert entry.dist is not None
-    assert entry.dist.name == "tpuport"
-    found = installed_plugins()["cogvideox"]
-    assert found.module == entry.value
-    assert found.package == f"tpuport {metadata.version('tpuport')}"
-    assert get_port("cogvideox") is found.port
+    }
+    assert sorted(entries) == ["cogvideox", "hunyuanvideo"]
+    for name, entry in entries.items():
+        assert entry.dist is not None
+        assert entry.dist.name == "tpuport"
+        found = installed_plugins()[name]
+        assert found.module == entry.value
+        assert found.package == f"tpuport {metadata.version('tpuport')}"
+        assert get_port(name) is found.port
 
 
 def test_an_unknown_model_is_answered_with_the_installed_ones() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,25 @@ FORMS: dict[str, dict[str, Any]] = {
     "2b": {"use_rotary_positional_embeddings": False},
     "5b": {"use_rotary_positional_embeddings": True},
     "1.5-5b": {"use_rotary_positional_embeddings": True, "patch_size_t": 2},
+}
+
+#: Those that start from an image; their positions are learned, or they take ``ofs``.
+IMAGE_FORMS: dict[str, dict[str, Any]] = {
+    "5b-i2v": {
+        "in_channels": 8,
+        "use_rotary_positional_embeddings": True,
+        "use_learned_positional_embeddings": True,
+        # Learned positions are for one size only: that of the tests.
+        "sample_height": 8,
+        "sample_width": 12,
+    },
+    "1.5-5b-i2v": {
+        "in_channels": 8,
+        "use_rotary_positional_embeddings": True,
+        "patch_size_t": 2,
+        # As wide as the embedding of the time, to which it is added.
+        "ofs_embed_dim": 32,
+    },
 }
 
 TRANSFORMER = {
@@ -47,22 +67,27 @@ def make_transformer(form: str, seed: int = 0, **changes: Any) -> torch.nn.Modul
     from diffusers import CogVideoXTransformer3DModel
 
     torch.manual_seed(seed)
-    config = {**TRANSFORMER, **FORMS[form], **changes}
-    return CogVideoXTransformer3DModel(**config).eval()
+    config = {**TRANSFORMER, **{**FORMS, **IMAGE_FORMS}[form], **changes}
+    module = CogVideoXTransformer3DModel(**config).eval()
+    if config.get("use_learned_positional_embeddings"):
+        # They start out as the computed ones.
+        module.patch_embed.pos_embedding.normal_()
+    return module
 
 
-def make_vae(seed: int = 0) -> torch.nn.Module:
+def make_vae(seed: int = 0, **changes: Any) -> torch.nn.Module:
     """A small autoencoder with the published depth and strides."""
     from diffusers import AutoencoderKLCogVideoX
 
     torch.manual_seed(seed)
-    vae = AutoencoderKLCogVideoX(
-        block_out_channels=(8, 16, 16, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-        latent_channels=4,
-        scaling_factor=0.7,
-    ).eval()
+    config: dict[str, Any] = {
+        "block_out_channels": (8, 16, 16, 16),
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "scaling_factor": 0.7,
+    }
+    vae = AutoencoderKLCogVideoX(**{**config, **changes}).eval()
     # A trained decoder ends in [-1, 1]; a random one ends in [-13, 13], where the
     # rounding of upstream's own float32 run alone is over 1e-5.
     vae.decoder.conv_out.conv.weight.data.mul_(0.1)
@@ -93,13 +118,16 @@ def write_checkpoint(folder: Path, form: str, scheduler: str, seed: int = 0) -> 
     import diffusers
 
     make_transformer(form, seed).save_pretrained(folder / "transformer")
-    make_vae(seed).save_pretrained(folder / "vae")
+    inverted = {"invert_scale_latents": True} if form == "1.5-5b-i2v" else {}
+    make_vae(seed, **inverted).save_pretrained(folder / "vae")
     make_text_encoder(seed).save_pretrained(folder / "text_encoder")
     demo.write_tokenizer(folder / "tokenizer")
     cls = getattr(diffusers, scheduler)
     cls(**SCHEDULER).save_pretrained(folder / "scheduler")
     index = {
-        "_class_name": "CogVideoXPipeline",
+        "_class_name": "CogVideoXImageToVideoPipeline"
+        if form in IMAGE_FORMS
+        else "CogVideoXPipeline",
         "_diffusers_version": diffusers.__version__,
         "scheduler": ["diffusers", scheduler],
         "text_encoder": ["transformers", "T5EncoderModel"],
@@ -127,7 +155,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def get(form: str) -> Path:
         folder = root / form
         if not folder.exists():
-            write_checkpoint(folder, form, PUBLISHED[form])
+            scheduler = PUBLISHED.get(form, "CogVideoXDPMScheduler")
+            write_checkpoint(folder, form, scheduler)
         return folder
 
     return get
@@ -137,3 +166,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder shared by the tests, so that a program compiles once."""
     return tmp_path_factory.mktemp("cache")
+
+
+def pictures(
+    count: int, rows: int = 70, columns: int = 110, seed: int = 0
+) -> np.ndarray:
+    """Random pictures, or the frames of a video: uint8 [count, rows, columns, 3]."""
+    draw = np.random.default_rng(seed)
+    return draw.integers(0, 256, (count, rows, columns, 3), dtype=np.uint8)
+
+
+def generators_of(seeds: int | list[int]) -> Any:
+    """What the upstream pipelines take: one generator, or one for each video."""
+    if isinstance(seeds, list):
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.Generator().manual_seed(seeds)

@@ -8,6 +8,7 @@ import torch
 import tpuport
 from tests.models.conftest import (
     FORMS,
+    IMAGE_FORMS,
     make_text_encoder,
     make_transformer,
     make_vae,
@@ -15,6 +16,7 @@ from tests.models.conftest import (
 from tests.tolerances import TOLERANCES
 
 ATOL = TOLERANCES["component float32"]
+ALL_FORMS = {**FORMS, **IMAGE_FORMS}
 
 
 def assert_close(ours: torch.Tensor, upstream: torch.Tensor) -> None:
@@ -27,25 +29,35 @@ def transformer_inputs(
     form: str, batch: int, rows: int = 12, columns: int = 16, frames: int = 3
 ) -> dict[str, object]:
     generator = torch.Generator().manual_seed(1)
-    patch_t = FORMS[form].get("patch_size_t") or 1
+    config = ALL_FORMS[form]
+    if "learned" in " ".join(config):
+        rows, columns = config["sample_height"], config["sample_width"]
+    patch_t = config.get("patch_size_t") or 1
     frames += -frames % patch_t
     tokens = frames // patch_t * (rows // 2) * (columns // 2)
     inputs: dict[str, object] = {
         "hidden_states": torch.randn(
-            batch, frames, 4, rows, columns, generator=generator
+            batch,
+            frames,
+            config.get("in_channels", 4),
+            rows,
+            columns,
+            generator=generator,
         ),
         "encoder_hidden_states": torch.randn(batch, 20, 32, generator=generator),
         "timestep": torch.full((batch,), 499),
     }
-    if FORMS[form]["use_rotary_positional_embeddings"]:
+    if config["use_rotary_positional_embeddings"]:
         angles = torch.randn(tokens, 16, generator=generator)
         inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
+    if "ofs_embed_dim" in config:
+        inputs["ofs"] = torch.full((1,), 2.0)
     return inputs
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_the_transformer_is_upstreams(form: str, batch: int) -> None:
     module = make_transformer(form)
     inputs = transformer_inputs(form, batch)
@@ -55,6 +67,28 @@ def test_the_transformer_is_upstreams(form: str, batch: int) -> None:
     assert_close(ours.sample, upstream.sample)
     (plain,) = tpuport.port(module)(**inputs, return_dict=False)
     assert_close(plain, upstream.sample)
+
+
+@torch.no_grad()
+def test_learned_positions_and_the_offset_count() -> None:
+    module = make_transformer("5b-i2v")
+    inputs = transformer_inputs("5b-i2v", 1)
+    learned = tpuport.port(module)(**inputs).sample
+    module.patch_embed.pos_embedding.zero_()
+    assert float((tpuport.port(module)(**inputs).sample - learned).abs().max()) > 0.01
+    program = tpuport.port(make_transformer("1.5-5b-i2v"))
+    inputs = transformer_inputs("1.5-5b-i2v", 1)
+    offset = program(**inputs).sample
+    inputs["ofs"] = torch.full((1,), 100.0)
+    assert float((program(**inputs).sample - offset).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_learned_positions_for_another_number_of_frames() -> None:
+    # Upstream computes sin-cos positions in their place.
+    module = make_transformer("5b-i2v")
+    inputs = transformer_inputs("5b-i2v", 2, frames=5)
+    assert_close(tpuport.port(module)(**inputs).sample, module(**inputs).sample)
 
 
 @torch.no_grad()

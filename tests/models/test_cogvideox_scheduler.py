@@ -48,17 +48,19 @@ def run_ours(made: scheduler.Schedule, x: Any, outputs: Any, noises: Any) -> Any
 def run_upstream(
     kind: str, cfg: dict[str, Any], steps: int, x: Any, outputs: Any
 ) -> Any:
+    """As many of the last steps as there are outputs, as the pipelines do."""
     generator = torch.Generator().manual_seed(0)
     if kind == "ddim":
         upstream = diffusers.CogVideoXDDIMScheduler(**cfg)
         upstream.set_timesteps(steps)
-        for t, m in zip(upstream.timesteps, outputs, strict=True):
+        times = list(upstream.timesteps)[steps - len(outputs) :]
+        for t, m in zip(times, outputs, strict=True):
             x = upstream.step(m, t, x, return_dict=False)[0]
         return x
     upstream = diffusers.CogVideoXDPMScheduler(**cfg)
     upstream.set_timesteps(steps)
     old = None
-    times = list(upstream.timesteps)
+    times = list(upstream.timesteps)[steps - len(outputs) :]
     for i, (t, m) in enumerate(zip(times, outputs, strict=True)):
         back = times[i - 1] if i else None
         x, old = upstream.step(m, old, t, back, x, generator=generator)
@@ -89,6 +91,31 @@ def test_a_run_of_steps_is_upstreams(kind: str, name: str, steps: int) -> None:
     upstream.set_timesteps(steps)
     assert made.timesteps.tolist() == upstream.timesteps.tolist()
     assert made.stochastic == (kind == "dpm")
+
+
+@pytest.mark.parametrize(("steps", "run"), [(10, 8), (7, 3), (5, 1), (4, 4)])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", ["ddim", "dpm"])
+def test_the_last_steps_of_a_schedule_are_upstreams(
+    kind: str, name: str, steps: int, run: int
+) -> None:
+    cfg = {**CONFIGS[name], "clip_sample": False}
+    cls = {
+        "ddim": diffusers.CogVideoXDDIMScheduler,
+        "dpm": diffusers.CogVideoXDPMScheduler,
+    }[kind]
+    made = scheduler.make_schedule(cls(**cfg), steps, run)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, 2, 3, 4, 5)
+    x = torch.randn(shape, generator=generator)
+    outputs = [torch.randn(shape, generator=generator) for _ in range(run)]
+    noise = torch.Generator().manual_seed(0)
+    noises = [torch.randn(shape, generator=noise) for _ in range(2 * run)]
+    theirs = run_upstream(kind, cfg, steps, x, outputs)
+    ours = run_ours(made, x, outputs, noises)
+    scale = max(1.0, float(theirs.abs().max()))
+    assert float((ours - theirs).abs().max()) <= 1e-5 * scale
+    assert len(made.timesteps) == len(made.noise_draws) == run
 
 
 def test_the_number_of_noise_draws_is_upstreams() -> None:
@@ -136,5 +163,7 @@ def test_the_variants_have_upstreams_defaults() -> None:
     assert found == {
         "2b": ((49, 480, 720, 8), (50, 6.0), ("ddim", False)),
         "5b": ((49, 480, 720, 8), (50, 6.0), ("dpm", True)),
+        "5b-i2v": ((49, 480, 720, 8), (50, 6.0), ("dpm", True)),
         "1.5-5b": ((81, 768, 1360, 16), (50, 6.0), ("dpm", True)),
+        "1.5-5b-i2v": ((81, 768, 1360, 16), (50, 6.0), ("dpm", True)),
     }

@@ -52,7 +52,15 @@ def test_every_weight_matches_exactly_one_rule_and_divides(
 
 
 @pytest.mark.parametrize(
-    ("variant", "billions"), [("2b", 1.69), ("5b", 5.57), ("1.5-5b", 5.57)]
+    ("variant", "billions"),
+    [
+        ("2b", 1.69),
+        ("5b", 5.57),
+        # 17,776 learned positions of 3,072 features.
+        ("5b-i2v", 5.57 + 0.05),
+        ("1.5-5b", 5.57),
+        ("1.5-5b-i2v", 5.57),
+    ],
 )
 def test_the_full_size_configs_have_the_published_sizes(
     variant: str, billions: float
@@ -78,6 +86,15 @@ def test_the_large_layers_are_split() -> None:
         r"norm_out\.linear\.weight",
     ):
         assert any(re.fullmatch(pattern, name) for name in split), pattern
+
+
+def test_the_weights_of_image_to_video_are_placed() -> None:
+    extra = set(weights("5b-i2v", "transformer")) - set(weights("5b", "transformer"))
+    assert extra == {"patch_embed.pos_embedding"}
+    assert weights("5b-i2v", "transformer")[extra.pop()].shape == (1, 17776, 3072)
+    found = plan("1.5-5b-i2v", "transformer", 8)
+    assert found.assignments["ofs_embedding.linear_1.weight"] == ()
+    assert found.replicated_bytes < 0.01 * found.total_bytes
 
 
 def test_column_and_row_parallel_are_the_right_way_round() -> None:

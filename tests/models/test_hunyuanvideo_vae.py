@@ -130,7 +130,7 @@ def encode_mode(name: str) -> Callable[..., Any]:
 
 
 def upstream_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
-    """Upstream's own video; its 1.5 takes one at a time, see below."""
+    """Upstream's own video; its 1.5 takes one at a time."""
     rows = z.split(1) if is_15_module(vae) else [z]
     return torch.cat([vae.decode(row).sample for row in rows])
 
@@ -215,7 +215,6 @@ def test_decode_is_no_further_from_the_truth_than_upstream(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["15", "13b"])
 def test_bfloat16_weights_err_about_as_upstream_does(name: str) -> None:
-    # Above 1 because a convolution's bias is added after its output is rounded.
     low = make_vae(name).to(torch.bfloat16)
     z = latents(low, 1, 3, 4, 3).to(torch.bfloat16)
     exact = make_vae(name).to(torch.bfloat16).float()
@@ -224,7 +223,7 @@ def test_bfloat16_weights_err_about_as_upstream_does(name: str) -> None:
     assert found.dtype == torch.float32
     error = float((found - truth).abs().mean())
     upstream = low.decode(z).sample.float()
-    assert error <= 1.5 * float((upstream - truth).abs().mean())
+    assert error <= 1.1 * float((upstream - truth).abs().mean())
 
 
 @pytest.mark.parametrize("name", ["15", "13b"])
@@ -455,7 +454,10 @@ def test_every_patch_applies_here_and_is_undone() -> None:
 
     patches = (*VAE_15, *VAE_13B)
     states = {s.name: s.state for s in inspect_patches(patches).entries}
-    assert set(states.values()) == {"applicable"}, states
+    assert states == {
+        "hunyuanvideo15-vae-frame-causal-attention": "applicable",
+        "hunyuanvideo-vae-frame-causal-attention": "applicable",
+    }
     owners = (v15.HunyuanVideo15AttnBlock, v13b.HunyuanVideoMidBlock3D)
     before = [vars(owner)["forward"] for owner in owners]
     with applied(patches):

@@ -383,6 +383,6 @@ def match_names(
     return found
 
 
-def is_used(component: Component, name: str) -> bool:
-    """Whether a stage needs the weight of that name."""
-    return any(re.fullmatch(pattern, name) for pattern in component.used)
+def is_used(used: Sequence[str], name: str) -> bool:
+    """Whether one of the regexes ``used`` is of the weight of that name."""
+    return any(re.fullmatch(pattern, name) for pattern in used)

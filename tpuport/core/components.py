@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tpuport.core.checkpoint import Checkpoint
 
 
+EVERYTHING = (".*",)
+"""A regex of every weight's name."""
+
+
 @dataclass
 class Loaded:
     """A component with its weights on the devices."""
@@ -73,7 +77,7 @@ class Components:
         self._attention = attention
         self._runtimes: dict[tuple[bool, str], Runtime] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
 
     @property
     def platform(self) -> str:
@@ -83,7 +87,7 @@ class Components:
     @property
     def loaded(self) -> tuple[str, ...]:
         """The names of the components whose weights are on the devices."""
-        return tuple(self._loaded)
+        return tuple(dict.fromkeys(name for name, _ in self._loaded))
 
     def skeleton(self, name: str) -> torch.nn.Module:
         """The upstream module of a component, without weights."""
@@ -145,23 +149,26 @@ class Components:
         }
         return plan_layout(self.port, name, self.layout, weights, dict(mesh.shape))
 
-    def load(self, name: str) -> Loaded:
+    def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """The component with its weights placed; read from disk once until released.
 
         Tensors stream from the files to their shards one at a time, so the host never
         holds the component whole.
 
+        Args:
+            name: of the component.
+            used: regexes of the weights to place; all of them when not given.
+
         Raises:
             WeightsError: the files do not fit the config.
             ShardingError: rules and weights disagree.
         """
-        if name in self._loaded:
-            return self._loaded[name]
+        if (name, used) in self._loaded:
+            return self._loaded[name, used]
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
         self._reporter.loading(name)
-        component = self.port.components[name]
         module = self.skeleton(name)
         runtime = self.runtime(name)
         ported = PortedModule(module, runtime)
@@ -178,7 +185,7 @@ class Components:
         replicated = NamedSharding(runtime.mesh, PartitionSpec())
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
-        by_file = {v: k for k, v in found.items() if checkpoints.is_used(component, k)}
+        by_file = {v: k for k, v in found.items() if checkpoints.is_used(used, k)}
         weights: dict[str, jax.Array] = {}
         dtype = torch_dtype(self.dtype_of(name))
         for stored, tensor in self.checkpoint.stream(files, list(by_file)):
@@ -198,7 +205,7 @@ class Components:
             weights[buffer] = jax.device_put(to_numpy(tensors[buffer]), replicated)
         jax.block_until_ready(weights)
         loaded = Loaded(ported, weights, plan, replicated)
-        self._loaded[name] = loaded
+        self._loaded[name, used] = loaded
         return loaded
 
     def check_files(self, name: str) -> None:
@@ -239,10 +246,9 @@ class Components:
 
     def release(self, *names: str) -> None:
         """Free the weights of the named components, or of all."""
-        for name in names or tuple(self._loaded):
-            loaded = self._loaded.pop(name, None)
-            if loaded is not None:
-                for array in loaded.weights.values():
+        for key in tuple(self._loaded):
+            if not names or key[0] in names:
+                for array in self._loaded.pop(key).weights.values():
                     array.delete()
 
     def close(self) -> None:

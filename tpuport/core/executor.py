@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compile as compiling
 from tpuport.core.arrays import to_numpy
-from tpuport.core.components import Components, Loaded
+from tpuport.core.components import EVERYTHING, Components, Loaded
 from tpuport.core.report import CompileReport, Reporter, StageReport
 from tpuport.core.rotary import RotaryCache
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
@@ -135,7 +135,7 @@ class Executor:
                 done += work.total
             names = stage.components_for(request)
             plans = tuple(
-                self.components.load(name).plan.as_dict()
+                self.components.plan(name).as_dict()
                 for name in names
                 if name in self.components.loaded
             )
@@ -202,7 +202,7 @@ class Executor:
         name, split = next(((n, s) for n, s in splits.items() if s), (None, None))
         if cache is None or name is None or split is None:
             return stage, work
-        loaded = self._load_timed(name, timing)
+        loaded = self._load_timed(stage, name, timing)
         model = loaded.ported.bind(loaded.weights)
         return with_step_cache(stage, work, split, cache, model, self._structs)
 
@@ -225,10 +225,12 @@ class Executor:
                 jax.block_until_ready(output)
                 if work.watch is not None:
                     work.watch(index, output)
+                if work.to_host:
+                    outputs[index] = jax.device_get(output)
 
         for index, call in enumerate(work.calls):
             program = stage.programs[call.program]
-            loaded = self._load_timed(program.component, timing)
+            loaded = self._load_timed(stage, program.component, timing)
             if placed_on is None:
                 carry, constants = place((work.carry, work.constants), loaded)
                 placed_on = loaded.replicated
@@ -274,9 +276,9 @@ class Executor:
             timing.steady += time.perf_counter() - steady_from
         return work.finish(carry, outputs)
 
-    def _load_timed(self, name: str, timing: Timing) -> Loaded:
+    def _load_timed(self, stage: Stage, name: str, timing: Timing) -> Loaded:
         started = time.perf_counter()
-        loaded = self.components.load(name)
+        loaded = self.components.load(name, stage.loads.get(name, EVERYTHING))
         timing.load += time.perf_counter() - started
         return loaded
 

@@ -222,6 +222,10 @@ class Session:
             step_cache=str(StepCache.parse(step_cache) or "none"),
         )
         self.check(request)
+        if any(request.negative_prompts) and not self.port.guided(request):
+            self.reporter.say(
+                "warning: the negative prompt has no effect, since guidance is off"
+            )
         return request
 
     def _size(
@@ -333,8 +337,13 @@ class Session:
         """Refuse initial latents of another shape than the request's.
 
         Raises:
-            UsageError: the message has both shapes.
+            UsageError: the message has both shapes; or the run starts from a video.
         """
+        if request.task == "v2v":
+            raise UsageError(
+                "latents and a video exclude each other: a run from a video starts "
+                "from the video's own"
+            )
         shape = self.port.latent_shape(request, self.checkpoint)
         expected = (len(request.prompts), *shape[1:])
         if tuple(latents.shape) != expected:
@@ -398,6 +407,12 @@ class Session:
         if backend not in BACKENDS:
             raise UsageError(
                 f"backend {backend!r}: choose one of {', '.join(BACKENDS)}"
+            )
+        splits = [self.port.components[c].split for c in stage.components]
+        if backend == "diffusers" and request.step_cache != "none" and any(splits):
+            raise UsageError(
+                f"step cache {request.step_cache} is not upstream's; leave it out, or "
+                "run this stage with the backend tpuport"
             )
         if backend == "diffusers":
             return self._run_upstream(stage, request, inputs, host_device())

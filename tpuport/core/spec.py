@@ -41,8 +41,6 @@ class Component:
         sharding: rules that match every stored weight exactly once.
         layouts: other tables of such rules by name, for ``--sharding NAME``; a
             component without the name keeps ``sharding``.
-        used: regexes of the stored weights a stage needs; others are checked but not
-            loaded (a decoder needs no encoder).
         stored_prefix: what stored names may have in front of the class's own, where
             files were saved by a version of upstream with one more module around it.
         ignored: regexes of stored names that upstream's loader passes over as well.
@@ -56,7 +54,6 @@ class Component:
     class_path: str
     sharding: tuple[ShardRule, ...]
     layouts: Mapping[str, tuple[ShardRule, ...]] = field(default_factory=dict)
-    used: tuple[str, ...] = (".*",)
     stored_prefix: str = ""
     ignored: tuple[str, ...] = ()
     single_device: bool = False
@@ -101,6 +98,8 @@ class Work:
         watch: called with (index, output) of each call as it completes; may raise.
         programs: those to compile before the first call, all for the shapes of its
             inputs; for a stage that changes programs on the way.
+        to_host: fetch each output as its call completes, so that the device does not
+            hold them all; ``finish`` gets NumPy arrays.
     """
 
     carry: Tree
@@ -110,6 +109,7 @@ class Work:
     finish: Callable[[Tree, list[Tree]], dict[str, Any]]
     watch: Callable[[int, Tree], None] | None = None
     programs: tuple[str, ...] = ()
+    to_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +178,9 @@ class Stage:
         batch_rows: how many rows the program's batch dim has, for the mesh check.
         require: raises WeightsError when ``files`` lack something.
         needs: which of ``components`` a request needs; all of them when not given.
+        loads: of a component, regexes of the stored weights this stage needs, where
+            that is not all of them: a decoder needs no encoder. The others are checked
+            but not loaded.
     """
 
     name: str
@@ -191,6 +194,7 @@ class Stage:
     batch_rows: Callable[[Request], int] | None = None
     require: Callable[[Checkpoint], None] | None = None
     needs: Callable[[Request], tuple[str, ...]] | None = None
+    loads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def components_for(self, request: Request | None) -> tuple[str, ...]:
         """The components that a request needs; without a request, all of them."""

@@ -68,9 +68,12 @@ def convolution_by_taps(
         [(p, p) for p in pad],
         rhs_dilation=tuple(dilation[1:]),
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        # Rounded once, after the bias, as torch does: in bfloat16 it shows.
+        preferred_element_type=jnp.float32,
     )
     if bias is not None:
-        out = out + bias
+        out = out + bias.astype(jnp.float32)
+    out = out.astype(input.dtype)
     out = out.reshape(count, frames, *out.shape[1:])
     return jnp.transpose(out, (0, 4, 1, 2, 3))
 

@@ -1,1 +1,1 @@
-"""CogVideoX: 2b, 5b and 1.5-5b text to video."""
+"""CogVideoX: 2b, 5b and 1.5-5b, text, image and video to video."""

@@ -7,11 +7,13 @@ diffusers ``pipelines/cogvideo/pipeline_cogvideox.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpuport.core.request import Request
+from tpuport.core.request import Request, denoising_steps
 from tpuport.core.spec import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
+from tpuport.models.cogvideox import published
 
 if TYPE_CHECKING:
     from tpuport.core.checkpoint import Checkpoint
@@ -19,30 +21,12 @@ if TYPE_CHECKING:
 #: One VAE step in space is 8 pixels, a transformer patch is 2 of those.
 PIXELS_PER_PATCH = 16
 
-_T5_XXL: Mapping[str, Any] = {
-    "vocab_size": 32128,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-}
-_TRANSFORMER: Mapping[str, Any] = {
-    "attention_head_dim": 64,
-    "in_channels": 16,
-    "out_channels": 16,
-    "time_embed_dim": 512,
-    "text_embed_dim": 4096,
-    "max_text_seq_length": 226,
-    "patch_size": 2,
-}
-_VAE: Mapping[str, Any] = {"latent_channels": 16, "temporal_compression_ratio": 4}
+TEXT_TASKS = ("t2v", "v2v")
+"""What a checkpoint without image channels can do."""
 
 VARIANT_2B = Variant(
     name="2b",
-    title="CogVideoX-2B, text to video",
+    title="CogVideoX-2B, text and video to video",
     repo_id="THUDM/CogVideoX-2b",
     height=480,
     width=720,
@@ -55,133 +39,98 @@ VARIANT_2B = Variant(
     sizes=SizeRule(multiple=PIXELS_PER_PATCH),
     options={"scheduler": "ddim", "dynamic_cfg": False},
     configs={
-        "text_encoder": _T5_XXL,
-        "transformer": {
-            **_TRANSFORMER,
-            "num_attention_heads": 30,
-            "num_layers": 30,
-            "sample_height": 60,
-            "sample_width": 90,
-            "sample_frames": 49,
-            "use_rotary_positional_embeddings": False,
-        },
-        "vae": {**_VAE, "scaling_factor": 1.15258426},
+        "text_encoder": published.T5_XXL,
+        "transformer": published.TRANSFORMER_2B,
+        "vae": published.VAE_2B,
     },
     notes="published in float16; runs in bfloat16 or float32 here",
+    tasks=TEXT_TASKS,
 )
 
-VARIANT_5B = Variant(
+VARIANT_5B = replace(
+    VARIANT_2B,
     name="5b",
-    title="CogVideoX-5B, text to video",
+    title="CogVideoX-5B, text and video to video",
     repo_id="THUDM/CogVideoX-5b",
-    height=480,
-    width=720,
-    num_frames=49,
-    fps=8,
-    num_inference_steps=50,
-    guidance_scale=6.0,
-    dtype="bfloat16",
-    frames=FrameRule(step=8, limit=49),
-    sizes=SizeRule(multiple=PIXELS_PER_PATCH),
     options={"scheduler": "dpm", "dynamic_cfg": True},
     configs={
-        "text_encoder": _T5_XXL,
-        "transformer": {
-            **_TRANSFORMER,
-            "num_attention_heads": 48,
-            "num_layers": 42,
-            "sample_height": 60,
-            "sample_width": 90,
-            "sample_frames": 49,
-            "use_rotary_positional_embeddings": True,
-        },
-        "vae": {**_VAE, "scaling_factor": 0.7},
+        "text_encoder": published.T5_XXL,
+        "transformer": published.TRANSFORMER_5B,
+        "vae": published.VAE_5B,
     },
+    notes="",
 )
 
-VARIANT_15_5B = Variant(
+VARIANT_5B_I2V = replace(
+    VARIANT_5B,
+    name="5b-i2v",
+    title="CogVideoX-5B-I2V, image to video",
+    repo_id="THUDM/CogVideoX-5b-I2V",
+    configs={**VARIANT_5B.configs, "transformer": published.TRANSFORMER_5B_I2V},
+    notes="its positions are learned for 480x720 and 49 frames: no other size, and "
+    "other frame counts run with computed positions, as upstream",
+    tasks=("i2v",),
+)
+
+VARIANT_15_5B = replace(
+    VARIANT_5B,
     name="1.5-5b",
-    title="CogVideoX1.5-5B, text to video",
+    title="CogVideoX1.5-5B, text and video to video",
     repo_id="THUDM/CogVideoX1.5-5B",
     height=768,
     width=1360,
     num_frames=81,
     fps=16,
-    num_inference_steps=50,
-    guidance_scale=6.0,
-    dtype="bfloat16",
     frames=FrameRule(step=16, limit=161),
-    sizes=SizeRule(multiple=PIXELS_PER_PATCH),
-    options={"scheduler": "dpm", "dynamic_cfg": True},
     configs={
-        "text_encoder": _T5_XXL,
-        "transformer": {
-            **_TRANSFORMER,
-            "num_attention_heads": 48,
-            "num_layers": 42,
-            "patch_size_t": 2,
-            "sample_height": 300,
-            "sample_width": 300,
-            "sample_frames": 81,
-            "use_rotary_positional_embeddings": True,
-        },
-        "vae": {**_VAE, "scaling_factor": 0.7},
+        "text_encoder": published.T5_XXL,
+        "transformer": published.TRANSFORMER_15_5B,
+        "vae": published.VAE_15,
     },
+    notes="video to video pads the latents in front, as text to video does; upstream's "
+    "own pipeline refuses every frame count of 1.5 there",
 )
 
-DEMO = Variant(
+VARIANT_15_5B_I2V = replace(
+    VARIANT_15_5B,
+    name="1.5-5b-i2v",
+    title="CogVideoX1.5-5B-I2V, image to video",
+    repo_id="THUDM/CogVideoX1.5-5B-I2V",
+    configs={**VARIANT_15_5B.configs, "transformer": published.TRANSFORMER_15_5B_I2V},
+    notes="",
+    tasks=("i2v",),
+)
+
+DEMO = replace(
+    VARIANT_5B,
     name="demo",
     title="a small checkpoint with random weights, made on first use",
     repo_id="",
     height=128,
     width=192,
     num_frames=17,
-    fps=8,
     num_inference_steps=8,
-    guidance_scale=6.0,
-    dtype="bfloat16",
     frames=FrameRule(step=8),
-    sizes=SizeRule(multiple=PIXELS_PER_PATCH),
-    options={"scheduler": "dpm", "dynamic_cfg": True},
-    configs={
-        "text_encoder": {
-            "vocab_size": 512,
-            "d_model": 64,
-            "d_kv": 8,
-            "d_ff": 128,
-            "num_layers": 2,
-            "num_heads": 8,
-            "feed_forward_proj": "gated-gelu",
-            "tie_word_embeddings": False,
-        },
-        "transformer": {
-            "num_attention_heads": 8,
-            "attention_head_dim": 16,
-            "in_channels": 16,
-            "out_channels": 16,
-            "time_embed_dim": 64,
-            "text_embed_dim": 64,
-            "num_layers": 3,
-            "max_text_seq_length": 226,
-            "patch_size": 2,
-            "patch_size_t": 2,
-            "sample_height": 128,
-            "sample_width": 128,
-            "sample_frames": 17,
-            "use_rotary_positional_embeddings": True,
-        },
-        "vae": {
-            **_VAE,
-            "block_out_channels": [16, 32, 32, 32],
-            "norm_num_groups": 8,
-            "layers_per_block": 1,
-            "scaling_factor": 0.7,
-        },
-    },
+    configs=published.DEMO,
     notes="random weights: the video shows that everything runs, not a picture",
 )
 
-VARIANTS = (DEMO, VARIANT_2B, VARIANT_5B, VARIANT_15_5B)
+DEMO_I2V = replace(
+    DEMO,
+    name="demo-i2v",
+    title="the same for image to video",
+    configs=published.DEMO_I2V,
+    tasks=("i2v",),
+)
+
+PUBLISHED = (
+    VARIANT_2B,
+    VARIANT_5B,
+    VARIANT_5B_I2V,
+    VARIANT_15_5B,
+    VARIANT_15_5B_I2V,
+)
+VARIANTS = (DEMO, DEMO_I2V, *PUBLISHED)
 
 
 def _parse_flag(value: Any) -> bool:
@@ -242,11 +191,34 @@ def scheduler_kind(checkpoint: Checkpoint) -> str:
     return _SCHEDULERS[entry[1]]
 
 
-def architecture(config: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """(rotary positions?, patch_size_t): what tells the three forms apart."""
-    return (
-        bool(config.get("use_rotary_positional_embeddings", False)),
+class Architecture(NamedTuple):
+    """What tells the forms of the transformer apart."""
+
+    positions: str
+    patch_size_t: int | None
+    image: bool
+    ofs: bool
+
+    def __str__(self) -> str:
+        extra = " and an offset embedding" if self.ofs else ""
+        return (
+            f"{self.positions} positions, patch_size_t {self.patch_size_t}, "
+            f"{'image' if self.image else 'no image'} channels{extra}"
+        )
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The form of a transformer's config."""
+    positions = "sin-cos"
+    if config.get("use_rotary_positional_embeddings"):
+        positions = "rotary"
+    if config.get("use_learned_positional_embeddings"):
+        positions += " and learned"
+    return Architecture(
+        positions,
         config.get("patch_size_t"),
+        int(config.get("in_channels", 16)) == 2 * int(config.get("out_channels", 16)),
+        config.get("ofs_embed_dim") is not None,
     )
 
 
@@ -257,9 +229,10 @@ def detect(checkpoint: Checkpoint) -> Variant:
     defaults, read from its configs.
     """
     config = checkpoint.config("transformer")
-    for variant in (VARIANT_2B, VARIANT_5B, VARIANT_15_5B):
+    form = architecture(config)
+    for variant in PUBLISHED:
         known = variant.configs["transformer"]
-        if architecture(config) == architecture(known) and all(
+        if form == architecture(known) and all(
             config.get(key) == known[key]
             for key in ("num_attention_heads", "num_layers")
         ):
@@ -281,6 +254,7 @@ def detect(checkpoint: Checkpoint) -> Variant:
         frames=rule,
         sizes=SizeRule(multiple=PIXELS_PER_PATCH),
         options={"scheduler": "checkpoint", "dynamic_cfg": kind == "dpm"},
+        tasks=("i2v",) if form.image else TEXT_TASKS,
     )
 
 
@@ -288,24 +262,49 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
     """Refuse what this checkpoint cannot do.
 
     Raises:
-        UsageError: a size beyond the rotary table of a 1.5 checkpoint, more steps than
-            the schedule has, or a variant of another form than the checkpoint.
+        UsageError: a variant of another form than the checkpoint, a task or a size that
+            its transformer is not made for, or a number of steps that its schedule does
+            not have.
     """
     config = checkpoint.config("transformer")
-    if variant.name in ("2b", "5b", "1.5-5b"):
-        known = architecture(variant.configs["transformer"])
-        if architecture(config) != known:
-            names = {True: "rotary", False: "sin-cos"}
-            rotary, patch = architecture(config)
+    form = architecture(config)
+    if variant.name in [known.name for known in PUBLISHED]:
+        expected = architecture(variant.configs["transformer"])
+        if form != expected:
             raise UsageError(
                 f"{checkpoint.source} is not a {variant.name} checkpoint: its "
-                f"transformer has {names[rotary]} positions and patch_size_t {patch}, "
-                f"{variant.name} has {names[known[0]]} and {known[1]}; leave --variant "
-                "out to go by the checkpoint"
+                f"transformer has {form}; {variant.name} has {expected}; leave "
+                "--variant out to go by the checkpoint"
             )
-    if config.get("patch_size_t") is not None:
-        for name, asked in (("height", request.height), ("width", request.width)):
-            limit = int(config.get(f"sample_{name}", 0)) * 8
+    if form.image != (request.task == "i2v"):
+        takes = "an image" if form.image else "no image"
+        raise UsageError(
+            f"{checkpoint.source}: its transformer takes {takes}, and task "
+            f"{request.task} was asked for with variant {variant.name}; leave "
+            "--variant out to go by the checkpoint"
+        )
+    _check_positions(request, config, form)
+    _check_steps(request, checkpoint.config("scheduler"))
+
+
+def _check_positions(
+    request: Request, config: Mapping[str, Any], form: Architecture
+) -> None:
+    """Refuse a size or a number of text tokens that there are no positions for."""
+    rows, columns = (int(config.get(f"sample_{n}", 0)) * 8 for n in ("height", "width"))
+    if "learned" in form.positions and (request.height, request.width) != (
+        rows,
+        columns,
+    ):
+        raise UsageError(
+            f"size {request.width}x{request.height} asked for; this checkpoint's "
+            f"positions are learned for {columns}x{rows} (width x height) alone"
+        )
+    if form.patch_size_t is not None:
+        for name, asked, limit in (
+            ("height", request.height, rows),
+            ("width", request.width, columns),
+        ):
             if asked > limit:
                 raise UsageError(
                     f"{name} {asked} is beyond this checkpoint's positions, which end "
@@ -313,15 +312,20 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
                 )
     tokens = request.options.get("max_sequence_length")
     limit = int(config.get("max_text_seq_length", 226))
-    if tokens and tokens != limit and not architecture(config)[0]:
+    if tokens and tokens != limit and form.positions != "rotary":
         raise UsageError(
             f"max_sequence_length={tokens}: this checkpoint's positions are for "
             f"{limit} text tokens; leave the option out"
         )
-    scheduler = checkpoint.config("scheduler")
+
+
+def _check_steps(request: Request, scheduler: Mapping[str, Any]) -> None:
     train = int(scheduler.get("num_train_timesteps", 1000))
-    if request.num_inference_steps > train:
+    steps = request.num_inference_steps
+    if steps > train:
+        raise UsageError(f"{steps} denoising steps asked for; the schedule has {train}")
+    if not denoising_steps(request):
         raise UsageError(
-            f"{request.num_inference_steps} denoising steps asked for; the schedule "
-            f"has {train}"
+            f"strength {request.strength} of {steps} steps leaves no step to run; give "
+            f"at least 1/{steps}"
         )

@@ -1,8 +1,8 @@
-"""The demo checkpoint: the real classes at a small size, with random weights.
+"""The demo checkpoints: the real classes at a small size, with random weights.
 
-It lies on disk as a published checkpoint does (``model_index.json``, a SentencePiece
+They lie on disk as published checkpoints do (``model_index.json``, a SentencePiece
 tokenizer, T5, a transformer with rotary positions and ``patch_size_t``, VAE, scheduler)
-and is read by the same code. Making it takes seconds and is deterministic.
+and are read by the same code. Making one takes seconds and is deterministic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tpuport.models.cogvideox.config import DEMO
+from tpuport.models.cogvideox import published
 
 VERSION = "1"
 """Part of the cache key: raise it when the files below change."""
@@ -35,8 +35,15 @@ TOKENS = 400
 """Pieces of the tokenizer; T5 adds 100 sentinels."""
 
 
-def make_demo(folder: Path) -> None:
-    """Write the demo checkpoint into an empty folder."""
+#: By variant: the configs, and the pipeline that the checkpoint is one of.
+CHECKPOINTS = {
+    "demo": (published.DEMO, "CogVideoXPipeline"),
+    "demo-i2v": (published.DEMO_I2V, "CogVideoXImageToVideoPipeline"),
+}
+
+
+def make_demo(folder: Path, variant: str = "demo") -> None:
+    """Write the demo checkpoint of a variant into an empty folder."""
     import torch
     from diffusers import (
         AutoencoderKLCogVideoX,
@@ -45,7 +52,8 @@ def make_demo(folder: Path) -> None:
     )
     from transformers import T5Config, T5EncoderModel
 
-    configs: dict[str, Any] = {k: dict(v) for k, v in DEMO.configs.items()}
+    known, pipeline = CHECKPOINTS[variant]
+    configs: dict[str, Any] = {k: dict(v) for k, v in known.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
         text_encoder = T5EncoderModel(T5Config(**configs["text_encoder"]))
@@ -64,7 +72,7 @@ def make_demo(folder: Path) -> None:
     vae.save_pretrained(folder / "vae")
     scheduler.save_pretrained(folder / "scheduler")
     index = {
-        "_class_name": "CogVideoXPipeline",
+        "_class_name": pipeline,
         "_diffusers_version": _diffusers_version(),
         "scheduler": ["diffusers", "CogVideoXDPMScheduler"],
         "text_encoder": ["transformers", "T5EncoderModel"],

@@ -104,14 +104,18 @@ def name_embeddings(ctx: StageContext, rows: torch.Tensor) -> dict[str, torch.Te
 def latent_shape(
     request: Request, checkpoint: Checkpoint
 ) -> tuple[int, int, int, int, int]:
-    """[B, T, C, Y, X] of a batch, with T padded to a multiple of ``patch_size_t``."""
+    """[B, T, C, Y, X] of a batch, with T padded to a multiple of ``patch_size_t``.
+
+    Half of the channels that an image-to-video transformer takes are the image's.
+    """
     config = checkpoint.config("transformer")
     spatial, temporal = vae_strides(checkpoint)
     frames = (request.num_frames - 1) // temporal + 1
+    channels = int(config.get("in_channels", 16))
     return (
         request.batch_size,
         frames + padding_frames(request, checkpoint),
-        int(config.get("in_channels", 16)),
+        channels // 2 if request.task == "i2v" else channels,
         request.height // spatial,
         request.width // spatial,
     )
@@ -158,9 +162,13 @@ def draw_noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Te
     return noise
 
 
+def scaling_factor(checkpoint: Checkpoint) -> float:
+    """What the VAE's latents are multiplied by for the transformer."""
+    return float(checkpoint.config("vae").get("scaling_factor", 1.15258426))
+
+
 def latents_for_vae(ctx: StageContext) -> torch.Tensor:
     """[B, C, T, Y, X], padding cut off and scaled back."""
     padding = padding_frames(ctx.request, ctx.checkpoint)
     latents = ctx.inputs["latents"].float()[:, padding:]
-    scaling = float(ctx.checkpoint.config("vae").get("scaling_factor", 1.15258426))
-    return 1 / scaling * latents.permute(0, 2, 1, 3, 4)
+    return 1 / scaling_factor(ctx.checkpoint) * latents.permute(0, 2, 1, 3, 4)

@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.spec import Component, ModelPort
+from tpuport.core.splitting import ForwardSplit
 from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, inputs, sharding, stages
 from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.conv import CONVOLUTION_ON_CPU
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
 
 
-def _make_demo(folder: Path) -> None:
+def _make_demo(folder: Path, variant: str) -> None:
     from tpuport.models.cogvideox import demo
 
-    demo.make_demo(folder)
+    demo.make_demo(folder, variant)
 
 
 def _transformer_heads(values: Mapping[str, Any]) -> int:
@@ -32,8 +34,12 @@ def _text_heads(values: Mapping[str, Any]) -> int:
 
 PORT = ModelPort(
     name="cogvideox",
-    title="CogVideoX (2b, 5b, 1.5-5b), text to video",
-    pipelines=("CogVideoXPipeline",),
+    title="CogVideoX (2b, 5b, 1.5-5b), text, image and video to video",
+    pipelines=(
+        "CogVideoXPipeline",
+        "CogVideoXImageToVideoPipeline",
+        "CogVideoXVideoToVideoPipeline",
+    ),
     components={
         "text_encoder": Component(
             name="text_encoder",
@@ -45,19 +51,19 @@ PORT = ModelPort(
             name="transformer",
             class_path="diffusers:CogVideoXTransformer3DModel",
             sharding=sharding.TRANSFORMER,
+            split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
             heads=_transformer_heads,
         ),
         "vae": Component(
             name="vae",
             class_path="diffusers:AutoencoderKLCogVideoX",
             sharding=sharding.VAE,
-            used=(r"decoder\..*", r"post_quant_conv\..*"),
             single_device=True,
         ),
     },
     stages=stages.STAGES,
     variants=config.VARIANTS,
-    patches=(*SLICE_ASSIGNMENT, *PATCHES),
+    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *PATCHES),
     overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,

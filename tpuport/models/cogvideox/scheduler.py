@@ -75,8 +75,13 @@ def make_scheduler(checkpoint: Checkpoint, kind: str) -> Any:
     return classes[kind].from_config(config, timestep_spacing="trailing")
 
 
-def make_schedule(scheduler: Any, steps: int) -> Schedule:
+def make_schedule(scheduler: Any, steps: int, run: int | None = None) -> Schedule:
     """The schedule of ``steps`` steps of a fresh upstream scheduler.
+
+    Args:
+        run: how many of them are run, from the clean end; all when not given. The step
+            sizes stay those of the whole schedule, and the first step that is run has
+            no previous prediction.
 
     Raises:
         UsageError: the scheduler's prediction type is unknown to upstream's step.
@@ -84,7 +89,7 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
     import numpy as np
 
     scheduler.set_timesteps(steps)
-    timesteps = [int(t) for t in scheduler.timesteps]
+    timesteps = [int(t) for t in scheduler.timesteps][steps - (run or steps) :]
     second_order = hasattr(scheduler, "get_mult")
     rows: list[list[float]] = []
     draws: list[int] = []

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.request import Request
+from tpuport.core.request import Request, denoising_steps
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
-from tpuport.models.cogvideox import rotary, scheduler, upstream
+from tpuport.models.cogvideox import conditioning, rotary, scheduler, upstream
 from tpuport.models.cogvideox.inputs import (
     draw_noise,
     initial_latents,
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 #: Latent frames that upstream's VAE decodes at a time.
 FRAMES_PER_CHUNK = 2
 
+#: What a 1.5 image-to-video transformer takes as ``ofs``; fixed in upstream's pipeline.
+OFFSET = 2.0
+
 
 # ---------------------------------------------------------------------- encode
 
@@ -49,21 +52,35 @@ def _encode_program(
 
 
 def plan_encode(ctx: StageContext) -> Work:
-    """Encode the prompts of a batch, with the negative prompts when guided."""
+    """Encode the prompts of a batch, with the negative prompts when guided.
+
+    After them the image or the video that the run starts from, chunk by chunk.
+    """
+    import torch
+
     prompts = ctx.prompts
     if ctx.request.guided:
         prompts = (*ctx.negative_prompts, *prompts)
 
-    def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
-        return name_embeddings(ctx, to_torch(outputs[0]))
+    chunks = 0
+    if ctx.request.task in conditioning.SOURCES:
+        frames = conditioning.pixels(ctx).shape[1]
+        chunks = len(conditioning.chunk_lengths(frames))
 
-    inputs = {"input_ids": tokenize(ctx, prompts)}
+    def calls() -> Iterator[Call]:
+        yield Call("encode", {"input_ids": tokenize(ctx, prompts)})
+        if chunks:
+            yield from conditioning.encode_calls(ctx)
+
+    def finish(carry: Any, outputs: list[Any]) -> dict[str, Any]:
+        named = name_embeddings(ctx, to_torch(outputs[0]))
+        if chunks:
+            moments = torch.cat([to_torch(output) for output in outputs[1:]], dim=2)
+            named |= conditioning.source_latents(ctx, moments)
+        return named
+
     return Work(
-        carry=None,
-        constants=None,
-        calls=[Call("encode", inputs)],
-        total=1,
-        finish=finish,
+        carry=None, constants=None, calls=calls(), total=1 + chunks, finish=finish
     )
 
 
@@ -86,8 +103,11 @@ def _denoise_step(
     embeds = constants["embeds"]
     dtype = model.weights["proj_out.weight"].dtype
     guided = embeds.shape[0] != latents.shape[0]
-    rows = jnp.concatenate([latents] * 2) if guided else latents
-    rows = model.constrain(rows.astype(dtype), "dp")
+    rows = latents.astype(dtype)
+    if "image_latents" in constants:
+        rows = jnp.concatenate([rows, constants["image_latents"].astype(dtype)], axis=2)
+    rows = jnp.concatenate([rows] * 2) if guided else rows
+    rows = model.constrain(rows, "dp")
     embeds = model.constrain(embeds.astype(dtype), "dp")
     timestep = jnp.broadcast_to(inputs["timestep"], (rows.shape[0],))
     positions = constants["positions"]
@@ -103,6 +123,8 @@ def _denoise_step(
             "patch_embed.sample_width": rows.shape[4],
             "patch_embed.sample_frames": frames,
         }
+    if "ofs" in constants:
+        extra["ofs"] = constants["ofs"]
     prediction = model(
         hidden_states=rows,
         encoder_hidden_states=embeds,
@@ -130,9 +152,18 @@ def plan_denoise(ctx: StageContext) -> Work:
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
     sampler = scheduler.make_scheduler(ctx.checkpoint, request.options["scheduler"])
-    schedule = scheduler.make_schedule(sampler, request.num_inference_steps)
+    schedule = scheduler.make_schedule(
+        sampler, request.num_inference_steps, denoising_steps(request)
+    )
     generators = ctx.generators()
-    latents = initial_latents(ctx, generators).float() * schedule.initial_scale
+    source = conditioning.given_latents(ctx)
+    if source is not None:
+        conditioning.posterior_draws(ctx, generators, source.dtype)
+    latents = initial_latents(ctx, generators).float()
+    if source is not None and request.task == "v2v":
+        first = int(schedule.timesteps[0])
+        latents = conditioning.noised(source, latents, sampler, first)
+    latents = latents * schedule.initial_scale
     embeds = ctx.inputs["prompt_embeds"]
     if request.guided:
         embeds = torch.cat([ctx.inputs["negative_prompt_embeds"], embeds])
@@ -159,7 +190,7 @@ def plan_denoise(ctx: StageContext) -> Work:
         if not bool(output["finite"]):
             raise VideoError(
                 f"the latents are not finite after step {index + 1} of "
-                f"{request.num_inference_steps}; try --dtype float32, and check the "
+                f"{len(schedule.timesteps)}; try --dtype float32, and check the "
                 "weights"
             )
 
@@ -169,28 +200,39 @@ def plan_denoise(ctx: StageContext) -> Work:
     carry = {"latents": latents}
     if schedule.stochastic:
         carry["previous"] = torch.zeros_like(latents)
+    constants = {"embeds": embeds, "positions": _positions(ctx, config)}
+    if source is not None and request.task == "i2v":
+        constants["image_latents"] = source
+    if config.get("ofs_embed_dim") is not None:
+        constants["ofs"] = torch.tensor([OFFSET])
     return Work(
         carry=carry,
-        constants={"embeds": embeds, "positions": _positions(ctx, config)},
+        constants=constants,
         calls=calls(),
-        total=request.num_inference_steps,
+        total=len(schedule.timesteps),
         finish=finish,
         watch=watch,
     )
 
 
 def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Position tables for this size: rotary (cos, sin) [L, D], or sin-cos [1, L, E]."""
+    """Position tables for this size: rotary (cos, sin) [L, D] and sin-cos [1, L, E].
+
+    Learned positions are weights; upstream uses them for the frame count that they were
+    trained for, and computes sin-cos ones for any other.
+    """
     _, frames, _, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
+    tables: dict[str, Any] = {}
     if config.get("use_rotary_positional_embeddings"):
-        cos, sin = rotary.tables(
+        tables["cos"], tables["sin"] = rotary.tables(
             ctx.rotary, config, height=rows, width=columns, latent_frames=frames
         )
-        return {"cos": cos, "sin": sin}
     embed = ctx.module("transformer").patch_embed
-    ratio = int(config.get("temporal_compression_ratio", 4))
-    table = embed._get_positional_embeddings(rows, columns, (frames - 1) * ratio + 1)
-    return {"sincos": table}
+    frames = (frames - 1) * embed.temporal_compression_ratio + 1
+    learned = embed.use_learned_positional_embeddings
+    if embed.use_positional_embeddings or (learned and frames != embed.sample_frames):
+        tables["sincos"] = embed._get_positional_embeddings(rows, columns, frames)
+    return tables
 
 
 # ---------------------------------------------------------------------- decode
@@ -248,6 +290,11 @@ def plan_decode(ctx: StageContext) -> Work:
 # ------------------------------------------------------------------------ table
 
 
+def _encoders(request: Request) -> tuple[str, ...]:
+    """The components that encode needs: the VAE only for an image or a video."""
+    return ("text_encoder", "vae") if request.sources else ("text_encoder",)
+
+
 def _guided_rows(request: Request) -> int:
     return request.batch_size * (2 if request.guided else 1)
 
@@ -258,10 +305,16 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="encode",
         unit="batch",
-        components=("text_encoder",),
+        components=("text_encoder", "vae"),
+        needs=_encoders,
+        loads={"vae": (r"encoder\..*", r"quant_conv\..*")},
         files=("tokenizer",),
         require=require_tokenizer,
-        programs={"encode": Program(component="text_encoder", fn=_encode_program)},
+        programs={
+            "encode": Program(component="text_encoder", fn=_encode_program),
+            "first": Program(component="vae", fn=conditioning.encode_chunk),
+            "next": Program(component="vae", fn=conditioning.encode_chunk),
+        },
         plan=plan_encode,
         upstream=upstream.encode,
         writes=(
@@ -269,12 +322,14 @@ STAGES: tuple[Stage, ...] = (
                 name="prompt_embeds",
                 shape=("videos", "text_tokens", "text_width"),
                 dtypes=_EMBEDDING_DTYPES,
+                role="prompt",
             ),
             TensorSpec(
                 name="negative_prompt_embeds",
                 shape=("videos", "text_tokens", "text_width"),
                 dtypes=_EMBEDDING_DTYPES,
                 optional=True,
+                role="negative",
                 note="only when guidance is on",
             ),
             TensorSpec(
@@ -283,6 +338,16 @@ STAGES: tuple[Stage, ...] = (
                 dtypes=_EMBEDDING_DTYPES,
                 optional=True,
                 note="given by the user in place of the seed's noise",
+            ),
+            *(
+                TensorSpec(
+                    name=name,
+                    shape=("videos", "frames", "channels", "rows", "columns"),
+                    dtypes=_EMBEDDING_DTYPES,
+                    optional=True,
+                    note=f"of the {kind} that the run starts from, sampled and scaled",
+                )
+                for kind, name in conditioning.SOURCES.values()
             ),
         ),
     ),
@@ -308,6 +373,7 @@ STAGES: tuple[Stage, ...] = (
         name="decode",
         unit="chunk",
         components=("vae",),
+        loads={"vae": (r"decoder\..*", r"post_quant_conv\..*")},
         programs={
             "first": Program(component="vae", fn=_decode_chunk),
             "next": Program(component="vae", fn=_decode_chunk),

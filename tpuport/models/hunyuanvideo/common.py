@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 UNTILED_PIXELS = 2**24
 
 
+#: The weights of an autoencoder that each half needs.
+ENCODER = (r"encoder\..*", r"quant_conv\..*")
+DECODER = (r"decoder\..*", r"post_quant_conv\..*")
+
+
 def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
     """The texts of a batch in the order of the model's rows: negative ones first."""
     return (*ctx.negative_prompts, *ctx.prompts) if guided else ctx.prompts
@@ -101,4 +106,5 @@ def plan_tiles(ctx: StageContext, program: str) -> Work:
         calls=calls(),
         total=len(plan.tiles),
         finish=finish,
+        to_host=True,
     )

@@ -21,6 +21,8 @@ from tpuport.core.tensors import TensorSpec
 from tpuport.core.text_buckets import trim
 from tpuport.models.hunyuanvideo import encoders, images, inputs, rotary, upstream
 from tpuport.models.hunyuanvideo.common import (
+    DECODER,
+    ENCODER,
     draw_noise,
     finite_or_error,
     plan_tiles,
@@ -311,6 +313,7 @@ STAGES: tuple[Stage, ...] = (
         files=("tokenizer", "tokenizer_2", "feature_extractor"),
         require=inputs.require_tokenizers_15,
         needs=encode_needs,
+        loads={"vae": ENCODER},
         programs={
             "text": Program(component="text_encoder", fn=_text),
             "glyphs": Program(component="text_encoder_2", fn=_glyphs),
@@ -367,6 +370,7 @@ STAGES: tuple[Stage, ...] = (
         name="decode",
         unit="tile",
         components=("vae",),
+        loads={"vae": DECODER},
         programs={"tile": Program(component="vae", fn=_decode_tile)},
         plan=plan_decode,
         upstream=upstream.decode,

@@ -20,6 +20,7 @@ from tpuport.core.tensors import TensorSpec
 from tpuport.core.text_buckets import trim
 from tpuport.models.hunyuanvideo import encoders, inputs, rotary, upstream
 from tpuport.models.hunyuanvideo.common import (
+    DECODER,
     draw_noise,
     finite_or_error,
     plan_tiles,
@@ -294,6 +295,7 @@ STAGES: tuple[Stage, ...] = (
         name="decode",
         unit="tile",
         components=("vae",),
+        loads={"vae": DECODER},
         programs={"tile": Program(component="vae", fn=_decode_tile)},
         plan=plan_decode,
         upstream=upstream.decode,
