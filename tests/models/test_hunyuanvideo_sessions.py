@@ -14,9 +14,11 @@ import torch
 import tpuport
 from tests.models.hunyuanvideo_upstream import picture
 from tests.tolerances import TOLERANCES
+from tpuport.core.executor import Timing
 from tpuport.core.media import read_image
 from tpuport.core.quality import compare
 from tpuport.core.report import Reporter
+from tpuport.core.spec import Work
 from tpuport.errors import UsageError, WeightsError
 from tpuport.models.hunyuanvideo import stages
 
@@ -262,3 +264,16 @@ def test_upstreams_code_has_no_step_cache(load: Load) -> None:
         request = session.request(prompt="a", step_cache="deepcache", **SHAPE)
         with pytest.raises(UsageError, match="is not upstream's"):
             session.run_stage("denoise", request, {}, backend="diffusers")
+
+
+def test_without_a_cache_the_step_is_the_plugins_own(load: Load) -> None:
+    """So the program has not a bit more in it than without step caching."""
+    with load() as session:
+        request = session.request(prompt="a", **SHAPE)
+        stage = session.port.stage("denoise")
+        work = Work(
+            carry=None, constants=None, calls=[], total=0, finish=lambda c, o: {}
+        )
+        ran, same = session.executor._cached(stage, work, request, Timing())
+    assert ran is stage
+    assert same is work

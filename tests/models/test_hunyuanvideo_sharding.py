@@ -28,6 +28,7 @@ from tpuport.core.sharding import (
 from tpuport.core.spec import Component
 from tpuport.errors import ShardingError
 from tpuport.models.hunyuanvideo import encoders, published, sharding
+from tpuport.models.hunyuanvideo.plugin import PORT
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
 
@@ -55,6 +56,20 @@ CASES: dict[str, Case] = {
         "diffusers:HunyuanVideo15Transformer3DModel",
         published.TRANSFORMER_15_STEP_DISTILLED,
         sharding.TRANSFORMER_15,
+        8.331,
+        (1, 2, 4, 8, 16),
+    ),
+    "transformer_15_step_distilled replicated-attention": Case(
+        "diffusers:HunyuanVideo15Transformer3DModel",
+        published.TRANSFORMER_15_STEP_DISTILLED,
+        sharding.LAYOUTS_15["replicated-attention"],
+        8.331,
+        (1, 2, 4, 8, 16),
+    ),
+    "transformer_15_step_distilled replicated-out": Case(
+        "diffusers:HunyuanVideo15Transformer3DModel",
+        published.TRANSFORMER_15_STEP_DISTILLED,
+        sharding.LAYOUTS_15["replicated-out"],
         8.331,
         (1, 2, 4, 8, 16),
     ),
@@ -162,6 +177,28 @@ def test_every_weight_matches_exactly_one_rule_and_divides(name: str) -> None:
         found = plan(name, tp)
         assert not found.unmatched
         assert set(found.assignments) == set(weights(name))
+
+
+def test_every_variant_is_one_of_these() -> None:
+    """Class, config and rules of each component of each published variant."""
+    # What the shapes of no weight depend on.
+    shapeless = {"target_size", "task_type"}
+
+    def key(class_path: str, config: Mapping[str, Any], rules: Any) -> Any:
+        kept = {k: v for k, v in config.items() if k not in shapeless}
+        return class_path, repr(sorted(kept.items())), rules
+
+    known = {key(c.class_path, c.config, c.rules) for c in CASES.values()}
+    published_variants = [v for v in PORT.variants if v.repo_id]
+    assert len(published_variants) == 9
+    for variant in published_variants:
+        components = PORT.form_of(variant).components
+        assert variant.configs.keys() == components.keys()
+        for name, component in components.items():
+            for layout in PORT.form_of(variant).layouts:
+                rules = PORT.form_of(variant).rules(name, layout)
+                found = key(component.class_path, variant.configs[name], rules)
+                assert found in known, (variant.name, name, layout)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -215,7 +215,7 @@ def check_shape(request: Request, variant: Variant) -> None:
 def denoising_steps(request: Request) -> int:
     """How many steps are run: video to video skips the noisiest ones.
 
-    Source: diffusers ``CogVideoXVideoToVideoPipeline.get_timesteps``.
+    Source: ``get_timesteps`` of diffusers' video-to-video pipelines.
     """
     steps = request.num_inference_steps
     if request.strength is None:

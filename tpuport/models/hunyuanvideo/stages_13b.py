@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.flow_match import make_flow_schedule
 from tpuport.core.request import Request
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.core.text_buckets import trim
-from tpuport.models.hunyuanvideo import encoders, inputs, rotary, upstream
+from tpuport.models.hunyuanvideo import encoders, inputs, rotary, scheduler, upstream
 from tpuport.models.hunyuanvideo.common import (
     DECODER,
     draw_noise,
@@ -138,11 +137,7 @@ def plan_denoise(ctx: StageContext) -> Work:
 
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
-    schedule = make_flow_schedule(
-        ctx.checkpoint.config("scheduler"),
-        request.num_inference_steps,
-        float(request.options["flow_shift"]),
-    )
+    schedule = scheduler.schedule(ctx)
     latents = ctx.inputs.get("initial_latents")
     if latents is None:
         # Float32 whatever the weights are, as upstream's pipeline draws it.

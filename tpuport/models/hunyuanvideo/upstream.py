@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.flow_match import make_scheduler
 from tpuport.core.spec import StageContext
 from tpuport.models.hunyuanvideo import images, inputs
 from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
+from tpuport.models.hunyuanvideo.scheduler import upstream_scheduler
 
 CLASSES = {
     "text_encoder": "transformers:Qwen2_5_VLTextModel",
@@ -102,7 +102,7 @@ def denoise_15(ctx: StageContext) -> dict[str, Any]:
         "transformer": transformer,
         # Only its sizes are read.
         "vae": _sizes_of(ctx.module("vae")),
-        "scheduler": _scheduler(ctx),
+        "scheduler": upstream_scheduler(ctx),
         "guider": ClassifierFreeGuidance(guidance_scale=request.guidance_scale),
     }
     arguments: dict[str, Any] = {
@@ -218,7 +218,7 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
         tokenizer_2=None,
         transformer=_load(ctx, "transformer", CLASSES_13B),
         vae=None,
-        scheduler=_scheduler(ctx),
+        scheduler=upstream_scheduler(ctx),
     )
     sizes = _sizes_of(ctx.module("vae"))
     pipe.vae_scale_factor_temporal = sizes.temporal_compression_ratio
@@ -263,11 +263,6 @@ def decode(ctx: StageContext) -> dict[str, Any]:
         video = torch.cat([vae.decode(one).sample for one in z.split(1)])
     frames = VideoProcessor().postprocess_video(video.float(), output_type="np")
     return {"frames": np.asarray(frames, np.float32)}
-
-
-def _scheduler(ctx: StageContext) -> Any:
-    config = ctx.checkpoint.config("scheduler")
-    return make_scheduler(config, float(ctx.request.options["flow_shift"]))
 
 
 @dataclass(frozen=True, kw_only=True)
