@@ -99,7 +99,7 @@ def load(
     port, chosen, checkpoint = find_checkpoint(
         found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )
-    placed = make_mesh(port, checkpoint, asked)
+    placed = make_mesh(port, checkpoint, asked, default_rows(port, chosen))
     platform = placed.devices.flat[0].platform
     if dtype is None:
         dtype = "float32" if platform == "cpu" else chosen.dtype
@@ -232,10 +232,36 @@ def find_checkpoint(
     return form, named or form.detect(checkpoint), checkpoint
 
 
+def default_rows(port: ModelPort, variant: Variant) -> int:
+    """Rows of the denoiser's batch for one video with a variant's defaults.
+
+    Two where both prompts of guidance are run; a distilled checkpoint has one.
+    """
+    from tpuport.core.request import Request
+
+    request = Request(
+        prompts=("",),
+        negative_prompts=("",),
+        seeds=((0,),),
+        batch_size=1,
+        height=variant.height,
+        width=variant.width,
+        num_frames=variant.num_frames,
+        fps=variant.fps,
+        num_inference_steps=variant.num_inference_steps,
+        guidance_scale=variant.guidance_scale,
+        options=variant.options,
+    )
+    return 2 if port.guided(request) else 1
+
+
 def make_mesh(
-    port: ModelPort, checkpoint: Checkpoint, asked: MeshSpec | None
+    port: ModelPort, checkpoint: Checkpoint, asked: MeshSpec | None, rows: int
 ) -> jax.sharding.Mesh:
     """The mesh asked for; by default one CPU device, or all TPU chips.
+
+    Args:
+        rows: of the denoiser's batch, which dp must divide.
 
     Raises:
         MeshError: it does not fit the devices.
@@ -254,5 +280,5 @@ def make_mesh(
                 for name, component in port.components.items()
                 if component.heads is not None and checkpoint.has(name)
             }
-            asked = auto_mesh(len(devices), heads=heads, batch=2)
+            asked = auto_mesh(len(devices), heads=heads, batch=rows)
     return build_mesh(asked)

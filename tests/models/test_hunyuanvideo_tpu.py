@@ -1,0 +1,190 @@
+"""The denoising steps compile for a TPU v6e that is not there, without S x S arrays.
+
+As in ``test_cogvideox_tpu.py``: the ported module that runs here, on abstract arrays for
+the devices of a topology, in a process of its own. Full width, few of the layers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
+
+PROGRAM = r"""
+import json, math, re, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from tpuport.core.checkpoint import build_skeleton
+from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.module import PortedModule
+from tpuport.core.runtime import Runtime
+from tpuport.core.sharding import WeightInfo, named_shardings, plan_sharding
+from tpuport.kernels.reference import reference_attention
+from tpuport.models.hunyuanvideo.plugin import PORT
+
+case = json.loads(sys.argv[1])
+variant = PORT.variant(case["variant"])
+port = PORT.form_of(variant)
+devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
+mesh = build_mesh(MeshSpec.parse(case["mesh"]), devices)
+component = port.components["transformer"]
+config = {**variant.configs["transformer"], **case["layers"]}
+runtime = Runtime(
+    mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
+    attention=port.attention,
+)
+ported = PortedModule(build_skeleton(component, config), runtime)
+abstract = ported.abstract_weights(lambda name, tensor: jnp.bfloat16)
+plan = plan_sharding(
+    component.sharding,
+    {k: WeightInfo(v.shape, 2) for k, v in abstract.items()},
+    dict(mesh.shape), component="transformer",
+)
+placed = named_shardings(plan, mesh)
+whole = NamedSharding(mesh, PartitionSpec())
+def array(dtype, *shape, sharding=whole):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+weights = {k: array(v.dtype, *v.shape, sharding=placed[k]) for k, v in abstract.items()}
+inputs = [{k: array(*v) for k, v in part.items()} for part in case["inputs"]]
+step = port.stage("denoise").programs["step"].fn
+def run(weights, *args):
+    return step(ported.bind(weights), *args)
+def largest(text):
+    # Of two dims and more: copies in flight are buffers of one dim, in bytes.
+    shapes = set(re.findall(r"\w\[(\d+(?:,\d+)+)\]", text))
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+compiled = jax.jit(run).lower(weights, *inputs).compile()
+text = compiled.as_text()
+memory = compiled.memory_analysis()
+one_head = array("bfloat16", 1, 1, case["tokens"], 128)
+plain = jax.jit(lambda q: reference_attention(q, q, q)).lower(one_head).compile()
+print(json.dumps({
+    "kernels": text.count('custom_call_target="tpu_custom_call"'),
+    "attention": [r.as_dict() for r in runtime.records],
+    "weights": plan.bytes_per_device,
+    "arguments": memory.argument_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+    "largest": largest(text),
+    "largest of plain attention": largest(plain.as_text()),
+}))
+"""
+
+TEXT, GLYPHS, IMAGE = 64, 32, 729
+#: Of both forms: three attention calls.
+LAYERS = {
+    "1.5": {"num_layers": 2, "num_refiner_layers": 1},
+    "13b": {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
+}
+WIDTH = {"1.5": 2048, "13b": 3072}
+
+
+def case_15(mesh: str, frames: int) -> dict[str, Any]:
+    """Image to video of 512 x 576 pixels, both prompts in one batch."""
+    rows, columns = 32, 36
+    video = frames * rows * columns
+    low, full = "bfloat16", "float32"
+    latents = (full, 1, 32, frames, rows, columns)
+    constants = {
+        "text": (low, 2, TEXT, 3584),
+        "text_mask": ("int32", 2, TEXT),
+        "glyphs": (full, 2, GLYPHS, 1472),
+        "glyph_mask": ("int32", 2, GLYPHS),
+        "image_embeds": (low, 1, IMAGE, 1152),
+        "image_latents": (full, 1, 32, 1, rows, columns),
+        "cos": (full, video, 128),
+        "sin": (full, video, 128),
+    }
+    given = {name: (full,) for name in ("timestep", "delta", "guidance")}
+    return {
+        "variant": "1.5-480p-i2v",
+        "mesh": mesh,
+        "layers": LAYERS["1.5"],
+        "inputs": [{"latents": latents}, constants, given],
+        "tokens": video + IMAGE + GLYPHS + TEXT,
+    }
+
+
+def case_13b(mesh: str, frames: int) -> dict[str, Any]:
+    """Text to video of 512 x 512 pixels, with two predictions where dp takes them."""
+    rows = columns = 64
+    video = frames * rows * columns // 4
+    low, full = "bfloat16", "float32"
+    count = 2 if "dp=2" in mesh else 1
+    constants = {
+        "text": (low, count, TEXT, 4096),
+        "text_mask": ("int32", count, TEXT),
+        "pooled": (low, count, 768),
+        "cos": (full, video, 128),
+        "sin": (full, video, 128),
+    }
+    names = ["timestep", "delta", "embedded_guidance", "true_guidance"][: 2 + count]
+    return {
+        "variant": "13b",
+        "mesh": mesh,
+        "layers": LAYERS["13b"],
+        "inputs": [
+            {"latents": (full, 1, 16, frames, rows, columns)},
+            constants,
+            {name: (full,) for name in names},
+        ],
+        "tokens": video + TEXT,
+    }
+
+
+# Latent frames are so many that no weight has as many elements as S x S.
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+@pytest.mark.parametrize(
+    ("form", "mesh", "frames"),
+    [
+        ("1.5", "dp=2,tp=4", 4),
+        ("13b", "tp=8", 5),
+        pytest.param("1.5", "dp=2,sp=2,tp=2", 8, marks=pytest.mark.slow),
+        pytest.param("13b", "dp=2,sp=2,tp=2", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_compiles_for_v6e_with_the_splash_kernel(
+    form: str, mesh: str, frames: int
+) -> None:
+    case = {"1.5": case_15, "13b": case_13b}[form](mesh, frames)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(case)],
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    tokens = case["tokens"]
+    sizes = dict(part.split("=") for part in mesh.split(","))
+    split = [axis if axis in sizes else None for axis in ("dp", "tp", "sp", "-")]
+    assert [r["query"][2] for r in found["attention"]] == [TEXT, tokens]
+    for record in found["attention"]:
+        assert record["implementation"] == "splash"
+        assert record["key_lengths"]
+        assert record["split"] == split
+    assert found["kernels"] == 3
+
+    # Neither scores nor a mask, on any device; plain attention of one head has them.
+    square = tokens**2 // int(sizes.get("sp", 1))
+    assert found["largest"] < square
+    assert found["largest of plain attention"] >= tokens**2
+    # A chip is given its share of the weights and little else. It needs no weights
+    # for the text after the last block.
+    assert found["weights"] * 0.9 < found["arguments"]
+    assert found["arguments"] < found["weights"] * 1.1 + 2**25
+    # A few times the hidden states of bfloat16: no copy of weights, no scores.
+    assert 0 < found["temporaries"] < 5 * tokens * WIDTH[form] * 2

@@ -1,0 +1,57 @@
+"""The mesh that is chosen when none is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from tpuport import api
+from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.mesh import MeshSpec
+from tpuport.plugins import get_port
+
+ROWS = {
+    ("cogvideox", "5b"): 2,
+    ("hunyuanvideo", "1.5-720p-t2v"): 2,
+    ("hunyuanvideo", "1.5-720p-i2v-cfg-distilled"): 1,
+    # The guidance of 13b is an input, not a second row.
+    ("hunyuanvideo", "13b"): 1,
+}
+
+
+@pytest.mark.parametrize(("model", "variant"), ROWS)
+def test_the_rows_of_a_variants_defaults(model: str, variant: str) -> None:
+    port = get_port(model)
+    chosen = port.variant(variant)
+    found = api.default_rows(port.form_of(chosen), chosen)
+    assert found == ROWS[model, variant]
+
+
+class FakeDevice:
+    """A device of a platform that is not the CPU."""
+
+    platform = "tpu"
+
+
+@pytest.mark.parametrize(("rows", "mesh"), [(2, (2, 1, 4)), (1, (1, 1, 8))])
+def test_dp_is_used_where_there_is_a_pair_to_split(
+    rows: int,
+    mesh: tuple[int, int, int],
+    hunyuanvideo_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tpuport.core import mesh as meshes
+
+    made: list[MeshSpec] = []
+
+    def build(spec: MeshSpec) -> Any:
+        made.append(spec)
+
+    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice()] * 8)
+    monkeypatch.setattr(meshes, "build_mesh", build)
+    checkpoint = Checkpoint(hunyuanvideo_folders["1.5"], "x")
+    api.make_mesh(get_port("hunyuanvideo"), checkpoint, None, rows)
+    assert made == [MeshSpec(dp=mesh[0], sp=mesh[1], tp=mesh[2])]
