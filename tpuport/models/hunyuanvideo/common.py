@@ -6,16 +6,20 @@ frames, H and W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.spec import Call, StageContext, Work
+from tpuport.core.arrays import to_torch
+from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo.vae import plan_decode
 from tpuport.patches.tiling import assemble
 
 if TYPE_CHECKING:
     import torch
+
+    from tpuport.core.module import BoundModule
 
 #: Pixels that ``vae_tiling=auto`` decodes in one go: 129 frames of 384 x 320, about two
 #: of upstream's tiles.
@@ -25,6 +29,128 @@ UNTILED_PIXELS = 2**24
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
 DECODER = (r"decoder\..*", r"post_quant_conv\..*")
+
+
+FLOATS = ("float32", "bfloat16", "float16")
+"""Dtypes of embeddings and of given noise."""
+MASKS = ("int64", "int32", "bool", *FLOATS)
+"""Dtypes of masks: upstream's pipelines cast them to the model's."""
+
+_LATENT_DIMS = ("videos", "channels", "frames", "rows", "columns")
+INITIAL_LATENTS = TensorSpec(
+    name="initial_latents",
+    shape=_LATENT_DIMS,
+    dtypes=FLOATS,
+    optional=True,
+    note="given by the user in place of the seed's noise",
+)
+
+
+def text_specs(
+    shapes: Mapping[str, tuple[str, ...]], note: str
+) -> tuple[TensorSpec, ...]:
+    """What encode writes of the prompts, and of the negative prompts in front of it.
+
+    Args:
+        shapes: of each tensor without the videos; masks have ``mask`` in their names.
+        note: when there are negative ones.
+    """
+
+    def spec(name: str, prefix: str, role: str) -> TensorSpec:
+        return TensorSpec(
+            name=prefix + name,
+            shape=("videos", *shapes[name]),
+            dtypes=MASKS if "mask" in name else FLOATS,
+            optional=bool(prefix),
+            role=role,
+            note=note if prefix else "",
+        )
+
+    return (
+        *(spec(name, "", "prompt") for name in shapes),
+        *(spec(name, "negative_", "negative") for name in shapes),
+    )
+
+
+def by_name(
+    tensors: Mapping[str, torch.Tensor], count: int, *, guided: bool
+) -> dict[str, torch.Tensor]:
+    """Rows of the model as tensors of ``count`` prompts and negative prompts."""
+    named = {name: rows[-count:].contiguous() for name, rows in tensors.items()}
+    if guided:
+        for name, rows in tensors.items():
+            named[f"negative_{name}"] = rows[:count].contiguous()
+    return named
+
+
+def rows_by_name(ctx: StageContext, name: str, *, guided: bool) -> torch.Tensor:
+    """The inverse of :func:`by_name`: the negative prompts' rows first."""
+    import torch
+
+    if not guided:
+        return ctx.inputs[name]
+    return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
+
+
+def euler_work(
+    ctx: StageContext,
+    latents: torch.Tensor,
+    constants: Mapping[str, Any],
+    inputs: Iterable[Mapping[str, Any]],
+) -> Work:
+    """The denoising loop: one call of ``step`` for each of ``inputs``."""
+    steps = ctx.request.num_inference_steps
+    return Work(
+        carry={"latents": latents.float()},
+        constants=constants,
+        calls=(Call("step", given) for given in inputs),
+        total=steps,
+        finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
+        watch=finite_or_error(steps),
+    )
+
+
+def denoise_stage(
+    step: Callable[..., Any], files: tuple[str, ...], **functions: Any
+) -> Stage:
+    """The denoise stage of a form; ``functions`` are its plan, upstream, batch_rows."""
+    return Stage(
+        name="denoise",
+        unit="step",
+        components=("transformer",),
+        files=files,
+        programs={"step": Program(component="transformer", fn=step)},
+        writes=(
+            TensorSpec(
+                name="latents",
+                shape=_LATENT_DIMS,
+                dtypes=("float32",),
+                note="scaled, as the sampler leaves them",
+            ),
+        ),
+        **functions,
+    )
+
+
+def decode_stage(
+    decode_tile: Callable[[BoundModule, Any], Any],
+    upstream: Callable[[StageContext], dict[str, Any]],
+) -> Stage:
+    """The decode stage of a form: ``decode_tile`` on each tile of the latents."""
+
+    def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+        return None, decode_tile(model, given["latents"])
+
+    return Stage(
+        name="decode",
+        unit="tile",
+        components=("vae",),
+        loads={"vae": DECODER},
+        programs={"tile": Program(component="vae", fn=run)},
+        plan=plan_tiles,
+        upstream=upstream,
+        writes=(),
+    )
 
 
 def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
@@ -82,8 +208,8 @@ def tiled(ctx: StageContext) -> bool:
     return bool(choice == "on")
 
 
-def plan_tiles(ctx: StageContext, program: str) -> Work:
-    """Decode tile by tile with upstream's tile sizes and blending."""
+def plan_tiles(ctx: StageContext) -> Work:
+    """Decode tile by tile with upstream's tile sizes and blending; or all at once."""
     import numpy as np
 
     z = unscaled_latents(ctx)
@@ -91,7 +217,7 @@ def plan_tiles(ctx: StageContext, program: str) -> Work:
 
     def calls() -> Iterator[Call]:
         for tile in plan.tiles:
-            yield Call(program, {"latents": tile.cut(z).contiguous()})
+            yield Call("tile", {"latents": tile.cut(z).contiguous()})
 
     def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
         outputs.reverse()

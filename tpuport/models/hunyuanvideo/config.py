@@ -96,25 +96,42 @@ def _variant(
     )
 
 
-DEMO = Variant(
-    name="demo",
+def _demo(name: str, form: str, configs: Mapping[str, Any], **changes: Any) -> Variant:
+    return Variant(
+        name=name,
+        repo_id="",
+        height=96,
+        width=160,
+        num_frames=17,
+        fps=24,
+        num_inference_steps=8,
+        guidance_scale=6.0,
+        dtype="bfloat16",
+        frames=FrameRule(step=4),
+        sizes=SizeRule(multiple=_MULTIPLE),
+        configs=configs,
+        notes="random weights: the video shows that everything runs, not a picture",
+        form=form,
+        **changes,
+    )
+
+
+DEMO = _demo(
+    "demo",
+    FORM_15,
+    DEMO_CONFIGS,
     title="a small checkpoint with random weights, made on first use",
-    repo_id="",
-    height=96,
-    width=160,
-    num_frames=17,
-    fps=24,
-    num_inference_steps=8,
-    guidance_scale=6.0,
-    dtype="bfloat16",
-    frames=FrameRule(step=4),
-    sizes=SizeRule(multiple=_MULTIPLE),
     options={"flow_shift": 5.0, "vae_tiling": "auto"},
-    configs=DEMO_CONFIGS,
-    notes="random weights: the video shows that everything runs, not a picture",
     tasks=("t2v", "i2v"),
-    form=FORM_15,
     resolutions={"demo": 128, **TARGET_SIZES},
+)
+
+DEMO_13B = _demo(
+    "demo-13b",
+    FORM_13B,
+    DEMO_CONFIGS_13B,
+    title="the same of the 13b form",
+    options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
 )
 
 VARIANTS_15 = (
@@ -178,25 +195,6 @@ VARIANT_13B = Variant(
     options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
     configs=CONFIGS_13B,
     notes="the guidance scale is an input of the model, not two predictions",
-    form=FORM_13B,
-)
-
-DEMO_13B = Variant(
-    name="demo-13b",
-    title="a small checkpoint of the 13b form with random weights",
-    repo_id="",
-    height=96,
-    width=160,
-    num_frames=17,
-    fps=24,
-    num_inference_steps=8,
-    guidance_scale=6.0,
-    dtype="bfloat16",
-    frames=FrameRule(step=4),
-    sizes=SizeRule(multiple=_MULTIPLE),
-    options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
-    configs=DEMO_CONFIGS_13B,
-    notes="random weights",
     form=FORM_13B,
 )
 

@@ -250,12 +250,16 @@ def _forward(
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
-def _scaled_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward with what upstream decorates its own with: the scale of LoRAs."""
-    from diffusers.utils import apply_lora_scale
+def with_lora_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a patch wraps a forward in, as upstream decorates its own: for LoRAs."""
 
-    patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(_forward)
-    return patched
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        from diffusers.utils import apply_lora_scale
+
+        patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(forward)
+        return patched
+
+    return wrapped
 
 
 _MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
@@ -287,7 +291,7 @@ TRANSFORMER_15: tuple[Patch, ...] = (
     Patch(
         name="hunyuanvideo15-forward",
         target=f"{_MODULE}:HunyuanVideo15Transformer3DModel.forward",
-        replacement=_scaled_forward,
+        replacement=with_lora_scale(_forward),
         wraps=True,
         reason="branches on whether image_embeds are zeros and indexes each item by a "
         "boolean mask: neither can be traced",

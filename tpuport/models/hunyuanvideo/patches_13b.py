@@ -11,11 +11,10 @@ latent frames/rows/columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.patching import Patch
-from tpuport.models.hunyuanvideo.patches import unpatchify
+from tpuport.models.hunyuanvideo.patches import unpatchify, with_lora_scale
 from tpuport.patches.attention import attend, take_tokens, valid_order
 
 if TYPE_CHECKING:
@@ -187,14 +186,6 @@ def _forward(
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
-def _scaled_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward with what upstream decorates its own with: the scale of LoRAs."""
-    from diffusers.utils import apply_lora_scale
-
-    patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(_forward)
-    return patched
-
-
 _MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
 _UPSTREAM = "diffusers>=0.42,<0.43"
 _LINK = (
@@ -234,7 +225,7 @@ TRANSFORMER_13B: tuple[Patch, ...] = (
     Patch(
         name="hunyuanvideo-forward",
         target=f"{_MODULE}:HunyuanVideoTransformer3DModel.forward",
-        replacement=_scaled_forward,
+        replacement=with_lora_scale(_forward),
         wraps=True,
         reason="makes the mask of keys that the patched attention takes as lengths",
         upstream=_UPSTREAM,

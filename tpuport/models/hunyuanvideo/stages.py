@@ -27,12 +27,17 @@ from tpuport.models.hunyuanvideo import (
     upstream,
 )
 from tpuport.models.hunyuanvideo.common import (
-    DECODER,
     ENCODER,
+    FLOATS,
+    INITIAL_LATENTS,
+    by_name,
+    decode_stage,
+    denoise_stage,
     draw_noise,
-    finite_or_error,
-    plan_tiles,
+    euler_work,
+    rows_by_name,
     rows_of,
+    text_specs,
 )
 from tpuport.models.hunyuanvideo.vae import decode_tile_15, encode_mode_15
 
@@ -102,10 +107,7 @@ def plan_encode(ctx: StageContext) -> Work:
             "prompt_embeds_mask_2": glyph_mask,
         }
         count = len(ctx.prompts)
-        named = {name: rows[-count:].contiguous() for name, rows in tensors.items()}
-        if ctx.request.guided:
-            for name, rows in tensors.items():
-                named[f"negative_{name}"] = rows[:count].contiguous()
+        named = by_name(tensors, count, guided=ctx.request.guided)
         for program, name in (
             ("image", "image_embeds"),
             ("condition", "image_latents"),
@@ -202,9 +204,7 @@ def plan_denoise(ctx: StageContext) -> Work:
         )
 
     def rows(name: str) -> torch.Tensor:
-        if not request.guided:
-            return ctx.inputs[name]
-        return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
+        return rows_by_name(ctx, name, guided=request.guided)
 
     text, text_mask = trim(
         rows("prompt_embeds"), rows("prompt_embeds_mask"), TEXT_BUCKETS
@@ -226,26 +226,19 @@ def plan_denoise(ctx: StageContext) -> Work:
             constants[name] = ctx.inputs[name]
     meanflow = bool(config.get("use_meanflow"))
 
-    def calls() -> Iterator[Call]:
+    def given() -> Iterator[dict[str, Any]]:
         for index, timestep in enumerate(schedule.timesteps):
-            given: dict[str, Any] = {
+            step: dict[str, Any] = {
                 "timestep": timestep,
                 "delta": schedule.deltas[index],
                 "guidance": np.float32(request.guidance_scale),
             }
             if meanflow and request.task == "i2v":
                 # Upstream's text-to-video pipeline has no second time.
-                given["next_timestep"] = schedule.next_timesteps[index]
-            yield Call("step", given)
+                step["next_timestep"] = schedule.next_timesteps[index]
+            yield step
 
-    return Work(
-        carry={"latents": latents.float()},
-        constants=constants,
-        calls=calls(),
-        total=request.num_inference_steps,
-        finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
-        watch=finite_or_error(request.num_inference_steps),
-    )
+    return euler_work(ctx, latents, constants, given())
 
 
 def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
@@ -262,19 +255,6 @@ def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
     )
 
 
-# ---------------------------------------------------------------------- decode
-
-
-def _decode_tile(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """Latents [B, C, T, Y, X] of a tile -> video [B, 3, F, 16Y, 16X], float32."""
-    return None, decode_tile_15(model, given["latents"])
-
-
-def plan_decode(ctx: StageContext) -> Work:
-    """Decode tile by tile, or all at once where no tiles are asked for."""
-    return plan_tiles(ctx, "tile")
-
-
 # ------------------------------------------------------------------------ table
 
 
@@ -282,30 +262,12 @@ def _guided_rows(request: Request) -> int:
     return request.batch_size * (2 if request.guided else 1)
 
 
-_FLOATS = ("float32", "bfloat16", "float16")
-_MASKS = ("int64", "int32", "bool", *_FLOATS)
-
-
-def _embeddings(prefix: str, role: str, *, optional: bool) -> tuple[TensorSpec, ...]:
-    note = "only when guidance is on" if optional else ""
-
-    def spec(name: str, dtypes: tuple[str, ...], *shape: str) -> TensorSpec:
-        return TensorSpec(
-            name=prefix + name,
-            shape=("videos", *shape),
-            dtypes=dtypes,
-            optional=optional,
-            role=role,
-            note=note,
-        )
-
-    return (
-        spec("prompt_embeds", _FLOATS, "text_tokens", "text_width"),
-        spec("prompt_embeds_mask", _MASKS, "text_tokens"),
-        spec("prompt_embeds_2", _FLOATS, "glyph_tokens", "glyph_width"),
-        spec("prompt_embeds_mask_2", _MASKS, "glyph_tokens"),
-    )
-
+_TEXT = {
+    "prompt_embeds": ("text_tokens", "text_width"),
+    "prompt_embeds_mask": ("text_tokens",),
+    "prompt_embeds_2": ("glyph_tokens", "glyph_width"),
+    "prompt_embeds_mask_2": ("glyph_tokens",),
+}
 
 STAGES: tuple[Stage, ...] = (
     Stage(
@@ -325,57 +287,30 @@ STAGES: tuple[Stage, ...] = (
         plan=plan_encode,
         upstream=upstream.encode_15,
         writes=(
-            *_embeddings("", "prompt", optional=False),
-            *_embeddings("negative_", "negative", optional=True),
+            *text_specs(_TEXT, "only when guidance is on"),
             TensorSpec(
                 name="image_embeds",
                 shape=("videos", "image_tokens", "image_width"),
-                dtypes=_FLOATS,
+                dtypes=FLOATS,
                 optional=True,
                 note="image to video only",
             ),
             TensorSpec(
                 name="image_latents",
                 shape=("videos", "channels", 1, "rows", "columns"),
-                dtypes=_FLOATS,
+                dtypes=FLOATS,
                 optional=True,
                 note="of the first frame, scaled; image to video only",
             ),
-            TensorSpec(
-                name="initial_latents",
-                shape=("videos", "channels", "frames", "rows", "columns"),
-                dtypes=_FLOATS,
-                optional=True,
-                note="given by the user in place of the seed's noise",
-            ),
+            INITIAL_LATENTS,
         ),
     ),
-    Stage(
-        name="denoise",
-        unit="step",
-        components=("transformer",),
-        files=("scheduler", "guider"),
-        programs={"step": Program(component="transformer", fn=_denoise_step)},
+    denoise_stage(
+        _denoise_step,
+        ("scheduler", "guider"),
         plan=plan_denoise,
         upstream=upstream.denoise_15,
-        writes=(
-            TensorSpec(
-                name="latents",
-                shape=("videos", "channels", "frames", "rows", "columns"),
-                dtypes=("float32",),
-                note="scaled, as the sampler leaves them",
-            ),
-        ),
         batch_rows=_guided_rows,
     ),
-    Stage(
-        name="decode",
-        unit="tile",
-        components=("vae",),
-        loads={"vae": DECODER},
-        programs={"tile": Program(component="vae", fn=_decode_tile)},
-        plan=plan_decode,
-        upstream=upstream.decode,
-        writes=(),
-    ),
+    decode_stage(decode_tile_15, upstream.decode),
 )

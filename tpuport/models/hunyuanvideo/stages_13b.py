@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.arrays import to_torch
 from tpuport.core.request import Request
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
-from tpuport.core.tensors import TensorSpec
 from tpuport.core.text_buckets import trim
 from tpuport.models.hunyuanvideo import encoders, inputs, rotary, scheduler, upstream
 from tpuport.models.hunyuanvideo.common import (
-    DECODER,
+    INITIAL_LATENTS,
+    by_name,
+    decode_stage,
+    denoise_stage,
     draw_noise,
-    finite_or_error,
-    plan_tiles,
+    euler_work,
+    rows_by_name,
     rows_of,
+    text_specs,
 )
 from tpuport.models.hunyuanvideo.config import guided_13b
 from tpuport.models.hunyuanvideo.vae import decode_tile_13b
@@ -66,12 +69,7 @@ def plan_encode(ctx: StageContext) -> Work:
             "prompt_attention_mask": mask[:, start:],
             "pooled_prompt_embeds": to_torch(outputs[1]),
         }
-        count = len(ctx.prompts)
-        named = {name: rows[-count:].contiguous() for name, rows in tensors.items()}
-        if guided:
-            for name, rows in tensors.items():
-                named[f"negative_{name}"] = rows[:count].contiguous()
-        return named
+        return by_name(tensors, len(ctx.prompts), guided=guided)
 
     return Work(
         carry=None,
@@ -133,7 +131,6 @@ def _denoise_step(
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     import numpy as np
-    import torch
 
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
@@ -145,9 +142,7 @@ def plan_denoise(ctx: StageContext) -> Work:
     guided = guided_13b(request)
 
     def rows(name: str) -> torch.Tensor:
-        if not guided:
-            return ctx.inputs[name]
-        return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
+        return rows_by_name(ctx, name, guided=guided)
 
     text, text_mask = trim(
         rows("prompt_embeds"), rows("prompt_attention_mask"), TEXT_BUCKETS
@@ -161,26 +156,19 @@ def plan_denoise(ctx: StageContext) -> Work:
         "sin": sin,
     }
 
-    def calls() -> Iterator[Call]:
+    def given() -> Iterator[dict[str, Any]]:
         for index, timestep in enumerate(schedule.timesteps):
-            given: dict[str, Any] = {
+            step: dict[str, Any] = {
                 "timestep": timestep,
                 "delta": schedule.deltas[index],
             }
             if config.get("guidance_embeds", True):
-                given["embedded_guidance"] = np.float32(request.guidance_scale)
+                step["embedded_guidance"] = np.float32(request.guidance_scale)
             if guided:
-                given["true_guidance"] = np.float32(request.options["true_cfg_scale"])
-            yield Call("step", given)
+                step["true_guidance"] = np.float32(request.options["true_cfg_scale"])
+            yield step
 
-    return Work(
-        carry={"latents": latents.float()},
-        constants=constants,
-        calls=calls(),
-        total=request.num_inference_steps,
-        finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
-        watch=finite_or_error(request.num_inference_steps),
-    )
+    return euler_work(ctx, latents, constants, given())
 
 
 def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
@@ -197,19 +185,6 @@ def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
     )
 
 
-# ---------------------------------------------------------------------- decode
-
-
-def _decode_tile(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """Latents [B, C, T, Y, X] of a tile -> video [B, 3, F, 8Y, 8X], float32."""
-    return None, decode_tile_13b(model, given["latents"])
-
-
-def plan_decode(ctx: StageContext) -> Work:
-    """Decode tile by tile; upstream tiles long videos in time in any case."""
-    return plan_tiles(ctx, "tile")
-
-
 # ------------------------------------------------------------------------ table
 
 
@@ -217,31 +192,11 @@ def _guided_rows(request: Request) -> int:
     return request.batch_size * (2 if guided_13b(request) else 1)
 
 
-_FLOATS = ("float32", "bfloat16", "float16")
-_MASKS = ("int64", "int32", "bool", *_FLOATS)
-
-
-def _embeddings(prefix: str, role: str, *, optional: bool) -> tuple[TensorSpec, ...]:
-    note = "only for a true_cfg_scale above 1" if optional else ""
-
-    def spec(name: str, dtypes: tuple[str, ...], *shape: str) -> TensorSpec:
-        return TensorSpec(
-            name=prefix + name,
-            shape=("videos", *shape),
-            dtypes=dtypes,
-            optional=optional,
-            role=role,
-            note=note,
-        )
-
-    return (
-        spec("prompt_embeds", _FLOATS, "text_tokens", "text_width"),
-        spec("prompt_attention_mask", _MASKS, "text_tokens"),
-        spec("pooled_prompt_embeds", _FLOATS, "pooled_width"),
-    )
-
-
-_LATENTS = ("videos", "channels", "frames", "rows", "columns")
+_TEXT = {
+    "prompt_embeds": ("text_tokens", "text_width"),
+    "prompt_attention_mask": ("text_tokens",),
+    "pooled_prompt_embeds": ("pooled_width",),
+}
 
 STAGES: tuple[Stage, ...] = (
     Stage(
@@ -257,43 +212,16 @@ STAGES: tuple[Stage, ...] = (
         plan=plan_encode,
         upstream=upstream.encode_13b,
         writes=(
-            *_embeddings("", "prompt", optional=False),
-            *_embeddings("negative_", "negative", optional=True),
-            TensorSpec(
-                name="initial_latents",
-                shape=_LATENTS,
-                dtypes=_FLOATS,
-                optional=True,
-                note="given by the user in place of the seed's noise",
-            ),
+            *text_specs(_TEXT, "only for a true_cfg_scale above 1"),
+            INITIAL_LATENTS,
         ),
     ),
-    Stage(
-        name="denoise",
-        unit="step",
-        components=("transformer",),
-        files=("scheduler",),
-        programs={"step": Program(component="transformer", fn=_denoise_step)},
+    denoise_stage(
+        _denoise_step,
+        ("scheduler",),
         plan=plan_denoise,
         upstream=upstream.denoise_13b,
-        writes=(
-            TensorSpec(
-                name="latents",
-                shape=_LATENTS,
-                dtypes=("float32",),
-                note="scaled, as the sampler leaves them",
-            ),
-        ),
         batch_rows=_guided_rows,
     ),
-    Stage(
-        name="decode",
-        unit="tile",
-        components=("vae",),
-        loads={"vae": DECODER},
-        programs={"tile": Program(component="vae", fn=_decode_tile)},
-        plan=plan_decode,
-        upstream=upstream.decode,
-        writes=(),
-    ),
+    decode_stage(decode_tile_13b, upstream.decode),
 )
