@@ -260,7 +260,7 @@ def test_an_unexpected_error_is_one_line(
     ("args", "said"),
     [
         (("--model", "cogvideo"), "installed: cogvideox"),
-        (("--variant", "7b"), "demo, 2b, 5b, 1.5-5b"),
+        (("--variant", "7b"), "demo, demo-i2v, 2b, 5b, 5b-i2v, 1.5-5b, 1.5-5b-i2v"),
         (("--frames", "10"), "nearest valid: 9 or 17"),
         (("--size", "100x64"), "nearest valid: 96 or 112"),
         (("--steps", "0"), "--steps: 0"),

@@ -195,7 +195,8 @@ def test_a_checkpoint_of_another_pipeline(folder: Path) -> None:
     message = refusal(open_session, folder)
     assert message == (
         f"{folder}: model_index.json is of a WanPipeline; model 'cogvideox' reads"
-        " CogVideoXPipeline"
+        " CogVideoXPipeline, CogVideoXImageToVideoPipeline,"
+        " CogVideoXVideoToVideoPipeline"
     )
 
 

@@ -1,7 +1,7 @@
 """The denoising steps compile for a TPU v6e that is not there, without S x S arrays.
 
-As in ``test_cogvideox_tpu.py``: the ported module that runs here, on abstract arrays for
-the devices of a topology, in a process of its own. Full width, few of the layers.
+As in ``test_cogvideox_tpu.py``: the ported module that runs here, on abstract arrays
+for the devices of a topology, in a process of its own. Full width, few of the layers.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def case_15(mesh: str, frames: int) -> dict[str, Any]:
         "cos": (full, video, 128),
         "sin": (full, video, 128),
     }
-    given = {name: (full,) for name in ("timestep", "delta", "guidance")}
+    given = dict.fromkeys(("timestep", "delta", "guidance"), (full,))
     return {
         "variant": "1.5-480p-i2v",
         "mesh": mesh,
@@ -133,7 +133,7 @@ def case_13b(mesh: str, frames: int) -> dict[str, Any]:
         "inputs": [
             {"latents": (full, 1, 16, frames, rows, columns)},
             constants,
-            {name: (full,) for name in names},
+            dict.fromkeys(names, (full,)),
         ],
         "tokens": video + TEXT,
     }
