@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,12 @@ from tpuport.core.arrays import check_dtype
 from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.report import Reporter
-from tpuport.core.request import Request, check_shape
+from tpuport.core.request import (
+    Request,
+    check_shape,
+    check_task,
+    denoising_steps,
+)
 from tpuport.core.spec import ModelPort, Variant
 from tpuport.core.step_cache import StepCache
 from tpuport.errors import UsageError
@@ -60,25 +66,69 @@ def check_early(settings: Settings) -> ModelPort:
             raise UsageError(
                 f"model {port.name!r} has no option {name!r}; it has {', '.join(names)}"
             )
+    if settings.cache not in (None, "none") and settings.backend == "diffusers":
+        raise UsageError(
+            "--cache is not upstream's: leave it out, or use --backend tpuport"
+        )
     base = variant or port.variants[0]
     for seed in settings.seeds:
-        request = Request(
-            prompts=("",),
-            negative_prompts=("",),
-            seeds=((seed,),),
-            batch_size=1,
-            height=settings.height or base.height,
-            width=settings.width or base.width,
-            num_frames=settings.frames or base.num_frames,
-            fps=base.fps if settings.fps is None else settings.fps,
-            num_inference_steps=settings.steps or base.num_inference_steps,
-            guidance_scale=(
-                base.guidance_scale if settings.guidance is None else settings.guidance
-            ),
-        )
+        request = _plain_request(settings, base, seed)
         if variant is not None:
             check_shape(request, variant)
     return port
+
+
+def _plain_request(settings: Settings, variant: Variant, seed: int) -> Request:
+    """The request without prompts, and without what it is made from."""
+    return Request(
+        prompts=("",),
+        negative_prompts=("",),
+        seeds=((seed,),),
+        batch_size=1,
+        height=settings.height or variant.height,
+        width=settings.width or variant.width,
+        num_frames=settings.frames or variant.num_frames,
+        fps=variant.fps if settings.fps is None else settings.fps,
+        num_inference_steps=settings.steps or variant.num_inference_steps,
+        guidance_scale=(
+            variant.guidance_scale if settings.guidance is None else settings.guidance
+        ),
+    )
+
+
+def check_run_early(port: ModelPort, settings: Settings) -> None:
+    """Refuse what a known variant cannot do before its weights are looked for.
+
+    For commands that start a run; one that goes on with a run has it behind it.
+
+    Raises:
+        UsageError: an image or a video that cannot be read, a task, size class, number
+            of steps or guidance that is not the variant's.
+    """
+    variant = known_variant(port, settings)
+    if variant is None:
+        return
+    source = read_source(settings, variant)
+    check_task(source.task if source else "t2v", variant, port.variants)
+    if settings.resolution not in (None, *variant.resolutions):
+        known = ", ".join(variant.resolutions) or "no size classes"
+        raise UsageError(
+            f"resolution {settings.resolution!r}: {variant.name} has {known}"
+        )
+    request = _plain_request(settings, variant, 0)
+    if source is not None:
+        strength = settings.strength
+        if source.kind == "video" and strength is None:
+            strength = variant.strength
+        request = replace(
+            request, task=source.task, sources=source.digests_for(1), strength=strength
+        )
+    cache = StepCache.parse(settings.cache)
+    if cache is not None:
+        cache.resolve(denoising_steps(request))
+    form = port.form_of(variant)
+    if form.check_variant is not None:
+        form.check_variant(request, variant)
 
 
 def open_session(

@@ -63,6 +63,17 @@ class Settings:
         return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
 
 
+#: Flags, and the keys of a file that say the same thing in other words.
+_INSTEAD = (
+    ({"prompts"}, {"prompts"}),
+    ({"size"}, {"height", "width"}),
+    ({"size", "height", "width"}, {"resolution", "aspect_ratio"}),
+    ({"resolution", "aspect_ratio"}, {"height", "width"}),
+    ({"image"}, {"video", "strength"}),
+    ({"video"}, {"image"}),
+)
+
+
 def gather(context: typer.Context) -> Settings:
     """The settings of the command that ``context`` is of.
 
@@ -83,13 +94,10 @@ def gather(context: typer.Context) -> Settings:
     config = flags.pop("config", None)
     given = _checked(flags, "")
     in_file = _checked(_read_yaml(config), f"{config}: ") if config else {}
-    for group in (("prompts",), ("height", "width")):
-        # A flag of a group replaces what the file says about the same thing.
-        if "size" in given or (group[0] == "prompts" and given.keys() & set(group)):
-            in_file = {k: v for k, v in in_file.items() if k not in group}
-    for one, other in (("image", "video"), ("video", "image")):
-        if one in given and other not in given:
-            in_file.pop(other, None)
+    # A flag replaces what the file says about the same thing in other words.
+    for flags_, replaced in _INSTEAD:
+        if given.keys() & flags_:
+            in_file = {k: v for k, v in in_file.items() if k not in replaced}
     given.pop("size", None)
     in_file.pop("size", None)
     return replace(Settings(), **{**_checked(environment, ""), **in_file, **given})

@@ -19,6 +19,7 @@ from ._runs import Video, open_existing, run_stage, stage_note, write_videos
 from ._sessions import (
     check_early,
     check_prompts,
+    check_run_early,
     make_request,
     open_session,
     read_source,
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 def encode_stage(settings: Settings) -> None:
     """Create the run directory and encode into it."""
     started = time.perf_counter()
-    check_early(settings)
+    port = check_early(settings)
     check_prompts(settings)
+    check_run_early(port, settings)
     cache = cache_folder(settings.cache_dir)
     noise = read_noise(settings.latents)
     if noise is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuport.core.report import Reporter, StageReport
-from tpuport.core.request import Request
+from tpuport.core.request import Request, denoising_steps
 from tpuport.core.step_cache import METHODS, StepCache
 from tpuport.errors import UsageError
 
@@ -47,7 +47,7 @@ from ._options import (
 )
 from ._output import columns, print_json
 from ._progress import make_display
-from ._sessions import check_early, open_session, read_source
+from ._sessions import check_early, check_run_early, open_session, read_source
 from ._settings import Settings, gather
 from ._versions import versions
 
@@ -185,7 +185,7 @@ def measure(
     """
     import numpy as np
 
-    check_early(settings)
+    check_run_early(check_early(settings), settings)
     cache = cache_folder(settings.cache_dir)
     load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = ["tpuport", *([against] if against else [])]
@@ -227,7 +227,7 @@ def measure(
                 list(runs["tpuport"].stages[-1].values()),
                 sum(sum(r.seconds) for r in runs.values()),
             )
-    steps = request.num_inference_steps
+    steps = denoising_steps(request)
     result: dict[str, Any] = {
         "command": "bench",
         "model": session.port.name,

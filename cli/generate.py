@@ -66,6 +66,7 @@ from ._runs import (
 from ._sessions import (
     check_early,
     check_prompts,
+    check_run_early,
     known_variant,
     make_request,
     open_session,
@@ -133,6 +134,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
     started = time.perf_counter()
     port = check_early(settings)
     check_prompts(settings)
+    check_run_early(port, settings)
     prompts, seeds = settings.videos()
     guess = known_variant(port, settings)
     name = default_out(port.name, guess.name if guess else "video", seeds)

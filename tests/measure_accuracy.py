@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +39,35 @@ from tests.models import test_hunyuanvideo_vae as vaes
 from tpuport.models.hunyuanvideo import demo
 from tpuport.models.hunyuanvideo.vae import plan_decode
 
-SHAPE = {"height": 64, "width": 96, "num_frames": 9}
 STEPS = {"num_inference_steps": 4}
+SHAPE = {"height": 64, "width": 96, "num_frames": 9, **STEPS}
 #: (dp, sp, tp); dp = 2 splits the guidance pair.
 MESHES = ((2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1))
-UNGUIDED = ((1, 1, 8), (1, 2, 4), (1, 8, 1))
+WITHOUT_PAIR = ((1, 1, 8), (1, 2, 4), (1, 8, 1))
+
+Call = Callable[[Any, Any], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """A component: ``call(module, inputs)`` is upstream's result.
 
-    ``ours`` of the inputs is the port's; by default ``call`` with the ported module.
+    ``ours(inputs)`` is the port's: by default ``call`` with the ported module.
     """
 
     name: str
     module: Any
     inputs: Any
-    call: Callable[[Any, Any], torch.Tensor]
+    call: Call
     ours: Callable[[Any], torch.Tensor] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Video:
-    """A run from the seed; ``theirs()`` gives upstream's frames and latents."""
+    """A run from seed 7; ``theirs()`` gives upstream's frames and latents.
+
+    Without it, they are those of upstream's own parts, called one by one.
+    """
 
     name: str
     folder: Path
@@ -71,86 +77,67 @@ class Video:
     meshes: tuple[tuple[int, int, int], ...] = MESHES
 
 
+def output(name: str, index: int | None = None) -> Call:
+    """Call a module by keywords, for one of its outputs."""
+
+    def call(module: Any, inputs: Any) -> torch.Tensor:
+        found = module(**inputs)[name]
+        state: torch.Tensor = found if index is None else found[index]
+        return state
+
+    return call
+
+
 # ------------------------------------------------------------------- CogVideoX
 
 
 def cogvideox_parts() -> Iterator[Part]:
-    for form in (*cogvideox.FORMS, *cogvideox.IMAGE_FORMS):
-        for batch in (1, 2):
-            yield Part(
-                name=f"transformer, {form}, batch {batch}",
-                module=cogvideox.make_transformer(form),
-                inputs=cogvideox_components.transformer_inputs(form, batch),
-                call=lambda module, x: module(**x).sample,
-            )
     draw = torch.Generator().manual_seed(2)
+    for form in (*cogvideox.FORMS, *cogvideox.IMAGE_FORMS):
+        module = cogvideox.make_transformer(form)
+        for batch in (1, 2):
+            inputs = cogvideox_components.transformer_inputs(form, batch)
+            name = f"transformer, {form}, batch {batch}"
+            yield Part(name, module, inputs, output("sample"))
+    vae = cogvideox.make_vae()
     for frames in (1, 2, 5):
-        yield Part(
-            name=f"VAE decode, {frames} latent frames",
-            module=cogvideox.make_vae(),
-            inputs=torch.randn(1, 4, frames, 8, 12, generator=draw),
-            call=lambda module, z: module.decode(z).sample,
-        )
-    yield Part(
-        name="VAE encode and decode, 9 frames",
-        module=cogvideox.make_vae(),
-        inputs=torch.randn(1, 3, 9, 32, 48, generator=draw).clamp(-1, 1),
-        call=lambda module, x: module(x).sample,
-    )
-    yield Part(
-        name="T5 encoder",
-        module=cogvideox.make_text_encoder(),
-        inputs=torch.randint(0, 512, (2, 20), generator=draw),
-        call=lambda module, ids: module(ids).last_hidden_state,
-    )
+        z = torch.randn(1, 4, frames, 8, 12, generator=draw)
+        name = f"VAE decode, {frames} latent frames"
+        yield Part(name, vae, z, lambda vae, z: vae.decode(z).sample)
+    pixels = {"sample": vaes.pixels(1, 9, 32, 48)}
+    yield Part("VAE encode and decode, 9 frames", vae, pixels, output("sample"))
+    text = cogvideox.make_text_encoder()
+    ids = {"input_ids": torch.randint(0, 512, (2, 20), generator=draw)}
+    yield Part("T5 encoder", text, ids, output("last_hidden_state"))
 
 
 def cogvideox_videos(root: Path) -> Iterator[Video]:
+    image, video = cogvideox.pictures(1), cogvideox.pictures(SHAPE["num_frames"])
     prompt = {"prompt": "a red fox"}
-
-    def folder(form: str) -> Path:
-        path = root / form
-        if not path.exists():
-            scheduler = cogvideox.PUBLISHED.get(form, "CogVideoXDPMScheduler")
-            cogvideox.write_checkpoint(path, form, scheduler)
-        return path
-
-    for form, scheduler in cogvideox.PUBLISHED.items():
-        yield Video(
-            name=f"{form}, {scheduler.removeprefix('CogVideoX')}",
-            folder=folder(form),
-            asked={**prompt, **SHAPE, **STEPS},
+    asked: dict[str, Any] = {**prompt, **SHAPE}
+    for form in (*cogvideox.PUBLISHED, *cogvideox.IMAGE_FORMS):
+        scheduler = cogvideox.PUBLISHED.get(form, "CogVideoXDPMScheduler")
+        folder = cogvideox.write_checkpoint(root / form, form, scheduler)
+        if form in cogvideox.IMAGE_FORMS:
+            theirs = partial(cogvideox_i2v.upstream, folder, image, **asked)
+            given = {**asked, "image": image[0]}
+            yield Video(f"{form}, from an image", folder, given, theirs)
+            continue
+        yield Video(f"{form}, {scheduler[9:]}", folder, asked)
+        edit: dict[str, Any] = {**prompt, **STEPS, "strength": 0.5}
+        pipeline = partial(
+            cogvideox_v2v.upstream,
+            folder,
+            video=cogvideox_v2v.images(video),
+            use_dynamic_cfg=form == "5b",
+            **edit,
         )
-    image = cogvideox.pictures(1)
-    for form in cogvideox.IMAGE_FORMS:
-        asked = {**prompt, **SHAPE, **STEPS}
         yield Video(
-            name=f"{form}, from an image",
-            folder=folder(form),
-            asked={**asked, "image": image[0]},
-            theirs=lambda form=form, asked=asked: cogvideox_i2v.upstream(
-                folder(form), image, **asked
-            ),
-            meshes=MESHES[:1],
-        )
-    frames = cogvideox.pictures(SHAPE["num_frames"])
-    for form in cogvideox.PUBLISHED:
-        asked = {**prompt, **STEPS, "strength": 0.5}
-        if form == "1.5-5b":
-            # Upstream's pipeline refuses it: its own parts, called one by one.
-            theirs = None
-        else:
-            theirs = lambda form=form, asked=asked: cogvideox_v2v.upstream(  # noqa: E731
-                folder(form),
-                video=cogvideox_v2v.images(frames),
-                use_dynamic_cfg=form == "5b",
-                **asked,
-            )
-        yield Video(
-            name=f"{form}, from a video",
-            folder=folder(form),
-            asked={**asked, **SHAPE, "video": frames},
-            theirs=theirs,
+            f"{form}, from a video",
+            folder,
+            {**asked, **edit, "video": video},
+            # Upstream's pipeline refuses it.
+            None if form == "1.5-5b" else pipeline,
             meshes=MESHES[:1],
         )
 
@@ -159,147 +146,104 @@ def cogvideox_videos(root: Path) -> Iterator[Video]:
 
 
 def hunyuanvideo_parts() -> Iterator[Part]:
+    module = form_15.make()
+    for task in ("t2v zeros", "i2v"):
+        for batch in (1, 2):
+            inputs = form_15.inputs_of(batch, task)
+            name = f"transformer, 1.5, {task[:3]}, batch {batch}"
+            yield Part(name, module, inputs, output("sample"))
+    module = form_13b.make()
     for batch in (1, 2):
-        for task in ("t2v zeros", "i2v"):
-            yield Part(
-                name=f"transformer, 1.5, {task.split()[0]}, batch {batch}",
-                module=form_15.make(),
-                inputs=form_15.inputs_of(batch, task),
-                call=lambda module, x: module(**x).sample,
-            )
-    for batch in (1, 2):
-        yield Part(
-            name=f"transformer, 13b, batch {batch}",
-            module=form_13b.make(),
-            inputs=form_13b.inputs_of(batch),
-            call=lambda module, x: module(**x).sample,
-        )
-    for name in ("15", "13b"):
-        yield from _autoencoder(name)
+        inputs = form_13b.inputs_of(batch)
+        yield Part(f"transformer, 13b, batch {batch}", module, inputs, output("sample"))
+    yield from autoencoder("15", "1.5")
+    yield from autoencoder("13b", "13b")
     ids, mask = encoders.ragged("right", "left")
-    draw = torch.Generator().manual_seed(2)
-    pixels = torch.randn(2, 3, 56, 56, generator=draw).clamp(-1, 1)
     padded = {"input_ids": ids, "attention_mask": mask}
     decoder = {**padded, "use_cache": False, "output_hidden_states": True}
-    for label, cls, config, inputs, read in (
-        ("Qwen2.5-VL", "Qwen2_5_VLTextModel", encoders.QWEN, decoder, _third_last),
-        ("ByT5", "T5EncoderModel", encoders.BYT5, padded, _last),
-        ("SigLIP", "SiglipVisionModel", encoders.SIGLIP, {"x": pixels}, _last),
-        ("Llama", "LlamaModel", encoders.LLAMA, decoder, _third_last),
-        ("CLIP", "CLIPTextModel", encoders.CLIP, {"x": ids}, _pooled),
-    ):
-        yield Part(
-            name=f"{label} encoder",
-            module=encoders.make(cls, config),
-            inputs=inputs,
-            call=lambda module, x, read=read: read(
-                module(**x) if "x" not in x else module(x["x"])
-            ),
-        )
-
-
-def _third_last(out: Any) -> torch.Tensor:
-    state: torch.Tensor = out.hidden_states[-3]
-    return state
-
-
-def _last(out: Any) -> torch.Tensor:
-    state: torch.Tensor = out.last_hidden_state
-    return state
-
-
-def _pooled(out: Any) -> torch.Tensor:
-    state: torch.Tensor = out.pooler_output
-    return state
-
-
-def _autoencoder(name: str) -> Iterator[Part]:
-    """Encode and decode by the programs that sessions run."""
-    label = {"15": "1.5"}.get(name, name)
-    module = vaes.frozen_vae(name)
-    run = vaes.shared_run(name)
-    for batch, frames in ((1, 1), (1, 3), (2, 3)):
-        videos = f"batch {batch}, {frames} latent frames"
-        yield Part(
-            name=f"VAE encode, {label}, {videos}",
-            module=module,
-            inputs=vaes.pixels(batch, 4 * frames - 3, 48, 32),
-            call=vaes.upstream_moments,
-            ours=lambda x: run(vaes.encode_moments(name), x),
-        )
-        yield Part(
-            name=f"VAE decode, {label}, {videos}",
-            module=module,
-            inputs=vaes.latents(module, batch, frames, 4, 3),
-            call=vaes.upstream_decode,
-            ours=lambda z: run(vaes.decode_tile(name), z),
-        )
-    tiled = vaes.make_vae(name)
-    tiled.enable_tiling(**vaes.tile_settings(name, 4, 4))
-    size = dict(vaes.TILED)[name]
-    yield Part(
-        name=f"VAE decode, {label}, 4 tiles",
-        module=tiled,
-        inputs=vaes.latents(tiled, 1, *size),
-        call=vaes.upstream_decode,
-        ours=lambda z: vaes.through_tiles(
-            name, vaes.decode_tile(name), plan_decode(tiled, z.shape, True), z
+    pixels = {"pixel_values": vaes.pixels(2, 1, 56, 56)[:, :, 0]}
+    states, last = output("hidden_states", -3), output("last_hidden_state")
+    for name, cls, config, inputs, call in (
+        ("Qwen2.5-VL", "Qwen2_5_VLTextModel", encoders.QWEN, decoder, states),
+        ("ByT5", "T5EncoderModel", encoders.BYT5, padded, last),
+        ("SigLIP", "SiglipVisionModel", encoders.SIGLIP, pixels, last),
+        ("Llama", "LlamaModel", encoders.LLAMA, decoder, states),
+        (
+            "CLIP",
+            "CLIPTextModel",
+            encoders.CLIP,
+            {"input_ids": ids},
+            output("pooler_output"),
         ),
-    )
+    ):
+        yield Part(f"{name} encoder", encoders.make(cls, config), inputs, call)
+
+
+def autoencoder(name: str, label: str) -> Iterator[Part]:
+    """By the programs that sessions run."""
+    vae, run = vaes.frozen_vae(name), vaes.shared_run(name)
+    decode, encode = vaes.decode_tile(name), vaes.encode_moments(name)
+    for batch, frames in ((1, 1), (1, 3), (2, 3)):
+        size = f"{frames} latent frames, batch {batch}"
+        x = vaes.pixels(batch, 4 * frames - 3, 48, 32)
+        z = vaes.latents(vae, batch, frames, 4, 3)
+        for title, fn, given, call in (
+            ("encode", encode, x, vaes.upstream_moments),
+            ("decode", decode, z, vaes.upstream_decode),
+        ):
+            yield Part(
+                f"VAE {title}, {label}, {size}", vae, given, call, partial(run, fn)
+            )
+    vae = vaes.make_vae(name)
+    vae.enable_tiling(**vaes.tile_settings(name, 4, 4))
+    z = vaes.latents(vae, 1, *dict(vaes.TILED)[name])
+    ours = partial(vaes.through_tiles, name, decode, plan_decode(vae, z.shape, True))
+    yield Part(f"VAE decode, {label}, 4 tiles", vae, z, vaes.upstream_decode, ours)
 
 
 def hunyuanvideo_videos(root: Path) -> Iterator[Video]:
-    folders = {"1.5": root / "1.5", "13b": root / "13b"}
+    folders = {"1.5": root / "demo", "13b": root / "demo-13b"}
     for form, make in (("1.5", demo.make_demo), ("13b", demo.make_demo_13b)):
         folders[form].mkdir()
         make(folders[form])
-    prompt = {"prompt": 'a fox reads "slow down" on a sign'}
-    negative = {"negative_prompt": "blur"}
-    image = hunyuanvideo.picture()
-    pipelines: dict[str, Callable[[], Any]] = {
-        "1.5": lambda: hunyuanvideo.pipeline_15(folders["1.5"]),
-        "1.5, from an image": lambda: hunyuanvideo.pipeline_15(
-            folders["1.5"], image=True
-        ),
-        "13b": lambda: hunyuanvideo.pipeline_13b(folders["13b"]),
-        "13b, with a second prediction": lambda: hunyuanvideo.pipeline_13b(
-            folders["13b"]
-        ),
-    }
-    for name, asked in (
-        ("1.5", {**prompt, **negative, **SHAPE}),
-        ("1.5, from an image", {**prompt, "num_frames": 9, "image": image}),
-        ("13b", {**prompt, **SHAPE}),
+    asked: dict[str, Any] = {"prompt": 'a fox reads "slow down" on a sign'}
+    image = {"num_frames": 9, **STEPS, "image": hunyuanvideo.picture()}
+    pair = {**asked, "negative_prompt": "blur", **SHAPE}
+    from_image = partial(hunyuanvideo.pipeline_15, image=True)
+    for form, name, settings, make_pipeline in (
+        ("1.5", "1.5", pair, hunyuanvideo.pipeline_15),
+        ("1.5", "1.5, from an image", {**asked, **image}, from_image),
+        ("13b", "13b", {**asked, **SHAPE}, hunyuanvideo.pipeline_13b),
         (
-            "13b, with a second prediction",
-            {**prompt, **negative, **SHAPE, "true_cfg_scale": 3.0},
+            "13b",
+            "13b, true guidance",
+            {**pair, "true_cfg_scale": 3.0},
+            hunyuanvideo.pipeline_13b,
         ),
     ):
-        asked = {**asked, **STEPS}
 
-        def theirs(name: str = name, asked: dict[str, Any] = asked) -> Any:
-            made = hunyuanvideo.run(pipelines[name](), 7, **asked)
+        def theirs(
+            make: Callable[[Path], Any] = make_pipeline,
+            folder: Path = folders[form],
+            settings: dict[str, Any] = settings,
+        ) -> tuple[Any, Any]:
+            made = hunyuanvideo.run(make(folder), 7, **settings)
             return made["frames"], made["latents"]
 
-        form = name.split(",")[0]
-        yield Video(
-            name=name,
-            folder=folders[form],
-            variant="demo" if form == "1.5" else "demo-13b",
-            asked=asked,
-            theirs=theirs,
-            meshes=UNGUIDED if name == "13b" else MESHES,
-        )
+        meshes = WITHOUT_PAIR if name == "13b" else MESHES
+        variant = folders[form].name
+        yield Video(name, folders[form], settings, theirs, variant, meshes)
 
 
-# ----------------------------------------------------------------------- rows
+# ------------------------------------------------------------------------ rows
 
 
 def row(name: str, ours: Any, upstream: Any, truth: Any = None) -> None:
     """One line; with ``truth``, also how far upstream itself is from float64."""
-    difference = np.abs(np.asarray(ours) - np.asarray(upstream)).max()
-    own = "" if truth is None else f"{np.abs(upstream - truth).max():.1e}"
-    scale = np.abs(np.asarray(upstream)).max()
+    ours, upstream = np.asarray(ours), np.asarray(upstream)
+    difference = np.abs(ours - upstream).max()
+    own = "" if truth is None else f"{np.abs(upstream - np.asarray(truth)).max():.1e}"
+    scale = np.abs(upstream).max()
     print(f"| {name} | {difference:.1e} | {own} | {scale:.1f} |", flush=True)
 
 
@@ -310,38 +254,38 @@ def _double(leaf: Any) -> Any:
 
 @torch.no_grad()
 def measure_part(model: str, part: Part) -> None:
-    if part.ours is None:
-        ours = part.call(tpuport.port(part.module, model=model), part.inputs)
-    else:
-        ours = part.ours(part.inputs)
+    ours = part.ours or partial(part.call, tpuport.port(part.module, model=model))
     exact = copy.deepcopy(part.module).double()
     truth = part.call(exact, pytree.tree_map(_double, part.inputs))
-    row(part.name, ours, part.call(part.module, part.inputs), truth)
+    upstream = part.call(part.module, part.inputs)
+    row(part.name, ours(part.inputs), upstream, truth)
 
 
 def measure_video(model: str, video: Video, cache: Path) -> None:
-    def load(**options: Any) -> Any:
-        options = {"variant": video.variant, "cache_dir": cache, **options}
-        return tpuport.load(model, weights=video.folder, **options)
-
-    with load() as session:
+    settings: dict[str, Any] = {"variant": video.variant, "cache_dir": cache}
+    with tpuport.load(model, weights=video.folder, **settings) as session:
         ours = session.generate(seed=7, **video.asked)
-        if video.theirs is None:
+        if video.theirs is not None:
+            frames, latents = video.theirs()
+        else:
             made = session.generate(seed=7, backend="diffusers", **video.asked)
             frames, latents = made.frames, made.latents
-        else:
-            frames, latents = video.theirs()
     row(f"video, {video.name}", ours.frames, frames)
     row(f"latents, {video.name}", ours.latents, latents)
     for mesh in video.meshes:
-        with load(mesh=mesh) as session:
+        with tpuport.load(
+            model, weights=video.folder, mesh=mesh, **settings
+        ) as session:
             many = session.generate(seed=7, **video.asked)
-        label = ",".join(map(str, mesh))
-        name = f"frames, {video.name}, mesh ({label}) against one device"
-        row(name, many.frames, ours.frames)
+        name = f"frames, {video.name}, mesh ({','.join(map(str, mesh))})"
+        row(f"{name} against one device", many.frames, ours.frames)
 
 
-MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+HEADER = """\
+| what | largest difference | upstream's own from float64 | largest value |
+| --- | --- | --- | --- |"""
+
+MODELS = {
     "cogvideox": (cogvideox_parts, cogvideox_videos),
     "hunyuanvideo": (hunyuanvideo_parts, hunyuanvideo_videos),
 }
@@ -350,11 +294,8 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def main(models: list[str]) -> None:
     for model in models or MODELS:
         parts, videos = MODELS[model]
-        print(
-            f"\n{model}\n\n| what | largest difference | upstream's own from float64 |"
-            " largest value |\n| --- | --- | --- | --- |",
-            flush=True,
-        )
+        print(f"\n{model}:\n")
+        print(HEADER, flush=True)
         for part in parts():
             measure_part(model, part)
         with tempfile.TemporaryDirectory() as folder:

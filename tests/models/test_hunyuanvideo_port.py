@@ -92,6 +92,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "1.5 meanflow": ("1.5", {"use_meanflow": True}, {}),
     "13b patches in time": ("13b", {"patch_size_t": 2}, {"size": (4, 8, 12)}),
     "13b without guidance": ("13b", {"guidance_embeds": False}, {}),
+    "1.5 layer norm": ("1.5", {"qk_norm": "layer_norm"}, {}),
+    "13b without single blocks": ("13b", {"num_single_layers": 0}, {}),
 }
 
 
@@ -99,13 +101,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_arguments_by_position_and_a_tuple_back(name: str) -> None:
     form, changes, options = CONFIGS[name]
     if form == "1.5":
-        module = form_15.make(num_layers=1, **changes)
+        module = form_15.make(**{"num_layers": 1, **changes})
         inputs = form_15.inputs_of(2, "i2v", **options)
         order = ORDER_15
         if "use_meanflow" in changes:
             inputs["timestep_r"] = torch.tensor([250.0, 12.0])
     else:
-        module = form_13b.make(num_layers=1, num_single_layers=1, **changes)
+        few = {"num_layers": 1, "num_single_layers": 1}
+        module = form_13b.make(**{**few, **changes})
         inputs = form_13b.inputs_of(2, **options)
         order = ORDER_13B
         if "guidance_embeds" in changes:
@@ -181,7 +184,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def one_by_one(method: Any, x: torch.Tensor) -> torch.Tensor:
-    """Upstream's 1.5 autoencoder fails for more than one video at a time."""
+    """What upstream makes, whose 1.5 autoencoder fails for more than one video."""
     return torch.cat([method(row).sample for row in x.split(1)])
 
 
@@ -223,11 +226,23 @@ def test_tiling_of_the_module_is_kept(name: str) -> None:
     assert_close(port(vae).decode(z).sample, expected)
 
 
-def test_an_autoencoder_stays_on_one_device_of_a_mesh() -> None:
+@pytest.mark.parametrize("name", ["1.5", "13b"])
+def test_encode_gives_upstreams_distribution(name: str) -> None:
+    vae = make_vae(name)
+    video = randn(2, 3, 5, 16, 12).clamp(-1, 1)
+    found = port(vae).encode(video).latent_dist
+    expected = [vae.encode(row).latent_dist for row in video.split(1)]
+    assert type(found) is type(expected[0])
+    assert_close(found.parameters, torch.cat([x.parameters for x in expected]))
+    assert_close(found.mode(), torch.cat([x.mode() for x in expected]))
+
+
+def test_an_autoencoder_stays_on_one_device_and_draws_nothing() -> None:
     program = port(make_vae("1.5"), mesh="dp=2,tp=4")
     assert set(program.plan.mesh.values()) == {1}
-    with pytest.raises(UsageError, match="DiagonalGaussianDistribution"):
-        program.encode(torch.zeros(1, 3, 1, 16, 16))
+    video = torch.zeros(1, 3, 1, 16, 16)
+    with pytest.raises(UsageError, match="random draws"):
+        program(video, sample_posterior=True)
 
 
 # ------------------------------------------------------------------- encoders

@@ -190,7 +190,7 @@ def test_every_variant_is_one_of_these() -> None:
 
     known = {key(c.class_path, c.config, c.rules) for c in CASES.values()}
     published_variants = [v for v in PORT.variants if v.repo_id]
-    assert len(published_variants) == 9
+    assert len(published_variants) == 10
     for variant in published_variants:
         components = PORT.form_of(variant).components
         assert variant.configs.keys() == components.keys()

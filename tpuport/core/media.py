@@ -265,14 +265,22 @@ def _video_file(
         )
         return [_image_array(p) for p in files[:limit]], None
     frames: list[np.ndarray] = []
+    # ffmpeg's reader refuses what is a picture by its name.
+    pictures = path.suffix.lower() in {".gif", ".webp", ".png", ".apng"}
+    plugin = "pillow" if pictures else "FFMPEG"
+    fps = None
     try:
-        fps = iio.immeta(path, plugin="FFMPEG").get("fps")
-        for frame in iio.imiter(path, plugin="FFMPEG"):
+        if not pictures:
+            fps = iio.immeta(path, plugin=plugin).get("fps")
+        for frame in iio.imiter(path, plugin=plugin):
             if limit is not None and len(frames) == limit:
                 break
-            frames.append(np.asarray(frame))
+            frames.append(np.asarray(frame)[..., :3])
     except (OSError, ValueError, RuntimeError, IndexError) as error:
-        raise UsageError(f"video {name} cannot be read: {one_line(error)}") from error
+        raise UsageError(
+            f"video {name} cannot be read: {one_line(error)}; give an mp4, webm or "
+            "gif, or a folder of images"
+        ) from error
     if frames and min(frames[0].shape[:2]) < SMALLEST_SIDE:
         raise UsageError(
             f"video {name} is {frames[0].shape[1]}x{frames[0].shape[0]}; each side "

@@ -111,8 +111,8 @@ class PortedProgram:
             What upstream's method returns, with torch tensors on the host.
 
         Raises:
-            UsageError: the module has no such method, or it returns an object that
-                holds tensors out of reach.
+            UsageError: the module has no such method, it returns an object that holds
+                tensors out of reach, or it would draw random numbers.
         """
         import jax
         import torch
@@ -123,6 +123,13 @@ class PortedProgram:
                 f"{type(self._ported.module).__name__} has no method {method!r}"
             )
         leaves, tree = torch_pytree.tree_flatten((args, kwargs))
+        if kwargs.get("sample_posterior") or any(
+            isinstance(leaf, torch.Generator) for leaf in leaves
+        ):
+            raise UsageError(
+                f"{method} with random draws: they would be drawn once, when the "
+                "program is traced. Call .encode(x), and sample its distribution"
+            )
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         dynamic = [
             jax.device_put(to_numpy(leaf), self._replicated)
@@ -139,7 +146,7 @@ class PortedProgram:
         program, found = self._programs[key]
         out = program(self._weights, dynamic)
         results = [
-            to_torch(out[i]) if i is not None else constant
+            constant if i is None else _rebuilt(to_torch(out[i]), constant)
             for i, constant in found["leaves"]
         ]
         return torch_pytree.tree_unflatten(results, found["tree"])
@@ -148,6 +155,7 @@ class PortedProgram:
         self, method: str, tree: Any, is_tensor: tuple[bool, ...], static: tuple
     ) -> tuple[Any, dict[str, Any]]:
         import jax
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from torch.utils import _pytree as torch_pytree
 
         found: dict[str, Any] = {}
@@ -167,6 +175,10 @@ class PortedProgram:
                 if isinstance(leaf, jax.Array):
                     found["leaves"].append((len(arrays), None))
                     arrays.append(leaf)
+                elif isinstance(leaf, DiagonalGaussianDistribution):
+                    # Made again on the host, from what it was made from.
+                    found["leaves"].append((len(arrays), type(leaf)))
+                    arrays.append(self._runtime.env.t2j_iso(leaf.parameters))
                 elif leaf is None or isinstance(leaf, bool | int | float | str):
                     found["leaves"].append((None, leaf))
                 else:
@@ -179,6 +191,11 @@ class PortedProgram:
 
         program.__name__ = f"ported_{method}"
         return jax.jit(program, out_shardings=self._replicated), found
+
+
+def _rebuilt(tensor: torch.Tensor, made_by: Any) -> Any:
+    """A tensor, or the object that upstream makes from it."""
+    return tensor if made_by is None else made_by(tensor)
 
 
 def component_of(

@@ -212,6 +212,27 @@ def check_shape(request: Request, variant: Variant) -> None:
             )
 
 
+def check_task(task: str, variant: Variant, others: Sequence[Variant]) -> None:
+    """Refuse a task that a variant cannot do; the message names variants that can.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if task in variant.tasks:
+        return
+    need = {
+        "t2v": "text alone",
+        "i2v": "an image (--image)",
+        "v2v": "a video (--video)",
+    }
+    can = " or ".join(need[known] for known in variant.tasks)
+    able = [v.name for v in others if task in v.tasks]
+    other = f"; {', '.join(able)} can" if able else ""
+    raise UsageError(
+        f"variant {variant.name} makes videos from {can}, not from {need[task]}{other}"
+    )
+
+
 def denoising_steps(request: Request) -> int:
     """How many steps are run: video to video skips the noisiest ones.
 

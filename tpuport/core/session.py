@@ -21,6 +21,7 @@ from tpuport.core.request import (
     Request,
     check_given,
     check_shape,
+    check_task,
     denoising_steps,
     one_per_video,
     seeds_by_batch,
@@ -261,7 +262,7 @@ class Session:
         if aspect_ratio is not None:
             aspect: tuple[float, float] = parse_aspect_ratio(aspect_ratio)
         else:
-            aspect = source.size if source else (variant.height, variant.width)
+            aspect = source.size if source else self.port.aspect
         return bucket(variant.resolutions[name], aspect)
 
     def _options(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,7 +293,7 @@ class Session:
             UsageError, MeshError: see :meth:`request`.
         """
         check_shape(request, self.variant)
-        self._check_task(request)
+        check_task(request.task, self.variant, self.port.variants)
         cache = StepCache.parse(request.step_cache)
         if cache is not None:
             if not any(c.split for c in self.port.components.values()):
@@ -314,25 +315,6 @@ class Session:
                     f"legal dp values: {', '.join(map(str, legal))}"
                 )
 
-    def _check_task(self, request: Request) -> None:
-        variant = self.variant
-        if request.task in variant.tasks:
-            return
-        need = {
-            "t2v": "text alone",
-            "i2v": "an image (--image)",
-            "v2v": "a video (--video)",
-        }
-        can = " or ".join(need[task] for task in variant.tasks)
-        able = [
-            v.name for v in self.port.variants if request.task in v.tasks and v.repo_id
-        ]
-        other = f"; {', '.join(able)} can" if able else ""
-        raise UsageError(
-            f"variant {variant.name} makes videos from {can}, not from "
-            f"{need[request.task]}{other}"
-        )
-
     def check_latents(self, request: Request, latents: torch.Tensor) -> None:
         """Refuse initial latents of another shape than the request's.
 
@@ -349,8 +331,14 @@ class Session:
         if tuple(latents.shape) != expected:
             raise UsageError(
                 f"latents of shape {tuple(latents.shape)} were given; this request "
-                f"needs {expected} (videos, latent frames, channels, rows, columns)"
+                f"needs {expected}{self._latent_dims()}"
             )
+
+    def _latent_dims(self) -> str:
+        """What the dims of initial latents are, for messages."""
+        specs = self.port.stages[0].writes
+        dims = [s.shape for s in specs if s.name == "initial_latents"]
+        return f" ({', '.join(map(str, dims[0]))})" if dims else ""
 
     def check_weights(
         self, stages: Sequence[str] | None = None, request: Request | None = None
@@ -409,17 +397,21 @@ class Session:
                 f"backend {backend!r}: choose one of {', '.join(BACKENDS)}"
             )
         splits = [self.port.components[c].split for c in stage.components]
-        if backend == "diffusers" and request.step_cache != "none" and any(splits):
-            raise UsageError(
-                f"step cache {request.step_cache} is not upstream's; leave it out, or "
-                "run this stage with the backend tpuport"
-            )
+        if any(splits):
+            self._check_backend(request, backend)
         if backend == "diffusers":
             return self._run_upstream(stage, request, inputs, host_device())
         if stage is self.port.stages[0] and self.encode_on == "host":
             return self._run_upstream(stage, request, inputs, "cpu")
         with persistent_cache(self._compile_cache):
             return self.executor.run(stage, request, inputs)
+
+    def _check_backend(self, request: Request, backend: str) -> None:
+        if backend == "diffusers" and request.step_cache != "none":
+            raise UsageError(
+                f"step cache {request.step_cache} is not upstream's; leave it out, or "
+                "use the backend tpuport"
+            )
 
     def _run_upstream(
         self,
@@ -524,6 +516,7 @@ class Session:
         if latents is not None:
             latents = to_torch(latents)
             self.check_latents(request, latents)
+        self._check_backend(request, backend)
         names = [stage.name for stage in self.port.stages]
         needed = {"prompt", *(["negative"] if self.port.guided(request) else [])}
         complete = not sources and all(

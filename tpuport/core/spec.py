@@ -338,6 +338,9 @@ class ModelPort:
         guided: whether a request runs the negative prompts as well.
         bucket: (height, width) of a size class for an aspect ratio given as (height,
             width); needed by variants with ``resolutions``.
+        aspect: (height, width) of a bucket where the user names none.
+        check_variant: what of ``check`` needs no checkpoint: it is asked before one is
+            looked for.
         form: the name of this form, where a model has several architectures.
         forms: the other forms: ports of the same name and the same variants.
     """
@@ -359,6 +362,8 @@ class ModelPort:
     demo_version: str
     guided: Callable[[Request], bool] = guided_by_scale
     bucket: Callable[[int, tuple[float, float]], tuple[int, int]] | None = None
+    aspect: tuple[float, float] = (9, 16)
+    check_variant: Callable[[Request, Variant], None] | None = None
     form: str = ""
     forms: tuple[ModelPort, ...] = ()
 

@@ -158,6 +158,15 @@ VARIANTS_15 = (
         note="guidance distilled",
     ),
     _variant(
+        "1.5-720p-t2v-cfg-distilled",
+        "720p",
+        "t2v",
+        9.0,
+        repo="720p_t2v_distilled",
+        guidance=1.0,
+        note="guidance distilled",
+    ),
+    _variant(
         "1.5-720p-i2v-cfg-distilled",
         "720p",
         "i2v",
@@ -226,7 +235,8 @@ OPTIONS = (
     ),
     Option(
         name="true_cfg_scale",
-        help="13b only: above 1, guide by a second prediction with the negative prompt",
+        help="13b only: above 1, guide by a second prediction with the negative "
+        "prompt, which it needs",
         parse=_parse_number,
     ),
 )
@@ -339,6 +349,43 @@ def detect_13b(checkpoint: Checkpoint) -> Variant:
     return replace(VARIANT_13B, name=name, options=options)
 
 
+def check_variant_15(request: Request, variant: Variant) -> None:
+    """Refuse guidance or steps that break a distilled checkpoint.
+
+    Raises:
+        UsageError: they do.
+    """
+    if request.guidance_scale < 1:
+        raise UsageError(
+            f"guidance scale {request.guidance_scale:g} is below 1, which turns "
+            "guidance off"
+        )
+    known = {v.name: v for v in VARIANTS_15}.get(variant.name)
+    if known is not None and known.guidance_scale == 1:
+        meanflow = bool(known.configs["transformer"]["use_meanflow"])
+        _check_distilled(request, variant.name, meanflow)
+
+
+def _check_distilled(request: Request, name: str, meanflow: bool) -> None:
+    """Refuse what breaks a checkpoint with guidance, or steps as well, in it."""
+    if request.guidance_scale != 1:
+        raise UsageError(
+            f"guidance scale {request.guidance_scale:g}: {name} has guidance "
+            "distilled into it and takes no other than 1"
+        )
+    steps = request.num_inference_steps
+    if meanflow and steps not in DISTILLED_STEPS:
+        raise UsageError(
+            f"{steps} steps: {name} is distilled to "
+            f"{', '.join(map(str, DISTILLED_STEPS))} steps"
+        )
+    if not meanflow and steps != 50:
+        raise UsageError(
+            f"{steps} steps: {name} has guidance distilled into it at 50 steps and "
+            "gives poor videos with others; leave --steps out"
+        )
+
+
 def check_15(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
     """Refuse what a 1.5 checkpoint cannot do.
 
@@ -352,33 +399,11 @@ def check_15(request: Request, variant: Variant, checkpoint: Checkpoint) -> None
         raise UsageError(
             "option true_cfg_scale is for 13b; use the guidance scale for 1.5"
         )
-    if request.guidance_scale < 1:
-        raise UsageError(
-            f"guidance scale {request.guidance_scale:g} is below 1, which turns "
-            "guidance off"
-        )
-    known = {v.name: v for v in VARIANTS_15}.get(variant.name)
-    scale = guidance_default(checkpoint)
+    check_variant_15(request, variant)
     _check_guider(checkpoint)
-    distilled = scale == 1 or (known is not None and known.guidance_scale == 1)
-    if distilled and request.guidance_scale != 1:
-        raise UsageError(
-            f"guidance scale {request.guidance_scale:g}: {variant.name} has guidance "
-            "distilled into it and takes no other than 1"
-        )
-    steps = request.num_inference_steps
     meanflow = bool(checkpoint.config("transformer").get("use_meanflow"))
-    stepped = meanflow or (known is not None and "step" in known.name)
-    if stepped and steps not in DISTILLED_STEPS:
-        raise UsageError(
-            f"{steps} steps: {variant.name} is distilled to "
-            f"{', '.join(map(str, DISTILLED_STEPS))} steps"
-        )
-    if distilled and not stepped and steps != 50:
-        raise UsageError(
-            f"{steps} steps: {variant.name} has guidance distilled into it at 50 steps "
-            "and gives poor videos with others; leave --steps out"
-        )
+    if meanflow or guidance_default(checkpoint) == 1:
+        _check_distilled(request, variant.name, meanflow)
     if request.task == "i2v":
         if not checkpoint.has("image_encoder"):
             raise UsageError(
@@ -417,9 +442,17 @@ def check_13b(request: Request, variant: Variant, checkpoint: Checkpoint) -> Non
     """Refuse what a 13b checkpoint cannot do.
 
     Raises:
-        UsageError: more steps than the schedule has.
+        UsageError: more steps than the schedule has; true guidance without a negative
+            prompt.
     """
     _check_common(request, checkpoint)
+    # Without prompts there are embeddings, negative ones included.
+    lacking = any(request.prompts) and not all(request.negative_prompts)
+    if guided_13b(request) and lacking:
+        raise UsageError(
+            f"true_cfg_scale={request.options['true_cfg_scale']:g} needs a negative "
+            "prompt; upstream's pipeline ignores it without one"
+        )
 
 
 def _check_common(request: Request, checkpoint: Checkpoint) -> None:

@@ -138,6 +138,7 @@ PORT = replace(
     patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_15, *VAE_15),
     detect=config.detect_15,
     check=config.check_15,
+    check_variant=config.check_variant_15,
     guided=config.guided_15,
     latent_shape=stages.latent_shape,
     forms=(PORT_13B,),

@@ -8,6 +8,7 @@ matches exactly one rule; the session refuses anything else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from tpuport.core.attention import AttentionPolicy
@@ -48,6 +49,11 @@ def _row(layers: str, *, bias: bool = True, note: str = "") -> Rules:
 def _whole(names: str, *, optional: bool = False, note: str = "") -> Rules:
     """Weights that every device holds."""
     return (ShardRule(pattern=names, spec=(), optional=optional, note=note),)
+
+
+def _where_there_are(*rules: ShardRule) -> Rules:
+    """Rules of blocks that a legal config may have none of."""
+    return tuple(replace(rule, optional=True) for rule in rules)
 
 
 _DUAL = r"transformer_blocks\.\d+\."
@@ -92,7 +98,7 @@ def _dual_blocks(whole: Whole) -> Rules:
         *_column(_DUAL + r"attn\.(to_[qkv]|add_[qkv]_proj)", note="heads over tp"),
         *_attention_output(_DUAL + r"attn\.(to_out\.0|to_add_out)", whole),
         *_whole(
-            _DUAL + r"attn\.norm_(added_)?[qk]\.weight",
+            _DUAL + r"attn\.norm_(added_)?[qk]\.(weight|bias)",
             note="per head dim, the same for every head",
         ),
         *_column(_DUAL + r"ff(_context)?\.net\.0\.proj"),
@@ -110,12 +116,14 @@ def _embedders(whole: Whole) -> Rules:
             r"\.linear_[12]\.(weight|bias)"
         ),
         *_whole(r"context_embedder\.proj_in\.(weight|bias)"),
-        *_column(_REFINER + r"attn\.to_[qkv]"),
-        *_row(_REFINER + r"attn\.to_out\.0"),
-        *_column(_REFINER + r"ff\.net\.0\.proj"),
-        *_row(_REFINER + r"ff\.net\.2"),
-        *_modulation(_REFINER + r"norm_out\.linear", whole),
-        *_whole(_REFINER + r"norm[12]\.(weight|bias)"),
+        *_where_there_are(
+            *_column(_REFINER + r"attn\.to_[qkv]"),
+            *_row(_REFINER + r"attn\.to_out\.0"),
+            *_column(_REFINER + r"ff\.net\.0\.proj"),
+            *_row(_REFINER + r"ff\.net\.2"),
+            *_modulation(_REFINER + r"norm_out\.linear", whole),
+            *_whole(_REFINER + r"norm[12]\.(weight|bias)"),
+        ),
         *_modulation(r"norm_out\.linear", whole),
         *_whole(r"proj_out\.(weight|bias)"),
     )
@@ -160,15 +168,17 @@ def transformer_13b(*, whole: Whole = None) -> Rules:
             note="checkpoints that take the guidance scale as an input",
         ),
         *_dual_blocks(whole),
-        *_column(_SINGLE + r"attn\.to_[qkv]", note="heads over tp"),
-        *_whole(_SINGLE + r"attn\.norm_[qk]\.weight"),
-        *_column(_SINGLE + r"proj_mlp"),
-        *_mlp_output(
-            _SINGLE + r"proj_out",
-            whole,
-            note="on attention and feed-forward, which are added up by themselves",
+        *_where_there_are(
+            *_column(_SINGLE + r"attn\.to_[qkv]", note="heads over tp"),
+            *_whole(_SINGLE + r"attn\.norm_[qk]\.(weight|bias)"),
+            *_column(_SINGLE + r"proj_mlp"),
+            *_mlp_output(
+                _SINGLE + r"proj_out",
+                whole,
+                note="on attention and feed-forward, which are added up by themselves",
+            ),
+            *_modulation(_SINGLE + r"norm\.linear", whole),
         ),
-        *_modulation(_SINGLE + r"norm\.linear", whole),
     )
 
 
