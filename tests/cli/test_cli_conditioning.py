@@ -220,3 +220,60 @@ def test_a_yaml_file_says_the_same(cli: Cli, image: Path, tmp_path: Path) -> Non
     assert ran.code == 0, ran.err
     assert ran.json["settings"]["task"] == "i2v"
     assert ran.json["settings"]["height"] == ran.json["settings"]["width"] == 128
+
+
+EARLY = {
+    "image for text": (("--variant", "13b", "--image", "tiny-enough.png"), "13b makes"),
+    "no image": (("--variant", "1.5-480p-i2v"), "from an image (--image)"),
+    "distilled": (
+        ("--variant", "1.5-480p-t2v-cfg-distilled", "--guidance", "6"),
+        "takes no other than 1",
+    ),
+    "size class": (("--variant", "13b", "--resolution", "720p"), "no size classes"),
+    "cache": (
+        ("--variant", "13b", "--steps", "2", "--cache", "deepcache"),
+        "none of 2",
+    ),
+    "upstream": (("--cache", "deepcache", "--backend", "diffusers"), "not upstream's"),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_published_variant_is_checked_before_the_hub_is_asked(
+    name: str, cli: Cli, tmp_path: Path
+) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "tiny-enough.png")
+    args, words = EARLY[name]
+    ran = cli("generate", "--model", "hunyuanvideo", "--prompt", "a", *args)
+    assert ran.code == 2, ran.err
+    assert words in ran.last
+    assert "hub" not in ran.err
+
+
+def test_flags_win_over_a_file_that_says_the_same_otherwise(
+    cli: Cli, image: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    content = {"prompt": "rain", "video": "clip.mp4", "strength": 0.5, "steps": 2}
+    content |= {"model": "hunyuanvideo", "frames": 5, "resolution": "480p"}
+    file.write_text(json.dumps(content))
+    ran = cli(
+        *("encode", "--config", file, "--run-dir", "run", "--json"),
+        *("--image", image, "--size", "64x48"),
+    )
+    assert ran.code == 0, ran.err
+    settings = ran.json["settings"]
+    assert settings["prompts"] == ["rain"]
+    assert (settings["task"], settings["strength"]) == ("i2v", None)
+    assert (settings["height"], settings["width"]) == (48, 64)
+
+
+def test_a_gif_is_a_video(cli: Cli, clip: Path, tmp_path: Path) -> None:
+    frames = np.random.default_rng(0).random((9, 64, 96, 3))
+    write_video(tmp_path / "clip.gif", frames, 8)
+    ran = cli(
+        *("encode", *COG, "--prompt", "a", "--run-dir", "run", "--json"),
+        *("--video", tmp_path / "clip.gif"),
+    )
+    assert ran.code == 0, ran.err
+    assert ran.json["settings"]["task"] == "v2v"

@@ -242,3 +242,12 @@ def test_image_to_video_without_the_image_encoder(
             session.request(prompt="a")
             with pytest.raises(error, match=missing):
                 session.request(prompt="a", source=source)
+
+
+def test_true_guidance_without_a_negative_prompt(load: Open) -> None:
+    """Upstream's pipeline does not guide then; here it is said."""
+    options = {"true_cfg_scale": 3}
+    with load("demo-13b", "13b") as session:
+        assert session.request(prompt="a", negative_prompt="b", options=options)
+        with pytest.raises(UsageError, match="needs a negative prompt"):
+            session.request(prompt="a", options=options)
