@@ -205,6 +205,20 @@ def make_request(
     )
 
 
+def in_words(request: Request) -> str:
+    """What will be made, so that a wrong setting is seen before an hour is spent."""
+    count = len(request.prompts)
+    made_from = {"t2v": "text", "i2v": "an image", "v2v": "a video"}[request.task]
+    seeds = ", ".join(str(s) for batch in request.seeds for s in batch)
+    cache = "" if request.step_cache == "none" else f", cache {request.step_cache}"
+    return (
+        f"making {count} video{'s' * (count > 1)} from {made_from}: "
+        f"{request.width}x{request.height}, {request.num_frames} frames at "
+        f"{request.fps:g} fps, {denoising_steps(request)} steps, guidance "
+        f"{request.guidance_scale:g}, seed {seeds}{cache}"
+    )
+
+
 def check_prompts(settings: Settings) -> None:
     """Refuse settings without a prompt.
 

@@ -20,6 +20,7 @@ from ._sessions import (
     check_early,
     check_prompts,
     check_run_early,
+    in_words,
     make_request,
     open_session,
     read_source,
@@ -46,6 +47,7 @@ def encode_stage(settings: Settings) -> None:
     ):
         source = read_source(settings, session.variant)
         request = make_request(session, settings, source)
+        display.say(in_words(request))
         if noise is not None:
             session.check_latents(request, noise.for_videos(len(request.prompts)))
         run = session.open_run(settings.run_dir or new_run_folder(cache), request)

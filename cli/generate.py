@@ -67,6 +67,7 @@ from ._sessions import (
     check_early,
     check_prompts,
     check_run_early,
+    in_words,
     known_variant,
     make_request,
     open_session,
@@ -151,6 +152,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
     ):
         source = read_source(settings, session.variant)
         request = make_request(session, settings, source)
+        display.say(in_words(request))
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
             session.check_weights(request=request)
         if noise is not None:

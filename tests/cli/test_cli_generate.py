@@ -50,6 +50,8 @@ def test_plain_lines_say_what_happens(made: Made) -> None:
     assert "\x1b" not in made.ran.err
     assert sum("its weights are random" in line for line in lines) == 1
     assert "denoise: started, 4 steps" in lines
+    said = "making 2 videos from text: 96x64, 9 frames at 8 fps, 2 steps, guidance 6"
+    assert f"{said}, seed 7, 7" in lines
     assert "compiling denoise/step ..." in lines
     assert any(line.startswith("compiled denoise/step in ") for line in lines)
     assert any("s/step" in line for line in lines if "denoise: finished" in line)
@@ -105,7 +107,16 @@ def test_stderr_has_only_our_own_lines(cache: Path, tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == ""
-    known = ("using", "encode: ", "denoise: ", "decode: ", "loading ", "compil", "  ")
+    known = (
+        "using",
+        "making",
+        "encode: ",
+        "denoise: ",
+        "decode: ",
+        "loading ",
+        "compil",
+        "  ",
+    )
     known = (*known, "wrote v.gif")
     assert [x for x in done.stderr.splitlines() if x and not x.startswith(known)] == []
     assert read_back(tmp_path / "v.gif")[:3] == (9, 64, 96)

@@ -168,6 +168,12 @@ def parse_aspect_ratio(text: str) -> tuple[float, float]:
     return float(match[2]), float(match[1])
 
 
+def _cause(error: Exception) -> str:
+    """The last line of a message: ffmpeg says there what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][-200:] if lines else type(error).__name__
+
+
 def _make(
     kind: str, pixels: torch.Tensor, files: tuple[str, ...], fps: float | None
 ) -> Source:
@@ -278,8 +284,8 @@ def _video_file(
             frames.append(np.asarray(frame)[..., :3])
     except (OSError, ValueError, RuntimeError, IndexError) as error:
         raise UsageError(
-            f"video {name} cannot be read: {one_line(error)}; give an mp4, webm or "
-            "gif, or a folder of images"
+            f"video {name} cannot be read: {_cause(error)}; give an mp4, webm or gif, "
+            "or a folder of images"
         ) from error
     if frames and min(frames[0].shape[:2]) < SMALLEST_SIDE:
         raise UsageError(

@@ -227,7 +227,7 @@ def check_task(task: str, variant: Variant, others: Sequence[Variant]) -> None:
     }
     can = " or ".join(need[known] for known in variant.tasks)
     able = [v.name for v in others if task in v.tasks]
-    other = f"; {', '.join(able)} can" if able else ""
+    other = f"; {', '.join(able)} can" if able else "; no variant of this model can"
     raise UsageError(
         f"variant {variant.name} makes videos from {can}, not from {need[task]}{other}"
     )
