@@ -96,3 +96,10 @@ def to_torch(value: Any) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def host_device() -> str:
+    """Where plain upstream code runs: the host's GPU when torch sees one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
