@@ -86,20 +86,6 @@ def test_13b_is_upstreams(batch: int) -> None:
     assert float((other - ours.sample).abs().max()) > 1e-3
 
 
-def test_13b_in_bfloat16_is_as_good_as_upstreams() -> None:
-    """Against upstream in float32 on the same rounded weights and inputs."""
-    low = form_13b.make().to(torch.bfloat16)
-    exact = form_13b.make().to(torch.bfloat16).float()
-    inputs = form_13b.inputs_of(2)
-    kept = ("timestep", "encoder_attention_mask")
-    rounded = {k: x if k in kept else x.bfloat16() for k, x in inputs.items()}
-    truth = exact(**{k: x.float() for k, x in rounded.items()}).sample
-    ours, theirs = port(low)(**rounded).sample, low(**rounded).sample
-    assert ours.dtype == theirs.dtype == torch.bfloat16
-    error = float((ours.float() - truth).abs().mean())
-    assert error <= 1.1 * float((theirs.float() - truth).abs().mean())
-
-
 #: Of each form, another legal config and the inputs for it.
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "1.5 patches of 2": ("1.5", {"patch_size": 2}, {"size": (2, 4, 8)}),
