@@ -53,9 +53,10 @@ def single(
     return get
 
 
-def close(many: Result, one: Result) -> None:
-    for name in ("latents", "frames"):
-        assert np.abs(many[name] - one[name]).max() <= ATOL, name
+def largest(many: Result, one: Result) -> float:
+    """The largest difference in latents and frames."""
+    names = ("latents", "frames")
+    return max(float(np.abs(many[name] - one[name]).max()) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_15_from_an_image(
     cache_dir: Path,
 ) -> None:
     many = run(hunyuanvideo_folders["1.5"], cache_dir, "1.5", videos, mesh=mesh)
-    close(many, single("1.5", videos))
+    assert largest(many, single("1.5", videos)) <= ATOL
     plan = many["plans"]["transformer"]
     if mesh[2] > 1:
         assert plan["bytes_per_device"] < plan["total_bytes"]
@@ -92,7 +93,7 @@ def test_13b(
     cache_dir: Path,
 ) -> None:
     many = run(hunyuanvideo_folders["13b"], cache_dir, "13b", 1, mesh=mesh)
-    close(many, single("13b", 1))
+    assert largest(many, single("13b", 1)) <= ATOL
 
 
 def test_replicated_outputs_cost_memory_and_change_nothing(
@@ -102,7 +103,7 @@ def test_replicated_outputs_cost_memory_and_change_nothing(
 ) -> None:
     folder = hunyuanvideo_folders["1.5"]
     many = run(folder, cache_dir, "1.5", 1, mesh=(2, 1, 4), sharding="replicated-out")
-    close(many, single("1.5", 1))
+    assert largest(many, single("1.5", 1)) <= ATOL
     plan = many["plans"]["transformer"]
     assert plan["layout"] == "replicated-out"
     assert plan["extra_bytes_per_device"] > 0

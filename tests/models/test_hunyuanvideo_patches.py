@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tests.models.jaxprs import arrays_in, squares
 from tests.models.test_hunyuanvideo_transformer import (
     GLYPHS,
     IMAGE,
@@ -36,20 +37,6 @@ def module() -> torch.nn.Module:
 
 
 # --- no array of S x S
-
-
-def arrays_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The shape of every value a program makes, its inner programs included."""
-    for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            yield tuple(getattr(variable.aval, "shape", ()))
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from arrays_in(inner)
-
-
-def squares(jaxpr: Any, size: int) -> list[tuple[int, ...]]:
-    """The shapes with two dims of at least ``size``."""
-    return [s for s in arrays_in(jaxpr) if sum(n >= size for n in s) >= 2]
 
 
 def long_inputs() -> Inputs:

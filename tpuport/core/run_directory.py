@@ -279,8 +279,8 @@ class RunDirectory:
                 written.
         """
         run = self._read()
-        reserved = ("", "..", RUN_FILE)
-        if filename in reserved or PurePosixPath(filename).name != filename:
+        plain = PurePosixPath(filename).name == filename
+        if not plain or filename in ("", "..", RUN_FILE):
             raise UsageError(f"{filename!r} cannot be the file of a stage")
         for other, entry in run["stages"].items():
             if other != stage and entry["file"] == filename:
@@ -350,10 +350,8 @@ class RunDirectory:
             raise UsageError(f"the stage {stage} has no output to record")
         run = self._read()
         clean_report = as_json(dict(report), f"the report of {stage}")
-        files = [self._describe(output) for output in paths]
-        entry = {**files[0], "tensors": {}}
-        if files[1:]:
-            entry["others"] = files[1:]
+        first, *others = [self._describe(output) for output in paths]
+        entry = {**first, "tensors": {}, **({"others": others} if others else {})}
         self._record(run, stage, entry, clean_report)
 
     def finished(self, stage: str) -> bool:
