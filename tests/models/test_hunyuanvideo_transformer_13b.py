@@ -20,6 +20,7 @@ from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import ShardRule, named_shardings, plan_sharding
 from tpuport.models.hunyuanvideo import sharding
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
+from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -124,7 +125,7 @@ class Ported:
             mesh=self.mesh,
             platform=platform,
             patches=patches,
-            overrides=FLOAT32_NORMS,
+            overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE),
             attention=sharding.ATTENTION,
             attention_implementation=implementation,
         )
@@ -259,6 +260,23 @@ def test_every_row_of_the_refined_text_is_upstreams(
     with torch.no_grad():
         expected = module.context_embedder(**given)
     assert_close(ported(given, method="context_embedder"), expected)
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_good_as_upstreams() -> None:
+    """Against upstream in float32 on the same rounded weights and inputs."""
+    module = make().to(torch.bfloat16)
+    low = {
+        name: x.bfloat16() if x.is_floating_point() else x
+        for name, x in inputs_of(2).items()
+    }
+    wide = {k: x.float() if x.is_floating_point() else x for k, x in low.items()}
+    exact = upstream(make().to(torch.bfloat16).float(), wide)
+    ours = Ported(module)(low)
+    assert ours.dtype == torch.bfloat16
+    our_error = float((ours.float() - exact).abs().mean())
+    their_error = float((upstream(module, low).float() - exact).abs().mean())
+    assert our_error <= 1.1 * their_error
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)

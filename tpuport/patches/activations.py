@@ -1,0 +1,47 @@
+"""GELU rounded once in bfloat16, as torch's own kernels do.
+
+torchax computes it step by step in the dtype of its input, which rounds every step.
+torch evaluates it in float32 and rounds the result. In float32 nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.ops import OpContext, OpOverride
+
+if TYPE_CHECKING:
+    import jax
+
+
+def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
+    """``torch.nn.functional.gelu``, evaluated in float32.
+
+    Args:
+        input: of any shape.
+        approximate: ``"none"`` or ``"tanh"``.
+
+    Returns:
+        of the shape and dtype of ``input``.
+
+    Source: ATen/native/cpu/Activation.cpp, ``GeluKernelImpl``.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    wide = jax.nn.gelu(input.astype(jnp.float32), approximate=approximate == "tanh")
+    return wide.astype(input.dtype)
+
+
+def _make(context: OpContext) -> Callable[..., Any]:
+    return gelu
+
+
+GELU_ROUNDED_ONCE = OpOverride(
+    targets=("torch.ops.aten.gelu",),
+    make=_make,
+    owner="tpuport.patches.activations",
+    reason="GELU in float32, rounded once, as torch's kernels have it",
+)
+"""For any model that runs in bfloat16."""
