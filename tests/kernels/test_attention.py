@@ -45,12 +45,12 @@ MASKED = {"mask_shape": (1, 1, 512, 512), "mask_is_bool": True}
     [
         (SHORT, "tpu", {}, "splash", []),
         (LONG, "tpu", {}, "splash", []),
-        (SHORT, "tpu", MASKED, "reference", ["splash"]),
-        (LONG, "tpu", MASKED, "blockwise", ["splash", "reference"]),
-        (SHORT, "cpu", {}, "reference", ["splash"]),
-        (LONG, "cpu", {}, "blockwise", ["splash", "reference"]),
-        (LONG, "cpu", {"interpret": True}, "blockwise", ["splash", "reference"]),
-        (LONG, "gpu", {}, "blockwise", ["splash", "reference"]),
+        (SHORT, "tpu", MASKED, "reference", ["splash", "jax"]),
+        (LONG, "tpu", MASKED, "blockwise", ["splash", "jax", "reference"]),
+        (SHORT, "cpu", {}, "reference", ["splash", "jax"]),
+        (LONG, "cpu", {}, "blockwise", ["splash", "jax", "reference"]),
+        (LONG, "cpu", {"interpret": True}, "blockwise", ["splash", "jax", "reference"]),
+        (LONG, "gpu", {}, "blockwise", ["splash", "jax", "reference"]),
     ],
 )
 def test_auto_takes_the_first_that_will_do(
@@ -68,8 +68,8 @@ def test_the_limit_of_small_is_the_constant() -> None:
 
 
 def test_passing_over_says_why() -> None:
-    (_, splash), (_, reference) = select(problem(LONG, "cpu")).passed_over
-    assert splash == "splash is for TPU; the platform is 'cpu'"
+    (_, splash), _, (_, reference) = select(problem(LONG, "cpu")).passed_over
+    assert splash == "it is for TPU; the platform is 'cpu'"
     assert reference.startswith("513 x 512 scores per head are more than")
 
 
@@ -85,7 +85,7 @@ def test_a_name_is_followed_where_auto_would_not() -> None:
     [
         ("tpu", MASKED, "takes no mask array, got a bool mask"),
         ("cpu", {}, "TPU only, not for 'cpu'"),
-        ("tpu", {"v_dim": 80}, "head dim 64 and value dim 80"),
+        ("tpu", {"v_dim": 300}, "head dims up to 256, got 300"),
         ("tpu", {"dtype": "float16"}, "got float16"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_name_that_cannot_do_it_is_an_error(
 
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(
-        UsageError, match="'flash'; known are: auto, splash, reference, blockwise"
+        UsageError, match="'flash'; known are: auto, splash, jax, reference, blockwise"
     ):
         select(problem(SHORT, "cpu"), "flash")
 
@@ -109,7 +109,7 @@ def test_every_option_reaches_the_implementation(name: str) -> None:
     case = Case(
         q_len=127, kv_len=150, heads=4, is_causal=True, lengths=(0, 99), scale=0.2
     )
-    if name != "splash":
+    if name not in ("splash", "jax"):
         case = replace(case, mask="float bhqk")
     arrays, options = inputs(case)
     got = attention(
@@ -123,7 +123,7 @@ def test_every_option_reaches_the_implementation(name: str) -> None:
 
 def test_the_call_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    for name in ("reference", "blockwise", "splash"):
+    for name in ("reference", "blockwise", "splash", "jax_splash"):
 
         def record(q: Any, *args: Any, name: str = name, **options: Any) -> Any:
             ran.append(name)
@@ -135,7 +135,8 @@ def test_the_call_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> Non
     attention(large, large, large, platform="cpu")
     attention(large, large, large, platform="tpu")
     attention(large, large, large, platform="tpu", implementation="reference")
-    assert ran == ["reference", "blockwise", "splash", "reference"]
+    attention(large, large, large, platform="tpu", implementation="jax")
+    assert ran == ["reference", "blockwise", "splash", "reference", "jax_splash"]
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -13,8 +13,8 @@ import pytest
 from tests.kernels.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.blockwise import Tiling, blockwise_attention
+from tpuport.kernels.jax_splash import BlockSizes, jax_splash_attention
 from tpuport.kernels.reference import reference_attention
-from tpuport.kernels.splash import BlockSizes, splash_attention
 
 Attention = Callable[..., jax.Array]
 
@@ -28,7 +28,7 @@ ANY_MASK: dict[str, Attention] = {
 }
 ALL: dict[str, Attention] = {
     **ANY_MASK,
-    "splash": partial(splash_attention, interpret=True, blocks=BLOCKS),
+    "jax": partial(jax_splash_attention, interpret=True, blocks=BLOCKS),
 }
 
 PLAIN = [
@@ -81,7 +81,7 @@ def test_equals_the_formula_in_float64(name: str, case: Case) -> None:
 @pytest.mark.parametrize("length", [129, 1031])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "attention", [blockwise_attention, partial(splash_attention, interpret=True)]
+    "attention", [blockwise_attention, partial(jax_splash_attention, interpret=True)]
 )
 def test_default_block_sizes(
     attention: Attention, length: int, is_causal: bool

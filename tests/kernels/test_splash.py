@@ -1,4 +1,4 @@
-"""What splash refuses and how it chooses blocks; its results are in test_exact.py."""
+"""Our splash kernel against float64, interpreted: what it computes, on either path."""
 
 from __future__ import annotations
 
@@ -11,108 +11,271 @@ import pytest
 
 from tests.kernels.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
-from tpuport.kernels import splash
-from tpuport.kernels.splash import BlockSizes, default_blocks, splash_attention
+from tpuport.kernels.splash import SplashBlocks, splash_attention
+from tpuport.kernels.splash_bounds import MOST_EXPONENT, MOST_VALUE, needs_maximum
+
+# Small blocks, so that short inputs run over several of them, the last one partial;
+# two rounds of the loop in a block, and two inner tiles each way.
+BLOCKS = SplashBlocks(q=256, kv=512, kv_compute=128, q_compute=128, kv_step=256)
+TINY = SplashBlocks(q=128, kv=128, kv_compute=128)
+# What lies beyond the last whole block of 3072 keys at 39826 tokens, modulo the small
+# block: 39826 mod 3072 = 2962, an odd rest far from either end.
+REST = 2962 % 512 + 512
+
+CASES = [
+    *(Case(q_len=n, kv_len=n) for n in (1, 127, 129, 300)),
+    Case(q_len=129, kv_len=REST, batch=1),
+    Case(q_len=129, kv_len=300, head_dim=40),
+    Case(q_len=129, kv_len=300, head_dim=80),
+    Case(q_len=129, kv_len=300, head_dim=128),
+    Case(q_len=127, kv_len=129, head_dim=256, batch=1, heads=1, kv_heads=1),
+    Case(q_len=129, kv_len=129, head_dim=48, v_dim=80),
+    Case(q_len=300, kv_len=129, heads=6, kv_heads=2),
+    Case(q_len=127, kv_len=300, heads=4, kv_heads=1),
+    Case(q_len=300, kv_len=300, is_causal=True),
+    Case(q_len=129, kv_len=600, is_causal=True, head_dim=128),
+    Case(q_len=600, kv_len=129, is_causal=True, heads=4, head_dim=48),
+    Case(q_len=129, kv_len=600, lengths=(0, 150)),
+    Case(q_len=300, kv_len=600, lengths=(1, 600), head_dim=128),
+    Case(q_len=300, kv_len=600, lengths=(512, 513), heads=4),
+    Case(q_len=300, kv_len=300, lengths=(0, 140), is_causal=True),
+    Case(q_len=129, kv_len=129, scale=0.3),
+    Case(q_len=129, kv_len=129, scale=-0.3),
+    Case(q_len=129, kv_len=129, scale=0.0),
+]
+PATHS = {"chosen": None, "running maximum": True, "no maximum": False}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"platform": "cpu", "interpret": False}, "TPU only, not for 'cpu'"),
-        ({"mask": jnp.ones((1, 1, 1, 7), bool)}, r"a bool mask of shape \[1, 1, 1, 7"),
-        ({"mask": jnp.ones((1, 1, 5, 7))}, r"a float mask of shape \[1, 1, 5, 7\]"),
-    ],
-)
-def test_refusals(options: dict[str, Any], message: str) -> None:
-    arrays, _ = inputs(Case(q_len=5, kv_len=7))
-    with pytest.raises(NotImplementedError, match=message):
-        splash_attention(*arrays, **{"interpret": True, **options})
+def run(*arrays: jax.Array, **options: Any) -> jax.Array:
+    return splash_attention(*arrays, interpret=True, **{"blocks": BLOCKS, **options})
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(q_len=5, kv_len=7, v_dim=32), "head dim 64 and value dim 32"),
-        (Case(q_len=5, kv_len=7, dtype="float16"), "got float16"),
-        (Case(q_len=5, kv_len=0), "empty"),
-    ],
-)
-def test_refused_arrays(case: Case, message: str) -> None:
-    arrays, _ = inputs(case)
-    with pytest.raises(NotImplementedError, match=message):
-        splash_attention(*arrays, interpret=True)
-
-
-@pytest.mark.parametrize("head_dim", [48, 64, 128, 256, 512, 1024])
-@pytest.mark.parametrize("length", [1, 127, 129, 1031, 17776, 39826])
-def test_default_blocks_are_valid_and_waste_little(length: int, head_dim: int) -> None:
-    blocks = default_blocks(length, length, head_dim)
-    for block, granule in ((blocks.q, 128), (blocks.kv, 256)):
-        count = -(-length // block)
-        assert count * block - length < count * granule
-    assert blocks.q * head_dim <= 2048 * 128
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 64), (1, 0, 64), (1, 1, 0)])
-def test_default_blocks_need_positive_sizes(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        default_blocks(*sizes)
-
-
-def test_default_blocks_never_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise AssertionError("the attached device was asked")
-
-    for name in ("devices", "local_devices", "default_backend", "device_count"):
-        monkeypatch.setattr(jax, name, fail)
-    assert default_blocks(17776, 17776, 64).q >= 2048
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"q": 100, "kv": 128, "kv_compute": 128}, "q=100 must be a positive"),
-        ({"q": 128, "kv": 0, "kv_compute": 128}, "kv=0 must be a positive"),
-        ({"q": 128, "kv": 384, "kv_compute": 256}, "kv=384 must be a multiple"),
-    ],
-)
-def test_block_sizes_are_validated(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BlockSizes(**sizes)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_tile_of_the_mask_answers_any_and_all_like_the_tile(is_causal: bool) -> None:
-    mask = splash._TileMask(640, 384, is_causal)
-    whole = np.ones(mask.shape, bool)
-    whole = np.tril(whole) if is_causal else whole
-    for row in range(0, 640, 128):
-        for col in range(0, 384, 192):
-            tile = slice(row, row + 128), slice(col, col + 192)
-            assert mask[tile].any() == whole[tile].any()
-            assert mask[tile].all() == whole[tile].all()
-
-
-def test_aligned_lengths_are_not_widened() -> None:
-    # Nothing to hide: the kernel gets the head dim as it is.
-    arrays, _ = inputs(Case(q_len=128, kv_len=256, head_dim=128))
-    text = str(
-        jax.make_jaxpr(
-            lambda *x: splash_attention(
-                *x, interpret=True, blocks=BlockSizes(q=128, kv=256, kv_compute=128)
-            )
-        )(*arrays)
-    )
-    assert "128,256]" not in text
-    assert "256,256]" not in text
-
-
-def test_kernel_blocks_beyond_the_diagonal_do_not_matter() -> None:
-    # Lq > Lk over several blocks: rows past the last key see all keys, no padding.
-    arrays, options = inputs(Case(q_len=500, kv_len=130, is_causal=True, batch=1))
-    blocks = BlockSizes(q=128, kv=128, kv_compute=128)
-    got = splash_attention(*arrays, **options, blocks=blocks, interpret=True)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_equals_the_formula_in_float64(path: str, case: Case) -> None:
+    arrays, options = inputs(case)
+    got = run(*arrays, **options, running_max=PATHS[path])
+    assert got.dtype == jnp.float32
     assert (
         worst(got, numpy_attention(*arrays, **options))
         < (TOLERANCES["attention float32"])
     )
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("path", PATHS)
+def test_bfloat16_in_bfloat16_out(path: str, head_dim: int) -> None:
+    case = Case(
+        q_len=129, kv_len=600, head_dim=head_dim, lengths=(600, 77), dtype="bfloat16"
+    )
+    arrays, options = inputs(case)
+    got = run(*arrays, **options, running_max=PATHS[path])
+    assert got.dtype == jnp.bfloat16
+    # q is not rounded again, whatever the scale.
+    want = numpy_attention(*arrays, **options)
+    assert worst(got, want) < TOLERANCES["attention bfloat16"]
+
+
+def windowed(case: Case, left: int, right: int) -> tuple[list[jax.Array], Any]:
+    """The case's arrays, and its result if query i sees i - left .. i + right."""
+    arrays, options = inputs(case)
+    distance = np.arange(case.kv_len) - np.arange(case.q_len)[:, None]
+    mask = (-left <= distance) & (distance <= right)
+    return arrays, numpy_attention(*arrays, **options, mask=mask)
+
+
+@pytest.mark.parametrize("path", ["chosen", "running maximum"])
+@pytest.mark.parametrize("window", [(0, 0), (5, 200), (200, 5), (129, 0), (900, 900)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_len=600, kv_len=600, batch=1, heads=1, kv_heads=1),
+        Case(q_len=300, kv_len=700, lengths=(0, 260), heads=1, kv_heads=1),
+        # Queries far beyond the last key: some see none.
+        Case(q_len=700, kv_len=130, batch=1, heads=2, kv_heads=1),
+        Case(q_len=300, kv_len=300, is_causal=True, batch=1, heads=1, kv_heads=1),
+    ],
+    ids=str,
+)
+def test_windows(case: Case, window: tuple[int, int], path: str) -> None:
+    arrays, want = windowed(case, *window)
+    _, options = inputs(case)
+    for blocks in (BLOCKS, TINY):
+        got = run(
+            *arrays, **options, window=window, blocks=blocks, running_max=PATHS[path]
+        )
+        assert worst(got, want) < TOLERANCES["attention float32"]
+
+
+def test_queries_without_a_key_in_their_window_give_zero() -> None:
+    arrays, _ = inputs(Case(q_len=700, kv_len=130))
+    got = run(*arrays, window=(3, 3), blocks=TINY)
+    np.testing.assert_array_equal(got[:, :, 133:], 0)
+    assert float(jnp.abs(got[:, :, 132]).min()) > 0
+
+
+@pytest.mark.parametrize("path", ["chosen", "running maximum"])
+def test_without_keys_the_result_is_zero(path: str) -> None:
+    arrays, options = inputs(Case(q_len=129, kv_len=600, lengths=(0, 9)))
+    got = run(*arrays, **options, running_max=PATHS[path])
+    np.testing.assert_array_equal(got[0], 0)
+    assert float(jnp.abs(got[1]).min(axis=(0, 2)).max()) > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("junk", [1e6, np.inf, np.nan])
+def test_keys_that_do_not_count_leave_no_trace(path: str, junk: float) -> None:
+    (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=(131, 513)))
+    got = run(q, k, v, **options, running_max=PATHS[path])
+    for item, length in enumerate((131, 513)):
+        k = k.at[item, :, length:].set(junk)
+        v = v.at[item, :, length:].set(junk)
+    dirty = run(q, k, v, **options, running_max=PATHS[path])
+    np.testing.assert_array_equal(got, dirty)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("length", [1, 127, 129, 513])
+def test_padding_changes_no_bit(path: str, length: int) -> None:
+    # The same keys in a longer array and alone: both end inside a block. A padded key
+    # with any weight at all, 2^-20 of the rest, would show in the last bits.
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=1024))
+    lengths = jnp.full((2,), length, jnp.int32)
+    alone = run(q, k[:, :, :length], v[:, :, :length], running_max=PATHS[path])
+    among = run(q, k, v, kv_lengths=lengths, running_max=PATHS[path])
+    np.testing.assert_array_equal(alone, among)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_padding_takes_no_weight_from_very_negative_scores(path: str) -> None:
+    # Every score is about -25 without a maximum and -120 with one: a padded key, whose
+    # score is 0, would win outright.
+    (q, k, v), options = inputs(Case(q_len=130, kv_len=129))
+    reach = 0.5 if PATHS[path] is False else 2
+    q, k = jnp.abs(q) + reach, -jnp.abs(k) - reach
+    want = numpy_attention(q, k, v, **options)
+    got = run(q, k, v, **options, running_max=PATHS[path])
+    assert worst(got, want) < TOLERANCES["attention float32 large scores"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_large_norms(is_causal: bool) -> None:
+    # Scores reach several hundred: 2^score overflows, its ratio to the largest not.
+    case = Case(q_len=129, kv_len=600, is_causal=is_causal)
+    arrays, options = inputs(case, size=10.0)
+    got = run(*arrays, **options)
+    assert (
+        worst(got, numpy_attention(*arrays, **options))
+        < (TOLERANCES["attention float32 large scores"])
+    )
+    assert not bool(jnp.isfinite(run(*arrays, **options, running_max=False)).all())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_dominant_key_gives_its_value_exactly(path: str, dtype: str) -> None:
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=600, dtype=dtype))
+    q = jnp.zeros_like(q).at[..., 0].set(8)
+    k = jnp.zeros_like(k).at[..., 0].set(-20).at[:, :, 70, 0].set(20)
+    got = run(q, k, v, running_max=PATHS[path])
+    want = jnp.broadcast_to(v[:, :, 70:71], got.shape)
+    exact = 1e-6 if dtype == "float32" else 0
+    assert worst(got, want) <= exact
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_equal_scores_give_the_mean(path: str) -> None:
+    # Weights that round alike above and below the line: nothing of it is left.
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=600, dtype="bfloat16"))
+    k = jnp.broadcast_to(k[:, :, :1], k.shape)
+    got = run(q, k, v, running_max=PATHS[path])
+    mean = np.asarray(v, np.float64).mean(2, keepdims=True)
+    want = jnp.asarray(np.broadcast_to(mean, got.shape), jnp.bfloat16)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 257)])
+def test_k_smooth_leaves_the_softmax_and_brings_scores_back(lengths: Any) -> None:
+    # Keys far from the origin, as some models have them: all scores are about 400,
+    # and apart by a few only.
+    (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=lengths))
+    k = k + 50
+    if lengths:
+        # What does not count is not part of the mean either.
+        k = k.at[:, :, 257:].set(1e4)
+    want = numpy_attention(q, k, v, **options)
+    got = run(q, k, v, **options, k_smooth=True)
+    assert worst(got, want) < TOLERANCES["attention float32 large scores"]
+    if lengths is None:
+        # Now the bound holds, and nothing overflows without a maximum.
+        free = run(q, k, v, **options, k_smooth=True, running_max=False)
+        assert worst(free, want) < TOLERANCES["attention float32 large scores"]
+        assert not bool(jnp.isfinite(run(q, k, v, running_max=False)).all())
+
+
+def test_a_nan_is_not_hidden() -> None:
+    (q, k, v), options = inputs(Case(q_len=129, kv_len=129))
+    got = run(q.at[0, 0, 3, 0].set(jnp.nan), k, v, **options)
+    assert bool(jnp.isnan(got[0, 0, 3]).all())
+    assert not bool(jnp.isnan(got[1]).any())
+
+
+def test_runs_inside_jit_with_lengths_as_input() -> None:
+    arrays, _ = inputs(Case(q_len=65, kv_len=600))
+    call = jax.jit(lambda q, k, v, n: run(q, k, v, kv_lengths=n))
+    for lengths in ([3, 600], [600, 0]):
+        got = call(*arrays, jnp.asarray(lengths, jnp.int32))
+        want = numpy_attention(*arrays, kv_lengths=np.asarray(lengths))
+        assert worst(got, want) < TOLERANCES["attention float32"]
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_the_path_turns_at_the_bound(past: bool) -> None:
+    # One query and one key just inside or outside: 2^64 is a weight like any other,
+    # and past it the maximum is taken off. What ran is seen by what a path would do:
+    # with a maximum, a weight of 2^-150 beside one of 1 is 0, not 2^-150 / 1.
+    edge = MOST_EXPONENT * (1.01 if past else 0.99)
+    q = jnp.zeros((1, 1, 128, 64)).at[..., 0].set(edge)
+    k = jnp.zeros((1, 1, 128, 64)).at[:, :, 0, 0].set(1).at[:, :, 1:, 0].set(-1)
+    v = jnp.ones((1, 1, 128, 64))
+    flags = needs_maximum(q, k, v, factor=1.0, q_block=128)
+    assert flags.shape == (1, 1, 1)
+    assert bool(flags[0, 0, 0]) is past
+    scale = float(np.log(2))
+    jaxpr_free = run(q, k, v, scale=scale, blocks=TINY)
+    forced = run(q, k, v, scale=scale, blocks=TINY, running_max=past)
+    np.testing.assert_array_equal(jaxpr_free, forced)
+
+
+def test_the_bound_is_taken_per_head_and_query_block() -> None:
+    (q, k, v), _ = inputs(Case(q_len=300, kv_len=130, heads=4, kv_heads=2))
+    q = q.at[1, 2, 290].mul(1e3)
+    flags = needs_maximum(q, k, v, factor=0.1, q_block=128)
+    assert flags.shape == (2, 4, 3)
+    assert [tuple(at) for at in np.argwhere(np.asarray(flags))] == [(1, 2, 2)]
+    # One large key: both query heads that share it, and all of their blocks.
+    flags = needs_maximum(q, k.at[0, 1, 7].mul(1e3), v, factor=0.1, q_block=128)
+    heads = {tuple(at[:2]) for at in np.argwhere(np.asarray(flags))}
+    assert heads == {(0, 2), (0, 3), (1, 2)}
+
+
+@pytest.mark.parametrize("value", [MOST_VALUE * 2, np.nan, np.inf])
+def test_values_that_would_overflow_need_a_maximum(value: float) -> None:
+    (q, k, v), _ = inputs(Case(q_len=128, kv_len=128))
+    assert not bool(needs_maximum(q, k, v, factor=0.1, q_block=128).any())
+    flags = needs_maximum(q, k, v.at[0, 1, 3, 3].set(value), factor=0.1, q_block=128)
+    assert [tuple(at) for at in np.argwhere(np.asarray(flags))] == [(0, 1, 0)]
+
+
+def test_both_paths_in_one_call() -> None:
+    # One query of many is large: its block takes the maximum, its neighbours do not.
+    (q, k, v), _ = inputs(Case(q_len=600, kv_len=600, heads=2, kv_heads=1))
+    q = q.at[0, 1, 300].mul(100)
+    want = numpy_attention(q, k, v)
+    got = run(q, k, v)
+    assert worst(got, want) < TOLERANCES["attention float32 large scores"]
+    free = run(q, k, v, running_max=False)
+    # The blocks without it are, bit for bit, those that have no choice.
+    np.testing.assert_array_equal(got[0, 0], free[0, 0])
+    np.testing.assert_array_equal(got[0, 1, :256], free[0, 1, :256])
+    assert not bool(jnp.isfinite(free[0, 1, 300]).all())

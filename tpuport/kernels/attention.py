@@ -6,41 +6,55 @@ D head dim of queries and keys, Dv head dim of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 
-from tpuport.errors import AttentionError, UsageError
-from tpuport.kernels.blockwise import blockwise_attention
+from tpuport.errors import AttentionError
+from tpuport.kernels import jax_splash, splash
+from tpuport.kernels.block_table import TunedBlocks, tuned_blocks
+from tpuport.kernels.blockwise import blockwise_attention, default_tiling
+from tpuport.kernels.choice import AUTO, AttentionChoice
+from tpuport.kernels.jax_splash import jax_splash_attention, jax_splash_refusal
+from tpuport.kernels.padding import round_up
 from tpuport.kernels.problem import Problem, describe
 from tpuport.kernels.reference import reference_attention
 from tpuport.kernels.splash import splash_attention, splash_refusal
 
-AUTO = "auto"
 # Scores per head up to which "auto" takes the formula as it is. Measured on two CPU
 # cores, 48 heads, float32: at 226 x 226 both are alike, from 700 x 700 to 2000 x 2000
 # the formula takes 1.2 to 2.2 times as long as blockwise (2.7 when causal).
 SMALL_SCORES = 512 * 512
+DEFAULT_CHIP = "v6e"
+"""Whose blocks are taken where the chip is not known."""
+
+Blocks = Mapping[str, int]
+Sizes = TunedBlocks | splash.SplashBlocks | jax_splash.BlockSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
     """A way to compute attention and what it refuses.
 
-    ``refusal`` says why it cannot do a problem exactly. ``auto_refusal`` says why
-    "auto" should pass it over though it could; a request by name skips that.
+    ``refusal`` says why it cannot do a problem as chosen on a chip. ``auto_refusal``
+    says why "auto" should pass it over though it could; a request by name skips that.
+    ``blocks`` are the block sizes it runs a problem with on a chip, by option name.
+    ``platform`` is the only one it compiles for, if there is only one.
     """
 
     name: str
     reason: str
-    refusal: Callable[[Problem], str | None]
+    refusal: Callable[[Problem, AttentionChoice, str], str | None]
     auto_refusal: Callable[[Problem], str | None]
+    blocks: Callable[[Problem, AttentionChoice, str], Blocks]
+    platform: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Which implementation runs and why.
+    """Which implementation runs, with which blocks, and why.
 
     ``passed_over`` has (name, why) of those that came before it and would not do.
     """
@@ -48,6 +62,7 @@ class Selection:
     implementation: str
     reason: str
     passed_over: tuple[tuple[str, str], ...] = ()
+    blocks: Blocks = field(default_factory=dict)
 
 
 def _never(problem: Problem) -> str | None:
@@ -66,55 +81,203 @@ def _too_large(problem: Problem) -> str | None:
 def _not_on_tpu(problem: Problem) -> str | None:
     if problem.platform == "tpu":
         return None
-    return f"splash is for TPU; the platform is {problem.platform!r}"
+    return f"it is for TPU; the platform is {problem.platform!r}"
 
 
-# In the order in which "auto" tries them. Blockwise refuses nothing and is last.
+def _only_splash(choice: AttentionChoice) -> str | None:
+    if choice.running_max:
+        return "running_max is an option of splash"
+    return None
+
+
+def _no_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    if choice.blocks:
+        return f"it has no blocks to set, got {', '.join(choice.blocks)}"
+    return _only_splash(choice)
+
+
+def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    if choice.block_kv_compute is not None:
+        return "it has no block_kv_compute"
+    return _only_splash(choice)
+
+
+def _jax_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    return jax_splash_refusal(problem) or _only_splash(choice)
+
+
+def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    blocks = None
+    if choice.blocks:
+        blocks = _tiles(_splash_blocks(problem, choice, chip))
+    return splash_refusal(
+        problem,
+        window=problem.window,
+        k_smooth=choice.k_smooth,
+        blocks=blocks,
+        chip=chip,
+    )
+
+
+def _tiles(blocks: Blocks) -> splash.SplashBlocks:
+    return splash.SplashBlocks(
+        q=blocks["block_q"],
+        kv=blocks["block_kv"],
+        kv_compute=blocks["block_kv_compute"],
+    )
+
+
+def _kernel_blocks(given: AttentionChoice, default: Blocks) -> dict[str, int]:
+    """``default`` with what was given.
+
+    Of block_kv and block_kv_compute the one that was not given is made to fit.
+    """
+    blocks = {**default, **given.blocks}
+    kv, inner = blocks["block_kv"], blocks["block_kv_compute"]
+    if given.block_kv is None:
+        blocks["block_kv"] = kv = round_up(kv, inner)
+    if given.block_kv_compute is None and kv % inner:
+        sizes = range(128, min(kv, inner) + 1, 128)
+        blocks["block_kv_compute"] = max(n for n in sizes if kv % n == 0)
+    return blocks
+
+
+def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    found: TunedBlocks | splash.SplashBlocks | None = None
+    if problem.dtype == "bfloat16":
+        found = tuned_blocks(chip, problem.head_dim, problem.q_len, problem.kv_len)
+    found = found or splash.default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        problem.head_dim,
+        chip=chip,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+    )
+    return _kernel_blocks(choice, _named_sizes(found))
+
+
+def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    found = jax_splash.default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        problem.head_dim,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+    )
+    return _kernel_blocks(choice, _named_sizes(found))
+
+
+def _named_sizes(found: Sizes) -> dict[str, int]:
+    return {
+        "block_q": found.q,
+        "block_kv": found.kv,
+        "block_kv_compute": found.kv_compute,
+    }
+
+
+def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    if not (problem.q_len and problem.kv_len and problem.batch and problem.heads):
+        return {}
+    tiling = default_tiling(problem)
+    return {
+        "block_q": min(choice.block_q or tiling.block_q, problem.q_len),
+        "block_kv": min(choice.block_kv or tiling.block_kv, problem.kv_len),
+    }
+
+
+def _no_sizes(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    return {}
+
+
+# In the order in which "auto" tries them. Blockwise refuses nothing but options that
+# it does not have, and is last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         name="splash",
         reason="a fused TPU kernel takes this call",
-        refusal=splash_refusal,
+        refusal=_splash_refusal,
         auto_refusal=_not_on_tpu,
+        blocks=_splash_blocks,
+        platform="tpu",
+    ),
+    Implementation(
+        name="jax",
+        reason="jax's fused TPU kernel takes this call",
+        refusal=_jax_refusal,
+        auto_refusal=_not_on_tpu,
+        blocks=_jax_blocks,
+        platform="tpu",
     ),
     Implementation(
         name="reference",
         reason="the score matrix is small enough to be built whole",
-        refusal=_never,
+        refusal=_no_blocks,
         auto_refusal=_too_large,
+        blocks=_no_sizes,
     ),
     Implementation(
         name="blockwise",
         reason="the score matrix is too large to be built whole",
-        refusal=_never,
+        refusal=_two_blocks,
         auto_refusal=_never,
+        blocks=_blockwise_blocks,
     ),
 )
 
 
-def select(problem: Problem, implementation: str = AUTO) -> Selection:
+def select(
+    problem: Problem,
+    implementation: str | AttentionChoice = AUTO,
+    *,
+    chip: str | None = None,
+    fall_back: bool = False,
+) -> Selection:
     """The implementation that ``attention`` uses for this problem.
+
+    Args:
+        problem: the call.
+        implementation: an :class:`AttentionChoice`, or its text.
+        chip: whose blocks to take.
+        fall_back: where the named implementation refuses a call on the platform it is
+            for, choose as "auto" does; ``passed_over`` then says why.
 
     Raises:
         AttentionError: the named implementation cannot do it exactly.
         UsageError: no implementation has that name.
     """
-    if implementation != AUTO:
-        found = _named(implementation)
-        if why := found.refusal(problem):
+    choice = as_choice(implementation)
+    chip = chip or DEFAULT_CHIP
+    passed_over: list[tuple[str, str]] = []
+    if choice.name != AUTO:
+        found = _named(choice.name)
+        why = found.refusal(problem, choice, chip)
+        if why is None:
+            return Selection(
+                implementation=found.name,
+                reason="asked for by name",
+                blocks=found.blocks(problem, choice, chip),
+            )
+        here = found.platform in (None, problem.platform)
+        if not (fall_back and here):
             raise AttentionError(
-                f"attention implementation {implementation!r} cannot do this call: "
+                f"attention implementation {choice.name!r} cannot do this call: "
                 f"{why}. Use {AUTO!r} or another one."
             )
-        return Selection(implementation=found.name, reason="asked for by name")
-    passed_over: list[tuple[str, str]] = []
+        passed_over.append((found.name, why))
+        # Its blocks are nobody else's.
+        choice = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
+    tried = {name for name, _ in passed_over}
     for candidate in IMPLEMENTATIONS:
-        why = candidate.auto_refusal(problem) or candidate.refusal(problem)
+        if candidate.name in tried:
+            continue
+        why = candidate.auto_refusal(problem) or candidate.refusal(
+            problem, choice, chip
+        )
         if why is None:
             return Selection(
                 implementation=candidate.name,
                 reason=candidate.reason,
                 passed_over=tuple(passed_over),
+                blocks=candidate.blocks(problem, choice, chip),
             )
         passed_over.append((candidate.name, why))
     raise AttentionError(
@@ -133,7 +296,9 @@ def attention(
     scale: float | None = None,
     kv_lengths: jax.Array | None = None,
     platform: str,
-    implementation: str = AUTO,
+    implementation: str | AttentionChoice = AUTO,
+    chip: str | None = None,
+    fall_back: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scale q k^T + mask) v, exactly; see ``reference_attention``.
@@ -149,7 +314,10 @@ def attention(
         kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
         platform: "tpu", "cpu", ...: where the program will run. It is not looked up,
             because a program may be compiled for a device that is not attached.
-        implementation: "auto" or a name of ``IMPLEMENTATIONS``.
+        implementation: an :class:`AttentionChoice` or its text, such as "auto" or
+            "splash:window=256,256".
+        chip: such as "v6e", for the choice of blocks.
+        fall_back: see ``select``.
         interpret: run Pallas kernels interpreted; others ignore it.
 
     Returns:
@@ -161,6 +329,7 @@ def attention(
             NotImplementedError).
         UsageError: no implementation has that name.
     """
+    choice = as_choice(implementation)
     problem = describe(
         q,
         k,
@@ -168,11 +337,15 @@ def attention(
         mask=mask,
         is_causal=is_causal,
         kv_lengths=kv_lengths,
+        window=choice.window,
         platform=platform,
         interpret=interpret,
     )
-    chosen = select(problem, implementation).implementation
-    if chosen == "splash":
+    selection = select(problem, choice, chip=chip, fall_back=fall_back)
+    blocks = selection.blocks
+    if choice.k_smooth:
+        k = smooth_keys(k, kv_lengths)
+    if selection.implementation == "splash":
         return splash_attention(
             q,
             k,
@@ -180,18 +353,86 @@ def attention(
             is_causal=is_causal,
             scale=scale,
             kv_lengths=kv_lengths,
+            window=choice.window,
+            blocks=_tiles(blocks),
+            running_max=True if choice.running_max else None,
+            chip=chip or DEFAULT_CHIP,
             platform=platform,
             interpret=interpret,
         )
-    run = reference_attention if chosen == "reference" else blockwise_attention
-    return run(
-        q, k, v, mask=mask, is_causal=is_causal, scale=scale, kv_lengths=kv_lengths
+    if selection.implementation == "jax":
+        return jax_splash_attention(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            scale=scale,
+            kv_lengths=kv_lengths,
+            blocks=jax_splash.BlockSizes(
+                q=blocks["block_q"],
+                kv=blocks["block_kv"],
+                kv_compute=blocks["block_kv_compute"],
+            ),
+            platform=platform,
+            interpret=interpret,
+        )
+    if selection.implementation == "reference":
+        return reference_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            kv_lengths=kv_lengths,
+            window=choice.window,
+        )
+    tiling = None
+    if choice.name == "blockwise" and choice.blocks:
+        tiling = replace(default_tiling(problem), **blocks)
+    return blockwise_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        kv_lengths=kv_lengths,
+        window=choice.window,
+        tiling=tiling,
     )
 
 
+def smooth_keys(k: jax.Array, kv_lengths: jax.Array | None) -> jax.Array:
+    """``k`` less the mean of the keys that count, per batch item and head.
+
+    Every score of a query changes by the same number, so the softmax does not change;
+    scores that are nearer 0 are rounded less in low precision.
+
+    Args:
+        k: of shape [B, Hkv, Lk, D].
+        kv_lengths: integers of shape [B]; the keys that count are those before.
+
+    Source: Zhang et al. 2024 (arXiv:2410.02367), section 4.2.
+    """
+    wide = k.astype(jnp.float32)
+    if kv_lengths is None:
+        mean = jnp.mean(wide, axis=2, keepdims=True)
+    else:
+        counts = jnp.arange(k.shape[2]) < kv_lengths[:, None]
+        weights = counts[:, None, :, None]
+        number = jnp.maximum(jnp.minimum(kv_lengths, k.shape[2]), 1)
+        total = jnp.sum(jnp.where(weights, wide, 0.0), axis=2, keepdims=True)
+        mean = total / number[:, None, None, None]
+    return (wide - mean).astype(k.dtype)
+
+
+def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
+    """The choice that a text stands for."""
+    if isinstance(implementation, AttentionChoice):
+        return implementation
+    return AttentionChoice.parse(implementation)
+
+
 def _named(name: str) -> Implementation:
-    for candidate in IMPLEMENTATIONS:
-        if candidate.name == name:
-            return candidate
-    known = ", ".join([AUTO, *(candidate.name for candidate in IMPLEMENTATIONS)])
-    raise UsageError(f"unknown attention implementation {name!r}; known are: {known}")
+    return next(one for one in IMPLEMENTATIONS if one.name == name)

@@ -6,6 +6,7 @@ queries, Lk keys), D head dim of queries and keys, Dv head dim of values.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -71,13 +72,15 @@ def blockwise_attention(
     is_causal: bool = False,
     scale: float | None = None,
     kv_lengths: jax.Array | None = None,
+    window: tuple[int, int] | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Same contract, arguments and errors as ``reference_attention``.
 
     The softmax is summed up over key blocks with a running maximum; the result is
     exact up to float32 rounding. Broadcast dims of the mask stay broadcast. Key
-    blocks above the causal diagonal or beyond ``kv_lengths`` are not computed. The
+    blocks above the causal diagonal, outside the window or beyond ``kv_lengths`` are
+    not computed. The
     loop slices every dimension but D, so a partitioner cannot split it: call it
     inside ``shard_map`` on each device's own heads.
 
@@ -90,7 +93,15 @@ def blockwise_attention(
     Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3; Rabe and
     Staats 2021 (arXiv:2112.05682).
     """
-    problem = describe(q, k, v, mask=mask, is_causal=is_causal, kv_lengths=kv_lengths)
+    problem = describe(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=is_causal,
+        kv_lengths=kv_lengths,
+        window=window,
+    )
     out = jnp.zeros((*q.shape[:3], problem.v_dim), q.dtype)
     if out.size == 0 or problem.kv_len == 0:
         return out
@@ -139,7 +150,7 @@ def blockwise_attention(
                 v, (b, h, k_start, 0), (1, heads, block_kv, problem.v_dim)
             )
             allowed = allowed_pairs(
-                q_ids, k_ids, is_causal=is_causal, kv_lengths=lengths
+                q_ids, k_ids, is_causal=is_causal, kv_lengths=lengths, window=window
             )
             if problem.kv_len % block_kv:
                 # The last block was moved back over keys already counted.
@@ -174,14 +185,17 @@ def blockwise_attention(
 
         def one_block(state: State, kv_block: jax.Array) -> tuple[State, None]:
             first = kv_block * block_kv
-            needed = None
+            conditions = []
             if is_causal:
-                needed = first <= q_ids[-1]
+                conditions.append(first <= q_ids[-1])
+            if window is not None:
+                conditions.append(first <= q_ids[-1] + window[1])
+                conditions.append(first + block_kv > q_ids[0] - window[0])
             if lengths is not None:
-                short = first < lengths[0]
-                needed = short if needed is None else needed & short
-            if needed is None:
+                conditions.append(first < lengths[0])
+            if not conditions:
                 return attend(state, kv_block), None
+            needed = functools.reduce(jnp.logical_and, conditions)
             skip = lambda state, _: state  # noqa: E731
             return lax.cond(needed, attend, skip, state, kv_block), None
 

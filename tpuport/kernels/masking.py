@@ -50,14 +50,16 @@ def allowed_pairs(
     *,
     is_causal: bool,
     kv_lengths: jax.Array | None,
+    window: tuple[int, int] | None = None,
 ) -> jax.Array | None:
-    """Which pairs causality and key lengths allow; None where they allow all.
+    """Which pairs causality, lengths and window allow; None where they allow all.
 
     Args:
         q_ids: positions of the queries, of shape [Lq].
         k_ids: positions of the keys, of shape [Lk].
         is_causal: torch's ``tril``, aligned top left also for Lq != Lk.
         kv_lengths: integers of shape [B]; keys from there on are not allowed.
+        window: (left, right): query i sees keys i - left .. i + right.
 
     Returns:
         bool, of shape [B|1, 1, 1, Lq|1, Lk].
@@ -65,6 +67,11 @@ def allowed_pairs(
     allowed = None
     if is_causal:
         allowed = (k_ids <= q_ids[:, None])[None, None, None]
+    if window is not None:
+        left, right = window
+        ahead = k_ids - q_ids[:, None]
+        near = ((ahead >= -left) & (ahead <= right))[None, None, None]
+        allowed = near if allowed is None else allowed & near
     if kv_lengths is not None:
         valid = (k_ids < kv_lengths[:, None])[:, None, None, None]
         allowed = valid if allowed is None else allowed & valid

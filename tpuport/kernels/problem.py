@@ -33,6 +33,7 @@ class Problem:
     mask_is_bool: bool = False
     is_causal: bool = False
     has_lengths: bool = False
+    window: tuple[int, int] | None = None
     platform: str = "cpu"
     interpret: bool = False
 
@@ -55,6 +56,7 @@ def describe(
     mask: Any = None,
     is_causal: bool = False,
     kv_lengths: Any = None,
+    window: tuple[int, int] | None = None,
     platform: str = "cpu",
     interpret: bool = False,
 ) -> Problem:
@@ -67,6 +69,8 @@ def describe(
         mask: None, or bool or float of four dims, each 1 or that of [B, H, Lq, Lk].
         is_causal: whether query i may only see keys 0..i.
         kv_lengths: None, or integers of shape [B].
+        window: None, or how many keys to the left and right of its own index a query
+            sees.
         platform: "tpu", "cpu", ...: where the program will run.
         interpret: whether Pallas kernels are interpreted rather than compiled.
 
@@ -103,6 +107,8 @@ def describe(
             f"kv_lengths must be integers of shape [{batch}]; got "
             f"{_show(kv_lengths)} with {shapes}"
         )
+    if window is not None and min(window) < 0:
+        raise ValueError(f"a window reaches 0 or more keys to each side; got {window}")
     return Problem(
         batch=batch,
         heads=heads,
@@ -116,6 +122,7 @@ def describe(
         mask_is_bool=mask is not None and mask.dtype == jnp.bool_,
         is_causal=is_causal,
         has_lengths=kv_lengths is not None,
+        window=window,
         platform=platform,
         interpret=interpret,
     )

@@ -33,6 +33,7 @@ def reference_attention(
     is_causal: bool = False,
     scale: float | None = None,
     kv_lengths: jax.Array | None = None,
+    window: tuple[int, int] | None = None,
 ) -> jax.Array:
     """softmax(scale q k^T + mask) v, the contract of torch's SDPA kept whole.
 
@@ -49,6 +50,8 @@ def reference_attention(
         is_causal: query i sees keys 0..i (aligned top left); combines with ``mask``.
         scale: factor of the scores; None means 1/sqrt(D).
         kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
+        window: (left, right): query i sees keys i - left .. i + right; combines with
+            the others.
 
     Returns:
         of shape [B, H, Lq, Dv], in the dtype of ``q``.
@@ -59,7 +62,15 @@ def reference_attention(
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; the options are those
     of ``torch.nn.functional.scaled_dot_product_attention``.
     """
-    problem = describe(q, k, v, mask=mask, is_causal=is_causal, kv_lengths=kv_lengths)
+    problem = describe(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=is_causal,
+        kv_lengths=kv_lengths,
+        window=window,
+    )
     precision = matmul_precision(q.dtype)
     grouped = q.reshape(
         problem.batch, problem.kv_heads, problem.groups, problem.q_len, problem.head_dim
@@ -79,6 +90,7 @@ def reference_attention(
             jnp.arange(problem.kv_len),
             is_causal=is_causal,
             kv_lengths=kv_lengths,
+            window=window,
         ),
     )
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST)

@@ -1,112 +1,64 @@
-"""Attention on TPU through jax's own Pallas kernel, with padding that is exact.
+"""Attention on TPU through our own Pallas kernel, with exact padding.
 
 Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys),
-D head dim.
+D head dim of queries and keys, Dv head dim of values.
 
-Why keys are masked through an extra feature
---------------------------------------------
-The kernel wants lengths that its blocks divide. Zero keys appended to get there have
-score 0, not weight 0, and keys beyond ``kv_lengths`` have any score. The kernel can
-mask them by segment ids or by a function of the indices, but does so on every score
-of every block. Here each query gets one more feature that is 1, and each key one that
-is 0 if it counts and ``FAR`` if it does not: the matrix unit then adds 0 or ``FAR``
-to the score, and exp(FAR - maximum) is exactly 0.
-
-Instructions (bundles) of the kernel's forward program, blocks 2048/2048/512, bf16,
-compiled for v6e with jax 0.10.2 and libtpu 0.0.42.1:
-
-    head dim   unmasked   this feature   index function   segment ids
-    64         12663      12683          13632            13836
-    128        12815      12990          13775            14043
-
-The feature costs memory only where D is a multiple of 128: q and k are then stored
-128 wider. Below that the width is padded anyway. It also takes lengths that are known
-only when the program runs, which an index function cannot.
+The kernel itself and how it is written: ``splash_kernel.py``. Here a call is checked,
+its arrays are brought into the shapes that the kernel takes, and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
+from jax import lax
 
-from tpuport.kernels.padding import ceil_div, pad_dim, round_up
+from tpuport.kernels.padding import ceil_div, pad_dim
 from tpuport.kernels.problem import Problem, describe, resolve_scale
+from tpuport.kernels.splash_blocks import (
+    COUNT_ROWS,
+    RESERVED,
+    SplashBlocks,
+    default_blocks,
+    padded_dim,
+    vmem_bytes,
+    vmem_limit,
+)
+from tpuport.kernels.splash_bounds import needs_maximum
+from tpuport.kernels.splash_kernel import Plan, run
 
-LANES = 128
-# Far below any score, far above the kernel's own mask value (-2.4e38), and finite in
-# bfloat16, so that a batch item without any key gives a finite result to replace.
-FAR = -1e30
+__all__ = [
+    "SplashBlocks",
+    "default_blocks",
+    "splash_attention",
+    "splash_refusal",
+    "vmem_bytes",
+]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockSizes:
-    """Tokens per step of the kernel.
-
-    ``q`` queries meet ``kv`` keys held in VMEM, ``kv_compute`` keys at a time. The
-    lengths are padded to multiples of ``q`` and ``kv``.
-    """
-
-    q: int
-    kv: int
-    kv_compute: int
-
-    def __post_init__(self) -> None:
-        for name in ("q", "kv", "kv_compute"):
-            size = getattr(self, name)
-            if size < LANES or size % LANES:
-                raise ValueError(
-                    f"block size {name}={size} must be a positive multiple of {LANES}"
-                )
-        if self.kv % self.kv_compute:
-            raise ValueError(
-                f"block size kv={self.kv} must be a multiple of "
-                f"kv_compute={self.kv_compute}"
-            )
+LOG2_E = math.log2(math.e)
+# Beyond this the contraction takes more than two passes of the matrix unit and the
+# blocks get small; nothing was measured there.
+MOST_HEAD_DIM = 256
+MOST_KEYS = 1 << 22
 
 
-def default_blocks(
-    q_len: int, kv_len: int, head_dim: int, *, itemsize: int = 2
-) -> BlockSizes:
-    """Large blocks that waste little padding, from the sizes alone.
+def splash_refusal(
+    problem: Problem,
+    *,
+    window: tuple[int, int] | None = None,
+    k_smooth: bool = False,
+    blocks: SplashBlocks | None = None,
+    chip: str = "v6e",
+) -> str | None:
+    """Why the kernel cannot do this exactly, or None if it can.
 
-    The fewest blocks below a maximum that cover the length, and of those the
-    smallest. The maxima are those, of a few tried, with the fewest bundles on v6e;
-    beyond a width of 128, and for float32 (``itemsize`` 4 bytes), they are smaller so
-    that the blocks fit VMEM. The attached device is never asked, so a program can be
-    compiled for another one.
+    ``window`` and ``k_smooth`` never are the reason: the kernel does both.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: an unknown chip.
     """
-    if min(q_len, kv_len, head_dim) < 1:
-        raise ValueError(
-            "block sizes need lengths and a head dim of at least 1; got "
-            f"q_len={q_len}, kv_len={kv_len}, head_dim={head_dim}"
-        )
-    computes: tuple[int, ...]
-    if head_dim <= 64 and itemsize <= 2:
-        most_q, most_kv, computes = 3328, 2816, (256, 128)
-    else:
-        shrink = ceil_div(head_dim, LANES) * ceil_div(itemsize, 2)
-        most = max(256, round_up(2048 // shrink, 256))
-        most_q, most_kv, computes = most, most, (1024, 512, 256, 128)
-    q = _even_block(q_len, most_q, LANES)
-    kv = _even_block(kv_len, most_kv, LANES if kv_len <= LANES else 256)
-    compute = next(size for size in computes if kv % size == 0)
-    return BlockSizes(q=q, kv=kv, kv_compute=compute)
-
-
-def splash_refusal(problem: Problem) -> str | None:
-    """Why splash attention cannot do this exactly, or None if it can."""
     if problem.platform != "tpu" and not problem.interpret:
         return (
             f"splash compiles for TPU only, not for {problem.platform!r} "
@@ -116,17 +68,33 @@ def splash_refusal(problem: Problem) -> str | None:
         kind = "bool" if problem.mask_is_bool else "float"
         return (
             f"splash takes no mask array, got a {kind} mask of shape "
-            f"{list(problem.mask_shape)}; it takes is_causal and kv_lengths"
-        )
-    if problem.v_dim != problem.head_dim:
-        return (
-            f"splash needs values as wide as keys, got head dim {problem.head_dim} "
-            f"and value dim {problem.v_dim}"
+            f"{list(problem.mask_shape)}; it takes is_causal, window and kv_lengths"
         )
     if problem.dtype not in ("bfloat16", "float32"):
         return f"splash takes bfloat16 and float32, got {problem.dtype}"
-    if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
+    if 0 in (
+        problem.batch,
+        problem.heads,
+        problem.q_len,
+        problem.kv_len,
+        problem.v_dim,
+    ):
         return "splash takes no empty arrays"
+    widest = max(problem.head_dim, problem.v_dim)
+    if widest > MOST_HEAD_DIM:
+        return f"splash takes head dims up to {MOST_HEAD_DIM}, got {widest}"
+    if problem.kv_len > MOST_KEYS:
+        return f"splash takes up to {MOST_KEYS} keys, got {problem.kv_len}"
+    limit = vmem_limit(chip)
+    if blocks is not None:
+        size = vmem_bytes(
+            blocks, problem.head_dim, problem.v_dim, itemsize=_itemsize(problem)
+        )
+        if size > limit:
+            return (
+                f"{blocks} take {size} bytes of VMEM at head dim {problem.head_dim}; "
+                f"{chip} has {limit} for them"
+            )
     return None
 
 
@@ -136,27 +104,47 @@ def splash_attention(
     v: jax.Array,
     *,
     mask: jax.Array | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
     kv_lengths: jax.Array | None = None,
-    blocks: BlockSizes | None = None,
+    k_smooth: bool = False,
+    blocks: SplashBlocks | None = None,
+    running_max: bool | None = None,
+    chip: str = "v6e",
     platform: str = "tpu",
     interpret: bool = False,
 ) -> jax.Array:
     """Same contract as ``reference_attention`` for what it does not refuse.
 
-    The scale is multiplied into q, so bfloat16 queries are rounded once more unless
-    it is a power of two (head dims 64 and 256 by default).
-
     Args:
+        q: of shape [B, H, Lq, D], bfloat16 or float32; the products of float32 are
+            float32 products.
+        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
+        v: of shape [B, Hkv, Lk, Dv].
         mask: refused unless None.
-        blocks: block sizes; None means ``default_blocks``.
+        scale: factor of the scores; None means 1/sqrt(D).
+        is_causal: query i sees keys 0..i (aligned top left); combines with ``window``.
+        window: (left, right): query i sees keys i - left .. i + right.
+        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
+        k_smooth: subtract from each key the mean of the keys that count, which leaves
+            the softmax as it is and makes scores smaller. Keys are rounded once more.
+        blocks: tiles; None means ``default_blocks``.
+        running_max: None takes a maximum off the scores where a bound on them, known
+            when the program runs, does not make that needless. True always takes it.
+            False never does: the result is then wrong where scores leave the bound
+            (``splash_bounds``); it is there to measure the program alone.
+        chip: what the program is for: "v5e", "v5p", "v6e", "v7x".
         platform: where the program will run; only "tpu" unless ``interpret``.
         interpret: run the kernel's program op by op, on any platform.
 
+    Returns:
+        of shape [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
+
     Raises:
         NotImplementedError: see ``splash_refusal``.
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together, a negative window, an
+            unknown chip.
     """
     problem = describe(
         q,
@@ -168,134 +156,115 @@ def splash_attention(
         platform=platform,
         interpret=interpret,
     )
-    if refusal := splash_refusal(problem):
+    if window is not None and min(window) < 0:
+        raise ValueError(f"a window reaches 0 or more keys each way; got {window}")
+    if refusal := splash_refusal(
+        problem, window=window, k_smooth=k_smooth, blocks=blocks, chip=chip
+    ):
         raise NotImplementedError(refusal)
     blocks = blocks or default_blocks(
-        problem.q_len, problem.kv_len, problem.head_dim, itemsize=q.dtype.itemsize
+        problem.q_len,
+        problem.kv_len,
+        max(problem.head_dim, problem.v_dim),
+        chip=chip,
+        itemsize=_itemsize(problem),
     )
-    q_len = round_up(problem.q_len, blocks.q)
-    kv_len = round_up(problem.kv_len, blocks.kv)
-
-    factor = resolve_scale(scale, problem.head_dim)
-    q = (q.astype(jnp.float32) * factor).astype(q.dtype)
-    if _hides_keys(problem, kv_len):
-        q, k = _with_key_feature(q, k, kv_lengths)
-        k = _far_beyond(k, kv_len)
-    width, v_width = _width(q.shape[3]), _width(problem.head_dim)
-    # The batch is folded into the heads: batch item b's query head h is head b H + h,
-    # whose key/value head, by the same division, is b Hkv + h // (H / Hkv).
-    q = pad_dim(pad_dim(_fold(q), 1, q_len), 2, width)
-    k = pad_dim(pad_dim(_fold(k), 1, kv_len), 2, width)
-    v = pad_dim(pad_dim(_fold(v), 1, kv_len), 2, v_width)
-
-    kernel = splash_attention_kernel.make_splash_mha_single_device(
-        # One mask for all heads; the kernel never looks at how many there are.
-        splash_attention_mask.MultiHeadMask([_TileMask(q_len, kv_len, is_causal)]),
-        block_sizes=splash_attention_kernel.BlockSizes(
-            block_q=blocks.q,
-            block_kv=blocks.kv,
-            block_kv_compute=blocks.kv_compute,
-        ),
+    factor = resolve_scale(scale, problem.head_dim) * LOG2_E
+    k, v, lengths = _hide_keys(k, v, kv_lengths, k_smooth)
+    plan = _plan(problem, blocks, factor, window, running_max)
+    if running_max is None:
+        flags = needs_maximum(q, k, v, factor=factor, q_block=blocks.q)
+    else:
+        flags = jnp.zeros((problem.batch, problem.heads, plan.q_blocks), bool)
+    out = run(
+        plan,
+        lengths,
+        flags.astype(jnp.int32).reshape(-1),
+        _queries(q),
+        _keys(k, plan),
+        _values(v, lengths, plan),
+        vmem_limit=vmem_limit(chip) + RESERVED,
         interpret=interpret,
     )
-    # A TPU multiplies float32 in one bfloat16 pass unless told otherwise; the kernel
-    # takes its precision from this context.
-    exact = problem.dtype == "float32"
-    with jax.default_matmul_precision("float32") if exact else nullcontext():
-        out = kernel(q, k, v)
-    out = out.reshape(problem.batch, problem.heads, q_len, v_width)
-    out = out[:, :, : problem.q_len, : problem.head_dim]
-    if kv_lengths is not None:
-        # With no key at all every score is FAR and the weights are even.
-        empty = (kv_lengths <= 0)[:, None, None, None]
-        out = jnp.where(empty, jnp.zeros((), out.dtype), out)
-    return out
+    return out[:, :, : problem.v_dim].swapaxes(2, 3)
 
 
-class _TileMask(splash_attention_mask.Mask):
-    """The full or the causal mask, known per tile from the tile's corners.
+def _plan(
+    problem: Problem,
+    blocks: SplashBlocks,
+    factor: float,
+    window: tuple[int, int] | None,
+    running_max: bool | None,
+) -> Plan:
+    left, right = window or (None, None)
+    if problem.is_causal:
+        right = 0
+    # A window that reaches over everything is none.
+    if left is not None and left >= problem.q_len - 1:
+        left = None
+    if right is not None and right >= problem.kv_len - 1:
+        right = None
+    kv_blocks = ceil_div(problem.kv_len, blocks.kv)
+    return Plan(
+        blocks=blocks,
+        groups=problem.groups,
+        v_dim=problem.v_dim,
+        factor=factor,
+        left=left,
+        right=right,
+        running_max=running_max,
+        has_lengths=problem.has_lengths,
+        kv_len=problem.kv_len,
+        q_blocks=ceil_div(problem.q_len, blocks.q),
+        kv_blocks=kv_blocks,
+    )
 
-    jax's own masks are filled in element by element while tracing, which takes
-    seconds at 40,000 tokens. The kernel's set-up only asks of a tile whether any and
-    whether all of it is allowed, which its two extreme corners answer.
+
+def _hide_keys(
+    k: jax.Array, v: jax.Array, kv_lengths: jax.Array | None, k_smooth: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """k and v that are 0 where a key does not count, and how many keys count."""
+    batch, _, kv_len, _ = k.shape
+    if kv_lengths is None:
+        if k_smooth:
+            mean = jnp.mean(k, axis=2, keepdims=True, dtype=jnp.float32)
+            k = (k.astype(jnp.float32) - mean).astype(k.dtype)
+        return k, v, jnp.full((batch,), kv_len, jnp.int32)
+    lengths = jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
+    counts = (jnp.arange(kv_len) < lengths[:, None])[:, None, :, None]
+    if k_smooth:
+        total = jnp.sum(jnp.where(counts, k, 0), 2, keepdims=True, dtype=jnp.float32)
+        mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
+        k = (k.astype(jnp.float32) - mean).astype(k.dtype)
+    return jnp.where(counts, k, 0), jnp.where(counts, v, 0), lengths
+
+
+def _queries(q: jax.Array) -> jax.Array:
+    """[B, H, Lq, D] as [B, H, D, Lq], with D padded.
+
+    The last block of queries may be short: what the kernel makes of the rest of it
+    meets nothing else and is never written.
     """
-
-    def __init__(self, q_len: int, kv_len: int, is_causal: bool) -> None:
-        self._shape = (q_len, kv_len)
-        self._is_causal = is_causal
-        if is_causal:
-            # The kernel applies a mask by function where these two are there.
-            self.q_sequence = np.arange(q_len, dtype=np.int32)
-            self.mask_function: Callable[..., jax.Array] = _causal
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-        rows, cols = idx
-        if not self._is_causal:
-            return np.array([[True]])
-        # Rows times columns as (first, last): the bottom left corner is the most
-        # allowed, the top right one the least.
-        q_ids = np.array([rows.start, rows.stop - 1])
-        k_ids = np.array([cols.start, cols.stop - 1])
-        return k_ids[None, :] <= q_ids[:, None]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _TileMask)
-            and self._shape == other._shape
-            and self._is_causal == other._is_causal
-        )
-
-    def __hash__(self) -> int:
-        return hash((self._shape, self._is_causal))
+    q = q.swapaxes(2, 3)
+    return pad_dim(q, 2, padded_dim(q.shape[2]))
 
 
-def _causal(q_ids: jax.Array, k_ids: jax.Array) -> jax.Array:
-    return q_ids >= k_ids
+def _keys(k: jax.Array, plan: Plan) -> jax.Array:
+    """[B, Hkv, Lk, D], both padded."""
+    k = pad_dim(k, 3, padded_dim(k.shape[3]))
+    return pad_dim(k, 2, plan.kv_blocks * plan.blocks.kv)
 
 
-def _hides_keys(problem: Problem, padded_len: int) -> bool:
-    """Whether some keys of the padded array must get weight 0 by the feature."""
-    if problem.has_lengths:
-        return True
-    # Query i < Lq <= Lk never sees a key >= Lk when causal.
-    covered = problem.is_causal and problem.q_len <= problem.kv_len
-    return padded_len > problem.kv_len and not covered
+def _values(v: jax.Array, lengths: jax.Array, plan: Plan) -> jax.Array:
+    """[B, Hkv, Lk, Dv] as [B, Hkv, R, Lk], with the row that counts keys."""
+    v_dim = v.shape[3]
+    v = pad_dim(v.swapaxes(2, 3), 2, padded_dim(v_dim + COUNT_ROWS))
+    v = pad_dim(v, 3, plan.kv_blocks * plan.blocks.kv)
+    row = lax.broadcasted_iota(jnp.int32, v.shape, 2)
+    key = lax.broadcasted_iota(jnp.int32, v.shape, 3)
+    counts = key < lengths[:, None, None, None]
+    return jnp.where(row == v_dim, counts.astype(v.dtype), v)
 
 
-def _with_key_feature(
-    q: jax.Array, k: jax.Array, kv_lengths: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """q and k one feature wider; its product is 0, or FAR beyond ``kv_lengths``."""
-    feature = jnp.zeros((*k.shape[:3], 1), k.dtype)
-    if kv_lengths is not None:
-        beyond = jnp.arange(k.shape[2]) >= kv_lengths[:, None]
-        feature = jnp.where(
-            beyond[:, None, :, None], jnp.asarray(FAR, k.dtype), feature
-        )
-    ones = jnp.ones((*q.shape[:3], 1), q.dtype)
-    return jnp.concatenate([q, ones], 3), jnp.concatenate([k, feature], 3)
-
-
-def _far_beyond(k: jax.Array, kv_len: int) -> jax.Array:
-    """k padded to ``kv_len`` keys that are zero but for FAR as the last feature."""
-    missing = kv_len - k.shape[2]
-    far = jnp.zeros((*k.shape[:2], missing, k.shape[3]), k.dtype).at[..., -1].set(FAR)
-    return jnp.concatenate([k, far], 2)
-
-
-def _width(head_dim: int) -> int:
-    """The width the kernel is given: 64, or a multiple of 128."""
-    return 64 if head_dim <= 64 else round_up(head_dim, LANES)
-
-
-def _fold(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def _even_block(length: int, most: int, granule: int) -> int:
-    count = ceil_div(length, most)
-    return round_up(ceil_div(length, count), granule)
+def _itemsize(problem: Problem) -> int:
+    return jnp.dtype(problem.dtype).itemsize

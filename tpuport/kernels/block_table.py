@@ -1,0 +1,101 @@
+"""Tiles of the splash kernel that a search found best, with the reason for each.
+
+``blocks.json`` beside this file is written by ``tpuport tune --write``. An entry holds
+for one chip, one head dim and a bucket of lengths: those that its tiles pad to the same
+length, so that the cycles it was chosen for are the cycles it takes. What is in no
+bucket is left to the kernel's own rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_KEYS = ("chip", "head_dim", "q_len", "kv_len", "blocks", "measured", "tried")
+TABLE = Path(__file__).with_name("blocks.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedBlocks:
+    """Tiles and why they were chosen.
+
+    Attributes:
+        q, kv, kv_compute: tokens.
+        reason: what was tried, in a line.
+    """
+
+    q: int
+    kv: int
+    kv_compute: int
+    reason: str
+
+
+def tuned_blocks(
+    chip: str, head_dim: int, q_len: int, kv_len: int, *, table: Path = TABLE
+) -> TunedBlocks | None:
+    """The best tiles found for a call, or None where none were looked for.
+
+    Args:
+        chip: generation, such as ``v6e``.
+        head_dim: width of a head.
+        q_len, kv_len: tokens of queries and keys.
+        table: the file to look in.
+
+    Raises:
+        ValueError: the file is not a table of blocks.
+    """
+    entry = find_entry(chip, head_dim, q_len, kv_len, table=table)
+    if entry is None:
+        return None
+    q, kv, kv_compute = entry["blocks"]
+    return TunedBlocks(q=q, kv=kv, kv_compute=kv_compute, reason=_reason(entry))
+
+
+def find_entry(
+    chip: str, head_dim: int, q_len: int, kv_len: int, *, table: Path = TABLE
+) -> dict[str, Any] | None:
+    """The entry whose bucket a call is in; see :func:`tuned_blocks`."""
+    for entry in read_entries(table):
+        if (
+            entry["chip"] == chip
+            and entry["head_dim"] == head_dim
+            and entry["q_len"][0] <= q_len <= entry["q_len"][1]
+            and entry["kv_len"][0] <= kv_len <= entry["kv_len"][1]
+        ):
+            return entry
+    return None
+
+
+def bucket(length: int, block: int) -> tuple[int, int]:
+    """The first and last length that ``block`` pads to the same as ``length``."""
+    count = -(-length // block)
+    return (count - 1) * block + 1, count * block
+
+
+@functools.lru_cache(maxsize=8)
+def read_entries(table: Path) -> tuple[dict[str, Any], ...]:
+    """All entries of a table, as they are in the file.
+
+    Raises:
+        ValueError: the file is not a table of blocks.
+    """
+    try:
+        document = json.loads(table.read_text(encoding="utf-8"))
+        entries = tuple(document["entries"])
+        for entry in entries:
+            for key in _KEYS:
+                entry[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{table} is not a table of blocks: {error!r}") from error
+    return entries
+
+
+def _reason(entry: dict[str, Any]) -> str:
+    measured = entry["measured"]
+    return (
+        f"fewest cycles of {len(entry['tried'])} tiles compiled for "
+        f"{measured['q_len']} x {measured['kv_len']}"
+    )

@@ -1,0 +1,162 @@
+"""What the user asked of attention: an implementation and its options, as text.
+
+``auto``, ``jax:block_q=2048;block_kv=2048``, ``splash:window=1024,1024;k_smooth=on``:
+a name, then after a colon ``name=value`` pairs between semicolons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tpuport.errors import UsageError
+
+AUTO = "auto"
+NAMES = (AUTO, "splash", "jax", "reference", "blockwise")
+"""What ``--attention`` takes in front of the colon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionChoice:
+    """An implementation by name, and options that it must honour or refuse.
+
+    Attributes:
+        name: ``"auto"`` or an implementation.
+        window: (left, right): query i sees keys i - left .. i + right only. Results
+            differ from upstream's; for self-attention.
+        k_smooth: subtract the mean of the keys that count from every key. The softmax
+            does not change by it; in low precision the scores are rounded less.
+        block_q, block_kv, block_kv_compute: tokens per step of a kernel; ``None`` for
+            the implementation's own choice.
+        running_max: keep an exact running maximum of the scores also where their bound
+            makes that needless.
+
+    Raises:
+        UsageError: a value out of range, or blocks on one that has none.
+    """
+
+    name: str = AUTO
+    window: tuple[int, int] | None = None
+    k_smooth: bool = False
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_kv_compute: int | None = None
+    running_max: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise UsageError(
+                f"unknown attention implementation {self.name!r}; known are: "
+                + ", ".join(NAMES)
+            )
+        if self.window is not None and min(self.window) < 0:
+            raise UsageError(
+                f"attention window={self.window[0]},{self.window[1]}: give how many "
+                "keys to the left and to the right a query sees, 0 or more"
+            )
+        kernel = self.name in (AUTO, "splash", "jax")
+        for name, size in self.blocks.items():
+            if size < 1 or (kernel and size % 128):
+                raise UsageError(
+                    f"attention {name}={size}: must be a positive multiple of 128"
+                    if kernel
+                    else f"attention {name}={size}: must be at least 1"
+                )
+
+        kv, inner = self.block_kv, self.block_kv_compute
+        if kv is not None and inner is not None and kv % inner:
+            raise UsageError(
+                f"attention block_kv={kv}: must be a multiple of "
+                f"block_kv_compute={inner}"
+            )
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The block sizes that were given."""
+        names = ("block_q", "block_kv", "block_kv_compute")
+        sizes = {name: getattr(self, name) for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def plain(self) -> AttentionChoice:
+        """The same implementation without options."""
+        return AttentionChoice(name=self.name)
+
+    @classmethod
+    def parse(cls, text: str) -> AttentionChoice:
+        """Read ``NAME[:OPTION=VALUE;...]``.
+
+        Raises:
+            UsageError: an unknown name or option, or a value that is not one.
+        """
+        name, colon, rest = text.partition(":")
+        values: dict[str, Any] = {}
+        for part in rest.split(";") if colon else ():
+            key, equals, value = part.partition("=")
+            key = key.strip()
+            if key not in _PARSERS or not equals:
+                raise UsageError(
+                    f"attention option {part!r} in {text!r}: options are "
+                    + ", ".join(f"{k}={v}" for k, v in _FORMS.items())
+                    + ", separated by ';'"
+                )
+            if key in values:
+                raise UsageError(f"attention option {key} appears twice in {text!r}")
+            values[key] = _PARSERS[key](key, value.strip())
+        return cls(name=name.strip(), **values)
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it; options at their defaults are left out."""
+        options = []
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if isinstance(value, tuple):
+                text = ",".join(map(str, value))
+            else:
+                text = "on" if value is True else str(value)
+            options.append(f"{field.name}={text}")
+        return self.name + (":" + ";".join(options) if options else "")
+
+
+def _window(key: str, value: str) -> tuple[int, int]:
+    left, comma, right = value.partition(",")
+    try:
+        return int(left), int(right if comma else left)
+    except ValueError:
+        raise UsageError(
+            f"attention {key}={value}: expected LEFT,RIGHT or one number for both"
+        ) from None
+
+
+def _switch(key: str, value: str) -> bool:
+    if value not in ("on", "off"):
+        raise UsageError(f"attention {key}={value}: choose on or off")
+    return value == "on"
+
+
+def _size(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(f"attention {key}={value}: expected a number") from None
+
+
+_FORMS: Mapping[str, str] = {
+    "window": "LEFT,RIGHT",
+    "k_smooth": "on|off",
+    "block_q": "N",
+    "block_kv": "N",
+    "block_kv_compute": "N",
+    "running_max": "on|off",
+}
+_PARSERS: Mapping[str, Callable[[str, str], Any]] = {
+    "window": _window,
+    "k_smooth": _switch,
+    "block_q": _size,
+    "block_kv": _size,
+    "block_kv_compute": _size,
+    "running_max": _switch,
+}

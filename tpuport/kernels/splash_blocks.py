@@ -1,0 +1,184 @@
+"""Tiles of our splash kernel: what is legal, what fits, what to take by default.
+
+Letters: L tokens, D head dim of queries and keys, Dv head dim of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpuport.kernels.padding import ceil_div, round_up
+
+LANES = 128
+MIB = 1 << 20
+# VMEM of one core in MiB. Source: jax 0.10.2, pltpu.get_tpu_info_for_chip, written
+# down here because that of the attached device must never be asked for.
+VMEM_MIB = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "v7x": 64}
+# What the compiler keeps for spilled registers and its own buffers, measured at up
+# to 6 MiB for the largest tiles.
+RESERVED = 10 * MIB
+# Scores of a round of the kernel's loop: more take the compiler longer, and fewer leave
+# the matrix unit waiting for about 100 bundles at the end of each.
+MOST_WRITTEN_OUT = 5 << 20
+# Rows appended to the values; see splash_kernel.py.
+COUNT_ROWS = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplashBlocks:
+    """Tokens per step of the kernel.
+
+    ``q`` queries meet ``kv`` keys held in VMEM, in a loop that takes ``kv_step`` keys
+    at a time. One round of it is a sequence of tiles of ``kv_compute`` keys by
+    ``q_compute`` queries, written out in full; the second product of a tile follows
+    the first product of the tile ``lag`` later, so that the exponentials between them
+    have time. ``q_compute`` 0 means the largest of 512, 384, 256 and 128 that divides
+    ``q``, ``kv_step`` 0 the largest that keeps a round below ``MOST_WRITTEN_OUT``
+    scores.
+
+    Raises:
+        ValueError: a size that is no positive multiple of 128, that does not divide
+            the size it must divide, or a ``lag`` below 1.
+    """
+
+    q: int
+    kv: int
+    kv_compute: int
+    q_compute: int = 0
+    kv_step: int = 0
+    lag: int = 2
+
+    def __post_init__(self) -> None:
+        if self.q_compute == 0 and self.q > 0:
+            fits = (size for size in (512, 384, 256, LANES) if self.q % size == 0)
+            object.__setattr__(self, "q_compute", next(fits, LANES))
+        if self.kv_step == 0 and min(self.q, self.kv, self.kv_compute) > 0:
+            object.__setattr__(self, "kv_step", self.keys_written_out(MOST_WRITTEN_OUT))
+        for name in ("q", "kv", "kv_compute", "q_compute", "kv_step"):
+            size = getattr(self, name)
+            if size < LANES or size % LANES:
+                raise ValueError(
+                    f"block size {name}={size} must be a positive multiple of {LANES}"
+                )
+        for whole, part in (
+            ("kv", "kv_compute"),
+            ("q", "q_compute"),
+            ("kv", "kv_step"),
+            ("kv_step", "kv_compute"),
+        ):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"block size {whole}={getattr(self, whole)} must be a multiple "
+                    f"of {part}={getattr(self, part)}"
+                )
+        if self.lag < 1:
+            raise ValueError(f"lag={self.lag} must be at least 1")
+
+    def keys_written_out(self, most: int) -> int:
+        """The largest part of ``kv`` that meets ``q`` in at most ``most`` scores.
+
+        Whole parts in whole ``kv_compute``, at least one.
+        """
+        steps = range(self.kv_compute, self.kv + 1, self.kv_compute)
+        fits = [step for step in steps if self.kv % step == 0 and step * self.q <= most]
+        return max(fits, default=self.kv_compute)
+
+
+def default_blocks(
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    *,
+    chip: str = "v6e",
+    itemsize: int = 2,
+) -> SplashBlocks:
+    """Large tiles that waste little padding, from the sizes alone.
+
+    The fewest blocks of at most 3072 tokens that cover the length, and of those the
+    smallest that inner tiles of 512 queries by 256 keys divide, or narrower ones where
+    these would waste more than a sixteenth; fewer tokens where the blocks would not
+    fit the chip's VMEM. The attached device is never asked, so a
+    program can be compiled for another one.
+
+    Args:
+        q_len: queries.
+        kv_len: keys.
+        head_dim: the larger of D and Dv.
+        chip: a key of ``VMEM_MIB``.
+        itemsize: bytes of an element of q, k and v.
+
+    Raises:
+        ValueError: a size below 1 or an unknown chip.
+    """
+    if min(q_len, kv_len, head_dim) < 1:
+        raise ValueError(
+            "block sizes need lengths and a head dim of at least 1; got "
+            f"q_len={q_len}, kv_len={kv_len}, head_dim={head_dim}"
+        )
+    limit = vmem_limit(chip)
+    most = 3072 if itemsize <= 2 else 1024
+    while True:
+        q = _even_block(q_len, most, (512, 256, LANES))
+        kv = _even_block(kv_len, most, (256, LANES))
+        blocks = SplashBlocks(q=q, kv=kv, kv_compute=256 if kv % 256 == 0 else LANES)
+        if most <= 256 or vmem_bytes(blocks, head_dim, itemsize=itemsize) <= limit:
+            return blocks
+        most //= 2
+
+
+def vmem_limit(chip: str) -> int:
+    """Bytes of VMEM that blocks may take on ``chip``.
+
+    Raises:
+        ValueError: an unknown chip.
+    """
+    if chip not in VMEM_MIB:
+        raise ValueError(f"unknown chip {chip!r}; known are {', '.join(VMEM_MIB)}")
+    return VMEM_MIB[chip] * MIB - RESERVED
+
+
+def vmem_bytes(
+    blocks: SplashBlocks,
+    head_dim: int,
+    v_dim: int | None = None,
+    *,
+    itemsize: int = 2,
+) -> int:
+    """Bytes of VMEM that the kernel's blocks and scratch take, without spills.
+
+    Args:
+        head_dim: D.
+        v_dim: Dv; None means D.
+        itemsize: bytes of an element of q, k and v.
+    """
+    depth = padded_dim(head_dim)
+    v_dim = head_dim if v_dim is None else v_dim
+    v_rows = padded_dim(v_dim + COUNT_ROWS)
+    q = depth * blocks.q * itemsize
+    k = blocks.kv * round_up(depth, LANES) * itemsize
+    v = v_rows * blocks.kv * itemsize
+    out = padded_dim(v_dim) * blocks.q * itemsize
+    weights = (blocks.lag + 2) * blocks.kv_compute * blocks.q_compute * itemsize
+    rescales = (blocks.lag + 2) * 8 * blocks.q_compute * 4
+    sums = (sum_rows(v_dim) + 8) * blocks.q * 4
+    # Blocks that come and go have two buffers.
+    return 2 * (q + k + v + out) + weights + rescales + sums
+
+
+def padded_dim(dim: int) -> int:
+    """A head dim rounded up to a whole number of sublanes in either dtype."""
+    return round_up(dim, 16)
+
+
+def sum_rows(v_dim: int) -> int:
+    """Rows that are kept of the second product, a whole number of float32 sublanes."""
+    return round_up(v_dim + COUNT_ROWS, 8)
+
+
+def _even_block(length: int, most: int, granules: tuple[int, ...]) -> int:
+    """The smallest block of the fewest, in the first granule that wastes little."""
+    count = ceil_div(length, most)
+    each = ceil_div(length, count)
+    sizes = [round_up(each, granule) for granule in granules]
+    fits = (size for size in sizes if 16 * (count * size - length) <= length)
+    return next(fits, sizes[-1])

@@ -1,0 +1,59 @@
+"""Whether scores are small enough for weights without a maximum.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys),
+D head dim of queries and keys, Dv head dim of values.
+
+softmax is the same whatever is subtracted from the scores of a query, and float32 and
+bfloat16 are as precise at 2^60 as at 1. So nothing needs to be subtracted as long as
+nothing overflows or underflows. By Cauchy and Schwarz no score of a query block exceeds
+the largest norm of its queries times the largest norm of a key.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tpuport.kernels.padding import ceil_div, pad_dim
+
+# Largest exponent of 2 without a maximum. With weights from 2^-64 to 2^64, values up
+# to 2^40 and at most 2^22 keys, sums stay below 2^126; what is lost to underflow of a
+# weighted value is below 2^-62 of a sum of weights.
+MOST_EXPONENT = 64.0
+MOST_VALUE = 2.0**40
+
+
+def needs_maximum(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, factor: float, q_block: int
+) -> jax.Array:
+    """Whether query blocks need a maximum to be subtracted from their scores.
+
+    A NaN or an infinity anywhere needs one: what it makes of the result is then the
+    same as in the reference.
+
+    Args:
+        q: of shape [B, H, Lq, D].
+        k: of shape [B, Hkv, Lk, D]; zeros where a key does not count.
+        v: of shape [B, Hkv, Lk, Dv]; zeros where a key does not count.
+        factor: what a product of q and k is multiplied by.
+        q_block: queries per block; the last one may be short.
+
+    Returns:
+        bool of shape [B, H, ceil(Lq / q_block)].
+    """
+    batch, heads, q_len, _ = q.shape
+    kv_heads = k.shape[1]
+    count = ceil_div(q_len, q_block)
+    norms = pad_dim(_norms(q), 2, count * q_block)
+    q_norm = norms.reshape(batch, heads, count, q_block).max(-1)
+    k_norm = jnp.repeat(_norms(k).max(-1), heads // kv_heads, 1)
+    v_most = jnp.repeat(
+        jnp.abs(v).max((2, 3)).astype(jnp.float32), heads // kv_heads, 1
+    )
+    exponent = q_norm * k_norm[..., None] * abs(factor)
+    return ~((exponent <= MOST_EXPONENT) & (v_most[..., None] <= MOST_VALUE))
+
+
+def _norms(x: jax.Array) -> jax.Array:
+    """Lengths of the vectors along the last dim, in float32."""
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), -1))
