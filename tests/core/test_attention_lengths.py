@@ -206,8 +206,8 @@ def test_records_tell_lengths_and_frames() -> None:
     length_attention(on, q, k, v, frame_tokens=1)
     shape = (2, 8, TOKENS, 8)
     reason = (
-        "the score matrix is small enough to be built whole; not splash: splash is "
-        "for TPU; the platform is 'cpu'"
+        "the score matrix is small enough to be built whole; not splash: it is for "
+        "TPU; the platform is 'cpu'; not jax: it is for TPU; the platform is 'cpu'"
     )
     expected = [
         (True, None, ("dp", "tp", "sp", None)),
@@ -223,6 +223,7 @@ def test_records_tell_lengths_and_frames() -> None:
             split=split,
             key_lengths=key_lengths,
             frame_tokens=frame_tokens,
+            causal=frame_tokens == 1,
         )
         for key_lengths, frame_tokens, split in expected
     ]

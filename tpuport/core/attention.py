@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.ops import OpContext, OpOverride
-from tpuport.errors import AttentionError
+from tpuport.errors import AttentionError, UsageError
 
 if TYPE_CHECKING:
     import jax
+
+    from tpuport.kernels.choice import AttentionChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,12 @@ class AttentionRecord:
         key_lengths: whether each batch item has its own number of valid keys.
         frame_tokens: of frame-causal attention; the kernel then runs once per frame
             and the split of Lq is one of the tokens of each frame.
+        blocks: tokens per step of the implementation, by option name.
+        window: (left, right) of a local window, ``None`` without one.
+        k_smooth: whether the mean key was subtracted.
+        running_max: whether a running maximum was asked for.
+        causal: whether query i sees keys 0..i only.
+        dtype: of q, k and v.
     """
 
     query: tuple[int, ...]
@@ -60,10 +68,34 @@ class AttentionRecord:
     split: tuple[str | None, ...]
     key_lengths: bool = False
     frame_tokens: int | None = None
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    window: tuple[int, int] | None = None
+    k_smooth: bool = False
+    running_max: bool = False
+    causal: bool = False
+    dtype: str = "float32"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
+
+
+def check_implementation(asked: str, platform: str) -> AttentionChoice:
+    """The choice that ``asked`` spells, for programs of that platform.
+
+    Raises:
+        UsageError: an unknown implementation or option, or one for other devices.
+    """
+    from tpuport.kernels.attention import IMPLEMENTATIONS, as_choice
+
+    choice = as_choice(asked)
+    for one in IMPLEMENTATIONS:
+        if one.name == choice.name and one.platform not in (None, platform):
+            raise UsageError(
+                f"attention {choice.name!r} is a kernel for {one.platform}; the "
+                f"devices of this mesh are {platform}. Use auto, reference or blockwise"
+            )
+    return choice
 
 
 def _four_dims(
@@ -225,7 +257,7 @@ def split_attention(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from tpuport.kernels.attention import attention
+    from tpuport.kernels.attention import as_choice, attention
 
     def kernel(
         q: jax.Array,
@@ -240,7 +272,9 @@ def split_attention(
             is_causal=is_causal,
             scale=scale,
             platform=context.platform,
-            implementation=context.implementation,
+            implementation=choice,
+            chip=context.chip,
+            fall_back=True,
         )
         if frames is None:
             return run(q, k, v, kv_lengths=lengths)
@@ -255,6 +289,10 @@ def split_attention(
         ends = (jnp.arange(frames, dtype=jnp.int32) + 1) * frame_tokens
         return jax.lax.map(one_frame, (q, ends))
 
+    choice = as_choice(context.implementation)
+    if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
+        # A window is of neighbours in one sequence.
+        choice = replace(choice, window=None)
     # Frames of one token are rows of the causal triangle, which kernels do at once.
     is_causal = is_causal or frame_tokens == 1
     frames = None
@@ -277,9 +315,11 @@ def split_attention(
     kv_head_axis = axis(policy.heads, k.shape[1]) if k.shape[1] > 1 else None
     if k.shape[1] > 1 and kv_head_axis is None:
         head_axis = None
-    # A causal row needs its position, which a slice of the queries does not carry. A
-    # slice of each frame does: every device gets its part of all of them.
-    sequence_axis = None if is_causal else axis(policy.sequence)
+    # A causal row, or one with a window, needs its position, which a slice of the
+    # queries does not carry. A slice of each frame needs none: every device gets its
+    # part of all of them.
+    placed = is_causal or choice.window is not None
+    sequence_axis = None if placed else axis(policy.sequence)
     if sequence_axis:
         padding = ((0, -length % sizes[sequence_axis]), (0, 0))
         q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
@@ -289,6 +329,7 @@ def split_attention(
     kv_split = (batch_axis, kv_head_axis, None, None)
     _record(
         context,
+        choice,
         (q, k, v, mask, lengths),
         length=length * (frames or 1),
         is_causal=is_causal,
@@ -326,6 +367,7 @@ def split_attention(
 
 def _record(
     context: OpContext,
+    choice: AttentionChoice,
     arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None],
     *,
     length: int,
@@ -365,10 +407,13 @@ def _record(
             mask=None if mask is None else local(mask, split),
             is_causal=is_causal,
             kv_lengths=None if counted is None else local(counted, split[:1]),
+            window=choice.window,
             platform=context.platform,
             interpret=False,
         ),
-        context.implementation,
+        choice,
+        chip=context.chip,
+        fall_back=True,
     )
     reason = "; ".join(
         [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
@@ -381,6 +426,12 @@ def _record(
         split=split,
         key_lengths=lengths is not None,
         frame_tokens=frame_tokens,
+        blocks=dict(selection.blocks),
+        window=choice.window,
+        k_smooth=choice.k_smooth,
+        running_max=choice.running_max and selection.implementation == "splash",
+        causal=is_causal,
+        dtype=str(q.dtype),
     )
     if record not in context.records:
         context.records.append(record)

@@ -32,7 +32,9 @@ class OpContext:
         mesh: the device mesh the traced program runs on.
         platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: where it will be lowered.
         attention: how attention is split over the mesh.
-        implementation: the attention implementation asked for, ``"auto"`` or a name.
+        implementation: the attention asked for, as
+            :class:`tpuport.kernels.choice.AttentionChoice` reads it.
+        chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
         records: attention calls traced so far append what ran here.
     """
 
@@ -40,6 +42,7 @@ class OpContext:
     platform: str
     attention: AttentionPolicy
     implementation: str = "auto"
+    chip: str | None = None
     records: list[AttentionRecord]
 
 

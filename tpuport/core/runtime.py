@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core import compat
 from tpuport.core.attention import ATTENTION, AttentionPolicy, AttentionRecord
 from tpuport.core.attention_lengths import LENGTH_ATTENTION, define_attention_op
+from tpuport.core.chips import chip_of
 from tpuport.core.ops import OpContext, OpOverride, OpRegistry
 from tpuport.core.patching import Patch, PatchReport, applied
 
@@ -37,7 +38,8 @@ class Runtime:
         patches: monkey patches on upstream code, applied while tracing.
         overrides: op overrides besides attention.
         attention: how attention is split over the mesh.
-        attention_implementation: ``"auto"`` or the name of a kernel.
+        attention_implementation: what attention to use, as
+            :class:`tpuport.kernels.choice.AttentionChoice` reads it.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: what the attention calls traced so far run as.
         patch_report: what patching did, once something was traced.
@@ -69,8 +71,17 @@ class Runtime:
             platform=self.platform,
             attention=self.attention,
             implementation=self.attention_implementation,
+            chip=self._chip(),
             records=self.records,
         )
+
+    def _chip(self) -> str | None:
+        """The kind of TPU the programs are for, as far as the mesh tells."""
+        if self.platform != "tpu" or self.mesh is None:
+            return None
+        device = self.mesh.devices.flat[0]
+        # A mesh of other devices stands in for TPUs where a program is only lowered.
+        return chip_of(device) if device.platform == "tpu" else None
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Any]:
