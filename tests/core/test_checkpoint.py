@@ -93,6 +93,16 @@ def shard(folder: Path) -> dict[str, str]:
     return mapping
 
 
+def assert_same(loaded: Any, stored: dict[str, torch.Tensor]) -> None:
+    """The arrays are the stored tensors, of each block in its stack's place."""
+    members = [(a, m) for a, m in loaded.ported.arrays.items() if m[0] in stored]
+    assert {name for _, names in members for name in names} == set(stored)
+    for array, names in members:
+        tensors = [stored[name].numpy() for name in names]
+        expected = np.stack(tensors) if len(names) > 1 else tensors[0]
+        np.testing.assert_array_equal(np.asarray(loaded.weights[array]), expected)
+
+
 # --- whole
 
 
@@ -102,9 +112,8 @@ def test_weights_are_those_of_the_file(
     loaded = load("transformer")
     stored = load_file(folder / TRANSFORMER)
     assert set(loaded.ported.names.stored) == set(stored)
-    for name, tensor in stored.items():
-        assert loaded.weights[name].dtype == jnp.float32
-        np.testing.assert_array_equal(np.asarray(loaded.weights[name]), tensor.numpy())
+    assert_same(loaded, stored)
+    assert {w.dtype for w in loaded.weights.values()} == {jnp.dtype("float32")}
 
 
 def test_only_what_a_stage_needs_is_loaded(load: Callable[[str], Any]) -> None:
@@ -120,9 +129,7 @@ def test_a_sharded_checkpoint_loads_like_a_whole_one(
     mapping = shard(folder)
     files = Checkpoint(folder, "x").weight_files("transformer")
     assert {n: p.name for n, p in files.items()} == mapping
-    weights = load("transformer").weights
-    for name, tensor in load_file(demo_folder / TRANSFORMER).items():
-        np.testing.assert_array_equal(np.asarray(weights[name]), tensor.numpy())
+    assert_same(load("transformer"), load_file(demo_folder / TRANSFORMER))
 
 
 def test_weights_come_in_the_dtype_asked_for(folder: Path) -> None:

@@ -85,6 +85,13 @@ def to_numpy(value: Any) -> np.ndarray:
     return array
 
 
+def array_dtype(tensor: torch.Tensor) -> Any:
+    """The dtype of what :func:`to_numpy` makes of ``tensor``; no data is read."""
+    narrowed = {"int64": "int32", "float64": "float32"}
+    name = dtype_name(tensor.dtype)
+    return jax_dtype(narrowed.get(name, name))
+
+
 def to_torch(value: Any) -> torch.Tensor:
     """A torch tensor on the host holding a copy of a JAX or NumPy array."""
     import numpy as np

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpuport.core import checkpoint as checkpoints
-from tpuport.core.arrays import to_numpy, torch_dtype
+from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
+from tpuport.core.attention import check_implementation
 from tpuport.core.module import PortedModule
+from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.report import Reporter
 from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import (
     ShardingPlan,
     WeightInfo,
-    named_shardings,
     plan_layout,
 )
 from tpuport.core.spec import ModelPort
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import jax
+    import numpy as np
     import torch
 
     from tpuport.core.checkpoint import Checkpoint
@@ -34,10 +37,18 @@ EVERYTHING = (".*",)
 
 @dataclass
 class Loaded:
-    """A component with its weights on the devices."""
+    """A component with its weights on the devices.
+
+    Attributes:
+        ported: the module.
+        weights: by the names in ``ported.arrays``: arrays, or ``ShapeDtypeStruct`` with
+            shardings; see :meth:`Components.abstract`.
+        plan: where they go.
+        replicated: the sharding of everything that is not a weight.
+    """
 
     ported: PortedModule
-    weights: dict[str, jax.Array]
+    weights: dict[str, Any]
     plan: ShardingPlan
     replicated: jax.sharding.NamedSharding
 
@@ -53,6 +64,8 @@ class Components:
         attention: the attention implementation, ``"auto"`` or a name.
         layout: of the sharding rules; see ``Component.layouts``.
         reporter: told what is loaded.
+        stack: run the blocks that components declare as stacked under one scan; without
+            it every block is compiled by itself, which gives the same numbers.
     """
 
     def __init__(
@@ -65,6 +78,7 @@ class Components:
         attention: str = "auto",
         layout: str = "default",
         reporter: Reporter | None = None,
+        stack: bool = True,
     ) -> None:
         # An unknown layout is refused before anything is read.
         port.rules(next(iter(port.components)), layout)
@@ -73,9 +87,10 @@ class Components:
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = dtype
+        self.stack = stack
         self._reporter = reporter or Reporter()
-        self._attention = attention
-        self._runtimes: dict[tuple[bool, str], Runtime] = {}
+        self._attention = check_implementation(attention, self.platform)
+        self._runtimes: dict[tuple[bool, str, str], Runtime] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
 
@@ -103,11 +118,20 @@ class Components:
         """The dtype of a component's weights."""
         return self.port.components[name].dtype or self.dtype
 
+    def _attention_of(self, name: str) -> str:
+        """The attention of a component: options are for what denoises."""
+        choice = self._attention
+        programs = self.port.stage("denoise").programs.values()
+        if name not in {program.component for program in programs}:
+            choice = choice.plain
+        return str(choice)
+
     def runtime(self, name: str) -> Runtime:
         """The tracing environment of a component: of the mesh, or its first device."""
         single_device = self.port.components[name].single_device
         dtype = self.dtype_of(name)
-        key = (single_device, dtype)
+        attention = self._attention_of(name)
+        key = (single_device, dtype, attention)
         if key not in self._runtimes:
             mesh = self.mesh
             if single_device:
@@ -124,7 +148,7 @@ class Components:
                 patches=self.port.patches,
                 overrides=self.port.overrides,
                 attention=self.port.attention,
-                attention_implementation=self._attention,
+                attention_implementation=attention,
                 # Float32 weights mean float32 products, on chips whose matrix units
                 # would otherwise round their inputs to bfloat16.
                 matmul_precision="highest" if dtype == "float32" else None,
@@ -149,6 +173,42 @@ class Components:
         }
         return plan_layout(self.port, name, self.layout, weights, dict(mesh.shape))
 
+    def abstract(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
+        """What :meth:`load` gives, with shapes and shardings in place of arrays.
+
+        Reads configs only: the checkpoint needs no weight files.
+
+        Args:
+            name: of the component.
+            used: regexes of the weights to place; all of them when not given.
+
+        Raises:
+            ShardingError: rules and weights disagree.
+        """
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        runtime = self.runtime(name)
+        stacked = self.port.components[name].stacked if self.stack else ()
+        ported = PortedModule(self.skeleton(name), runtime, stacked)
+        assert runtime.mesh is not None
+        plan = self.plan(name)
+        floating = jax_dtype(self.dtype_of(name))
+        computed = set(ported.names.computed)
+
+        def dtype(weight: str, tensor: torch.Tensor) -> Any:
+            cast = tensor.is_floating_point() and weight not in computed
+            return floating if cast else array_dtype(tensor)
+
+        weights = abstract_weights(
+            ported,
+            plan,
+            runtime.mesh,
+            dtype,
+            lambda weight: checkpoints.is_used(used, weight),
+        )
+        replicated = NamedSharding(runtime.mesh, PartitionSpec())
+        return Loaded(ported, weights, plan, replicated)
+
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """The component with its weights placed; read from disk once until released.
 
@@ -165,46 +225,37 @@ class Components:
         """
         if (name, used) in self._loaded:
             return self._loaded[name, used]
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
         self._reporter.loading(name)
-        module = self.skeleton(name)
-        runtime = self.runtime(name)
-        ported = PortedModule(module, runtime)
-        assert runtime.mesh is not None
+        wanted = self.abstract(name, used)
+        ported, plan = wanted.ported, wanted.plan
         files, found = self._match(name, ported)
-        plan = self.plan(name)
         if plan.extra_bytes_per_device:
             gigabytes = plan.extra_bytes_per_device / 2**30
             self._reporter.say(
                 f"sharding {plan.layout}: {name} takes {gigabytes:.2f} GiB per device "
                 "more than by default"
             )
-        shardings = named_shardings(plan, runtime.mesh)
-        replicated = NamedSharding(runtime.mesh, PartitionSpec())
-        tensors = dict(module.named_parameters(remove_duplicate=False))
-        tensors.update(module.named_buffers(remove_duplicate=False))
+        tensors = ported.tensors()
         by_file = {v: k for k, v in found.items() if checkpoints.is_used(used, k)}
-        weights: dict[str, jax.Array] = {}
         dtype = torch_dtype(self.dtype_of(name))
-        for stored, tensor in self.checkpoint.stream(files, list(by_file)):
-            target = by_file[stored]
-            if tensor.is_floating_point() != tensors[target].is_floating_point():
-                raise WeightsError(
-                    f"{self.checkpoint.source}: {name}/ holds {stored} as "
-                    f"{tensor.dtype}, expected {tensors[target].dtype}; quantised "
-                    "checkpoints are not supported"
-                )
-            if tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            weights[target] = jax.device_put(
-                to_numpy(tensor), shardings[target], may_alias=False
-            )
-        for buffer in ported.names.computed:
-            weights[buffer] = jax.device_put(to_numpy(tensors[buffer]), replicated)
-        jax.block_until_ready(weights)
-        loaded = Loaded(ported, weights, plan, replicated)
+
+        def stream() -> Iterator[tuple[str, np.ndarray]]:
+            for stored, tensor in self.checkpoint.stream(files, list(by_file)):
+                target = by_file[stored]
+                if tensor.is_floating_point() != tensors[target].is_floating_point():
+                    raise WeightsError(
+                        f"{self.checkpoint.source}: {name}/ holds {stored} as "
+                        f"{tensor.dtype}, expected {tensors[target].dtype}; quantised "
+                        "checkpoints are not supported"
+                    )
+                if tensor.is_floating_point():
+                    tensor = tensor.to(dtype)
+                yield target, to_numpy(tensor)
+            for buffer in ported.names.computed:
+                yield buffer, to_numpy(tensors[buffer])
+
+        weights = place_weights(ported, wanted.weights, stream())
+        loaded = Loaded(ported, weights, plan, wanted.replicated)
         self._loaded[name, used] = loaded
         return loaded
 

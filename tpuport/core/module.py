@@ -7,11 +7,14 @@ is planned is what runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import splitting
+from tpuport.core.scanning import scanned, slices
+from tpuport.core.stacking import Stack, StackedBlocks, find_stacks
+from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
     import jax
@@ -63,18 +66,51 @@ class WeightNames:
         return cls(stored=tuple(stored), computed=tuple(computed), tied=tied)
 
 
+def _arrays(names: WeightNames, stacks: Sequence[Stack]) -> dict[str, tuple[str, ...]]:
+    """The arrays that hold a module's tensors; see :class:`PortedModule`."""
+    of: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for stack in stacks:
+        for tensor in stack.tensors:
+            members = stack.members(tensor)
+            of |= dict.fromkeys(members, (stack.name(tensor), members))
+    found: dict[str, tuple[str, ...]] = {}
+    for name in (*names.stored, *names.computed):
+        array, members = of.get(name, (name, (name,)))
+        found.setdefault(array, members)
+    return found
+
+
 class PortedModule:
     """A torch module whose weights live outside of it.
 
     Args:
         module: the skeleton; its own tensors are never read while tracing.
         runtime: the environment torch code is traced in.
+        stacked: lists of identical blocks whose weights are held as one array per name
+            and which run under one scan; see ``Component.stacked``.
+
+    Attributes:
+        names: its tensors, by the names they have in the module.
+        stacks: the stacked blocks.
+        arrays: its weights: the name of each array -> the tensors in it. One tensor, or
+            those of all blocks of a stack along a new leading dim, under a name such as
+            ``blocks.*.linear.weight``.
+
+    Raises:
+        PluginError: blocks that cannot be stacked.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        runtime: Runtime,
+        stacked: Sequence[str | StackedBlocks] = (),
+    ) -> None:
         self.module = module
         self.runtime = runtime
         self.names = WeightNames.of(module)
+        self.stacks = find_stacks(module, stacked, self.names.tied)
+        self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
 
     def apply(
         self,
@@ -89,7 +125,7 @@ class PortedModule:
         """Call ``method`` of the module as a pure function.
 
         Args:
-            weights: one array per stored and computed name.
+            weights: one array per name in :attr:`arrays`.
             args: positional arguments; arrays anywhere in them are JAX arrays.
             method: the method of the module to call.
             weight_overrides: arrays used in place of weights of the same names.
@@ -99,20 +135,31 @@ class PortedModule:
 
         Returns:
             What the method returns, with JAX arrays in place of tensors.
+
+        Raises:
+            PluginError: the module does more with stacked blocks than run one after the
+                other, or an override or attribute is of a single one of them.
         """
         from torch.nn.utils.stateless import _reparametrize_module
 
         env = self.runtime.env
+        self._check_whole((*(weight_overrides or ()), *(attributes or ())))
         values = {**weights, **(weight_overrides or {})}
+        # A stage may have loaded a part of the module.
+        loaded = [s for s in self.stacks if s.name(s.tensors[0]) in values]
+        stacked = {s.name(tensor) for s in loaded for tensor in s.tensors}
         for alias, name in self.names.tied.items():
             values[alias] = values[name]
         with self.runtime.tracing():
-            tensors = env.j2t_iso(values)
+            tensors = env.j2t_iso({k: v for k, v in values.items() if k not in stacked})
+            for stack in loaded:
+                tensors |= slices(stack, values, env)
             args, kwargs = env.j2t_iso((args, kwargs))
             with (
                 _eval_mode(self.module),
                 _attributes(self.module, attributes or {}),
                 _reparametrize_module(self.module, tensors),
+                scanned(loaded, values, env),
                 within(self.module),
             ):
                 out = getattr(self.module, method)(*args, **kwargs)
@@ -125,17 +172,42 @@ class PortedModule:
     def abstract_weights(
         self, dtype: Callable[[str, torch.Tensor], Any]
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of all weights, for lowering without data."""
+        """Shapes of all weights, for lowering without data.
+
+        Args:
+            dtype: of a tensor, from its name in the module and the tensor.
+        """
         import jax
 
-        tensors = dict(self.module.named_parameters(remove_duplicate=False))
-        tensors.update(self.module.named_buffers(remove_duplicate=False))
+        tensors = self.tensors()
         return {
             name: jax.ShapeDtypeStruct(
-                tuple(tensors[name].shape), dtype(name, tensors[name])
+                self.leading(name) + tuple(tensors[members[0]].shape),
+                dtype(members[0], tensors[members[0]]),
             )
-            for name in (*self.names.stored, *self.names.computed)
+            for name, members in self.arrays.items()
         }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The module's own tensors by name, tied ones under each of theirs."""
+        tensors = dict(self.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
+        return tensors
+
+    def leading(self, array: str) -> tuple[int, ...]:
+        """The dims that an array has before those of its tensors."""
+        count = len(self.arrays[array])
+        return (count,) if count > 1 else ()
+
+    def _check_whole(self, names: Sequence[str]) -> None:
+        for stack in self.stacks:
+            blocks = tuple(f"{stack.block_name(i)}." for i in range(len(stack.blocks)))
+            single = [name for name in names if name.startswith(blocks)]
+            if single:
+                raise PluginError(
+                    f"{single[0]} is of one of the stacked blocks {stack.path!r}, "
+                    "which share their code; it cannot be replaced by itself"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.module import PortedModule
+from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.runtime import Runtime
-from tpuport.core.sharding import ShardingPlan, named_shardings, plan_layout
+from tpuport.core.sharding import ShardingPlan, plan_layout
 from tpuport.core.spec import Component, ModelPort
 from tpuport.errors import UsageError
 
@@ -38,6 +39,7 @@ class PortedProgram:
         *,
         attention: str = "auto",
         sharding: str = "default",
+        stack: bool = True,
     ) -> None:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -62,7 +64,8 @@ class PortedProgram:
             attention_implementation=attention,
             matmul_precision="highest" if torch.float32 in floats else None,
         )
-        self._ported = PortedModule(module, self._runtime)
+        stacked = component.stacked if stack else ()
+        self._ported = PortedModule(module, self._runtime, stacked)
         names = self._ported.names
         key = next(k for k, c in port.components.items() if c is component)
         self.plan: ShardingPlan = plan_layout(
@@ -73,15 +76,15 @@ class PortedProgram:
             dict(mesh.shape),
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        shardings = named_shardings(self.plan, mesh)
-        self._weights = {
-            name: jax.device_put(
-                to_numpy(tensors[name]),
-                shardings.get(name, self._replicated),
-                may_alias=False,
-            )
-            for name in (*names.stored, *names.computed)
-        }
+        wanted = abstract_weights(
+            self._ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
+        )
+        names_wanted = (*names.stored, *names.computed)
+        self._weights = place_weights(
+            self._ported,
+            wanted,
+            ((name, to_numpy(tensors[name])) for name in names_wanted),
+        )
         self._programs: dict[Any, tuple[Any, dict[str, Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tpuport.core.patching import Patch
     from tpuport.core.rotary import RotaryCache
     from tpuport.core.splitting import ForwardSplit
+    from tpuport.core.stacking import StackedBlocks
 
 Tree = Any
 """A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
@@ -48,6 +49,9 @@ class Component:
         dtype: of its weights whatever the session's is; ``None`` for the session's.
         heads: the number of attention heads in a config, for mesh checks.
         split: where its forward can be cut for step caching; ``None`` if it cannot.
+        stacked: dotted paths of its ``ModuleList`` s of identical blocks, which run
+            under one scan on weights with a leading dim; sharding rules are written for
+            the single blocks as ever. A ``StackedBlocks`` where not all are alike.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Component:
     dtype: str | None = None
     heads: Callable[[Mapping[str, Any]], int] | None = None
     split: ForwardSplit | None = None
+    stacked: tuple[str | StackedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

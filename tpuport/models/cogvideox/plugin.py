@@ -8,9 +8,11 @@ from typing import Any
 
 from tpuport.core.spec import Component, ModelPort
 from tpuport.core.splitting import ForwardSplit
+from tpuport.core.stacking import StackedBlocks
 from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, inputs, sharding, stages
 from tpuport.models.cogvideox.patches import PATCHES
+from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION_ON_CPU
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
@@ -46,12 +48,17 @@ PORT = ModelPort(
             class_path="transformers:T5EncoderModel",
             sharding=sharding.TEXT_ENCODER,
             heads=_text_heads,
+            # The first block computes the position bias of all.
+            stacked=(
+                StackedBlocks(path="encoder.block", first=1, differ=("layer_idx",)),
+            ),
         ),
         "transformer": Component(
             name="transformer",
             class_path="diffusers:CogVideoXTransformer3DModel",
             sharding=sharding.TRANSFORMER,
             split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
+            stacked=("transformer_blocks",),
             heads=_transformer_heads,
         ),
         "vae": Component(
@@ -64,7 +71,7 @@ PORT = ModelPort(
     stages=stages.STAGES,
     variants=config.VARIANTS,
     patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *PATCHES),
-    overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+    overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect,

@@ -9,6 +9,7 @@ from typing import Any
 
 from tpuport.core.spec import Component, ModelPort
 from tpuport.core.splitting import ForwardSplit
+from tpuport.core.stacking import StackedBlocks
 from tpuport.hookspecs import hookimpl
 from tpuport.models.hunyuanvideo import (
     config,
@@ -21,6 +22,7 @@ from tpuport.models.hunyuanvideo import (
 from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
+from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION_ON_CPU
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
@@ -49,16 +51,24 @@ def _vae(class_name: str, rules: Any) -> Component:
     )
 
 
+def _layers(path: str, first: int = 0) -> tuple[StackedBlocks, ...]:
+    """A language model's blocks, which know their index for the sake of a cache."""
+    return (StackedBlocks(path=path, first=first, differ=("layer_idx",)),)
+
+
 COMPONENTS_15 = {
     "text_encoder": Component(
         name="text_encoder",
         class_path="transformers:Qwen2_5_VLTextModel",
         sharding=sharding.QWEN,
+        stacked=_layers("layers"),
     ),
     "text_encoder_2": Component(
         name="text_encoder_2",
         class_path="transformers:T5EncoderModel",
         sharding=sharding.BYT5,
+        # The first block computes the position bias of all.
+        stacked=_layers("encoder.block", first=1),
         # As the model's authors run it.
         dtype="float32",
     ),
@@ -68,6 +78,7 @@ COMPONENTS_15 = {
         sharding=sharding.SIGLIP,
         stored_prefix=encoders.STORED_PREFIXES["SiglipVisionModel"],
         heads=_heads(12),
+        stacked=("encoder.layers",),
     ),
     "transformer": Component(
         name="transformer",
@@ -75,6 +86,7 @@ COMPONENTS_15 = {
         sharding=sharding.TRANSFORMER_15,
         layouts=sharding.LAYOUTS_15,
         split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
+        stacked=("transformer_blocks",),
         heads=_heads(16),
     ),
     "vae": _vae("AutoencoderKLHunyuanVideo15", sharding.VAE_15),
@@ -85,6 +97,7 @@ COMPONENTS_13B = {
         name="text_encoder",
         class_path="transformers:LlamaModel",
         sharding=sharding.LLAMA,
+        stacked=_layers("layers"),
         heads=_heads(32),
     ),
     "text_encoder_2": Component(
@@ -93,6 +106,7 @@ COMPONENTS_13B = {
         sharding=sharding.CLIP,
         stored_prefix=encoders.STORED_PREFIXES["CLIPTextModel"],
         ignored=(r"(text_model\.)?embeddings\.position_ids",),
+        stacked=("encoder.layers",),
     ),
     "transformer": Component(
         name="transformer",
@@ -103,6 +117,7 @@ COMPONENTS_13B = {
             blocks=("transformer_blocks", "single_transformer_blocks"),
             head=("hidden_states",),
         ),
+        stacked=("transformer_blocks", "single_transformer_blocks"),
         heads=_heads(24),
     ),
     "vae": _vae("AutoencoderKLHunyuanVideo", sharding.VAE_13B),
@@ -117,7 +132,7 @@ PORT_13B = ModelPort(
     stages=stages_13b.STAGES,
     variants=config.VARIANTS,
     patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_13B, *VAE_13B),
-    overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+    overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect_13b,

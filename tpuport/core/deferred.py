@@ -1,0 +1,101 @@
+"""Tensors that are computed when something reads them, and not before.
+
+Their shape and dtype are known all along. While blocks run under one scan, what goes
+from block to block is such a tensor: upstream's loop hands it on without reading it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+
+@functools.cache
+def _deferred_class() -> Any:
+    """A subclass of torchax's Tensor, made when torchax is there."""
+    import torch
+    from torchax.ops import mappings
+    from torchax.tensor import Tensor
+
+    class Deferred(Tensor):
+        def __init__(
+            self, struct: Any, env: Any, read: Callable[[], Any], owner: Any
+        ) -> None:
+            torch.Tensor.__init__(self)
+            self._struct = struct
+            self._env = env
+            self._read = read
+            self._new: Any = None
+            self.owner = owner
+
+        @staticmethod
+        def __new__(
+            cls: Any, struct: Any, env: Any, read: Callable[[], Any], owner: Any
+        ) -> Any:
+            return Tensor.__new__(cls, struct, env)
+
+        # torchax reads and writes the array of a tensor here and nowhere else.
+        @property
+        def _elem(self) -> Any:
+            return self._read() if self._new is None else self._new
+
+        @_elem.setter
+        def _elem(self, value: Any) -> None:
+            self._new = value
+            self._struct = value
+
+        @property
+        def written(self) -> bool:
+            return self._new is not None
+
+        @property
+        def shape(self) -> Any:
+            return torch.Size(self._struct.shape)
+
+        @property
+        def ndim(self) -> int:
+            return len(self._struct.shape)
+
+        @property
+        def dtype(self) -> Any:
+            return mappings.j2t_dtype(self._struct.dtype)
+
+        def __str__(self) -> str:
+            return f"Deferred({self.dtype} {[*self.shape]})"
+
+        __repr__ = __str__
+
+    return Deferred
+
+
+def deferred(
+    struct: jax.ShapeDtypeStruct,
+    env: Any,
+    read: Callable[[], jax.Array],
+    owner: Any = None,
+) -> torch.Tensor:
+    """A torchax tensor that calls ``read`` whenever its array is asked for.
+
+    Args:
+        struct: its shape and dtype.
+        env: the torchax environment.
+        read: gives the array.
+        owner: whatever made it; see :func:`owner_of`.
+    """
+    tensor: torch.Tensor = _deferred_class()(struct, env, read, owner)
+    return tensor
+
+
+def owner_of(value: Any) -> Any:
+    """The owner of a deferred tensor; ``None`` for anything else."""
+    return value.owner if isinstance(value, _deferred_class()) else None
+
+
+def was_written(value: Any) -> bool:
+    """Whether a deferred tensor was assigned to after it was made."""
+    return isinstance(value, _deferred_class()) and bool(value.written)
