@@ -47,7 +47,7 @@ def test_dp_is_used_where_there_is_a_pair_to_split(
 
     made: list[MeshSpec] = []
 
-    def build(spec: MeshSpec) -> Any:
+    def build(spec: MeshSpec, devices: Any) -> Any:
         made.append(spec)
 
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice()] * 8)

@@ -52,6 +52,7 @@ def load(
     keep_loaded: bool = True,
     cache_dir: str | Path | None = None,
     compile_cache: bool = True,
+    executables: str | Path | None = None,
     reporter: Reporter | None = None,
 ) -> Session:
     """Open a model for generation.
@@ -75,6 +76,7 @@ def load(
         keep_loaded: keep weights on the devices between calls of ``generate``.
         cache_dir: in place of the user's cache folder.
         compile_cache: keep compiled programs there.
+        executables: a folder that ``tpuport compile`` made; see docs/compile.md.
         reporter: told about progress.
 
     Returns:
@@ -114,6 +116,7 @@ def load(
         sharding=sharding,
         keep_loaded=keep_loaded,
         compile_cache=compile_cache_dir(cache) if compile_cache else None,
+        executables=Path(executables).expanduser() if executables else None,
         reporter=reporter,
     )
 
@@ -256,12 +259,17 @@ def default_rows(port: ModelPort, variant: Variant) -> int:
 
 
 def make_mesh(
-    port: ModelPort, checkpoint: Checkpoint, asked: MeshSpec | None, rows: int
+    port: ModelPort,
+    checkpoint: Checkpoint,
+    asked: MeshSpec | None,
+    rows: int,
+    devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
     """The mesh asked for; by default one CPU device, or all TPU chips.
 
     Args:
         rows: of the denoiser's batch, which dp must divide.
+        devices: to choose from, in place of this machine's.
 
     Raises:
         MeshError: it does not fit the devices.
@@ -270,8 +278,8 @@ def make_mesh(
 
     from tpuport.core.mesh import MeshSpec, auto_mesh, build_mesh
 
+    devices = jax.devices() if devices is None else devices
     if asked is None:
-        devices = jax.devices()
         if devices[0].platform == "cpu":
             asked = MeshSpec()
         else:
@@ -281,4 +289,4 @@ def make_mesh(
                 if component.heads is not None and checkpoint.has(name)
             }
             asked = auto_mesh(len(devices), heads=heads, batch=rows)
-    return build_mesh(asked)
+    return build_mesh(asked, devices)

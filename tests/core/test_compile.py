@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -9,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from tpuport.core import compile as compiling
-from tpuport.core.compile import cache_hits, persistent_cache
+from tpuport.core.compile import cache_hits, persistent_cache, uncached
+from tpuport.core.topology import compile_environment, parse_topology
 
 
 def settings() -> dict[str, object]:
@@ -81,3 +86,77 @@ def test_a_folder_that_cannot_be_made_is_an_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="file"), persistent_cache(tmp_path / "file/x"):
         pass
     assert settings() == before
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*-cache")}
+
+
+def test_an_entry_has_the_same_name_in_every_folder(tmp_path: Path) -> None:
+    """By default jax puts the path of the folder into the key."""
+    folders = [tmp_path / "here", tmp_path / "somewhere" / "else"]
+    for folder in folders:
+        with persistent_cache(folder):
+            compile_once(0.875)
+    first, second = map(names, folders)
+    assert len(first) == 1
+    assert first == second
+
+
+KERNEL = """
+import importlib.util, os, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpuport.core.compile import persistent_cache
+from tpuport.core.topology import parse_topology, topology_devices
+
+devices = np.array(topology_devices(parse_topology("v6e-8"))[:1])
+whole = NamedSharding(Mesh(devices, ("tp",)), PartitionSpec())
+root = Path(sys.argv[1])
+for place in ("a", "deep/b"):
+    source = root / place / "kernel.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("def body(x, o):\\n    o[...] = x[...] * 2\\n")
+    spec = importlib.util.spec_from_file_location("kernel", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=whole)
+    call = pl.pallas_call(
+        module.body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )
+    with persistent_cache(root / place / "cache"):
+        jax.jit(lambda x: call(x)).lower(x).compile()
+"""
+
+
+def test_a_kernel_has_the_same_name_wherever_its_source_lies(tmp_path: Path) -> None:
+    """Pallas puts the paths of the source into a kernel, which is hashed as it is."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, the TPU compiler, is not installed")
+    environment = compile_environment(parse_topology("v6e-8"))
+    subprocess.run(
+        [sys.executable, "-c", KERNEL, str(tmp_path)],
+        check=True,
+        capture_output=True,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[2],
+        timeout=300,
+    )
+    first, second = (names(tmp_path / place / "cache") for place in ("a", "deep/b"))
+    assert len(first) == 1
+    assert first == second
+
+
+def test_uncached_programs_are_compiled_whatever_is_kept(tmp_path: Path) -> None:
+    with persistent_cache(tmp_path):
+        compile_once(0.1875)
+        kept, hits = names(tmp_path), cache_hits()
+        with uncached():
+            compile_once(0.1875)
+            compile_once(0.3125)
+        assert cache_hits() == hits
+        assert names(tmp_path) == kept
+        compile_once(0.1875)
+        assert cache_hits() == hits + 1

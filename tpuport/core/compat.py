@@ -121,3 +121,39 @@ def shard_map(*args: Any, **kwargs: Any) -> Any:
     import jax
 
     return jax.shard_map(*args, check_vma=False, **kwargs)
+
+
+def compiler_flags() -> tuple[str, ...]:
+    """The flags of XLA and libtpu in force for this process, sorted.
+
+    They are those that jax takes into the key of its own cache
+    (``jax/_src/cache_key.py`` at 0.10.2): from ``XLA_FLAGS``, ``LIBTPU_INIT_ARGS`` and
+    the command line, without the ones that only say what is dumped.
+
+    Raises:
+        TpuportError: this jax keeps them elsewhere.
+    """
+    try:
+        from jax._src import cache_key
+
+        collected = _Collected()
+        cache_key._hash_xla_flags(collected, cache_key.get_flag_prefixes())
+    except (ImportError, AttributeError, TypeError) as error:
+        import jax
+
+        raise TpuportError(
+            f"jax {jax.__version__} does not tell its compiler flags as jax 0.10 does "
+            f"({error}); run with --no-compile-cache"
+        ) from error
+    return tuple(collected.texts)
+
+
+class _Collected:
+    """In place of a hash: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def update(self, data: bytes) -> None:
+        """As ``hashlib``'s."""
+        self.texts.append(data.decode())

@@ -11,9 +11,14 @@ from typing import Any
 _SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_enable_compilation_cache",
+    "jax_hlo_source_file_canonicalization_regex",
+    "jax_persistent_cache_enable_xla_caches",
     "jax_persistent_cache_min_entry_size_bytes",
     "jax_persistent_cache_min_compile_time_secs",
 )
+
+#: jax's own cache, in the folder of the compile cache.
+XLA_FOLDER = "xla"
 
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _hits = 0
@@ -27,7 +32,9 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
     it is set.
 
     Small and quick programs are kept too: the decoder's many small ones are what a warm
-    start would otherwise wait for. Settings are put back on exit.
+    start would otherwise wait for. The key of an entry does not depend on where
+    ``folder`` and tpuport lie, so that an entry made on one machine is found on another
+    with the same software. Settings are put back on exit.
 
     Raises:
         OSError: the folder cannot be made.
@@ -46,12 +53,32 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
         jax.config.update("jax_enable_compilation_cache", True)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        # By default the folder's own path is in the key, for a GPU autotuner's cache.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        # A kernel carries the paths of the source it was traced from.
+        jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*")
         # jax opens its cache once and keeps the folder it had then.
         compilation_cache.reset_cache()
         yield
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Programs are compiled by the compiler while this holds, whatever is cached."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import compile as compiling
 from tpuport.core.arrays import to_numpy
 from tpuport.core.components import EVERYTHING, Components, Loaded
+from tpuport.core.programs import Programs, Ready
 from tpuport.core.report import CompileReport, Reporter, StageReport
 from tpuport.core.rotary import RotaryCache
-from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.spec import Stage, StageContext, Work
 from tpuport.core.step_cache import StepCache, with_step_cache
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Timing:
     steady: float = 0.0
     steady_calls: int = 0
     compiles: list[CompileReport] = field(default_factory=list)
+    in_flight: int = 0
+    programs: list[Ready] = field(default_factory=list)
 
 
 class Executor:
@@ -45,6 +47,8 @@ class Executor:
         components: the weights and where they go.
         keep_loaded: keep weights on the devices between runs.
         reporter: told what happens.
+        programs: makes the compiled programs; without it they are compiled and kept
+            for this executor alone.
     """
 
     def __init__(
@@ -53,20 +57,21 @@ class Executor:
         *,
         keep_loaded: bool = False,
         reporter: Reporter | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self.components = components
         self.keep_loaded = keep_loaded
-        self.reporter = reporter or Reporter()
+        self.reporter = reporter or (programs.reporter if programs else Reporter())
         self.rotary = RotaryCache()
         self._upstream: dict[tuple[str, str], Any] = {}
-        self._compiled: dict[Any, Any] = {}
+        self.programs = programs or Programs(components, reporter=self.reporter)
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
 
     def close(self) -> None:
         """Free everything this executor holds, the components' weights included."""
         self._upstream.clear()
-        self._compiled.clear()
+        self.programs.clear()
         self._structs.clear()
         self.components.close()
 
@@ -118,6 +123,7 @@ class Executor:
         Returns:
             The stage's tensors with all videos in the leading dim, and what it took.
         """
+        self.programs.check_request(request)
         started = time.perf_counter()
         timing = Timing()
         parts: list[dict[str, Any]] = []
@@ -131,7 +137,7 @@ class Executor:
             done = 0
             for work in works:
                 run, cached = self._cached(stage, work, request, timing)
-                parts.append(self._run_work(run, cached, timing, done, total))
+                parts.append(self._run_work(run, cached, request, timing, done, total))
                 done += work.total
             names = stage.components_for(request)
             plans = tuple(
@@ -142,7 +148,6 @@ class Executor:
         finally:
             if not self.keep_loaded:
                 self.components.release(*stage.components)
-        used = list(dict.fromkeys(map(self.components.runtime, names)))
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -155,13 +160,10 @@ class Executor:
             steady_calls=timing.steady_calls,
             steady_seconds=timing.steady,
             sharding=plans,
-            attention=tuple(r.as_dict() for rt in used for r in rt.records),
-            patches=tuple(
-                entry
-                for rt in used
-                if rt.patch_report is not None
-                for entry in rt.patch_report.as_dict()["patches"]
-            ),
+            calls_in_flight=timing.in_flight,
+            calls_in_flight_limit=self.calls_in_flight_limit,
+            attention=_once(r for p in timing.programs for r in p.traced.attention),
+            patches=_once(r for p in timing.programs for r in p.traced.patches),
         )
         self.reporter.stage_finished(report)
         return merge(parts), report
@@ -204,15 +206,29 @@ class Executor:
             return stage, work
         loaded = self._load_timed(stage, name, timing)
         model = loaded.ported.bind(loaded.weights)
-        return with_step_cache(stage, work, split, cache, model, self._structs)
+        shapes = self.programs.kept_shapes(self._structs, stage, loaded, request)
+        made = with_step_cache(stage, work, split, cache, model, shapes)
+        self._structs.update(shapes)
+        return made
+
+    @property
+    def calls_in_flight_limit(self) -> int:
+        """How many calls may be dispatched and not yet waited for."""
+        return CALLS_IN_FLIGHT.get(self.components.platform, 1)
 
     def _run_work(
-        self, stage: Stage, work: Work, timing: Timing, done: int, total: int
+        self,
+        stage: Stage,
+        work: Work,
+        request: Request,
+        timing: Timing,
+        done: int,
+        total: int,
     ) -> dict[str, Any]:
         """The calls of one batch, a bounded number of them in flight."""
         import jax
 
-        limit = CALLS_IN_FLIGHT.get(self.components.platform, 1)
+        limit = self.calls_in_flight_limit
         pending: deque[tuple[int, Any]] = deque()
         outputs: list[Any] = []
         carry = constants = None
@@ -235,19 +251,12 @@ class Executor:
                 carry, constants = place((work.carry, work.constants), loaded)
                 placed_on = loaded.replicated
             inputs = place(call.inputs, loaded)
+            args = (carry, constants, inputs)
             if index == 0:
                 for name in work.programs:
-                    args = (carry, constants, inputs)
-                    self._compile(
-                        stage,
-                        Call(name, None),
-                        stage.programs[name],
-                        loaded,
-                        args,
-                        timing,
-                    )
-            compiled, fresh = self._compile(
-                stage, call, program, loaded, (carry, constants, inputs), timing
+                    self._ready(stage, name, loaded, args, request, timing)
+            compiled, fresh = self._ready(
+                stage, call.program, loaded, args, request, timing
             )
             if fresh and steady_from is not None:
                 # A new program in mid-stage: what ran so far is settled first, so
@@ -259,6 +268,7 @@ class Executor:
             called = time.perf_counter()
             carry, output = compiled(loaded.weights, carry, constants, inputs)
             pending.append((index, output))
+            timing.in_flight = max(timing.in_flight, len(pending))
             outputs.append(output)
             if first:
                 settle(0)
@@ -268,6 +278,11 @@ class Executor:
                 if steady_from is None:
                     steady_from = called
                 timing.steady_calls += 1
+                if len(pending) == limit and not jax.tree.leaves(pending[0][1]):
+                    # A call without an output is waited for by its carry, and of
+                    # those only the last is left: the others were donated.
+                    jax.block_until_ready(carry)
+                    settle(0)
                 settle(limit - 1)
             self.reporter.advanced(stage.name, done + index + 1, total)
         settle(0)
@@ -282,52 +297,37 @@ class Executor:
         timing.load += time.perf_counter() - started
         return loaded
 
-    def _compile(
+    def _ready(
         self,
         stage: Stage,
-        call: Call,
-        program: Program,
+        name: str,
         loaded: Loaded,
         args: tuple[Any, Any, Any],
+        request: Request,
         timing: Timing,
     ) -> tuple[Any, float]:
-        """The compiled program for these shapes, and the seconds it took just now."""
-        import jax
-
-        key = (stage.name, call.program, _signature(args))
-        if key in self._compiled:
-            return self._compiled[key], 0.0
-        self.reporter.compiling(stage.name, call.program)
-
-        def run(
-            weights: Any, carry: Any, constants: Any, inputs: Any
-        ) -> tuple[Any, Any]:
-            return program.fn(loaded.ported.bind(weights), carry, constants, inputs)
-
-        run.__name__ = f"{stage.name}_{call.program}"
-        jitted = jax.jit(
-            run,
-            donate_argnums=(1,) if program.donate else (),
-            out_shardings=loaded.replicated,
-        )
-        hits = compiling.cache_hits()
+        """The program for these shapes, and the seconds it took to get it just now."""
         started = time.perf_counter()
-        lowered = jitted.lower(loaded.weights, *args)
-        traced = time.perf_counter()
-        compiled = lowered.compile()
-        ended = time.perf_counter()
-        report = CompileReport(
-            stage=stage.name,
-            program=call.program,
-            trace_seconds=traced - started,
-            compile_seconds=ended - traced,
-            cached=compiling.cache_hits() > hits,
+        ready, report = self.programs.get(
+            stage.name, name, stage.programs[name], loaded, args, request
         )
+        if ready not in timing.programs:
+            timing.programs.append(ready)
+        if report is None:
+            return ready.call, 0.0
+        seconds = time.perf_counter() - started
         timing.compiles.append(report)
-        timing.compile += ended - started
-        self.reporter.compiled(report)
-        self._compiled[key] = compiled
-        return compiled, ended - started
+        timing.compile += seconds
+        return ready.call, seconds
+
+
+def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The entries in order, each once."""
+    found: list[dict[str, Any]] = []
+    for entry in entries:
+        if entry not in found:
+            found.append(entry)
+    return tuple(found)
 
 
 def place(tree: Any, loaded: Loaded) -> Any:
@@ -340,14 +340,6 @@ def place(tree: Any, loaded: Loaded) -> Any:
     return jax.tree.map(
         lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree
     )
-
-
-def _signature(args: Any) -> Any:
-    """What a compiled program depends on: structure, shapes and dtypes."""
-    import jax
-
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

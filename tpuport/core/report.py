@@ -16,7 +16,14 @@ class CompileReport:
         stage, program: which.
         trace_seconds: tracing torch code and lowering it.
         compile_seconds: in the XLA compiler, or reading its cache.
-        cached: whether the persistent cache had it.
+        cached: whether no compiler ran: the executable was loaded, or jax's own cache
+            had what was traced.
+        loaded: whether the executable was loaded; then nothing was traced either.
+        load_seconds: finding, checking and loading it.
+        reasons: why it was compiled although an executable of the same program is kept:
+            what differs, in words.
+        executable: the file it was loaded from or is kept in, where there is one.
+        executable_bytes: of the executable in it.
     """
 
     stage: str
@@ -24,6 +31,16 @@ class CompileReport:
     trace_seconds: float
     compile_seconds: float
     cached: bool
+    loaded: bool = False
+    load_seconds: float = 0.0
+    reasons: tuple[str, ...] = ()
+    executable: str = ""
+    executable_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """All of it: tracing and compiling, or loading."""
+        return self.trace_seconds + self.compile_seconds + self.load_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +52,18 @@ class StageReport:
         backend: ``"tpuport"`` or ``"diffusers"``.
         unit: what one call is.
         load_seconds: reading weights and placing them.
-        compiles: the programs compiled.
-        compile_seconds: of all of them, tracing included.
+        compiles: the programs made ready, compiled or loaded.
+        compile_seconds: of all of them, tracing and loading included.
         first_call_seconds: the first call of every program, after its compile.
         steady_calls: calls after those.
         steady_seconds: of those calls together, waited for at the end.
+        calls_in_flight: the most calls that were dispatched and not yet waited for.
+        calls_in_flight_limit: how many there may be; a stage never runs further ahead.
         total_seconds: wall time of the stage.
         sharding: the plan of each component, weights left out.
         attention: what attention ran as.
-        patches: which patches were applied while tracing.
+        patches: which patches were applied while tracing, in this process or in the
+            one that kept the executable.
     """
 
     stage: str
@@ -56,6 +76,8 @@ class StageReport:
     first_call_seconds: float = 0.0
     steady_calls: int = 0
     steady_seconds: float = 0.0
+    calls_in_flight: int = 0
+    calls_in_flight_limit: int = 0
     sharding: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
     patches: tuple[dict[str, Any], ...] = ()
@@ -105,21 +127,38 @@ class RunReport:
             for name in self.__dataclass_fields__
             if name != "stages"
         }
-        return {**data, "stages": [stage.as_dict() for stage in self.stages]}
+        return {
+            **data,
+            "warm": self.warm,
+            "programs": self.programs,
+            "stages": [stage.as_dict() for stage in self.stages],
+        }
+
+    @property
+    def programs(self) -> dict[str, int]:
+        """How many programs were loaded, came from jax's cache, and were compiled."""
+        made = [c for s in self.stages for c in s.compiles]
+        loaded = sum(c.loaded for c in made)
+        cached = sum(c.cached and not c.loaded for c in made)
+        return {
+            "loaded": loaded,
+            "cached": cached,
+            "compiled": len(made) - loaded - cached,
+        }
+
+    @property
+    def warm(self) -> bool:
+        """Whether every program was loaded: nothing was traced or compiled."""
+        counts = self.programs
+        return counts["loaded"] > 0 and not counts["cached"] + counts["compiled"]
 
     def summary(self) -> list[tuple[str, str]]:
         """(label, text) rows for the end of a run."""
         load = sum(s.load_seconds for s in self.stages)
         compile_seconds = sum(s.compile_seconds for s in self.stages)
-        compiles = [c for s in self.stages for c in s.compiles]
-        cached = sum(c.cached for c in compiles)
         rows = [
             ("load", f"{load:.2f} s"),
-            (
-                "compile",
-                f"{compile_seconds:.2f} s ({len(compiles)} program"
-                f"{'' if len(compiles) == 1 else 's'}, {cached} from the cache)",
-            ),
+            ("compile", f"{compile_seconds:.2f} s ({self._programs_in_words()})"),
         ]
         for stage in self.stages:
             text = f"{stage.total_seconds:.2f} s"
@@ -130,6 +169,11 @@ class RunReport:
                 per_call = stage.seconds_per_call
                 if per_call is not None:
                     text += f", then {per_call:.3f} s/{stage.unit}"
+                if stage.calls_in_flight > 1:
+                    text += (
+                        f", {stage.calls_in_flight} in flight of at most "
+                        f"{stage.calls_in_flight_limit}"
+                    )
             rows.append((stage.stage, text))
         rows.append(("total", f"{self.total_seconds:.2f} s"))
         memory = f"{self.peak_host_bytes / 2**30:.2f} GiB host"
@@ -137,6 +181,16 @@ class RunReport:
             memory += f", {self.peak_device_bytes / 2**30:.2f} GiB per device"
         rows.append(("peak memory", memory))
         return rows
+
+    def _programs_in_words(self) -> str:
+        counts = self.programs
+        total = sum(counts.values())
+        programs = f"{total} program{'' if total == 1 else 's'}"
+        if self.warm:
+            return f"warm: {programs} loaded, nothing compiled"
+        kept = counts["cached"] + counts["loaded"]
+        more = f", {counts['loaded']} of them loaded" if counts["loaded"] else ""
+        return f"{programs}, {kept} from the cache{more}"
 
 
 def peak_host_bytes() -> int:

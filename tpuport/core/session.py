@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import report as reports
 from tpuport.core.arrays import host_device, to_torch
-from tpuport.core.compile import persistent_cache
 from tpuport.core.components import Components
 from tpuport.core.executor import Executor
 from tpuport.core.media import Source
+from tpuport.core.programs import Programs
 from tpuport.core.report import Reporter, RunReport, StageReport
 from tpuport.core.request import Request, check_given
 from tpuport.core.request_builder import RequestBuilder
@@ -71,6 +71,8 @@ class Session(RequestBuilder):
         sharding: the layout of the sharding rules.
         keep_loaded: keep weights on the devices between calls of ``generate``.
         compile_cache: folder of the persistent compile cache, or ``None`` for none.
+        executables: folder that ``tpuport compile`` made, whose programs are used in
+            place of compiling; one that is for another run is refused.
         reporter: told what happens.
     """
 
@@ -87,6 +89,7 @@ class Session(RequestBuilder):
         sharding: str = "default",
         keep_loaded: bool = True,
         compile_cache: Path | None = None,
+        executables: Path | None = None,
         reporter: Reporter | None = None,
     ) -> None:
         if encode_on not in ("device", "host"):
@@ -98,7 +101,6 @@ class Session(RequestBuilder):
         self.dtype = dtype
         self.encode_on = encode_on
         self.reporter = reporter or Reporter()
-        self._compile_cache = compile_cache
         self._closed = False
         self.components = Components(
             port,
@@ -109,10 +111,12 @@ class Session(RequestBuilder):
             layout=sharding,
             reporter=self.reporter,
         )
+        made = Programs.of(self.components, compile_cache, executables, self.reporter)
         self.executor = Executor(
-            self.components, keep_loaded=keep_loaded, reporter=self.reporter
+            self.components, keep_loaded=keep_loaded, programs=made
         )
         self._check_heads()
+        self.executor.programs.check()
 
     # ------------------------------------------------------------------ scope
 
@@ -213,7 +217,7 @@ class Session(RequestBuilder):
             return self._run_upstream(stage, request, inputs, host_device())
         if stage is self.port.stages[0] and self.encode_on == "host":
             return self._run_upstream(stage, request, inputs, "cpu")
-        with persistent_cache(self._compile_cache):
+        with self.executor.programs.jax_cache():
             return self.executor.run(stage, request, inputs)
 
     def _run_upstream(

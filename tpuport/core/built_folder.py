@@ -1,0 +1,189 @@
+"""The folder that ``tpuport compile`` writes and ``generate --executables`` reads.
+
+It holds the executables of a run, a manifest of them, and in ``xla`` the entries of
+jax's own compile cache for the same programs: where jax refuses to load an executable
+that was built without the chip, they spare the compile when the key that jax computes
+on the machine with the chips is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.compile import XLA_FOLDER
+from tpuport.core.documents import read_document, write_document
+from tpuport.core.executables import Entry, read_entry, read_payload
+from tpuport.core.program_key import ProgramKey, surroundings
+from tpuport.core.program_words import spoken
+from tpuport.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from tpuport.core.components import Components
+    from tpuport.core.request import Request
+
+#: Of a request: each value makes arrays of another shape.
+_SIZES = ("height", "width", "num_frames", "batch_size", "task")
+
+MANIFEST = "manifest.json"
+MANIFEST_SCHEMA = "tpuport.executables"
+
+_REMEDY = "make the folder with `tpuport compile`"
+_AGAIN = "compile again with `tpuport compile`, or leave --executables out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltFolder:
+    """A folder of executables, read.
+
+    Attributes:
+        folder: where it is.
+        manifest: what ``manifest.json`` says.
+        entries: one per program it names.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def open(cls, folder: Path) -> BuiltFolder:
+        """Read the manifest and the header of every executable in it.
+
+        Raises:
+            ArtifactError: the manifest or an executable is missing or damaged.
+        """
+        manifest = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
+        entries = []
+        for program in manifest["programs"]:
+            path = folder / program["file"]
+            if not path.is_file():
+                raise ArtifactError(f"{path}: is missing; {_REMEDY}")
+            entry = read_entry(path)
+            read_payload(entry)  # its checksum, before an hour is spent on a stage
+            entries.append(entry)
+        return cls(folder=folder, manifest=manifest, entries=tuple(entries))
+
+    @property
+    def xla(self) -> Path:
+        """The entries of jax's own cache."""
+        return self.folder / XLA_FOLDER
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages whose programs are all here."""
+        return tuple(self.manifest["stages"])
+
+    def check(self, components: Components) -> None:
+        """Refuse a session that the folder is not for; before anything is loaded.
+
+        Shapes are not known yet: :meth:`check_request` and :meth:`find` check them.
+
+        Raises:
+            ArtifactError: what differs, by name, with both values.
+        """
+        for entry in self.entries:
+            if entry.key.component not in components.port.components:
+                raise self._refused(
+                    entry.key,
+                    (f"model {entry.key.model} -> {components.port.name}",),
+                )
+            now = surroundings(components, entry.key.component)
+            options = {**entry.key.options, **now.pop("options")}
+            found = replace(entry.key, **now, options=options).difference(entry.key)
+            if found:
+                raise self._refused(entry.key, found)
+
+    def check_request(self, request: Request) -> None:
+        """Refuse a request of another size than the folder is for.
+
+        The programs' own shapes say it too, each when its stage comes; this says it
+        before the first one.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        for entry in self.entries:
+            found = [
+                f"{spoken(name)} {before} -> {getattr(request, name)}"
+                for name, before in entry.key.context.items()
+                if name in _SIZES and before != getattr(request, name)
+            ]
+            if found:
+                raise self._refused(entry.key, found)
+
+    def find(self, key: ProgramKey) -> Entry | None:
+        """The executable of a key; ``None`` where its stage was not compiled.
+
+        Raises:
+            ArtifactError: the stage was compiled, for another run; what differs.
+        """
+        if key.stage not in self.stages:
+            return None
+        for entry in self.entries:
+            if entry.key.digest == key.digest:
+                return entry
+        alike = [entry for entry in self.entries if entry.key.name == key.name]
+        if not alike:
+            names = ", ".join(sorted({entry.key.name for entry in self.entries}))
+            raise ArtifactError(
+                f"{self.folder}: holds no {key.name}, which this run needs; it holds "
+                f"{names}; {_AGAIN}"
+            )
+        differences = [key.difference(entry.key) for entry in alike]
+        raise self._refused(key, min(differences, key=len))
+
+    def _refused(self, key: ProgramKey, found: Sequence[str]) -> ArtifactError:
+        return ArtifactError(
+            f"{self.folder}: {key.name} is not for this run (what it was compiled for "
+            f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
+        )
+
+
+def write_manifest(
+    folder: Path,
+    entries: Sequence[Entry],
+    stages: Sequence[str],
+    about: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the manifest of a folder; returns what it says.
+
+    Executables of an earlier manifest that are not in this one are removed.
+
+    Args:
+        stages: whose programs are all among the entries.
+        about: model, topology and settings, for people.
+    """
+    content: dict[str, Any] = {
+        **about,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stages": list(stages),
+        "programs": [
+            {
+                "stage": entry.key.stage,
+                "program": entry.key.program,
+                "file": entry.path.name,
+                "bytes": entry.size,
+                "seconds": entry.seconds,
+                "built_for": entry.built_for,
+                "digest": entry.key.digest,
+            }
+            for entry in entries
+        ],
+    }
+    before: list[dict[str, Any]] = []
+    with contextlib.suppress(ArtifactError):
+        before = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)["programs"]
+    write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
+    kept = {program["file"] for program in content["programs"]}
+    for program in before:
+        if (
+            program["file"] not in kept
+            and Path(program["file"]).name == program["file"]
+        ):
+            (folder / program["file"]).unlink(missing_ok=True)
+    return content

@@ -1,0 +1,56 @@
+"""A stage's program as jax lowers it: for the devices here, or for absent ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.components import Loaded
+    from tpuport.core.spec import Program
+
+
+def trace(
+    stage: str,
+    name: str,
+    program: Program,
+    loaded: Loaded,
+    args: tuple[Any, Any, Any],
+) -> jax.stages.Traced:
+    """Trace one program of a stage.
+
+    ``generate`` compiles what this returns for the devices it runs on, ``plan`` and
+    ``compile`` for the devices of a topology: what is planned is what runs.
+
+    Args:
+        stage: the name of the stage.
+        name: of the program in the stage.
+        program: what to lower.
+        loaded: its component; the weights may be arrays or ``ShapeDtypeStruct``.
+        args: carry, constants and inputs, as arrays or ``ShapeDtypeStruct`` that say
+            how they are placed.
+    """
+    import jax
+
+    def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
+        return program.fn(loaded.ported.bind(weights), carry, constants, inputs)
+
+    run.__name__ = f"{stage}_{name}"
+    jitted = jax.jit(
+        run,
+        donate_argnums=(1,) if program.donate else (),
+        out_shardings=loaded.replicated,
+    )
+    return jitted.trace(loaded.weights, *args)
+
+
+def lower(
+    stage: str,
+    name: str,
+    program: Program,
+    loaded: Loaded,
+    args: tuple[Any, Any, Any],
+) -> jax.stages.Lowered:
+    """:func:`trace`, and lower what it gives."""
+    return trace(stage, name, program, loaded, args).lower()
