@@ -12,6 +12,8 @@ import tpuport
 
 from ._errors import INTERRUPTED, as_usage_error, explain
 from .bench import bench
+from .bench_attention import bench_attention
+from .compile import compile_
 from .decode import decode
 from .denoise import denoise
 from .doctor import doctor
@@ -19,8 +21,10 @@ from .encode import encode
 from .generate import generate
 from .models import models
 from .patches import patches
+from .plan import plan
 from .plugins import plugins
 from .replay import replay
+from .tune import tune
 
 app = typer.Typer(
     add_completion=False,
@@ -33,7 +37,14 @@ app.command("encode")(encode)
 app.command("denoise")(denoise)
 app.command("decode")(decode)
 app.command("replay")(replay)
-app.command("bench")(bench)
+app.command("plan")(plan)
+app.command("compile")(compile_)
+# `tpuport bench` measures; what follows it names something else to measure.
+bench_app = typer.Typer(invoke_without_command=True)
+bench_app.callback()(bench)
+bench_app.command("attention")(bench_attention)
+app.add_typer(bench_app, name="bench")
+app.command("tune")(tune)
 app.command("models")(models)
 app.command("plugins")(plugins)
 app.command("patches")(patches)

@@ -208,7 +208,10 @@ Attention = Annotated[
     str | None,
     typer.Option(
         "--attention",
-        help="auto, reference, blockwise or splash (TPU only). [default: auto]",
+        metavar="NAME[:OPTIONS]",
+        help="auto, splash or jax (TPU only), reference or blockwise; for the denoiser "
+        "also options, as in 'splash:window=512,512;k_smooth=on;block_q=1024;"
+        "block_kv=1024;block_kv_compute=256'. [default: auto]",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -273,6 +276,16 @@ NoCompileCache = Annotated[
     typer.Option(
         "--no-compile-cache",
         help="Neither read nor keep compiled programs.",
+        rich_help_panel=_FILES,
+    ),
+]
+Executables = Annotated[
+    str | None,
+    typer.Option(
+        "--executables",
+        metavar="FOLDER",
+        help="Use the programs that `tpuport compile` put there; refused where they "
+        "are for another run.",
         rich_help_panel=_FILES,
     ),
 ]

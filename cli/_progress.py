@@ -149,14 +149,18 @@ def print_summary(report: RunReport) -> None:
 
 
 def _compiled(report: CompileReport) -> str:
-    seconds = report.trace_seconds + report.compile_seconds
+    what = f"{report.stage}/{report.program}"
+    if report.loaded:
+        return f"loaded {what} in {report.seconds:.1f} s, nothing compiled"
     cached = " (from the compile cache)" if report.cached else ""
-    return f"compiled {report.stage}/{report.program} in {seconds:.1f} s{cached}"
+    return f"compiled {what} in {report.seconds:.1f} s{cached}"
 
 
 def _compile_total(report: StageReport) -> str:
     if not report.compiles:
         return ""
+    if all(c.loaded for c in report.compiles):
+        return f"warm, loaded in {report.compile_seconds:.1f} s"
     cached = ", cached" if all(c.cached for c in report.compiles) else ""
     return f"compile {report.compile_seconds:.1f} s{cached}"
 

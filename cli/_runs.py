@@ -243,6 +243,7 @@ def resume_command(
         "sharding": settings.sharding,
         "backend": settings.backend,
         "cache-dir": settings.cache_dir,
+        "executables": settings.executables,
     }
     lines = []
     for stage in stages:

@@ -156,6 +156,7 @@ def open_session(
         keep_loaded=keep_loaded,
         cache_dir=cache,
         compile_cache=not settings.no_compile_cache,
+        executables=settings.executables,
         reporter=reporter,
     )
 
@@ -232,10 +233,6 @@ def check_prompts(settings: Settings) -> None:
 def _check_attention(name: str | None) -> None:
     if name is None:
         return
-    from tpuport.kernels.attention import AUTO, IMPLEMENTATIONS
+    from tpuport.kernels.choice import AttentionChoice
 
-    known = [AUTO, *(implementation.name for implementation in IMPLEMENTATIONS)]
-    if name not in known:
-        raise UsageError(
-            f"unknown attention implementation {name!r}; known are: {', '.join(known)}"
-        )
+    AttentionChoice.parse(name)

@@ -54,6 +54,7 @@ class Settings:
     run_dir: Path | None = None
     cache_dir: Path | None = None
     no_compile_cache: bool = False
+    executables: Path | None = None
     json: bool = False
     debug: bool = False
 
@@ -238,6 +239,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "run_dir": _path,
     "cache_dir": _path,
     "no_compile_cache": _flag,
+    "executables": _path,
     "json": _flag,
     "debug": _flag,
 }

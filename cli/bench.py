@@ -25,6 +25,7 @@ from ._options import (
     CacheDir,
     Debug,
     Dtype,
+    Executables,
     Frames,
     Guidance,
     Height,
@@ -107,6 +108,7 @@ def bench(
     ] = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,
+    executables: Executables = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -117,6 +119,10 @@ def bench(
     request is run with and without the step cache, and what the cache costs in quality
     is printed beside what it saves.
     """
+    if context.invoked_subcommand is not None:
+        with reported(debug=debug):
+            _alone(context)
+        return
     with reported(debug=debug) as guard:
         if against not in (None, "diffusers"):
             raise UsageError(f"--against {against!r}: only diffusers can be named")
@@ -131,6 +137,18 @@ def bench(
             print_json(result)
         else:
             print("\n".join(_text(result)))
+
+
+def _alone(context: typer.Context) -> None:
+    """Refuse options before the name of a subcommand, which would drop them."""
+    for name in context.params:
+        source = getattr(context.get_parameter_source(name), "name", "")
+        if source == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} before {context.invoked_subcommand!r} would not be used; put "
+                f"options after `tpuport bench {context.invoked_subcommand}`"
+            )
 
 
 @dataclass

@@ -12,6 +12,7 @@ from ._options import (
     CacheDir,
     Debug,
     Dtype,
+    Executables,
     Json,
     Mesh,
     Model,
@@ -38,6 +39,7 @@ def decode(
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,
+    executables: Executables = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

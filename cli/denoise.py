@@ -12,6 +12,7 @@ from ._options import (
     CacheDir,
     Debug,
     Dtype,
+    Executables,
     Json,
     Mesh,
     Model,
@@ -36,6 +37,7 @@ def denoise(
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,
+    executables: Executables = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -114,7 +114,9 @@ def test_stderr_has_only_our_own_lines(cache: Path, tmp_path: Path) -> None:
         "denoise: ",
         "decode: ",
         "loading ",
+        "loaded ",
         "compil",
+        "recompiling ",
         "  ",
     )
     known = (*known, "wrote v.gif")

@@ -1,0 +1,191 @@
+"""``tpuport plan``: for chips that are not there, of the demo checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.tools import Cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+def plan(cache: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, whose environment no test has set up for a TPU."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-m", "tpuport", "plan", *args],
+        env=kept | {"PYTHONPATH": path, "TPUPORT_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
+    """The document of a small plan, its dump, and what was said on the way."""
+    folder = tmp_path_factory.mktemp("plan")
+    done = plan(
+        folder / "cache",
+        *("--topology", "v6e-4", "--mesh", "dp=2,tp=2", "--size", "96x64"),
+        *("--frames", "9", "--steps", "3", "--dump", str(folder / "dump"), "--json"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), folder / "dump", done.stderr
+
+
+@needs_libtpu
+def test_the_document_has_the_keys_that_scripts_rely_on(planned: Any) -> None:
+    found, _, _ = planned
+    assert found["fits"] is True
+    assert 0 < found["hbm_bytes_per_chip"] < found["hbm_limit_bytes"]
+    assert found["hbm_limit_bytes"] == int(31.25 * 2**30)
+    assert found["seconds_per_step"] > 0
+    assert found["stage_seconds"] == {
+        "encode": None,
+        "denoise": pytest.approx(3 * found["seconds_per_step"]),
+        "decode": None,
+    }
+    assert found["compile_seconds"] > 0
+    assert found["program_bytes"] > 0
+    assert {"all-reduce", "tp"} <= {
+        value for use in found["collectives"] for value in (use["kind"], use["axis"])
+    }
+    for use in found["collectives"]:
+        assert use["count"] >= 1
+        assert use["bytes"] > 0
+        assert set(use["axis"].split("+")) <= {"dp", "tp"}
+
+
+@needs_libtpu
+def test_the_time_is_split_and_bounded(planned: Any) -> None:
+    found, _, _ = planned
+    step = found["seconds_per_step"]
+    assert set(found["split"]) == {"attention", "matmul", "collective", "other"}
+    assert sum(found["split"].values()) == pytest.approx(step)
+    assert sum(found["bounds"].values()) == pytest.approx(step)
+    assert found["bound"] == max(found["bounds"], key=found["bounds"].get)
+    assert 0 < found["utilization"] < 1
+    peak = found["chip"]["peak_flops"] * found["devices"]
+    assert found["utilization"] == pytest.approx(
+        found["model_flops_per_step"] / (step * peak)
+    )
+
+
+@needs_libtpu
+def test_what_is_planned_is_what_would_run(planned: Any) -> None:
+    found, _, _ = planned
+    assert found["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
+    assert found["settings"]["num_inference_steps"] == 3
+    (program,) = found["stages"]["denoise"]["programs"]
+    assert (program["program"], program["calls"]) == ("step", 3)
+    assert {r["split"][1] for r in program["attention"]} == {"tp"}
+    (weights,) = found["sharding_plans"]
+    assert weights["component"] == "transformer"
+    assert program["memory"]["weights"] >= weights["bytes_per_device"]
+    memory = program["memory"]
+    parts = [v for k, v in memory.items() if k != "total"]
+    assert sum(parts) == memory["total"] == found["hbm_bytes_per_chip"]
+
+
+@needs_libtpu
+def test_the_sum_can_be_redone_from_the_dump(planned: Any) -> None:
+    found, dump, _ = planned
+    assert {p.name for p in dump.iterdir()} == set(found["files"])
+    (path,) = dump.glob("*.account.json")
+    account = json.loads(path.read_text())
+    assert sum(r["seconds"] for r in account["rows"]) == pytest.approx(
+        found["seconds_per_step"]
+    )
+    (hlo,) = dump.glob("*.hlo.txt")
+    text = hlo.read_text()
+    for row in account["rows"]:
+        assert f"%{row['name']} = " in text
+    for kernel in found["kernels"]:
+        folder = dump / f"{kernel['name']}-{kernel['key'][:8]}"
+        cost = json.loads((folder / "cost.json").read_text())
+        assert cost["cycles"] == kernel["cycles"]
+        assert list((folder / "schedule").glob("*final_bundles.txt"))
+        rows = [r for r in account["rows"] if r["opcode"] == "custom-call"]
+        assert kernel["cycles"] in {r["cycles"] for r in rows}
+
+
+@needs_libtpu
+def test_what_happens_is_said_beside_the_document(planned: Any) -> None:
+    _, _, said = planned
+    assert "compiling denoise/step for dp=2,sp=1,tp=2 of v6e-4" in said
+
+
+@needs_libtpu
+def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
+    done = plan(
+        tmp_path,
+        *("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--steps", "2"),
+        *("--attention", "reference"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for part in (
+        "fits: ",
+        "memory per chip:",
+        "denoise/step",
+        "a step, 2 steps",
+        "matrix products",
+        "bound by the ",
+        "% of the chips' peak",
+        "collectives: none",
+        "not planned: encode, decode",
+        "compile: ",
+        "transformer on mesh dp=1,sp=1,tp=1",
+    ):
+        assert part in done.stdout, part
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--topology", "v6e-7"), "unknown TPU topology 'v6e-7'"),
+        (("--topology", "v6e-8", "--stage", "sing"), "--stage 'sing'"),
+        (("--topology", "v6e-8", "--frames", "10"), "10 frames asked for"),
+        (("--topology", "v6e-8", "--mesh", "tp=x"), "not an integer"),
+        (("--topology", "v6e-8", "--model", "x"), "x"),
+        ((), "--topology"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    cli: Cli, args: tuple[str, ...], said: str
+) -> None:
+    ran = cli("plan", *args)
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert said in ran.err
+    assert ran.out == ""
+
+
+def test_without_libtpu_it_says_so_in_one_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name == "libtpu" else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    ran = cli("plan", "--topology", "v6e-8")
+    assert ran.code == 1
+    assert "needs libtpu" in ran.last
+    assert sum(line.startswith("error") for line in ran.err.splitlines()) == 1

@@ -1,0 +1,249 @@
+"""Choosing a mesh, and finding what fits: on plans whose figures are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tpuport.core.chips import chip
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.planning.account import Account, Row
+from tpuport.core.planning.measure import Measured, Memory
+from tpuport.core.planning.plan import Plan, StagePlan
+from tpuport.core.planning.report import text
+from tpuport.core.planning.search import advise, rank
+from tpuport.core.request import Request
+from tpuport.core.spec import FrameRule, SizeRule
+from tpuport.core.topology import parse_topology
+from tpuport.errors import UsageError
+
+V6E = chip("v6e")
+GIB = 2**30
+
+REQUEST = Request(
+    prompts=("",),
+    negative_prompts=("",),
+    seeds=((0,),),
+    batch_size=1,
+    height=128,
+    width=256,
+    num_frames=33,
+    fps=8,
+    num_inference_steps=4,
+    guidance_scale=6.0,
+)
+
+
+def measured(gib: float, seconds: float, **changes: Any) -> Measured:
+    """A program that takes so much memory, 4 GiB of it weights, and time."""
+    size = int(gib * GIB)
+    row = Row("op", "fusion", "", "other", 1, 1.0, seconds, bound="vector unit")
+    fits = size <= V6E.hbm_usable_bytes
+    values: dict[str, Any] = {
+        "stage": "denoise",
+        "program": "step",
+        "component": "transformer",
+        "calls": 4,
+        "memory": Memory(
+            weights=4 * GIB,
+            inputs=0,
+            temporaries=size - 4 * GIB,
+            code=0,
+            resident=0,
+            total=size,
+        ),
+        "limit": V6E.hbm_usable_bytes,
+        "lower_seconds": 1.0,
+        "compile_seconds": 2.0,
+        "program_bytes": 1000,
+        "account": Account(seconds, [row]) if fits else None,
+        "flops": 1e12,
+        "devices": 8,
+        "error": "" if fits else "too large",
+    }
+    return Measured(**{**values, **changes})
+
+
+def plan_of(
+    mesh: MeshSpec, program: Measured, request: Request = REQUEST, **changes: Any
+) -> Plan:
+    stage = StagePlan(name=program.stage, programs=(program,), chip=V6E)
+    values: dict[str, Any] = {
+        "model": "m",
+        "variant": "v",
+        "weights": "w",
+        "topology": "v6e-8",
+        "chip": V6E,
+        "mesh": mesh,
+        "settings": request.as_dict(),
+        "dtype": "bfloat16",
+        "attention": "auto",
+        "sharding": "default",
+        "stages": (stage,),
+    }
+    return Plan(**{**values, **changes})
+
+
+class Fake:
+    """A planner whose programs take what ``costs`` says of (mesh, request)."""
+
+    def __init__(self, meshes: Sequence[str], costs: Any, weights: Any = None) -> None:
+        self.meshes = [MeshSpec.parse(m) for m in meshes]
+        self.costs = costs
+        self.weights = weights or (lambda spec: 4 * GIB)
+        self.chip = V6E
+        self.topology = parse_topology("v6e-8")
+        self.variant = SimpleNamespace(
+            frames=FrameRule(step=8), sizes=SizeRule(multiple=16)
+        )
+        self.compiled: list[tuple[str, int, int]] = []
+        self.said: list[str] = []
+        self.say = self.said.append
+
+    def _stages(self) -> list[Any]:
+        return [SimpleNamespace(name="denoise")]
+
+    def legal_meshes(self) -> list[MeshSpec]:
+        return self.meshes
+
+    def weight_bytes(self, spec: MeshSpec) -> int:
+        return int(self.weights(spec))
+
+    def request(self, spec: MeshSpec) -> Request:
+        return REQUEST
+
+    def requests(self, spec: MeshSpec) -> Any:
+        def check(request: Request) -> None:
+            if request.num_frames == 25:
+                raise UsageError("25 is not a count this one takes")
+
+        return SimpleNamespace(check=check)
+
+    def plan(
+        self,
+        spec: MeshSpec,
+        *,
+        request: Request | None = None,
+        stages: Sequence[str] | None = None,
+    ) -> Plan:
+        asked = request or REQUEST
+        self.compiled.append((str(spec), asked.num_frames, asked.height))
+        return plan_of(spec, self.costs(spec, asked), asked)
+
+
+def test_meshes_are_ranked_by_time_among_those_that_fit() -> None:
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        by_tp = {1: (40, 0.1), 2: (20, 0.7), 4: (10, 0.5), 8: (8, 0.9)}
+        return measured(*by_tp[spec.tp])
+
+    fake = Fake(["dp=2,sp=4,tp=1", "dp=2,sp=2,tp=2", "dp=2,tp=4", "tp=8"], costs)
+    found: Any = rank(fake)  # type: ignore[arg-type]
+    assert [c.mesh.tp for c in found] == [4, 2, 8, 1]
+    assert [c.plan.fits for c in found] == [True, True, True, False]
+    shown = [c.as_dict() for c in found]
+    assert [d["seconds_per_step"] for d in shown] == [0.5, 0.7, 0.9, None]
+    assert all(d["compiled"] for d in shown)
+
+
+def test_meshes_whose_weights_are_too_large_are_not_compiled() -> None:
+    fake = Fake(
+        ["dp=2,sp=4,tp=1", "tp=8"],
+        lambda spec, request: measured(10, 0.5),
+        weights=lambda spec: 40 * GIB / spec.tp,
+    )
+    found: Any = rank(fake)  # type: ignore[arg-type]
+    assert [c[0] for c in fake.compiled] == ["dp=1,sp=1,tp=8"]
+    assert "weights alone" in found[-1].reason
+    assert found[-1].as_dict()["compiled"] is False
+
+
+def test_without_time_left_only_the_first_mesh_is_compiled() -> None:
+    fake = Fake(["dp=2,tp=4", "tp=8"], lambda spec, request: measured(10, 0.5))
+    found: Any = rank(fake, budget=0)  # type: ignore[arg-type]
+    assert len(fake.compiled) == 1
+    assert "not compiled" in found[-1].reason
+
+
+def test_advice_is_the_nearest_mesh_length_and_size_that_fit() -> None:
+    """40 GiB of 33 frames: 36 of activations, which go with frames and area."""
+
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        area = request.height * request.width / (128 * 256)
+        share = request.num_frames / 33 * area / (spec.tp / 4)
+        return measured(4 + 36 * share, 0.5)
+
+    fake = Fake(["dp=2,tp=4", "tp=8"], costs)
+    asked = MeshSpec.parse("dp=2,tp=4")
+    short = fake.plan(asked)
+    assert not short.fits
+    found: Any = advise(fake, short)  # type: ignore[arg-type]
+    changes = {a["change"]: (a["to"], a["verified"]) for a in found}
+    # 25 frames would fit, but are refused.
+    assert changes["frames"] == ("17 frames", True)
+    assert changes["size"] == ("192x96", True)
+    assert changes["topology"] == ("v6e-16", False)
+    # The estimate of the other mesh is too pessimistic to be tried.
+    assert "mesh" not in changes
+
+
+def test_what_the_budget_leaves_out_is_called_an_estimate() -> None:
+    fake = Fake(["dp=2,tp=4"], lambda spec, request: measured(40, 0.5))
+    found: Any = advise(  # type: ignore[arg-type]
+        fake, fake.plan(MeshSpec.parse("dp=2,tp=4")), budget=-1
+    )
+    assert len(fake.compiled) == 1
+    assert {a["verified"] for a in found} == {False}
+
+
+def test_a_program_on_one_device_gains_nothing_from_another_mesh() -> None:
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        return measured(40 * request.num_frames / 33, 0.5, devices=1)
+
+    fake = Fake(["dp=2,tp=4", "tp=8"], costs)
+    asked = MeshSpec.parse("dp=2,tp=4")
+    found: Any = advise(fake, fake.plan(asked))  # type: ignore[arg-type]
+    changes = {a["change"] for a in found}
+    assert changes == {"frames", "size"}
+
+
+def test_a_plan_that_does_not_fit_has_no_time_and_says_what_to_change() -> None:
+    plan = plan_of(MeshSpec.parse("dp=2,tp=4"), measured(40, 0.5))
+    plan.advice = [
+        {
+            "change": "mesh",
+            "to": "dp=1,sp=1,tp=8",
+            "hbm_bytes_per_chip": 20 * GIB,
+            "verified": True,
+        }
+    ]
+    found = plan.as_dict()
+    assert found["fits"] is False
+    assert found["hbm_bytes_per_chip"] == 40 * GIB
+    assert found["seconds_per_step"] is None
+    assert found["stage_seconds"]["denoise"] is None
+    shown = text(plan)
+    assert "does not fit: 40.00 GiB of 31.25 GiB" in shown
+    assert "change mesh to dp=1,sp=1,tp=8: 20.00 GiB (compiled)" in shown
+    assert "no time" in shown
+
+
+def test_stages_add_up_to_the_run() -> None:
+    mesh = MeshSpec.parse("dp=2,tp=4")
+    denoise = plan_of(mesh, measured(10, 0.5))
+    decode = plan_of(mesh, measured(20, 0.25, stage="decode", calls=2, devices=1))
+    joined = decode.joined(denoise)
+    found = joined.as_dict()
+    assert [s.name for s in joined.stages] == ["denoise", "decode"]
+    assert found["stage_seconds"] == {
+        "encode": None,
+        "denoise": pytest.approx(2.0),
+        "decode": pytest.approx(0.5),
+    }
+    assert found["run_seconds"] == pytest.approx(2.5)
+    assert found["hbm_bytes_per_chip"] == 20 * GIB
+    assert found["compile_seconds"] == 4.0
+    assert found["program_bytes"] == 2000
+    assert found["utilization"] == pytest.approx(1e12 / (0.5 * 8 * V6E.peak_flops))

@@ -1,0 +1,208 @@
+"""One attention call to be costed, as data, and the source a kernel is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.chips import chip
+from tpuport.errors import UsageError
+
+#: Implementation -> module of its kernel, or of what calls it, in tpuport.kernels.
+IMPLEMENTATIONS = {"tpuport": "splash", "jax": "jax_splash", "tokamax": None}
+
+_IMPORTS = re.compile(r"^\s*from tpuport\.kernels\.(\w+) import", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """Tokens of a kernel's tiles; ``q`` queries meet ``kv`` keys, some at a time."""
+
+    q: int
+    kv: int
+    kv_compute: int
+
+    @classmethod
+    def parse(cls, text: str) -> Blocks:
+        """Of ``Q/KV/COMPUTE``, such as ``2048/2048/512``.
+
+        Raises:
+            UsageError: it is not three positive numbers.
+        """
+        parts = text.split("/")
+        if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+            raise UsageError(
+                f"blocks {text!r} are not Q/KV/COMPUTE, such as 2048/2048/512, or auto"
+            )
+        return cls(q=int(parts[0]), kv=int(parts[1]), kv_compute=int(parts[2]))
+
+    def __str__(self) -> str:
+        return f"{self.q}/{self.kv}/{self.kv_compute}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCase:
+    """An attention call on one device: q [B, H, Lq, D], k and v [B, Hkv, Lk, D].
+
+    Attributes:
+        implementation: ``tpuport``, ``jax`` or ``tokamax``.
+        chip: generation, such as ``v6e``.
+        batch, heads, kv_heads: of this device alone.
+        q_len, kv_len, head_dim: tokens and width.
+        dtype: of q, k and v.
+        blocks: tiles; None for what the implementation chooses.
+        is_causal, window, k_smooth: options of the call; a window is (left, right).
+        has_lengths: whether the valid keys of each item are given when it runs.
+        running_max: whether ``tpuport`` is to take the running maximum always, and not
+            only where the scores' bound needs it.
+    """
+
+    implementation: str
+    chip: str = "v6e"
+    batch: int = 1
+    heads: int
+    kv_heads: int | None = None
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    blocks: Blocks | None = None
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    k_smooth: bool = False
+    has_lengths: bool = False
+    running_max: bool = False
+
+    def __post_init__(self) -> None:
+        if self.implementation not in IMPLEMENTATIONS:
+            raise UsageError(
+                f"unknown kernel {self.implementation!r}; known are: "
+                f"{', '.join(IMPLEMENTATIONS)}"
+            )
+        chip(self.chip)
+        if self.dtype not in ("bfloat16", "float32"):
+            raise UsageError(f"kernels take bfloat16 and float32, not {self.dtype}")
+        for name in ("batch", "heads", "q_len", "kv_len", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def scores(self) -> int:
+        """Scores of the whole call, padding not counted: B H Lq Lk."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; :meth:`from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> AttentionCase:
+        """The case that :meth:`as_dict` wrote."""
+        blocks = data.get("blocks")
+        window = data.get("window")
+        return cls(
+            **{
+                **data,
+                "blocks": Blocks(**blocks) if blocks else None,
+                "window": tuple(window) if window else None,
+            }
+        )
+
+
+def padded(length: int, block: int) -> int:
+    """The smallest multiple of ``block`` that is at least ``length``."""
+    return -(-length // block) * block
+
+
+def with_blocks(case: AttentionCase) -> AttentionCase:
+    """The case with the tiles that a run would take, where it names none.
+
+    For ``tpuport`` those are of the block table, or else by the kernel's rule; for
+    ``jax`` they are our rule for it, for ``tokamax`` the best that were tried.
+    """
+    if case.blocks is not None:
+        return case
+    found: Any
+    if case.implementation == "tokamax":
+        found = Blocks(q=2048, kv=2048, kv_compute=256 if case.head_dim <= 64 else 512)
+    elif case.implementation == "jax":
+        from tpuport.kernels import jax_splash
+
+        found = jax_splash.default_blocks(
+            case.q_len, case.kv_len, case.head_dim, itemsize=case.itemsize
+        )
+    else:
+        from tpuport.kernels.block_table import tuned_blocks
+
+        found = None
+        if case.dtype == "bfloat16":
+            found = tuned_blocks(case.chip, case.head_dim, case.q_len, case.kv_len)
+        found = found or rule_blocks(case)
+    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+    return replace(case, blocks=tiles)
+
+
+def rule_blocks(case: AttentionCase) -> Blocks:
+    """The tiles of tpuport's kernel by its own rule, without the table."""
+    from tpuport.kernels.splash_blocks import default_blocks
+
+    found = default_blocks(
+        case.q_len,
+        case.kv_len,
+        case.head_dim,
+        chip=case.chip,
+        itemsize=case.itemsize,
+    )
+    return Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+
+
+def fits(case: AttentionCase, blocks: Blocks) -> bool:
+    """Whether tpuport's kernel takes these tiles and they fit the chip's VMEM."""
+    from tpuport.kernels.splash_blocks import SplashBlocks, vmem_bytes, vmem_limit
+
+    try:
+        tiles = SplashBlocks(q=blocks.q, kv=blocks.kv, kv_compute=blocks.kv_compute)
+    except ValueError:
+        return False
+    needed = vmem_bytes(tiles, case.head_dim, itemsize=case.itemsize)
+    return needed <= vmem_limit(case.chip)
+
+
+def kernel_source_hash(implementation: str) -> str | None:
+    """Sha256 of the files of tpuport a kernel is made of; None for a kernel with none.
+
+    They are the module of the kernel and what it imports from ``tpuport.kernels``.
+
+    Raises:
+        UsageError: no implementation has that name.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise UsageError(f"unknown kernel {implementation!r}")
+    module = IMPLEMENTATIONS[implementation]
+    if module is None:
+        return None
+    folder = Path(__file__).parents[1] / "kernels"
+    found: dict[str, str] = {}
+    open_names = [module]
+    while open_names:
+        name = open_names.pop()
+        # The table is written by who measures the kernel: it is no part of it.
+        if name in found or name == "block_table":
+            continue
+        path = folder / f"{name}.py"
+        if not path.is_file():
+            raise UsageError(f"tpuport.kernels has no module {name}")
+        found[name] = path.read_text(encoding="utf-8")
+        open_names += _IMPORTS.findall(found[name])
+    digest = hashlib.sha256()
+    for name in sorted(found):
+        digest.update(f"{name}\0{found[name]}\0".encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What a model would take on a TPU that is not there: memory, time, traffic."""

@@ -1,0 +1,318 @@
+"""Plans a run: every program compiled for a topology, its memory and its time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.chips import chip as chip_named
+from tpuport.core.components import Components
+from tpuport.core.mesh import MeshSpec, auto_mesh, build_mesh
+from tpuport.core.planning.abstract import AbstractProgram, abstract_programs
+from tpuport.core.planning.kernels import KernelCosts
+from tpuport.core.planning.measure import Measured, measure
+from tpuport.core.planning.plan import Plan, StagePlan
+from tpuport.core.report import Reporter
+from tpuport.core.request_builder import RequestBuilder
+from tpuport.core.topology import (
+    Topology,
+    compile_environment,
+    topology_devices,
+)
+from tpuport.errors import MeshError, ShardingError
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.request import Request
+    from tpuport.core.spec import ModelPort, Variant
+
+Ask = Callable[["Requests"], "Request"]
+"""Makes the request for one mesh."""
+
+
+class Requests(RequestBuilder):
+    """Makes and checks requests for devices that are not there."""
+
+    def __init__(
+        self,
+        port: ModelPort,
+        variant: Variant,
+        checkpoint: Checkpoint,
+        mesh: jax.sharding.Mesh,
+        reporter: Reporter,
+    ) -> None:
+        self.port = port
+        self.variant = variant
+        self.checkpoint = checkpoint
+        self.mesh = mesh
+        self.reporter = reporter
+
+
+@dataclass(kw_only=True)
+class Planner:
+    """Plans runs of one model on one topology.
+
+    Attributes:
+        port: the form of the model that the checkpoint is of.
+        variant: whose defaults and rules hold.
+        checkpoint: configs and tokenizers.
+        topology: the slice.
+        cache: a folder for the schedules of kernels.
+        ask: makes the request; called for every mesh, since a mesh may refuse one.
+        dtype, attention, sharding: as ``generate`` takes them.
+        stages: names of those to plan; all of them when not given.
+        inputs: what the first stage reads: the pixels of an image or a video.
+        reporter: told what happens.
+        dump: a folder for compiled programs, accounts and schedules.
+    """
+
+    port: ModelPort
+    variant: Variant
+    checkpoint: Checkpoint
+    topology: Topology
+    cache: Path
+    ask: Ask
+    dtype: str
+    attention: str = "auto"
+    sharding: str = "default"
+    stages: Sequence[str] | None = None
+    inputs: Mapping[str, Any] | None = None
+    reporter: Reporter | None = None
+    dump: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.say = (self.reporter or Reporter()).say
+        self.chip = chip_named(self.topology.chip)
+        self.devices = topology_devices(self.topology)
+        self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
+        self._skeletons: dict[str, Any] = {}
+        self.kernels = KernelCosts(
+            self.topology,
+            self.cache,
+            environment=compile_environment(self.topology),
+            flops_per_cycle=self.chip.flops_per_cycle,
+            say=self.say,
+        )
+
+    # ------------------------------------------------------------------ meshes
+
+    def heads(self) -> dict[str, int]:
+        """Attention heads by component, which tp has to divide."""
+        return {
+            name: component.heads(self.checkpoint.config(name))
+            for name, component in self.port.components.items()
+            if component.heads is not None and self.checkpoint.has(name)
+        }
+
+    def rows(self) -> int:
+        """Rows of the denoiser's batch."""
+        request = self.request(MeshSpec())
+        return max(
+            (s.batch_rows(request) for s in self.port.stages if s.batch_rows), default=1
+        )
+
+    def default_mesh(self) -> MeshSpec:
+        """What ``generate`` takes on this slice when no mesh is named."""
+        return auto_mesh(len(self.devices), heads=self.heads(), batch=self.rows())
+
+    def check_mesh(self, spec: MeshSpec) -> None:
+        """Refuse a mesh that a session would refuse.
+
+        Raises:
+            MeshError: it does not fit the devices, the heads or the batch.
+            ShardingError: a weight cannot be split that way.
+        """
+        spec.resolve(len(self.devices)).validate(heads=self.heads(), batch=None)
+        self.request(spec)
+        for plan in self.sharding_plans(spec):
+            plan.check()
+
+    def legal_meshes(self) -> list[MeshSpec]:
+        """All meshes of all devices that this run may have."""
+        count = len(self.devices)
+        found = []
+        for dp in _divisors(count):
+            for tp in _divisors(count // dp):
+                spec = MeshSpec(dp=dp, sp=count // dp // tp, tp=tp)
+                try:
+                    self.check_mesh(spec)
+                except (MeshError, ShardingError):
+                    continue
+                found.append(spec)
+        return found
+
+    # ------------------------------------------------------------------- plans
+
+    def request(self, spec: MeshSpec) -> Request:
+        """The run on a mesh.
+
+        Raises:
+            UsageError, MeshError: it is off a rule.
+        """
+        return self.ask(self.requests(spec))
+
+    def requests(self, spec: MeshSpec) -> Requests:
+        """What makes and checks requests for a mesh."""
+        mesh = build_mesh(spec, self.devices)
+        return Requests(self.port, self.variant, self.checkpoint, mesh, Reporter())
+
+    def components(self, spec: MeshSpec) -> Components:
+        """The components on a mesh; nothing is read but configs."""
+        components = Components(
+            self.port,
+            self.checkpoint,
+            build_mesh(spec, self.devices),
+            dtype=self.dtype,
+            attention=self.attention,
+            layout=self.sharding,
+        )
+        # Modules without weights are the same on every mesh, and slow to build.
+        components._skeletons = self._skeletons
+        return components
+
+    def sharding_plans(self, spec: MeshSpec) -> tuple[Any, ...]:
+        """Where the weights of the components go that the planned stages need."""
+        if spec not in self._sharding_plans:
+            components = self.components(spec)
+            request = self.request(spec)
+            names = [n for s in self._stages() for n in s.components_for(request)]
+            self._sharding_plans[spec] = tuple(
+                components.plan(name) for name in dict.fromkeys(names)
+            )
+        return self._sharding_plans[spec]
+
+    def weight_bytes(self, spec: MeshSpec) -> int:
+        """Of the stage with most weights, on one device."""
+        plans = {p.component: p for p in self.sharding_plans(spec)}
+        request = self.request(spec)
+        return max(
+            sum(plans[n].bytes_per_device for n in s.components_for(request))
+            for s in self._stages()
+        )
+
+    def _stages(self) -> list[Any]:
+        wanted = self.stages
+        return [s for s in self.port.stages if wanted is None or s.name in wanted]
+
+    def programs(
+        self, spec: MeshSpec, request: Request, stages: Sequence[str]
+    ) -> Iterator[AbstractProgram]:
+        """The distinct programs of a run on a mesh."""
+        return abstract_programs(
+            self.port,
+            self.variant,
+            self.checkpoint,
+            request,
+            build_mesh(spec, self.devices),
+            dtype=self.dtype,
+            attention=self.attention,
+            sharding=self.sharding,
+            stages=stages,
+            inputs=self.inputs,
+        )
+
+    def plan(
+        self,
+        spec: MeshSpec,
+        *,
+        request: Request | None = None,
+        stages: Sequence[str] | None = None,
+    ) -> Plan:
+        """Compile every program of the run on a mesh and add it up.
+
+        Args:
+            spec: the mesh.
+            request: in place of the planner's own.
+            stages: in place of the planner's own.
+
+        Raises:
+            MeshError, ShardingError, UsageError: the run is not legal on the mesh.
+            KernelError, HloError: what was compiled could not be read.
+        """
+        spec = spec.resolve(len(self.devices))
+        self.check_mesh(spec)
+        asked = self.request(spec) if request is None else request
+        names = list(stages) if stages is not None else [s.name for s in self._stages()]
+        found: dict[str, list[Measured]] = {name: [] for name in names}
+        files: list[str] = []
+        for program in self.programs(spec, asked, names):
+            self.say(
+                f"compiling {program.stage}/{program.program} for {spec} of "
+                f"{self.topology.name}"
+            )
+            measured = measure(
+                program,
+                self.topology,
+                self.chip,
+                self.kernels,
+                keep_text=self.dump is not None,
+            )
+            program.forget()
+            if self.dump is not None:
+                number = len(found[program.stage])
+                files += self._write(measured, number, spec)
+                measured = replace(measured, hlo="")
+            found[program.stage].append(measured)
+        if self.dump is not None:
+            files += self.kernels.keep(self.dump)
+        notes = [
+            note
+            for programs in found.values()
+            for p in programs
+            if p.account
+            for note in p.account.notes
+        ]
+        return Plan(
+            model=self.port.name,
+            variant=self.variant.name,
+            weights=self.checkpoint.source,
+            topology=self.topology.name,
+            chip=self.chip,
+            mesh=spec,
+            settings=asked.as_dict(),
+            dtype=self.dtype,
+            attention=self.attention,
+            sharding=self.sharding,
+            stages=tuple(
+                StagePlan(name=name, programs=tuple(programs), chip=self.chip)
+                for name, programs in found.items()
+                if programs
+            ),
+            sharding_plans=self.sharding_plans(spec),
+            kernels=tuple(use.as_dict() for use in self.kernels.uses.values()),
+            files=files,
+            notes=notes,
+        )
+
+    def _write(self, measured: Measured, number: int, spec: MeshSpec) -> list[str]:
+        """The compiled program and its account, as files of the dump."""
+        assert self.dump is not None
+        self.dump.mkdir(parents=True, exist_ok=True)
+        mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
+        name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
+        written = []
+        if measured.hlo:
+            (self.dump / f"{name}.hlo.txt").write_text(measured.hlo)
+            written.append(f"{name}.hlo.txt")
+        if measured.account is not None:
+            document = {
+                "stage": measured.stage,
+                "program": measured.program,
+                "calls": measured.calls,
+                "clock_hz": self.chip.clock_hz,
+                "seconds": measured.account.seconds,
+                "rows": [row.as_dict() for row in measured.account.rows],
+            }
+            path = self.dump / f"{name}.account.json"
+            path.write_text(json.dumps(document, indent=1) + "\n")
+            written.append(path.name)
+        return written
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]

@@ -1,0 +1,192 @@
+"""A plan as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tpuport.core.planning.measure import Measured
+from tpuport.core.planning.plan import DENOISE, STAGES, Plan, StagePlan
+
+_WORDS = {
+    "attention": "attention",
+    "matmul": "matrix products",
+    "collective": "collectives",
+    "other": "other",
+}
+
+
+def text(plan: Plan) -> str:
+    """Everything a person asks of a plan, a few lines a subject."""
+    return "\n".join(
+        [
+            *_head(plan),
+            *_meshes(plan),
+            *_memory(plan),
+            *_times(plan),
+            *_collectives(plan),
+            *_sharding(plan),
+            *(f"note: {note}" for note in dict.fromkeys(plan.notes)),
+        ]
+    )
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    settings = plan.settings
+    chip = plan.chip
+    yield (
+        f"{plan.model} {plan.variant} on {plan.topology} ({plan.mesh.size} of "
+        f"{chip.title}), mesh {plan.mesh}, {plan.dtype}, sharding {plan.sharding}"
+    )
+    yield (
+        f"{settings['batch_size']} video(s) of {settings['width']}x"
+        f"{settings['height']}, {settings['num_frames']} frames, "
+        f"{settings['num_inference_steps']} steps, guidance "
+        f"{settings['guidance_scale']:g}"
+    )
+    used = gib(plan.hbm_bytes)
+    limit = gib(chip.hbm_usable_bytes)
+    verdict = "fits" if plan.fits else "does not fit"
+    yield f"{verdict}: {used} of {limit} HBM per chip"
+    for advice in plan.advice:
+        how = "compiled" if advice["verified"] else "estimated"
+        yield (
+            f"  change {advice['change']} to {advice['to']}: "
+            f"{gib(advice['hbm_bytes_per_chip'])} ({how})"
+        )
+    if not plan.fits and not plan.advice:
+        yield "  no mesh, size or slice was found that fits"
+
+
+def _meshes(plan: Plan) -> Iterator[str]:
+    if not plan.meshes:
+        return
+    yield "meshes, the fastest that fits first:"
+    for found in plan.meshes:
+        name = ",".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+        step = found["seconds_per_step"] or found["stage_seconds"]
+        if not found["compiled"]:
+            what = found["reason"]
+        elif not found["fits"]:
+            what = f"does not fit: {gib(found['hbm_bytes_per_chip'])}"
+        else:
+            what = f"{duration(step)}, {gib(found['hbm_bytes_per_chip'])}"
+        yield f"  {name}: {what}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield "memory per chip:"
+    rows: list[tuple[str, ...]] = [
+        ("program", "weights", "inputs", "activations", "code", "resident", "total")
+    ]
+    for program in plan.programs:
+        memory = program.memory
+        sizes = (
+            memory.weights,
+            memory.inputs,
+            memory.temporaries,
+            memory.code,
+            memory.resident,
+            memory.total,
+        )
+        rows.append((_name(program), *map(gib, sizes)))
+    yield from _table(rows)
+
+
+def _times(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        yield from _stage(stage)
+    left = [n for n in STAGES if plan.stage(n) is None]
+    if left:
+        yield f"not planned: {', '.join(left)}"
+    known = {s.name: s.seconds for s in plan.stages if s.seconds is not None}
+    if known:
+        yield (
+            "whole run: "
+            + " + ".join(f"{name} {duration(s)}" for name, s in known.items())
+            + f" = {duration(sum(known.values()))}"
+        )
+    yield (
+        f"compile: {plan.compile_seconds:.1f} s on this machine, "
+        f"{plan.program_bytes / 2**20:.1f} MiB of programs"
+    )
+
+
+def _stage(stage: StagePlan) -> Iterator[str]:
+    if stage.seconds is None or stage.seconds_per_call is None:
+        yield f"{stage.name}: no time, since it does not fit"
+        return
+    unit = "step" if stage.name == DENOISE else "call"
+    yield (
+        f"{stage.name}: {duration(stage.seconds_per_call)} a {unit}, {stage.calls} "
+        f"{unit}s, {duration(stage.seconds)}"
+    )
+    each = stage.seconds_per_call
+    yield "  " + ", ".join(
+        f"{_WORDS[name]} {duration(seconds)} ({seconds / each:.0%})"
+        for name, seconds in stage.split().items()
+    )
+    yield (
+        f"  bound by the {stage.bound}: "
+        + ", ".join(f"{n} {s / each:.0%}" for n, s in stage.bounds().items())
+    )
+    if stage.floor_per_call is not None:
+        yield (
+            f"  not below {duration(stage.floor_per_call)}: kernels and collectives "
+            "as they are, all else at the peak of MXU or HBM"
+        )
+    if stage.utilization is not None:
+        yield (
+            f"  {stage.flops / stage.calls / 1e12:.4g} TFLOP a {unit}, "
+            f"{stage.utilization:.1%} of the chips' peak"
+        )
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    rows = [("program", "kind", "axis", "count", "bytes", "time", "not hidden")]
+    for program in plan.programs:
+        if program.account is None:
+            continue
+        for use in program.account.collectives():
+            rows.append(
+                (
+                    _name(program),
+                    use.kind,
+                    use.axis or "-",
+                    str(use.count),
+                    gib(use.bytes),
+                    duration(use.seconds),
+                    duration(use.exposed_seconds),
+                )
+            )
+    if len(rows) == 1:
+        yield "collectives: none"
+        return
+    yield "collectives of one call, per chip:"
+    yield from _table(rows)
+
+
+def _sharding(plan: Plan) -> Iterator[str]:
+    for sharding in plan.sharding_plans:
+        yield from sharding.format_table().splitlines()
+
+
+def _name(program: Measured) -> str:
+    return f"{program.stage}/{program.program}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(wide[0])]
+        cells += [c.rjust(w) for c, w in zip(row[1:], wide[1:], strict=True)]
+        yield "  " + "  ".join(cells)
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,293 @@
+"""The best mesh for a run, and what to change where a run does not fit.
+
+Both compile: an estimate only orders what is tried, and the time that may be spent is
+bounded. What was compiled and what was estimated is said of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.planning.plan import DENOISE, Plan
+from tpuport.core.planning.report import duration
+from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpuport.core.planning.planner import Planner
+    from tpuport.core.request import Request
+
+BUDGET_SECONDS = 540.0
+"""What a search may take; a compile that has begun is finished."""
+
+#: Of each kind of change, how many are compiled at most.
+TRIES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A mesh in a search.
+
+    Attributes:
+        mesh: the mesh.
+        weight_bytes: of one device.
+        plan: of the stage that decides; ``None`` where it was not compiled.
+        reason: why it was not.
+    """
+
+    mesh: MeshSpec
+    weight_bytes: int
+    plan: Plan | None = None
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the deciding stage, where it fits."""
+        if self.plan is None or not self.plan.fits:
+            return None
+        return self.plan.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        plan = self.plan
+        return {
+            "mesh": self.mesh.shape,
+            "compiled": plan is not None,
+            "fits": plan.fits if plan is not None else None,
+            "weight_bytes_per_chip": self.weight_bytes,
+            "hbm_bytes_per_chip": plan.hbm_bytes if plan is not None else None,
+            "seconds_per_step": plan.seconds_per_step if plan is not None else None,
+            "stage_seconds": plan.seconds if plan is not None else None,
+            "compile_seconds": plan.compile_seconds if plan is not None else None,
+            "reason": self.reason,
+        }
+
+
+def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]:
+    """The legal meshes, the fastest that fit first, then the others.
+
+    The denoising stage decides, or the first of the stages planned where it is not
+    among them. Meshes whose weights alone are too large are not compiled, nor those
+    that the budget has no time for.
+    """
+    names = [s.name for s in planner._stages()]
+    deciding = DENOISE if DENOISE in names else names[0]
+    started = time.perf_counter()
+    found: list[Candidate] = []
+    longest = 0.0
+    for spec in sorted(planner.legal_meshes(), key=_likely):
+        weights = planner.weight_bytes(spec)
+        reason = ""
+        spent = time.perf_counter() - started
+        if weights > planner.chip.hbm_usable_bytes:
+            reason = "its weights alone are larger than the memory"
+        elif found and spent + longest > budget:
+            reason = f"not compiled: the search may take {budget:.0f} s"
+        if reason:
+            planner.say(f"mesh {spec}: {reason}")
+            found.append(Candidate(mesh=spec, weight_bytes=weights, reason=reason))
+            continue
+        before = time.perf_counter()
+        plan = planner.plan(spec, stages=[deciding])
+        longest = max(longest, time.perf_counter() - before)
+        step = plan.seconds_per_step or plan.seconds
+        planner.say(
+            f"mesh {spec}: "
+            + (duration(step) if step is not None and plan.fits else "does not fit")
+        )
+        found.append(Candidate(mesh=spec, weight_bytes=weights, plan=plan))
+    return sorted(found, key=_rank_key)
+
+
+def _likely(spec: MeshSpec) -> tuple[int, int]:
+    """Most promising first: dp shares nothing but weights, then even halves of sp, tp.
+
+    Only the order in which meshes are compiled depends on it.
+    """
+    return (-spec.dp, abs(spec.sp - spec.tp))
+
+
+def _rank_key(candidate: Candidate) -> tuple[int, float]:
+    if candidate.seconds is not None:
+        return (0, candidate.seconds)
+    if candidate.plan is None and "budget" not in candidate.reason:
+        return (2, float(candidate.weight_bytes))
+    return (1, float(candidate.plan.hbm_bytes if candidate.plan else 0))
+
+
+def advise(
+    planner: Planner, plan: Plan, *, budget: float = BUDGET_SECONDS
+) -> list[dict[str, Any]]:
+    """What to change so that a run fits: a mesh, a shorter or smaller video, a slice.
+
+    Each is the nearest one that was found to fit by compiling the programs that did not
+    (``verified``), or, where none was within the budget, the nearest by estimate.
+    """
+    stages = [s.name for s in plan.stages if not all(p.fits for p in s.programs)]
+    until = time.perf_counter() + budget
+    advice = []
+    for kind, changes in (
+        ("mesh", _meshes(planner, plan)),
+        ("frames", _frames(planner, plan)),
+        ("size", _sizes(planner, plan)),
+    ):
+        found = _first_that_fits(planner, kind, changes, stages, until)
+        if found is not None:
+            advice.append(found)
+    advice += _slices(planner, plan)
+    return advice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """Something to try: in words, as a mesh and a request, with estimated bytes."""
+
+    text: str
+    mesh: MeshSpec
+    request: Request | None
+    estimate: float
+
+
+def _first_that_fits(
+    planner: Planner,
+    kind: str,
+    changes: Iterator[_Change],
+    stages: list[str],
+    until: float,
+) -> dict[str, Any] | None:
+    limit = planner.chip.hbm_usable_bytes
+    likely = [c for c in changes if c.estimate <= limit]
+    tried = 0
+    for change in likely:
+        if tried == TRIES or time.perf_counter() > until:
+            break
+        tried += 1
+        planner.say(f"trying {change.text}")
+        plan = planner.plan(change.mesh, request=change.request, stages=stages)
+        if plan.fits:
+            return _advice(kind, change, plan.hbm_bytes, verified=True)
+    left = likely[tried:]
+    if not left:
+        return None
+    return _advice(kind, left[0], int(left[0].estimate), verified=False)
+
+
+def _advice(kind: str, change: _Change, size: int, *, verified: bool) -> dict[str, Any]:
+    return {
+        "change": kind,
+        "to": change.text,
+        "hbm_bytes_per_chip": size,
+        "verified": verified,
+    }
+
+
+def _activations(plan: Plan) -> tuple[float, float]:
+    """Weights and everything else of the program that needs most."""
+    program = max(plan.programs, key=lambda p: p.memory.total)
+    weights = float(program.memory.weights)
+    return weights, program.memory.total - weights
+
+
+def _meshes(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """Other legal meshes; activations are taken to go with the rows of a device."""
+    _, rest = _activations(plan)
+    worst = max(plan.programs, key=lambda p: p.memory.total)
+    if worst.devices == 1 and plan.mesh.size > 1:
+        return  # it runs on one device of any mesh
+    found = []
+    for spec in planner.legal_meshes():
+        if spec == plan.mesh:
+            continue
+        share = (plan.mesh.dp * plan.mesh.sp) / (spec.dp * spec.sp)
+        # What tp splits of the activations is split on both, what it leaves whole is
+        # not: about half each.
+        share *= (1 + plan.mesh.tp / spec.tp) / 2
+        estimate = planner.weight_bytes(spec) + rest * share
+        found.append(
+            _Change(text=str(spec), mesh=spec, request=None, estimate=estimate)
+        )
+    yield from sorted(found, key=lambda c: c.estimate)
+
+
+def _frames(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """Shorter videos, the longest first."""
+    weights, rest = _activations(plan)
+    request = planner.request(plan.mesh)
+    rule = planner.variant.frames
+    frames = request.num_frames - rule.step
+    while rule.allows(frames):
+        changed = _changed(planner, plan, request, num_frames=frames)
+        if changed is not None:
+            yield _Change(
+                text=f"{frames} frames",
+                mesh=plan.mesh,
+                request=changed,
+                estimate=weights + rest * frames / request.num_frames,
+            )
+        frames -= rule.step
+
+
+def _sizes(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """Smaller pictures of about the same shape, the largest first."""
+    weights, rest = _activations(plan)
+    request = planner.request(plan.mesh)
+    rule = planner.variant.sizes
+    seen = {(request.height, request.width)}
+    for height in range(request.height, 0, -rule.multiple):
+        width = request.width * height // request.height // rule.multiple
+        width *= rule.multiple
+        if (height, width) in seen or not (rule.allows(height) and rule.allows(width)):
+            continue
+        seen.add((height, width))
+        changed = _changed(planner, plan, request, height=height, width=width)
+        if changed is None:
+            continue
+        area = height * width / (request.height * request.width)
+        yield _Change(
+            text=f"{width}x{height}",
+            mesh=plan.mesh,
+            request=changed,
+            estimate=weights + rest * area,
+        )
+
+
+def _changed(
+    planner: Planner, plan: Plan, request: Request, **changes: Any
+) -> Request | None:
+    """The request with changes, where they are legal."""
+    from dataclasses import replace
+
+    try:
+        changed = replace(request, **changes)
+        planner.requests(plan.mesh).check(changed)
+    except UsageError:
+        return None
+    return changed
+
+
+def _slices(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+    """The next larger slice of the same chip, by estimate."""
+    family = [
+        found
+        for name in TOPOLOGY_NAMES
+        if (found := parse_topology(name)).chip == planner.topology.chip
+        and found.devices > planner.topology.devices
+    ]
+    worst = max(plan.programs, key=lambda p: p.memory.total)
+    if not family or worst.devices < planner.topology.devices:
+        return []
+    nearest = min(family, key=lambda t: t.devices)
+    share = planner.topology.devices / nearest.devices
+    size = int(worst.memory.total * share)
+    return [
+        {
+            "change": "topology",
+            "to": nearest.name,
+            "hbm_bytes_per_chip": size,
+            "verified": False,
+        }
+    ]
