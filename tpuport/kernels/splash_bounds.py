@@ -47,13 +47,15 @@ def needs_maximum(
     norms = pad_dim(_norms(q), 2, count * q_block)
     q_norm = norms.reshape(batch, heads, count, q_block).max(-1)
     k_norm = jnp.repeat(_norms(k).max(-1), heads // kv_heads, 1)
-    v_most = jnp.repeat(
-        jnp.abs(v).max((2, 3)).astype(jnp.float32), heads // kv_heads, 1
-    )
+    v_small = jnp.repeat((jnp.abs(v) <= MOST_VALUE).all((2, 3)), heads // kv_heads, 1)
     exponent = q_norm * k_norm[..., None] * abs(factor)
-    return ~((exponent <= MOST_EXPONENT) & (v_most[..., None] <= MOST_VALUE))
+    return ~((exponent <= MOST_EXPONENT) & v_small[..., None])
 
 
 def _norms(x: jax.Array) -> jax.Array:
-    """Lengths of the vectors along the last dim, in float32."""
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), -1))
+    """Lengths of the vectors along the last dim, in float32; infinite for a NaN.
+
+    A maximum may pass over a NaN (jax 0.10.2 on a CPU does).
+    """
+    norms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), -1))
+    return jnp.where(norms >= 0, norms, jnp.inf)
