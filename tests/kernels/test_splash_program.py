@@ -68,6 +68,7 @@ def test_bundles(head_dim: int, length: int) -> None:
     check_targets(head_dim, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v7x"])
 def test_compiles_for_other_chips(chip: str) -> None:
     cost = compiled(chip, 128, 1031, small=True)
@@ -75,6 +76,7 @@ def test_compiles_for_other_chips(chip: str) -> None:
     assert cost.steps * cost.cores == 2 * 3 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_options_compile_together(dtype: str) -> None:
     cost = kernel_cycles(
