@@ -56,19 +56,17 @@ def check_targets(head_dim: int, length: int) -> None:
     assert exact / cost.cycles * cost.cycles_per_tile <= RUNNING_MAXIMUM[head_dim]
 
 
-def test_bundles_at_head_dim_64() -> None:
-    check_targets(64, 39826)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bundles(head_dim: int) -> None:
+    check_targets(head_dim, 39826)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "length"), [(64, 113600), (128, 39826), (128, 113600)]
-)
-def test_bundles(head_dim: int, length: int) -> None:
-    check_targets(head_dim, length)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bundles_of_a_long_video(head_dim: int) -> None:
+    check_targets(head_dim, 113600)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v7x"])
 def test_compiles_for_other_chips(chip: str) -> None:
     cost = compiled(chip, 128, 1031, small=True)
@@ -76,7 +74,6 @@ def test_compiles_for_other_chips(chip: str) -> None:
     assert cost.steps * cost.cores == 2 * 3 * 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_options_compile_together(dtype: str) -> None:
     cost = kernel_cycles(
