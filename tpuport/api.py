@@ -128,6 +128,7 @@ def port(
     *,
     attention: str = "auto",
     sharding: str = "default",
+    blocks: str = "native",
 ) -> PortedProgram:
     """A torch module as a compiled JAX program with a plugin's patches and rules.
 
@@ -135,7 +136,7 @@ def port(
         module: an instance of one of the model's component classes, any legal config.
         model: the name of an installed model plugin.
         mesh: as for :func:`load`; without it, one device.
-        attention, sharding: as for :func:`load`.
+        attention, sharding, blocks: as for :func:`load`.
 
     Returns:
         A callable with upstream's signature: torch tensors in, torch tensors out.
@@ -148,8 +149,9 @@ def port(
     """
     from tpuport.core.mesh import build_mesh
     from tpuport.core.porting import PortedProgram, component_of
+    from tpuport.core.spec import with_blocks
 
-    found, component = component_of(get_port(model), module)
+    found, component = component_of(with_blocks(get_port(model), blocks), module)
     spec = _parse_mesh(mesh)
     if spec is None:
         spec = _parse_mesh((1, 1, 1))

@@ -102,7 +102,7 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mask": jnp.ones((1, 1, 1, 7), bool)}, r"a bool mask of shape \[1, 1, 1, 7"),
         ({"mask": jnp.ones((1, 1, 5, 7))}, r"a float mask of shape \[1, 1, 5, 7\]"),
         (
-            {"blocks": SplashBlocks(q=16384, kv=65536, kv_compute=256)},
+            {"blocks": SplashBlocks(q=16384, kv=1 << 18, kv_compute=256)},
             r"bytes of VMEM at head dim 64; v6e has",
         ),
     ],
@@ -149,7 +149,6 @@ def test_steps_visit_every_block_that_a_query_block_may_see(
     plan = Plan(
         blocks=blocks,
         groups=1,
-        v_dim=64,
         factor=1.0,
         left=left,
         right=right,

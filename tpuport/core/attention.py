@@ -59,6 +59,9 @@ class AttentionRecord:
         running_max: whether a running maximum was asked for.
         causal: whether query i sees keys 0..i only.
         dtype: of q, k and v.
+        padded: tokens of the joint sequence with its padding; ``None`` without one.
+        ulysses: devices that exchange tokens for heads.
+        ring: devices that share heads and have a part of the queries each.
     """
 
     query: tuple[int, ...]
@@ -74,6 +77,9 @@ class AttentionRecord:
     running_max: bool = False
     causal: bool = False
     dtype: str = "float32"
+    padded: int | None = None
+    ulysses: int = 1
+    ring: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -19,6 +19,7 @@ from tpuport.core.sharding import (
     plan_layout,
 )
 from tpuport.core.spec import ModelPort
+from tpuport.core.transforms import transformer
 from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -238,6 +239,10 @@ class Components:
         tensors = ported.tensors()
         by_file = {v: k for k, v in found.items() if checkpoints.is_used(used, k)}
         dtype = torch_dtype(self.dtype_of(name))
+        transform = transformer(
+            self.port.components[name].transforms,
+            getattr(self.skeleton(name), "config", {}),
+        )
 
         def stream() -> Iterator[tuple[str, np.ndarray]]:
             for stored, tensor in self.checkpoint.stream(files, list(by_file)):
@@ -250,7 +255,7 @@ class Components:
                     )
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
-                yield target, to_numpy(tensor)
+                yield target, to_numpy(transform(target, tensor))
             for buffer in ported.names.computed:
                 yield buffer, to_numpy(tensors[buffer])
 

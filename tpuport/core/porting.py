@@ -11,6 +11,7 @@ from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import ShardingPlan, plan_layout
+from tpuport.core.transforms import transformer
 from tpuport.core.spec import Component, ModelPort
 from tpuport.errors import UsageError
 
@@ -80,10 +81,14 @@ class PortedProgram:
             self._ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
         )
         names_wanted = (*names.stored, *names.computed)
+        transform = transformer(component.transforms, getattr(module, "config", {}))
         self._weights = place_weights(
             self._ported,
             wanted,
-            ((name, to_numpy(tensors[name])) for name in names_wanted),
+            (
+                (name, to_numpy(transform(name, tensors[name].detach())))
+                for name in names_wanted
+            ),
         )
         self._programs: dict[Any, tuple[Any, dict[str, Any]]] = {}
 

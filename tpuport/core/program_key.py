@@ -232,6 +232,7 @@ def surroundings(components: Components, component: str) -> dict[str, Any]:
             "attention": runtime.attention_implementation,
             "sharding": components.layout,
             "stack": components.stack,
+            "blocks": port.blocks,
         },
         "config": _config(components.skeleton(component)),
         "platform": str(devices[0].platform),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
+from tpuport.core.active import Active, activated
 from tpuport.core.attention import ATTENTION, AttentionPolicy, AttentionRecord
 from tpuport.core.attention_lengths import LENGTH_ATTENTION, define_attention_op
 from tpuport.core.chips import chip_of
@@ -95,7 +96,9 @@ class Runtime:
             # that matter are checked where they enter, in tpuport.core.arrays.
             warnings.filterwarnings("ignore", message="Explicitly requested dtype.*64")
             self.patch_report = stack.enter_context(applied(self.patches))
-            stack.enter_context(self._registry.install(self.env, self.op_context()))
+            context = self.op_context()
+            stack.enter_context(self._registry.install(self.env, context))
+            stack.enter_context(activated(Active(self.env, context)))
             if self.matmul_precision:
                 stack.enter_context(jax.default_matmul_precision(self.matmul_precision))
             stack.enter_context(torch.no_grad())

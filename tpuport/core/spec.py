@@ -7,7 +7,7 @@ anything. Importing this module, or building a port, imports neither torch nor j
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,29 @@ if TYPE_CHECKING:
     from tpuport.core.rotary import RotaryCache
     from tpuport.core.splitting import ForwardSplit
     from tpuport.core.stacking import StackedBlocks
+    from tpuport.core.transforms import WeightTransform
 
 Tree = Any
 """A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
+
+
+BLOCKS = ("native", "upstream")
+"""What ``--blocks`` takes; the first one is the default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeForm:
+    """A component whose blocks are written for the chip, with upstream's weights.
+
+    Attributes:
+        patches: on upstream's modules, in force with ``--blocks native``.
+        transforms: of the weights that these want in another order.
+        split: takes the place of ``Component.split``; ``None`` to keep it.
+    """
+
+    patches: tuple[Patch, ...]
+    transforms: tuple[WeightTransform, ...] = ()
+    split: ForwardSplit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +72,8 @@ class Component:
         stacked: dotted paths of its ``ModuleList`` s of identical blocks, which run
             under one scan on weights with a leading dim; sharding rules are written for
             the single blocks as ever. A ``StackedBlocks`` where not all are alike.
+        native: the same computation written for the chip; ``None`` for upstream's own.
+        transforms: of its weights as they are loaded; see :func:`with_blocks`.
     """
 
     name: str
@@ -65,6 +87,8 @@ class Component:
     heads: Callable[[Mapping[str, Any]], int] | None = None
     split: ForwardSplit | None = None
     stacked: tuple[str | StackedBlocks, ...] = ()
+    native: NativeForm | None = None
+    transforms: tuple[WeightTransform, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,6 +372,7 @@ class ModelPort:
             looked for.
         form: the name of this form, where a model has several architectures.
         forms: the other forms: ports of the same name and the same variants.
+        blocks: which blocks are in place; see :func:`with_blocks`.
     """
 
     name: str
@@ -371,6 +396,7 @@ class ModelPort:
     check_variant: Callable[[Request, Variant], None] | None = None
     form: str = ""
     forms: tuple[ModelPort, ...] = ()
+    blocks: str = "upstream"
 
     @property
     def all_forms(self) -> tuple[ModelPort, ...]:
@@ -434,3 +460,36 @@ class ModelPort:
     def variant_names(self) -> Sequence[str]:
         """All variant names, in order."""
         return [v.name for v in self.variants]
+
+
+def with_blocks(port: ModelPort, blocks: str) -> ModelPort:
+    """The port with its native blocks in place, or as it is for ``"upstream"``.
+
+    Raises:
+        UsageError: ``blocks`` is neither.
+    """
+    if blocks not in BLOCKS:
+        raise UsageError(f"blocks {blocks!r}: choose from {', '.join(BLOCKS)}")
+    if blocks == port.blocks:
+        return port
+    if port.blocks != "upstream":
+        raise UsageError(f"{port.name} already has {port.blocks} blocks in place")
+    components: dict[str, Component] = {}
+    patches = port.patches
+    for name, component in port.components.items():
+        native = component.native
+        if native is not None:
+            patches += tuple(p for p in native.patches if p not in patches)
+            component = replace(
+                component,
+                split=native.split or component.split,
+                transforms=native.transforms,
+            )
+        components[name] = component
+    return replace(
+        port,
+        components=components,
+        patches=patches,
+        blocks=blocks,
+        forms=tuple(with_blocks(form, blocks) for form in port.forms),
+    )

@@ -19,9 +19,13 @@ from tpuport.kernels.blockwise import blockwise_attention, default_tiling
 from tpuport.kernels.choice import AUTO, AttentionChoice
 from tpuport.kernels.jax_splash import jax_splash_attention, jax_splash_refusal
 from tpuport.kernels.padding import round_up
-from tpuport.kernels.problem import Problem, describe
+from tpuport.kernels.problem import Problem, describe, describe_feature_major
 from tpuport.kernels.reference import reference_attention
-from tpuport.kernels.splash import splash_attention, splash_refusal
+from tpuport.kernels.splash import (
+    splash_attention,
+    splash_feature_major,
+    splash_refusal,
+)
 
 # Scores per head up to which "auto" takes the formula as it is. Measured on two CPU
 # cores, 48 heads, float32: at 226 x 226 both are alike, from 700 x 700 to 2000 x 2000
@@ -401,6 +405,83 @@ def attention(
         window=choice.window,
         tiling=tiling,
     )
+
+
+def attention_feature_major(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_len: int | None = None,
+    kv_lengths: jax.Array | None = None,
+    hidden: bool = False,
+    scale: float | None = None,
+    platform: str,
+    implementation: str | AttentionChoice = AUTO,
+    chip: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """``attention`` on arrays with the head dim before the tokens.
+
+    That is how a product of weights and tokens gives them and how our kernel takes
+    them; any other implementation gets them turned. Where the one named refuses the
+    call, another does it, as ``select`` says with ``fall_back``.
+
+    Args:
+        q: of shape [B, H, D, Lq].
+        k: of shape [B, Hkv, D, Lk].
+        v: of shape [B, Hkv, Dv, Lk].
+        kv_len: only keys before this index count; None for all.
+        kv_lengths: integers of shape [B], at most ``kv_len``; see ``attention``.
+        hidden: the caller has made ``v`` zero at the keys that do not count, and ``k``
+            finite.
+
+    The other arguments and the errors are those of ``attention``.
+
+    Returns:
+        of shape [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
+    """
+    choice = as_choice(implementation)
+    problem = describe_feature_major(
+        q,
+        k,
+        v,
+        kv_lengths=kv_lengths,
+        window=choice.window,
+        platform=platform,
+        interpret=interpret,
+    )
+    selection = select(problem, choice, chip=chip, fall_back=True)
+    if selection.implementation == "splash":
+        return splash_feature_major(
+            q,
+            k,
+            v,
+            scale=scale,
+            window=choice.window,
+            kv_len=kv_len,
+            kv_lengths=kv_lengths,
+            hidden=hidden,
+            k_smooth=choice.k_smooth,
+            blocks=_tiles(selection.blocks),
+            running_max=True if choice.running_max else None,
+            chip=chip or DEFAULT_CHIP,
+            platform=platform,
+            interpret=interpret,
+        )
+    out = attention(
+        q.swapaxes(2, 3),
+        k[..., :kv_len].swapaxes(2, 3),
+        v[..., :kv_len].swapaxes(2, 3),
+        scale=scale,
+        kv_lengths=kv_lengths,
+        platform=platform,
+        implementation=choice,
+        chip=chip,
+        fall_back=True,
+        interpret=interpret,
+    )
+    return out.swapaxes(2, 3)
 
 
 def smooth_keys(k: jax.Array, kv_lengths: jax.Array | None) -> jax.Array:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -126,6 +127,21 @@ def describe(
         platform=platform,
         interpret=interpret,
     )
+
+
+def describe_feature_major(q: Any, k: Any, v: Any, **options: Any) -> Problem:
+    """``describe`` of arrays whose head dim comes before the tokens: [B, H, D, L].
+
+    Raises:
+        ValueError: see ``describe``; its message has the shapes with the tokens first.
+    """
+
+    def turned(x: Any) -> Any:
+        if len(x.shape) != 4:
+            return x
+        return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
+
+    return describe(turned(q), turned(k), turned(v), **options)
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

@@ -13,12 +13,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tpuport.kernels.padding import ceil_div, pad_dim
-from tpuport.kernels.problem import Problem, describe, resolve_scale
+from tpuport.kernels.problem import Problem, describe_feature_major, resolve_scale
 from tpuport.kernels.splash_blocks import (
-    COUNT_ROWS,
     RESERVED,
     SplashBlocks,
     default_blocks,
@@ -33,6 +31,7 @@ __all__ = [
     "SplashBlocks",
     "default_blocks",
     "splash_attention",
+    "splash_feature_major",
     "splash_refusal",
     "vmem_bytes",
 ]
@@ -146,7 +145,61 @@ def splash_attention(
         ValueError: shapes or dtypes that do not fit together, a negative window, an
             unknown chip.
     """
-    problem = describe(
+    out = splash_feature_major(
+        q.swapaxes(2, 3),
+        k.swapaxes(2, 3),
+        v.swapaxes(2, 3),
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        window=window,
+        kv_lengths=kv_lengths,
+        k_smooth=k_smooth,
+        blocks=blocks,
+        running_max=running_max,
+        chip=chip,
+        platform=platform,
+        interpret=interpret,
+    )
+    return out.swapaxes(2, 3)
+
+
+def splash_feature_major(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    kv_len: int | None = None,
+    kv_lengths: jax.Array | None = None,
+    hidden: bool = False,
+    k_smooth: bool = False,
+    blocks: SplashBlocks | None = None,
+    running_max: bool | None = None,
+    chip: str = "v6e",
+    platform: str = "tpu",
+    interpret: bool = False,
+) -> jax.Array:
+    """``splash_attention`` on arrays as the kernel takes them, head dim before tokens.
+
+    Args:
+        q: of shape [B, H, D, Lq].
+        k: of shape [B, Hkv, D, Lk].
+        v: of shape [B, Hkv, Dv, Lk].
+        kv_len: only keys before this index count; None for all.
+        hidden: the caller has made ``v`` zero at the keys that do not count, and ``k``
+            finite, so that nothing needs to be done about them.
+
+    The other arguments and the errors are those of ``splash_attention``. Arrays whose
+    head dim is a multiple of 16 and whose keys fill whole blocks are not copied.
+
+    Returns:
+        of shape [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
+    """
+    problem = describe_feature_major(
         q,
         k,
         v,
@@ -170,23 +223,28 @@ def splash_attention(
         itemsize=_itemsize(problem),
     )
     factor = resolve_scale(scale, problem.head_dim) * LOG2_E
-    k, v, lengths = _hide_keys(k, v, kv_lengths, k_smooth)
-    plan = _plan(problem, blocks, factor, window, running_max)
+    kv_len = problem.kv_len if kv_len is None else kv_len
+    k, v, lengths = _hide_keys(k, v, kv_lengths, kv_len, hidden, k_smooth)
+    plan = _plan(problem, blocks, factor, window, running_max, kv_len)
     if running_max is None:
-        flags = needs_maximum(q, k, v, factor=factor, q_block=blocks.q)
+        flags = needs_maximum(q, k, v, factor=factor, q_block=blocks.q, feature_axis=2)
     else:
         flags = jnp.zeros((problem.batch, problem.heads, plan.q_blocks), bool)
+    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
+    keys = plan.kv_blocks * blocks.kv
+    # The last block of queries may be short: what the kernel makes of the rest of it
+    # meets nothing else and is never written.
     out = run(
         plan,
         lengths,
         flags.astype(jnp.int32).reshape(-1),
-        _queries(q),
-        _keys(k, plan),
-        _values(v, lengths, plan),
+        pad_dim(q, 2, depth),
+        pad_dim(pad_dim(k, 2, depth), 3, keys),
+        pad_dim(pad_dim(v, 2, rows), 3, keys),
         vmem_limit=vmem_limit(chip) + RESERVED,
         interpret=interpret,
     )
-    return out[:, :, : problem.v_dim].swapaxes(2, 3)
+    return out[:, :, : problem.v_dim]
 
 
 def _plan(
@@ -195,6 +253,7 @@ def _plan(
     factor: float,
     window: tuple[int, int] | None,
     running_max: bool | None,
+    kv_len: int,
 ) -> Plan:
     left, right = window or (None, None)
     if problem.is_causal:
@@ -208,62 +267,41 @@ def _plan(
     return Plan(
         blocks=blocks,
         groups=problem.groups,
-        v_dim=problem.v_dim,
         factor=factor,
         left=left,
         right=right,
         running_max=running_max,
         has_lengths=problem.has_lengths,
-        kv_len=problem.kv_len,
+        kv_len=kv_len,
         q_blocks=ceil_div(problem.q_len, blocks.q),
         kv_blocks=kv_blocks,
     )
 
 
 def _hide_keys(
-    k: jax.Array, v: jax.Array, kv_lengths: jax.Array | None, k_smooth: bool
+    k: jax.Array,
+    v: jax.Array,
+    kv_lengths: jax.Array | None,
+    kv_len: int,
+    hidden: bool,
+    k_smooth: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """k and v that are 0 where a key does not count, and how many keys count."""
-    batch, _, kv_len, _ = k.shape
+    batch, _, _, size = k.shape
     if kv_lengths is None:
-        if k_smooth:
-            mean = jnp.mean(k, axis=2, keepdims=True, dtype=jnp.float32)
-            k = (k.astype(jnp.float32) - mean).astype(k.dtype)
-        return k, v, jnp.full((batch,), kv_len, jnp.int32)
-    lengths = jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
-    counts = (jnp.arange(kv_len) < lengths[:, None])[:, None, :, None]
+        lengths = jnp.full((batch,), kv_len, jnp.int32)
+    else:
+        lengths = jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
+    all_count = kv_lengths is None and kv_len == size
+    counts = (jnp.arange(size) < lengths[:, None])[:, None, None, :]
     if k_smooth:
-        total = jnp.sum(jnp.where(counts, k, 0), 2, keepdims=True, dtype=jnp.float32)
+        counted = k if all_count else jnp.where(counts, k, 0)
+        total = jnp.sum(counted, 3, keepdims=True, dtype=jnp.float32)
         mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
         k = (k.astype(jnp.float32) - mean).astype(k.dtype)
-    return jnp.where(counts, k, 0), jnp.where(counts, v, 0), lengths
-
-
-def _queries(q: jax.Array) -> jax.Array:
-    """[B, H, Lq, D] as [B, H, D, Lq], with D padded.
-
-    The last block of queries may be short: what the kernel makes of the rest of it
-    meets nothing else and is never written.
-    """
-    q = q.swapaxes(2, 3)
-    return pad_dim(q, 2, padded_dim(q.shape[2]))
-
-
-def _keys(k: jax.Array, plan: Plan) -> jax.Array:
-    """[B, Hkv, Lk, D], both padded."""
-    k = pad_dim(k, 3, padded_dim(k.shape[3]))
-    return pad_dim(k, 2, plan.kv_blocks * plan.blocks.kv)
-
-
-def _values(v: jax.Array, lengths: jax.Array, plan: Plan) -> jax.Array:
-    """[B, Hkv, Lk, Dv] as [B, Hkv, R, Lk], with the row that counts keys."""
-    v_dim = v.shape[3]
-    v = pad_dim(v.swapaxes(2, 3), 2, padded_dim(v_dim + COUNT_ROWS))
-    v = pad_dim(v, 3, plan.kv_blocks * plan.blocks.kv)
-    row = lax.broadcasted_iota(jnp.int32, v.shape, 2)
-    key = lax.broadcasted_iota(jnp.int32, v.shape, 3)
-    counts = key < lengths[:, None, None, None]
-    return jnp.where(row == v_dim, counts.astype(v.dtype), v)
+    if not (all_count or hidden):
+        k, v = jnp.where(counts, k, 0), jnp.where(counts, v, 0)
+    return k, v, lengths
 
 
 def _itemsize(problem: Problem) -> int:

@@ -20,8 +20,10 @@ RESERVED = 10 * MIB
 # Scores of a round of the kernel's loop: more take the compiler longer, and fewer leave
 # the matrix unit waiting for about 100 bundles at the end of each.
 MOST_WRITTEN_OUT = 5 << 20
-# Rows appended to the values; see splash_kernel.py.
-COUNT_ROWS = 1
+# Rows appended to the values, a whole number of sublanes in either dtype, and those
+# that are kept of what they give, one of float32; see splash_kernel.py.
+COUNT_ROWS = 16
+SUM_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,7 @@ def default_blocks(
         q = _even_block(q_len, most, (512, 256, LANES))
         kv = _even_block(kv_len, most, (256, LANES))
         blocks = SplashBlocks(q=q, kv=kv, kv_compute=256 if kv % 256 == 0 else LANES)
-        if most <= 256 or vmem_bytes(blocks, head_dim, itemsize=itemsize) <= limit:
+        if most <= 128 or vmem_bytes(blocks, head_dim, itemsize=itemsize) <= limit:
             return blocks
         most //= 2
 
@@ -152,17 +154,14 @@ def vmem_bytes(
         itemsize: bytes of an element of q, k and v.
     """
     depth = padded_dim(head_dim)
-    v_dim = head_dim if v_dim is None else v_dim
-    v_rows = padded_dim(v_dim + COUNT_ROWS)
-    q = depth * blocks.q * itemsize
-    k = blocks.kv * round_up(depth, LANES) * itemsize
-    v = v_rows * blocks.kv * itemsize
-    out = padded_dim(v_dim) * blocks.q * itemsize
+    rows = padded_dim(head_dim if v_dim is None else v_dim)
+    # The buffers of q, k, v and the output, as blocks come and go.
+    moving = (depth + rows) * (blocks.q + blocks.kv) * itemsize
+    turned = 2 * blocks.kv_compute * round_up(depth, LANES) * itemsize
     weights = (blocks.lag + 2) * blocks.kv_compute * blocks.q_compute * itemsize
     rescales = (blocks.lag + 2) * 8 * blocks.q_compute * 4
-    sums = (sum_rows(v_dim) + 8) * blocks.q * 4
-    # Blocks that come and go have two buffers.
-    return 2 * (q + k + v + out) + weights + rescales + sums
+    sums = (rows + SUM_ROWS + 8) * blocks.q * 4
+    return 2 * moving + turned + weights + rescales + sums
 
 
 def padded_dim(dim: int) -> int:
@@ -170,15 +169,20 @@ def padded_dim(dim: int) -> int:
     return round_up(dim, 16)
 
 
-def sum_rows(v_dim: int) -> int:
-    """Rows that are kept of the second product, a whole number of float32 sublanes."""
-    return round_up(v_dim + COUNT_ROWS, 8)
-
-
 def _even_block(length: int, most: int, granules: tuple[int, ...]) -> int:
-    """The smallest block of the fewest, in the first granule that wastes little."""
-    count = ceil_div(length, most)
-    each = ceil_div(length, count)
-    sizes = [round_up(each, granule) for granule in granules]
-    fits = (size for size in sizes if 16 * (count * size - length) <= length)
+    """A block of few that waste little, in the first granule that can.
+
+    A third more blocks than the fewest are taken where they leave less over.
+    """
+    fewest = ceil_div(length, most)
+    counts = range(fewest, fewest + fewest // 3 + 1)
+    sizes: list[int] = []
+    for granule in (size for size in granules if size <= max(most, LANES)):
+        each = {n: round_up(ceil_div(length, n), granule) for n in counts}
+        sizes.append(min(each.items(), key=lambda one: (one[0] * one[1], one[0]))[1])
+    fits = (
+        size
+        for size in sizes
+        if 16 * (ceil_div(length, size) * size - length) <= length
+    )
     return next(fits, sizes[-1])

@@ -24,7 +24,13 @@ MOST_VALUE = 2.0**40
 
 
 def needs_maximum(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, factor: float, q_block: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    factor: float,
+    q_block: int,
+    feature_axis: int = 3,
 ) -> jax.Array:
     """Whether query blocks need a maximum to be subtracted from their scores.
 
@@ -37,25 +43,27 @@ def needs_maximum(
         v: of shape [B, Hkv, Lk, Dv]; zeros where a key does not count.
         factor: what a product of q and k is multiplied by.
         q_block: queries per block; the last one may be short.
+        feature_axis: where the head dim is; 2 with the tokens last.
 
     Returns:
         bool of shape [B, H, ceil(Lq / q_block)].
     """
-    batch, heads, q_len, _ = q.shape
+    batch, heads = q.shape[:2]
+    q_len = q.shape[5 - feature_axis]
     kv_heads = k.shape[1]
     count = ceil_div(q_len, q_block)
-    norms = pad_dim(_norms(q), 2, count * q_block)
+    norms = pad_dim(_norms(q, feature_axis), 2, count * q_block)
     q_norm = norms.reshape(batch, heads, count, q_block).max(-1)
-    k_norm = jnp.repeat(_norms(k).max(-1), heads // kv_heads, 1)
+    k_norm = jnp.repeat(_norms(k, feature_axis).max(-1), heads // kv_heads, 1)
     v_small = jnp.repeat((jnp.abs(v) <= MOST_VALUE).all((2, 3)), heads // kv_heads, 1)
     exponent = q_norm * k_norm[..., None] * abs(factor)
     return ~((exponent <= MOST_EXPONENT) & v_small[..., None])
 
 
-def _norms(x: jax.Array) -> jax.Array:
-    """Lengths of the vectors along the last dim, in float32; infinite for a NaN.
+def _norms(x: jax.Array, axis: int) -> jax.Array:
+    """Lengths of the vectors along an axis, in float32; infinite for a NaN.
 
     A maximum may pass over a NaN (jax 0.10.2 on a CPU does).
     """
-    norms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), -1))
+    norms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis))
     return jnp.where(norms >= 0, norms, jnp.inf)

@@ -1,15 +1,16 @@
 """The Pallas program of our splash attention, and what it is given.
 
 Letters: B batch, H query heads, Hkv key/value heads, Lq and Lk tokens (whole blocks of
-Lk), D head dim, R rows of the values: their head dim Dv, the counting row, and zeros up
-to a whole number of sublanes.
+Lk), D head dim of queries and keys, Dv of values, both whole numbers of sublanes.
 
 How it is written
 -----------------
-Scores are transposed, keys by queries, so that what belongs to a query lies along the
-lanes and the second product, values by keys times keys by queries, needs no transpose.
+All arrays have the head dim before the tokens, as a product of weights and tokens gives
+them. Scores are transposed, keys by queries, so that what belongs to a query lies along
+the lanes and the second product, values by keys times keys by queries, needs no
+transpose. Keys are turned here, once per tile of them: the unit for it is idle.
 
-The values have a row more, 1 for a key that counts and 0 for one that does not, whose
+The values get a row more, 1 for a key that counts and 0 for one that does not, whose
 other rows are 0 too. The second product then sums the weights as well, in the matrix
 unit and as they are after rounding, so that numerator and denominator round alike: a
 query with one dominant key gets its value exactly. And keys that do not count need no
@@ -20,8 +21,8 @@ in the order of the program, so the second product of a tile stands ``lag`` tile
 the first one: the exponentials between them run meanwhile. Tiles go through VMEM on
 the way, which keeps them out of the registers.
 
-Without a maximum, a weight is 2^(score - ``SHIFT``). Where a query block's scores are not bounded
-(``flags``), the program takes the exact running maximum instead.
+Without a maximum, a weight is 2^(score - ``SHIFT``). Where a query block's scores are
+not bounded (``flags``), the program takes the exact running maximum instead.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from jax.experimental.pallas import tpu as pltpu
 from tpuport.kernels.masking import LOWEST
 from tpuport.kernels.reference import matmul_precision
 from tpuport.kernels.splash_blocks import (
+    COUNT_ROWS,
     MOST_WRITTEN_OUT,
+    SUM_ROWS,
     SplashBlocks,
-    padded_dim,
-    sum_rows,
 )
 
 NAME = "tpuport_splash"
@@ -69,7 +70,6 @@ class Plan:
 
     blocks: SplashBlocks
     groups: int
-    v_dim: int
     factor: float
     left: int | None
     right: int | None
@@ -117,18 +117,17 @@ def run(
         flags: whether a query block needs the running maximum, int32 of shape
             [B H q_blocks].
         q: of shape [B, H, D, Lq].
-        k: of shape [B, Hkv, Lk, D]; zeros where a key does not count.
-        v: of shape [B, Hkv, R, Lk]; see the top of this file.
+        k: of shape [B, Hkv, D, Lk]; finite where a key does not count.
+        v: of shape [B, Hkv, Dv, Lk]; zeros where a key does not count.
         vmem_limit: bytes of VMEM that the program may take.
         interpret: run the program op by op, on any platform.
 
     Returns:
-        of shape [B, H, Dv rounded up to sublanes, Lq], in the dtype of ``q``.
+        of shape [B, H, Dv, Lq], in the dtype of ``q``.
     """
     blocks = plan.blocks
     batch, heads, depth, q_len = q.shape
     rows = v.shape[2]
-    out_rows = padded_dim(plan.v_dim)
     # What a step asks of its place is looked up: scalar divisions are slow.
     first = jnp.asarray(plan.first_blocks())
     counted = jnp.maximum(lengths - 1, 0)[:, None] // blocks.kv
@@ -139,7 +138,7 @@ def run(
     def q_map(b: Any, h: Any, i: Any, j: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, 0, i
 
-    def kv_map(is_v: bool, *args: Any) -> tuple[Any, ...]:
+    def kv_map(*args: Any) -> tuple[Any, ...]:
         b, h, i, j, _, _, first, last = args
         head = h if plan.groups == 1 else lax.div(h, jnp.int32(plan.groups))
         at = b * plan.q_blocks + i
@@ -147,7 +146,7 @@ def run(
         if plan.has_lengths or plan.left is not None or plan.right is not None:
             # Steps past the last block stay on it: nothing is fetched for them.
             block = jnp.minimum(block, last[at])
-        return (b, head, 0, block) if is_v else (b, head, block, 0)
+        return b, head, 0, block
 
     def tile(dtype: Any, rows: int) -> list[Any]:
         shape = (rows, blocks.q_compute)
@@ -162,22 +161,19 @@ def run(
             grid=(batch, heads, plan.q_blocks, plan.steps),
             in_specs=[
                 pl.BlockSpec((None, None, depth, blocks.q), q_map),
-                pl.BlockSpec(
-                    (None, None, blocks.kv, depth), functools.partial(kv_map, False)
-                ),
-                pl.BlockSpec(
-                    (None, None, rows, blocks.kv), functools.partial(kv_map, True)
-                ),
+                pl.BlockSpec((None, None, depth, blocks.kv), kv_map),
+                pl.BlockSpec((None, None, rows, blocks.kv), kv_map),
             ],
-            out_specs=pl.BlockSpec((None, None, out_rows, blocks.q), q_map),
+            out_specs=pl.BlockSpec((None, None, rows, blocks.q), q_map),
             scratch_shapes=[
-                pltpu.VMEM((sum_rows(plan.v_dim), blocks.q), jnp.float32),
+                pltpu.VMEM((rows + SUM_ROWS, blocks.q), jnp.float32),
                 pltpu.VMEM((1, blocks.q), jnp.float32),
                 tile(q.dtype, blocks.kv_compute),
                 tile(jnp.float32, 1),
+                [pltpu.VMEM((blocks.kv_compute, depth), k.dtype) for _ in range(2)],
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, out_rows, q_len), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
@@ -187,7 +183,7 @@ def run(
             disable_semaphore_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * scores * (depth + rows),
+            flops=2 * scores * (depth + rows + COUNT_ROWS),
             transcendentals=scores,
             bytes_accessed=(
                 2 * q.size + (k.size + v.size) * plan.groups * plan.q_blocks
@@ -213,6 +209,7 @@ def _kernel(
     highest_ref: Any,
     weights_refs: list[Any],
     rescale_refs: list[Any],
+    turned_refs: list[Any],
 ) -> None:
     """One query block against one key block."""
     blocks = plan.blocks
@@ -234,7 +231,9 @@ def _kernel(
         highest=highest_ref,
         weights=weights_refs,
         rescales=rescale_refs,
+        turned=turned_refs,
         fresh=j == 0,
+        edges=edges,
     )
 
     # Every query block has a first step that is live, also where it sees no key.
@@ -262,12 +261,12 @@ def _kernel(
 
     @pl.when(j == plan.steps - 1)
     def _() -> None:
-        total = sums_ref[plan.v_dim : plan.v_dim + 1]
+        rows = out_ref.shape[0]
+        total = sums_ref[rows : rows + 1]
         empty = total == 0
         # No key at all: 0, as in the reference. A NaN stays one.
         inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
-        out = sums_ref[: plan.v_dim] * inverse
-        out_ref[: plan.v_dim] = out.astype(out_ref.dtype)
+        out_ref[...] = (sums_ref[:rows] * inverse).astype(out_ref.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +278,9 @@ class _Refs:
     highest: Any
     weights: list[Any]
     rescales: list[Any]
+    turned: list[Any]
     fresh: Any
+    edges: _Edges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,6 +304,14 @@ class _Edges:
         if plan.left is not None:
             checks.append(self.first_k >= self.first_q + (blocks.q - 1 - plan.left))
         return functools.reduce(operator.and_, checks) if checks else None
+
+    def counting(self, keys: Any, dtype: Any) -> Any:
+        """The rows that count the keys of a tile, [COUNT_ROWS, kv_compute]."""
+        shape = (COUNT_ROWS, self.plan.blocks.kv_compute)
+        if not self.plan.has_lengths and self.plan.kv_len % self.plan.blocks.kv == 0:
+            return jnp.ones(shape, dtype)
+        k_ids = self.first_k + keys + lax.broadcasted_iota(jnp.int32, shape, 1)
+        return jnp.where(k_ids < self.length, 1.0, 0.0).astype(dtype)
 
     def allowed(self, keys: Any, queries: int, shape: tuple[int, int]) -> Any:
         """Which pairs of a tile are allowed, bool of ``shape`` (keys, queries)."""
@@ -379,7 +388,10 @@ def _pipeline(
     def weigh(number: int) -> None:
         key, query = tiles[number]
         columns = pl.ds(query, blocks.q_compute)
-        scores = dot(refs.k[pl.ds(key, blocks.kv_compute), :], refs.q[:, columns])
+        turned = refs.turned[number // starts % len(refs.turned)]
+        if query == 0:
+            turned[...] = refs.k[:, pl.ds(key, blocks.kv_compute)].T
+        scores = dot(turned[...], refs.q[:, columns])
         scores = scores * plan.factor - (0.0 if use_max else SHIFT)
         if edges is not None:
             allowed = edges.allowed(key, query, scores.shape)
@@ -397,7 +409,9 @@ def _pipeline(
         key, query = tiles[number]
         columns = pl.ds(query, blocks.q_compute)
         weights = refs.weights[number % count][...]
-        summed = dot(refs.v[:, pl.ds(key, blocks.kv_compute)], weights)[:kept]
+        values = refs.v[:, pl.ds(key, blocks.kv_compute)]
+        counting = refs.edges.counting(key, refs.v.dtype)
+        summed = dot(jnp.concatenate([values, counting]), weights)[:kept]
         old = before(refs.sums, number, 0.0)
         if use_max:
             old = old * refs.rescales[number % count][...]

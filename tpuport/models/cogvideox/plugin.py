@@ -10,7 +10,7 @@ from tpuport.core.spec import Component, ModelPort
 from tpuport.core.splitting import ForwardSplit
 from tpuport.core.stacking import StackedBlocks
 from tpuport.hookspecs import hookimpl
-from tpuport.models.cogvideox import config, inputs, sharding, stages
+from tpuport.models.cogvideox import config, inputs, native, sharding, stages
 from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION_ON_CPU
@@ -60,6 +60,7 @@ PORT = ModelPort(
             split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
             stacked=("transformer_blocks",),
             heads=_transformer_heads,
+            native=native.TRANSFORMER,
         ),
         "vae": Component(
             name="vae",

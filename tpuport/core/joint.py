@@ -1,0 +1,376 @@
+"""Transformer blocks on one joint sequence, in the layouts that a TPU wants.
+
+Letters: B batch, L tokens with padding, E width, H heads, D head dim.
+
+Upstream keeps text and video tokens apart and joins and parts them in every block, holds
+pairs of rotary elements next to each other, and turns arrays around every attention.
+Here all tokens are in one array that is split over the sequence axis of the mesh, what
+differs between text and video is chosen per token, and queries, keys and values have
+their tokens last on a TPU. The functions take and give JAX arrays; statistics, rotation
+and modulation are in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.sequence_parallel import padded_length, sequence_attention
+from tpuport.kernels.padding import pad_dim
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.active import Active
+
+
+@dataclass(frozen=True, eq=False)
+class JointSequence:
+    """Where the tokens of a joint sequence are.
+
+    Attributes:
+        active: what is being traced.
+        text: tokens of text.
+        length: tokens in all, without padding, which comes last.
+        padded: tokens with padding, a multiple of the sequence axis.
+        text_first: whether text comes before video.
+    """
+
+    active: Active
+    text: int
+    length: int
+    padded: int
+    text_first: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        active: Active,
+        *,
+        text: int,
+        length: int,
+        head_dim: int,
+        text_first: bool = True,
+    ) -> JointSequence:
+        """A sequence padded for the mesh and the chip that is being traced for."""
+        context = active.context
+        padded = padded_length(
+            length,
+            active.axis_size(context.attention.sequence),
+            platform=context.platform,
+            head_dim=head_dim,
+            chip=context.chip,
+        )
+        return cls(active, text, length, padded, text_first)
+
+    @property
+    def feature_major(self) -> bool:
+        """Whether queries, keys and values have their tokens last."""
+        return self.active.context.platform == "tpu"
+
+    @property
+    def row_parallel_dtype(self) -> Any:
+        """What products of split weights are summed up in; ``None`` for float32.
+
+        Partial products go through the network between the devices of the head axis:
+        in the weights' dtype, as those of any other linear layer.
+        """
+        return self.active.axis_size(self.active.context.attention.heads) > 1
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, L, ...] with its tokens split over the sequence axis."""
+        return self._constrain(x, self.active.context.attention.sequence)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, L, ...] with all its tokens on every device of the axis."""
+        return self._constrain(x, None)
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """[B, tokens, E] with zeros for padding, split."""
+        return self.split(pad_dim(x, 1, self.padded))
+
+    def is_text(self) -> jax.Array:
+        """Which tokens are text, bool [L]."""
+        import jax.numpy as jnp
+
+        index = jnp.arange(self.padded)
+        if self.text_first:
+            return index < self.text
+        return (index >= self.length - self.text) & (index < self.length)
+
+    def choose(self, text: jax.Array, video: jax.Array) -> jax.Array:
+        """[B, L, E] with a row for all text tokens and one for all others.
+
+        Args:
+            text: of shape [B, E].
+            video: of shape [B, E].
+        """
+        import jax.numpy as jnp
+
+        return jnp.where(self.is_text()[:, None], text[:, None], video[:, None])
+
+    def _constrain(self, x: jax.Array, axis: str | None) -> jax.Array:
+        from tpuport.core.module import constrain
+
+        policy = self.active.context.attention
+        sizes = self.active.axis_size
+        batch = policy.batch if sizes(policy.batch) > 1 else None
+        along = axis if sizes(axis) > 1 else None
+        return constrain(self.active.context.mesh, x, batch, along)
+
+
+def normalise(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
+    """``x`` less its mean, over its standard deviation, in float32.
+
+    Two passes, so that a mean far from 0 costs no digits.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + eps)
+
+
+def modulated_norm(
+    sequence: JointSequence,
+    x: jax.Array,
+    *,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+    text: tuple[jax.Array, jax.Array],
+    video: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """A layer norm and ``y * (1 + scale) + shift``, as one scale and one shift.
+
+    Args:
+        sequence: which tokens are text.
+        x: of shape [B, L, E].
+        weight, bias: of the norm, [E]; ``None`` where it has none.
+        eps: of the norm.
+        text: (shift, scale) of text tokens, each [B, E].
+        video: those of all others.
+
+    Returns:
+        of the shape and dtype of ``x``.
+    """
+    import jax.numpy as jnp
+
+    def folded(shift: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = 1 + scale.astype(jnp.float32)
+        shift = shift.astype(jnp.float32)
+        if bias is not None:
+            shift = shift + scale * bias.astype(jnp.float32)
+        if weight is not None:
+            scale = scale * weight.astype(jnp.float32)
+        return shift, scale
+
+    (text_shift, text_scale), (shift, scale) = folded(*text), folded(*video)
+    out = normalise(x, eps)
+    out = out * sequence.choose(text_scale, scale)
+    return (out + sequence.choose(text_shift, shift)).astype(x.dtype)
+
+
+def gated(
+    sequence: JointSequence,
+    x: jax.Array,
+    update: jax.Array,
+    *,
+    text: jax.Array,
+    video: jax.Array,
+) -> jax.Array:
+    """``x + gate * update`` with a gate [B, E] for text and one for video tokens."""
+    import jax.numpy as jnp
+
+    wide = update.astype(jnp.float32)
+    gate = sequence.choose(text.astype(jnp.float32), video.astype(jnp.float32))
+    return sequence.split((x.astype(jnp.float32) + gate * wide).astype(x.dtype))
+
+
+def to_heads(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    head_dim: int,
+) -> jax.Array:
+    """A projection of [B, L, E] to heads, in float32.
+
+    Args:
+        sequence: tells the layout.
+        x: of shape [B, L, E].
+        weight: of shape [H D, E].
+        bias: of shape [H D], or ``None``.
+        head_dim: D.
+
+    Returns:
+        of shape [B, H, D, L] if ``sequence.feature_major``, else [B, H, L, D].
+    """
+    import jax.numpy as jnp
+
+    heads = weight.shape[0] // head_dim
+    split = weight.reshape(heads, head_dim, weight.shape[1])
+    equation = "ble,hde->bhdl" if sequence.feature_major else "ble,hde->bhld"
+    out = jnp.einsum(equation, x, split, preferred_element_type=jnp.float32)
+    if bias is None:
+        return out
+    wide = bias.astype(jnp.float32).reshape(heads, head_dim)
+    return out + (wide[:, :, None] if sequence.feature_major else wide[:, None])
+
+
+def from_heads(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """The projection [B, L, E] of what attention gave.
+
+    Args:
+        sequence: tells the layout.
+        x: as :func:`to_heads` gives it.
+        weight: of shape [E, H D].
+        bias: of shape [E], or ``None``.
+
+    Returns:
+        of shape [B, L, E]: float32, or the dtype of ``x`` where partial products of
+        several devices are summed up.
+    """
+    import jax.numpy as jnp
+
+    heads = x.shape[1]
+    split = weight.reshape(weight.shape[0], heads, -1)
+    equation = "bhdl,ehd->ble" if sequence.feature_major else "bhld,ehd->ble"
+    kept = x.dtype if sequence.row_parallel_dtype else jnp.float32
+    out = jnp.einsum(equation, x, split, preferred_element_type=kept)
+    if bias is None:
+        return out
+    return out.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
+def head_norm(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+    *,
+    centre: bool = True,
+) -> jax.Array:
+    """A layer norm, or an RMS norm, over the head dim, in float32.
+
+    Args:
+        sequence: tells the layout.
+        x: as :func:`to_heads` gives it.
+        weight, bias: of shape [D]; ``None`` where the norm has none.
+        eps: of the norm.
+        centre: take the mean off; without it this is an RMS norm.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    axis = 2 if sequence.feature_major else 3
+    wide = x.astype(jnp.float32)
+    if centre:
+        out = normalise(wide, eps, axis)
+    else:
+        power = jnp.mean(jnp.square(wide), axis, keepdims=True)
+        out = wide * jax.lax.rsqrt(power + eps)
+
+    def along(vector: jax.Array) -> jax.Array:
+        vector = vector.astype(jnp.float32)
+        return vector[:, None] if sequence.feature_major else vector
+
+    if weight is not None:
+        out = out * along(weight)
+    return out if bias is None else out + along(bias)
+
+
+def rotary_tables(
+    sequence: JointSequence, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tables for all tokens, of half the head dim; text and padding do not turn.
+
+    Args:
+        sequence: where the video tokens are.
+        cos, sin: of the video tokens, [tokens, D] with neighbours as pairs.
+
+    Returns:
+        cos and sin, float32 [D / 2, L] if ``sequence.feature_major``, else [L, D / 2].
+    """
+    import jax.numpy as jnp
+
+    def table(x: jax.Array, rest: float) -> jax.Array:
+        half = x.astype(jnp.float32).reshape(x.shape[0], -1, 2)[:, :, 0]
+        before = sequence.text if sequence.text_first else 0
+        after = sequence.padded - before - half.shape[0]
+        full = jnp.pad(half, ((before, after), (0, 0)), constant_values=rest)
+        return full.T if sequence.feature_major else full
+
+    return table(cos, 1.0), table(sin, 0.0)
+
+
+def rotate(
+    sequence: JointSequence, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None
+) -> jax.Array:
+    """Rotation of the halves of the head dim.
+
+    Args:
+        sequence: tells the layout.
+        x: as :func:`to_heads` gives it, of weights in the order of halves.
+        tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
+    """
+    import jax.numpy as jnp
+
+    if tables is None:
+        return x
+    axis = 2 if sequence.feature_major else 3
+    cos, sin = tables
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis
+    )
+
+
+def attend(
+    sequence: JointSequence,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dtype: Any,
+    *,
+    kv_lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of all tokens on those that are no padding.
+
+    Args:
+        sequence: tells the layout, the lengths and the mesh.
+        q, k, v: as :func:`to_heads` gives them.
+        dtype: what they are rounded to.
+        kv_lengths: integers [B]: only so many leading tokens of an item count.
+
+    Returns:
+        of the shape of ``q``, in ``dtype``.
+    """
+    import jax.numpy as jnp
+
+    if sequence.padded > sequence.length or kv_lengths is not None:
+        index = jnp.arange(sequence.padded)
+        counts = (index < sequence.length)[None]
+        if kv_lengths is not None:
+            counts = counts & (index < kv_lengths[:, None])
+        shape = (-1, 1, 1, sequence.padded)
+        if not sequence.feature_major:
+            shape = (-1, 1, sequence.padded, 1)
+        v = jnp.where(counts.reshape(shape), v, 0)
+    return sequence_attention(
+        sequence.active,
+        q.astype(dtype),
+        k.astype(dtype),
+        v.astype(dtype),
+        kv_len=sequence.length,
+        kv_lengths=kv_lengths,
+        feature_major=sequence.feature_major,
+    )

@@ -1,0 +1,308 @@
+"""Attention of one padded sequence whose tokens are split over the mesh.
+
+Letters: B batch, H heads, L tokens with padding, D head dim, S devices on the sequence
+axis.
+
+Around the kernel tokens are exchanged for heads: with an all-to-all every device gets
+all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads of
+all batch items count, and heads that do not divide are padded. Where there are fewer
+heads than devices, groups of devices share heads: each keeps its part of the queries,
+and keys and values are passed on within the group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.attention import AttentionRecord
+from tpuport.kernels.padding import ceil_div, pad_dim, round_up
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.active import Active
+
+#: Tokens of a slice on a TPU: a lane of a vector register holds one.
+TPU_TOKENS = 128
+#: Share of the longest sequence that padding may add to make whole blocks of it.
+MOST_PADDING = 1 / 16
+#: Work that padded heads may add, as a share, before devices share heads instead.
+MOST_HEAD_PADDING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How S devices split attention: ``ulysses`` ways by heads, ``ring`` by queries."""
+
+    ulysses: int
+    ring: int
+
+
+def degrees(heads: int, devices: int) -> Degrees:
+    """The split of ``heads`` (of all batch items) over ``devices``.
+
+    By heads as far as these go: padding them may add :data:`MOST_HEAD_PADDING` to the
+    least work that any split has.
+    """
+    options = [u for u in range(devices, 0, -1) if devices % u == 0]
+    work = {u: ceil_div(heads, u) * u for u in options}
+    most = min(work.values()) * (1 + MOST_HEAD_PADDING)
+    ulysses = next(u for u in options if work[u] <= most)
+    return Degrees(ulysses, devices // ulysses)
+
+
+def padded_length(
+    length: int, devices: int, *, platform: str, head_dim: int, chip: str | None
+) -> int:
+    """Tokens of a sequence of ``length`` with padding, a multiple of ``devices``.
+
+    For a TPU slices are whole lanes, and whole blocks of the kernel make up all of
+    them where that takes less than :data:`MOST_PADDING`.
+    """
+    if platform != "tpu":
+        return round_up(length, devices)
+    from tpuport.kernels.attention import DEFAULT_CHIP
+    from tpuport.kernels.splash import default_blocks
+
+    granule = math.lcm(TPU_TOKENS * devices, 256)
+    first = round_up(length, granule)
+    most = max(first, int(length * (1 + MOST_PADDING)))
+    for padded in range(first, most + 1, granule):
+        blocks = default_blocks(padded, padded, head_dim, chip=chip or DEFAULT_CHIP)
+        if padded % blocks.kv == 0 and padded % blocks.q == 0:
+            return padded
+    return first
+
+
+def sequence_attention(
+    active: Active,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_len: int,
+    kv_lengths: jax.Array | None = None,
+    scale: float | None = None,
+    feature_major: bool,
+) -> jax.Array:
+    """Attention of all tokens on those that count.
+
+    Args:
+        active: what is being traced: its mesh, its attention policy and implementation.
+        q, k, v: of shape [B, H, L, D], or [B, H, D, L] with ``feature_major``; L is
+            a multiple of S. Zero in ``v``, and finite in ``k``, where a key does not
+            count.
+        kv_len: tokens that count come before this one.
+        kv_lengths: integers [B], at most ``kv_len``: how many count of each item.
+        scale: of the scores; None means 1/sqrt(D).
+
+    Returns:
+        of the shape and dtype of ``q``; arbitrary for tokens that do not count.
+
+    Raises:
+        AttentionError: the implementation named in the context cannot do this call.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    context = active.context
+    policy = context.attention
+    tokens = 3 if feature_major else 2
+    batch, heads = q.shape[:2]
+
+    def axis(name: str | None, count: int) -> str | None:
+        size = active.axis_size(name)
+        return name if size > 1 and count % size == 0 else None
+
+    batch_axis, head_axis = axis(policy.batch, batch), axis(policy.heads, heads)
+    parts = active.axis_size(policy.sequence)
+    sequence_axis = policy.sequence if parts > 1 else None
+    local = [
+        batch // active.axis_size(batch_axis),
+        heads // active.axis_size(head_axis),
+    ]
+    count = local[0] * local[1]
+    split = degrees(count, parts)
+    folded = round_up(count, split.ulysses)
+    each = folded // split.ulysses
+
+    if kv_lengths is None:
+        kv_lengths = jnp.full((batch,), kv_len, jnp.int32)
+        has_lengths = False
+    else:
+        has_lengths = True
+
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None
+    ) -> jax.Array:
+        return _kernel(
+            context, q, k, v, kv_len, lengths, scale, feature_major=feature_major
+        )
+
+    def on_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        if sequence_axis is None:
+            return run(q, k, v, lengths if has_lengths else None)
+        place = jax.lax.axis_index(sequence_axis)
+        groups = [
+            [ring * split.ulysses + i for i in range(split.ulysses)]
+            for ring in range(split.ring)
+        ]
+        ring_groups = [list(group) for group in zip(*groups, strict=True)]
+
+        def to_heads(x: jax.Array) -> jax.Array:
+            """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
+            x = pad_dim(x.reshape(count, 1, *x.shape[2:]), 0, folded)
+            if split.ulysses == 1:
+                return x
+            return jax.lax.all_to_all(
+                x, sequence_axis, 0, tokens, axis_index_groups=groups, tiled=True
+            )
+
+        def all_tokens(x: jax.Array) -> jax.Array:
+            if split.ring == 1:
+                return x
+            return jax.lax.all_gather(
+                x,
+                sequence_axis,
+                axis=tokens,
+                axis_index_groups=ring_groups,
+                tiled=True,
+            )
+
+        mine = None
+        if has_lengths:
+            every = pad_dim(jnp.repeat(lengths, local[1]), 0, folded)
+            start = place % split.ulysses * each
+            mine = jax.lax.dynamic_slice_in_dim(every, start, each)
+        out = run(to_heads(q), all_tokens(to_heads(k)), all_tokens(to_heads(v)), mine)
+        if split.ulysses > 1:
+            out = jax.lax.all_to_all(
+                out, sequence_axis, tokens, 0, axis_index_groups=groups, tiled=True
+            )
+        return out[:count].reshape(*local, *out.shape[2:])
+
+    _record(
+        active,
+        q,
+        kv_len=kv_len,
+        has_lengths=has_lengths,
+        split=(batch_axis, head_axis, sequence_axis, None),
+        degrees=split,
+        local=(each, q.shape[tokens] // split.ring)
+        if sequence_axis
+        else (count, q.shape[tokens]),
+        feature_major=feature_major,
+    )
+    mesh = context.mesh
+    if mesh is None or mesh.size == 1:
+        return run(q, k, v, kv_lengths if has_lengths else None)
+    dims = [batch_axis, head_axis, None, None]
+    dims[tokens] = sequence_axis
+    spec = PartitionSpec(*dims)
+    lengths_spec = PartitionSpec(batch_axis)
+    out: jax.Array = compat.shard_map(
+        on_device, mesh=mesh, in_specs=(spec, spec, spec, lengths_spec), out_specs=spec
+    )(q, k, v, kv_lengths)
+    return out
+
+
+def _kernel(
+    context: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_len: int,
+    lengths: jax.Array | None,
+    scale: float | None,
+    *,
+    feature_major: bool,
+) -> jax.Array:
+    from tpuport.kernels.attention import attention, attention_feature_major
+
+    if feature_major:
+        return attention_feature_major(
+            q,
+            k,
+            v,
+            kv_len=kv_len,
+            kv_lengths=lengths,
+            hidden=True,
+            scale=scale,
+            platform=context.platform,
+            implementation=context.implementation,
+            chip=context.chip,
+        )
+    return attention(
+        q,
+        k[:, :, :kv_len],
+        v[:, :, :kv_len],
+        scale=scale,
+        kv_lengths=lengths,
+        platform=context.platform,
+        implementation=context.implementation,
+        chip=context.chip,
+        fall_back=True,
+    )
+
+
+def _record(
+    active: Active,
+    q: jax.Array,
+    *,
+    kv_len: int,
+    has_lengths: bool,
+    split: tuple[str | None, ...],
+    degrees: Degrees,
+    local: tuple[int, int],
+    feature_major: bool,
+) -> None:
+    """Note what this call runs as; ``local`` are heads and queries of a device."""
+    import jax
+
+    from tpuport.kernels.attention import as_choice, select
+    from tpuport.kernels.problem import describe
+
+    context = active.context
+    tokens = 3 if feature_major else 2
+    head_dim, length = q.shape[5 - tokens], q.shape[tokens]
+    choice = as_choice(context.implementation)
+    count, queries = local
+    keys = length if feature_major else kv_len
+    struct = jax.ShapeDtypeStruct
+    problem = describe(
+        struct((count, 1, queries, head_dim), q.dtype),
+        struct((count, 1, keys, head_dim), q.dtype),
+        struct((count, 1, keys, head_dim), q.dtype),
+        kv_lengths=struct((count,), "int32") if has_lengths else None,
+        window=choice.window,
+        platform=context.platform,
+    )
+    selection = select(problem, choice, chip=context.chip, fall_back=True)
+    reason = "; ".join(
+        [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
+    )
+    shape = (*q.shape[:2], kv_len, head_dim)
+    record = AttentionRecord(
+        query=shape,
+        key=shape,
+        implementation=selection.implementation,
+        reason=reason,
+        split=split,
+        key_lengths=has_lengths,
+        blocks=dict(selection.blocks),
+        window=choice.window,
+        k_smooth=choice.k_smooth,
+        running_max=choice.running_max and selection.implementation == "splash",
+        dtype=str(q.dtype),
+        padded=length,
+        ulysses=degrees.ulysses,
+        ring=degrees.ring,
+    )
+    if record not in context.records:
+        context.records.append(record)

@@ -1,0 +1,89 @@
+"""Weights rewritten once at load, where a native block wants them in another order.
+
+Letters: H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import PluginError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightTransform:
+    """One rewriting of stored tensors, of the same shape and dtype.
+
+    Attributes:
+        pattern: a regex that matches the whole names of the tensors.
+        apply: ``apply(tensor, config)`` gives the tensor that takes its place.
+        reason: what for.
+    """
+
+    pattern: str
+    apply: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
+    reason: str
+
+
+def transformer(
+    transforms: Iterable[WeightTransform], config: Mapping[str, Any]
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """``f(name, tensor)`` that applies whichever transform matches the name.
+
+    Raises:
+        PluginError: from ``f``: two transforms match, or the shape or dtype changes.
+    """
+    compiled = [(re.compile(t.pattern), t) for t in transforms]
+
+    def apply(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        found = [t for pattern, t in compiled if pattern.fullmatch(name)]
+        if not found:
+            return tensor
+        if len(found) > 1:
+            raise PluginError(
+                f"{name} matches {len(found)} weight transforms: "
+                + ", ".join(repr(t.pattern) for t in found)
+            )
+        out = found[0].apply(tensor, config)
+        if (out.shape, out.dtype) != (tensor.shape, tensor.dtype):
+            raise PluginError(
+                f"weight transform {found[0].pattern!r} makes {out.dtype} "
+                f"{[*out.shape]} of {name}, which is {tensor.dtype} {[*tensor.shape]}"
+            )
+        return out.contiguous()
+
+    return apply
+
+
+@functools.cache
+def half_order(head_dim: int) -> tuple[int, ...]:
+    """Where each element of a head goes from: first the even ones, then the odd.
+
+    Interleaved rotary pairs (2i, 2i + 1) become (i, i + D/2), so that a rotation takes
+    two contiguous halves. Queries and keys in the same order have the same products.
+    """
+    return (*range(0, head_dim, 2), *range(1, head_dim, 2))
+
+
+def to_halves(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The rows of a projection, or a vector per element, in ``half_order``.
+
+    Args:
+        tensor: of shape [H D, ...] for any H.
+        head_dim: D.
+
+    Raises:
+        ValueError: D is odd or does not divide the rows.
+    """
+    rows = tensor.shape[0]
+    if head_dim % 2 or rows % head_dim:
+        raise ValueError(f"{rows} rows are no whole heads of {head_dim}, or it is odd")
+    heads = tensor.reshape(rows // head_dim, head_dim, *tensor.shape[1:])
+    return heads[:, list(half_order(head_dim))].reshape(tensor.shape)
