@@ -224,6 +224,16 @@ Sharding = Annotated[
         rich_help_panel=_WHERE,
     ),
 ]
+Blocks = Annotated[
+    str | None,
+    typer.Option(
+        "--blocks",
+        metavar="native|upstream",
+        help="native blocks are written for the chip, on upstream's weights, where a "
+        "model has them; upstream runs its own. [default: native]",
+        rich_help_panel=_WHERE,
+    ),
+]
 EncodeOn = Annotated[
     str | None,
     typer.Option(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import STAGES, RunDirectory, write_sidecar
+from tpuport.core.artifacts import STAGES, RunDirectory, blocks_of, write_sidecar
 from tpuport.core.artifacts import sidecar_path as sidecar_of
 from tpuport.core.media import Source
 from tpuport.core.report import RunReport, StageReport
@@ -119,6 +119,9 @@ def reusable(
     note = stage_note(session, settings.attention, settings.backend)
     then = record.get("note") or {}
     keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
+    # A stage without native forms is the same with any blocks.
+    components = session.port.stage(name).components
+    native = any(session.port.components[c].native is not None for c in components)
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
@@ -127,6 +130,7 @@ def reusable(
                 for key in ("dtype", "mesh", "sharding")
             ),
             *((key, then.get(key), note[key]) for key in keys),
+            *([("blocks", blocks_of(record), now["blocks"])] if native else []),
         ]
         if before != after
     ]
@@ -241,6 +245,7 @@ def resume_command(
         "dtype": settings.dtype,
         "attention": settings.attention,
         "sharding": settings.sharding,
+        "blocks": settings.blocks,
         "backend": settings.backend,
         "cache-dir": settings.cache_dir,
         "executables": settings.executables,

@@ -18,7 +18,7 @@ from tpuport.core.request import (
     check_task,
     denoising_steps,
 )
-from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.spec import BLOCKS, ModelPort, Variant
 from tpuport.core.step_cache import StepCache
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port
@@ -153,6 +153,7 @@ def open_session(
         encode_on=settings.encode_on or "device",
         attention=settings.attention or "auto",
         sharding=settings.sharding or "default",
+        blocks=settings.blocks or BLOCKS[0],
         keep_loaded=keep_loaded,
         cache_dir=cache,
         compile_cache=not settings.no_compile_cache,

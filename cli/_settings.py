@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from tpuport.core.spec import BLOCKS
 from tpuport.errors import UsageError
 
 from ._errors import one_line
@@ -46,6 +47,7 @@ class Settings:
     dtype: str | None = None
     attention: str | None = None
     sharding: str | None = None
+    blocks: str | None = None
     encode_on: str | None = None
     backend: str | None = None
     latents: str | None = None
@@ -231,6 +233,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "dtype": _text,
     "attention": _text,
     "sharding": _text,
+    "blocks": _choice(*BLOCKS),
     "encode_on": _choice("device", "host"),
     "backend": _choice("tpuport", "diffusers"),
     "latents": _text,

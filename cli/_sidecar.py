@@ -6,7 +6,7 @@ import platform
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import STAGES, RunDirectory
+from tpuport.core.artifacts import STAGES, RunDirectory, blocks_of
 from tpuport.core.report import RunReport
 from tpuport.core.request import Request
 
@@ -65,6 +65,7 @@ def describe(
         "mesh": denoise["mesh"],
         "attention": denoise["attention"],
         "sharding": denoise["sharding"],
+        "blocks": denoise["blocks"],
         "encode_on": stages[STAGES[0]]["encode_on"],
         "backend": denoise["backend"],
         "initial_latents": None if noise is None else {**noise, "index": index},
@@ -93,6 +94,7 @@ def _stage(run: RunDirectory, name: str) -> dict[str, Any]:
         "dtype": record.get("dtype"),
         "mesh": record.get("mesh"),
         "sharding": record.get("sharding", "default"),
+        "blocks": blocks_of(record),
         "platform": record.get("platform"),
         "weights": record.get("weights"),
         "versions": note.get("versions", {}),

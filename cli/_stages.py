@@ -144,6 +144,7 @@ def _tell(
             "dtype": session.dtype,
             "mesh": report.mesh,
             "attention": settings.attention or "auto",
+            "blocks": session.port.blocks,
             "backend": settings.backend or "tpuport",
             "report": report.as_dict(),
         }

@@ -22,6 +22,7 @@ from ._errors import reported
 from ._options import (
     AspectRatio,
     Attention,
+    Blocks,
     CacheDir,
     Debug,
     Dtype,
@@ -83,6 +84,7 @@ def bench(
     dtype: Dtype = None,
     attention: Attention = None,
     sharding: Sharding = None,
+    blocks: Blocks = None,
     image: Image = None,
     video: SourceVideo = None,
     strength: Strength = None,
@@ -253,6 +255,7 @@ def measure(
         "weights": session.checkpoint.reference,
         "settings": request.as_dict(),
         "dtype": session.dtype,
+        "blocks": session.port.blocks,
         "mesh": report.mesh,
         "platform": report.platform,
         "devices": report.devices,
@@ -377,6 +380,7 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
         f"{result['model']} {result['variant']}, {request['width']}x"
         f"{request['height']}, {request['num_frames']} frames, "
         f"{request['num_inference_steps']} steps, {result['dtype']}, "
+        f"{result['blocks']} blocks, "
         f"{result['devices']} x {result['platform']} ({result['mesh']}), "
         f"median of {result['repeat']}",
         "",

@@ -16,6 +16,7 @@ import typer
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.report import Reporter
+from tpuport.core.spec import BLOCKS, with_blocks
 from tpuport.errors import UsageError
 
 from ._cache import cache_folder
@@ -24,6 +25,7 @@ from ._errors import reported
 from ._options import (
     AspectRatio,
     Attention,
+    Blocks,
     CacheDir,
     Config,
     Debug,
@@ -116,6 +118,7 @@ def compile_(
     dtype: Dtype = None,
     attention: Attention = None,
     sharding: Sharding = None,
+    blocks: Blocks = None,
     encode_on: EncodeOn = None,
     out: Annotated[
         str | None,
@@ -223,6 +226,7 @@ def _compile(
             "dtype": session.dtype,
             "attention": settings.attention or "auto",
             "sharding": settings.sharding or "default",
+            "blocks": session.port.blocks,
             "encode_on": session.encode_on,
             "settings": {
                 name: value
@@ -278,7 +282,9 @@ def _absent(
     from tpuport.plugins import get_port
 
     devices = topology_devices(topology)
-    port = get_port(settings.model or DEFAULT_MODEL)
+    port = with_blocks(
+        get_port(settings.model or DEFAULT_MODEL), settings.blocks or BLOCKS[0]
+    )
     variant = known_variant(port, settings)
     with contextlib.ExitStack() as stack:
         if settings.weights is None and variant is not None and variant.repo_id:
@@ -300,6 +306,7 @@ def _absent(
             MeshSpec.parse(settings.mesh) if settings.mesh is not None else None,
             api.default_rows(form, variant),
             devices,
+            dtype=settings.dtype or variant.dtype,
         )
         yield stack.enter_context(
             Session(

@@ -9,6 +9,7 @@ from ._errors import reported
 from ._options import (
     Attention,
     Backend,
+    Blocks,
     CacheDir,
     Debug,
     Dtype,
@@ -34,6 +35,7 @@ def denoise(
     dtype: Dtype = None,
     attention: Attention = None,
     sharding: Sharding = None,
+    blocks: Blocks = None,
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,

@@ -14,9 +14,9 @@ from packaging.requirements import Requirement
 
 from tpuport.core.attention_lengths import define_attention_op
 from tpuport.core.ops import OpOverride, inspect_overrides
-from tpuport.core.patching import Patch, inspect_patches
+from tpuport.core.patching import Patch, PatchStatus, inspect_patches
 from tpuport.core.runtime import EVERYWHERE
-from tpuport.core.spec import ModelPort
+from tpuport.core.spec import BLOCKS, ModelPort, with_blocks
 from tpuport.errors import PatchError
 from tpuport.plugins import get_port, installed_plugins
 
@@ -56,6 +56,8 @@ class Entry:
         installed: the version found of that package, or ``None``.
         models: model name -> names of the forms that use it; the first form of a model
             may be called ``""``.
+        blocks: ``"native"`` or ``"upstream"`` for a patch in force with these
+            ``--blocks`` alone; empty for one that always is.
         module: where the replacement is defined.
         link: the upstream issue or source; empty where none is declared.
         state: ``"applicable"``, ``"skipped"`` (for another version), ``"gone"`` or
@@ -70,6 +72,7 @@ class Entry:
     upstream: str
     installed: str | None
     models: dict[str, list[str]] = field(default_factory=dict)
+    blocks: str = ""
     module: str
     link: str
     state: str = "applicable"
@@ -88,8 +91,9 @@ def patches(
 ) -> None:
     """List the changes to upstream code: what, why, for which versions.
 
-    Patches replace a function; op overrides replace what torchax does for a torch
-    operator. Nothing is applied here. Fails when a target is gone.
+    Patches replace a function, some of them with one kind of --blocks alone; op
+    overrides replace what torchax does for a torch operator. Nothing is applied here.
+    Fails when a target is gone.
     """
     with reported(debug=debug):
         if model is None:
@@ -108,12 +112,19 @@ def patches(
 
 
 def examine(ports: Iterable[ModelPort]) -> list[Entry]:
-    """Every patch, then every override, of all forms of the ports, each once."""
+    """Every patch, then every override, of all forms of the ports, each once.
+
+    Patches that one kind of blocks has alone are among them and say so.
+    """
     define_attention_op()
     found: dict[Patch | OpOverride, Entry] = {}
 
-    def add(thing: Patch | OpOverride, form: ModelPort, state: str, why: str) -> None:
-        entry = found.setdefault(thing, _entry(thing))
+    def add(
+        thing: Patch | OpOverride, form: ModelPort, state: str, why: str, blocks: str
+    ) -> None:
+        entry = found.setdefault(thing, _entry(thing, blocks))
+        if entry.blocks != blocks:
+            entry.blocks = ""
         # Where the forms differ, the worst is told: with another patch of the same
         # target in one of them.
         if _STATES.index(state) >= _STATES.index(entry.state):
@@ -122,15 +133,27 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
 
     for port in ports:
         for form in port.all_forms:
-            states = inspect_patches(form.patches).entries
-            for patch, found_state in zip(form.patches, states, strict=True):
-                add(patch, form, found_state.state, found_state.detail)
+            for patch, by_blocks in _states(form).items():
+                worst = max(by_blocks.values(), key=lambda s: _STATES.index(s.state))
+                blocks = "" if len(by_blocks) == len(BLOCKS) else next(iter(by_blocks))
+                add(patch, form, worst.state, worst.detail, blocks)
             for status in inspect_overrides((*form.overrides, *EVERYWHERE)):
-                add(status.override, form, status.state, status.detail)
+                add(status.override, form, status.state, status.detail, "")
     return sorted(found.values(), key=lambda entry: entry.kind != "patch")
 
 
-def _entry(thing: Patch | OpOverride) -> Entry:
+def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:
+    """What would become of each patch, by the blocks that it is in force with."""
+    found: dict[Patch, dict[str, PatchStatus]] = {}
+    for blocks in reversed(BLOCKS):  # what every port has comes first
+        patches = with_blocks(form, blocks).patches
+        states = inspect_patches(patches).entries
+        for patch, state in zip(patches, states, strict=True):
+            found.setdefault(patch, {})[blocks] = state
+    return found
+
+
+def _entry(thing: Patch | OpOverride, blocks: str) -> Entry:
     """What there is to say without looking at the installed packages."""
     if isinstance(thing, Patch):
         return Entry(
@@ -142,6 +165,7 @@ def _entry(thing: Patch | OpOverride) -> Entry:
             installed=version(_package(thing.upstream)) if thing.upstream else None,
             module=_module(thing.replacement),
             link=thing.link,
+            blocks=blocks,
         )
     return Entry(
         name=thing.name,
@@ -208,6 +232,8 @@ def _block(entry: Entry, forms: dict[str, list[str]]) -> list[str]:
         ),
         ("in", entry.module),
     ]
+    if entry.blocks:
+        rows.append(("in force", f"with --blocks {entry.blocks}"))
     if entry.link:
         rows.append(("link", entry.link))
     if entry.is_wrong:

@@ -14,6 +14,7 @@ import typer
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.mesh import MeshSpec
+from tpuport.core.spec import BLOCKS
 from tpuport.errors import UsageError
 
 from ._cache import cache_folder
@@ -22,6 +23,7 @@ from ._errors import reported
 from ._options import (
     AspectRatio,
     Attention,
+    Blocks,
     CacheDir,
     Config,
     Debug,
@@ -121,6 +123,7 @@ def plan(
     dtype: Dtype = None,
     attention: Attention = None,
     sharding: Sharding = None,
+    blocks: Blocks = None,
     dump: Annotated[
         str | None,
         typer.Option(
@@ -224,6 +227,7 @@ def _plan(
             dtype=settings.dtype or variant.dtype,
             attention=settings.attention or "auto",
             sharding=settings.sharding or "default",
+            blocks=settings.blocks or BLOCKS[0],
             stages=stages,
             inputs={source.kind: source.for_videos(batch)} if source else None,
             reporter=reporter,

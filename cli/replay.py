@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpuport.core.artifacts import STAGES, RunDirectory, read_sidecar
+from tpuport.core.artifacts import STAGES, RunDirectory, blocks_of, read_sidecar
 from tpuport.core.checkpoint import Checkpoint
 from tpuport.core.media import Source, read_image, read_video
 from tpuport.core.report import Reporter, RunReport, StageReport
@@ -144,6 +144,7 @@ class _Sessions:
         changes = {name: how[name] for name in ("dtype", "mesh", "attention")}
         # Runs recorded by 0.1.0 had one layout.
         changes["sharding"] = how.get("sharding", "default")
+        changes["blocks"] = blocks_of(how)
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(

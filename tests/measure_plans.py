@@ -106,8 +106,10 @@ def document(row: Row, folder: Path) -> dict[str, Any]:
     path = folder / f"{row.name}.json"
     if not path.is_file():
         command = [sys.executable, "-m", "tpuport", "plan", "--topology", "v6e-8"]
+        # The ports run upstream's blocks, and so does what imitates them.
+        command += [*row.args, "--blocks", "upstream"]
         done = subprocess.run(
-            [*command, *row.args, "--stage", "denoise", "--json"],
+            [*command, "--stage", "denoise", "--json"],
             stdout=subprocess.PIPE,
             check=True,
             text=True,

@@ -17,17 +17,19 @@ from tpuport.cli.patches import EVERYWHERE, Entry, examine
 from tpuport.core.ops import OpOverride, resolve_operator
 from tpuport.core.patching import Patch, applied, inspect_patches
 from tpuport.core.runtime import Runtime
-from tpuport.core.spec import ModelPort
+from tpuport.core.spec import BLOCKS, ModelPort, with_blocks
 from tpuport.errors import OpConflictError, PatchError
 from tpuport.plugins import installed_plugins
 
 TESTS = Path(__file__).parent
 
 PORTS = [plugin.port for plugin in installed_plugins().values()]
+#: With upstream's blocks, and with native ones where there are any.
 FORMS = {
-    f"{form.name} {form.form}".rstrip(): form
+    " ".join(filter(None, (form.name, form.form, form.blocks))): form
     for port in PORTS
-    for form in port.all_forms
+    for blocks in reversed(BLOCKS)
+    for form in with_blocks(port, blocks).all_forms
 }
 PATCHES = tuple(dict.fromkeys(p for form in FORMS.values() for p in form.patches))
 OVERRIDES = tuple(

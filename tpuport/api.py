@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.spec import ModelPort, Variant, with_blocks
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port
 
@@ -49,6 +49,7 @@ def load(
     encode_on: str = "device",
     attention: str = "auto",
     sharding: str = "default",
+    blocks: str = "native",
     keep_loaded: bool = True,
     cache_dir: str | Path | None = None,
     compile_cache: bool = True,
@@ -73,6 +74,8 @@ def load(
         attention: ``"auto"``, or the name of an attention implementation.
         sharding: a layout of the weights that the plugin offers beside ``"default"``,
             such as ``"replicated-out"``.
+        blocks: ``"native"`` for blocks written for the chip where the model has them,
+            on upstream's weights; ``"upstream"`` for upstream's own everywhere.
         keep_loaded: keep weights on the devices between calls of ``generate``.
         cache_dir: in place of the user's cache folder.
         compile_cache: keep compiled programs there.
@@ -93,7 +96,7 @@ def load(
     from tpuport.core.session import Session
 
     reporter = reporter or SilentReporter()
-    found = get_port(model)
+    found = with_blocks(get_port(model), blocks)
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     if dtype is not None:
         dtype = check_dtype(dtype_name(dtype))
@@ -101,7 +104,14 @@ def load(
     port, chosen, checkpoint = find_checkpoint(
         found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )
-    placed = make_mesh(port, checkpoint, asked, default_rows(port, chosen))
+    placed = make_mesh(
+        port,
+        checkpoint,
+        asked,
+        default_rows(port, chosen),
+        dtype=dtype or chosen.dtype,
+        together=keep_loaded,
+    )
     platform = placed.devices.flat[0].platform
     if dtype is None:
         dtype = "float32" if platform == "cpu" else chosen.dtype
@@ -143,13 +153,12 @@ def port(
         Other methods of the module are called by name: ``.decode(z)``.
 
     Raises:
-        UsageError: the module is of no class the plugin knows.
+        UsageError: the module is of no class the plugin knows, or ``blocks`` is none.
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
         MeshError: the mesh does not fit the devices.
     """
     from tpuport.core.mesh import build_mesh
     from tpuport.core.porting import PortedProgram, component_of
-    from tpuport.core.spec import with_blocks
 
     found, component = component_of(with_blocks(get_port(model), blocks), module)
     spec = _parse_mesh(mesh)
@@ -266,29 +275,28 @@ def make_mesh(
     asked: MeshSpec | None,
     rows: int,
     devices: Sequence[jax.Device] | None = None,
+    *,
+    dtype: str = "bfloat16",
+    together: bool = False,
 ) -> jax.sharding.Mesh:
     """The mesh asked for; by default one CPU device, or all TPU chips.
 
     Args:
         rows: of the denoiser's batch, which dp must divide.
         devices: to choose from, in place of this machine's.
+        dtype, together: of the weights; see :func:`tpuport.core.default_mesh`.
 
     Raises:
         MeshError: it does not fit the devices.
     """
     import jax
 
-    from tpuport.core.mesh import MeshSpec, auto_mesh, build_mesh
+    from tpuport.core.default_mesh import default_mesh
+    from tpuport.core.mesh import build_mesh
 
     devices = jax.devices() if devices is None else devices
     if asked is None:
-        if devices[0].platform == "cpu":
-            asked = MeshSpec()
-        else:
-            heads = {
-                name: component.heads(checkpoint.config(name))
-                for name, component in port.components.items()
-                if component.heads is not None and checkpoint.has(name)
-            }
-            asked = auto_mesh(len(devices), heads=heads, batch=rows)
+        asked = default_mesh(
+            port, checkpoint, devices, rows=rows, dtype=dtype, together=together
+        )
     return build_mesh(asked, devices)

@@ -17,12 +17,19 @@ from tpuport.cli import patches as command
 from tpuport.core import ops, patching
 from tpuport.core.ops import OpOverride
 from tpuport.core.patching import Patch
-from tpuport.core.spec import ModelPort
+from tpuport.core.spec import ModelPort, NativeForm, with_blocks
 from tpuport.models.cogvideox.plugin import PORT
 from tpuport.plugins import Plugin, installed_plugins
 
 PORTS = [plugin.port for plugin in installed_plugins().values()]
 FORMS = [form for port in PORTS for form in port.all_forms]
+#: What is listed of each form: with upstream's blocks or with native ones.
+LISTED = {
+    (form.name, form.form): dict.fromkeys(
+        (*form.patches, *with_blocks(form, "native").patches)
+    )
+    for form in FORMS
+}
 DEDENT = "textwrap:dedent"
 
 Install = Callable[..., None]
@@ -56,9 +63,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def port(
-    *patches: Patch, overrides: tuple[OpOverride, ...] = (), **more: Any
+    *patches: Patch,
+    overrides: tuple[OpOverride, ...] = (),
+    native: tuple[Patch, ...] = (),
+    **more: Any,
 ) -> ModelPort:
-    given = {"name": "toy", **more}
+    form = NativeForm(patches=native) if native else None
+    components = {
+        name: dataclasses.replace(component, native=form)
+        for name, component in PORT.components.items()
+    }
+    given = {"name": "toy", "components": components, **more}
     return dataclasses.replace(PORT, patches=patches, overrides=overrides, **given)
 
 
@@ -76,7 +91,7 @@ def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None
     assert (ran.code, ran.err) == (0, "")
     entries = ran.json["patches"]
     found = [(e["kind"], e["name"], *e["targets"]) for e in entries]
-    patches = {("patch", p.name, p.target) for form in FORMS for p in form.patches}
+    patches = {("patch", p.name, p.target) for some in LISTED.values() for p in some}
     overrides = {
         ("override", o.name, *o.targets)
         for form in FORMS
@@ -89,7 +104,11 @@ def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None
         declared = [
             (form.name, form.form)
             for form in FORMS
-            for p in (*form.patches, *form.overrides, *command.EVERYWHERE)
+            for p in (
+                *LISTED[form.name, form.form],
+                *form.overrides,
+                *command.EVERYWHERE,
+            )
             if p.name == entry["name"]
         ]
         users = [(m, f) for m, forms in entry["models"].items() for f in forms]
@@ -110,6 +129,7 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
         "upstream": declared.upstream,
         "installed": metadata.version("torchax"),
         "models": {"cogvideox": [""]},
+        "blocks": "",
         "module": "tpuport.patches.tracing",
         "link": declared.link,
         "state": "applicable",
@@ -148,7 +168,12 @@ def test_one_model_may_be_asked_for(cli: Cli) -> None:
         for e in cli("patches", "--model", PORT.name, "--json").json["patches"]
     }
     assert found == {
-        p.name for p in (*PORT.patches, *PORT.overrides, *command.EVERYWHERE)
+        p.name
+        for p in (
+            *LISTED[PORT.name, PORT.form],
+            *PORT.overrides,
+            *command.EVERYWHERE,
+        )
     }
     refused = cli("patches", "--model", "sora")
     assert (refused.code, refused.out) == (2, "")
@@ -164,7 +189,7 @@ def test_nothing_is_applied_installed_or_made(
     monkeypatch.setattr(patching._Site, "apply", refuse)
     monkeypatch.setattr(ops.OpRegistry, "install", refuse)
     before = textwrap.dedent
-    everything = [p for form in FORMS for p in form.patches]
+    everything = [p for listed in LISTED.values() for p in listed]
     assert everything
     names = [target_names(p) for p in everything]
     originals = [inner(*name) for name in names]
@@ -184,6 +209,48 @@ def target_names(patch: Patch) -> tuple[Any, str]:
 
 def inner(owner: Any, attr: str) -> Any:
     return vars(owner).get(attr)
+
+
+def test_patches_of_native_blocks_say_when_they_are_in_force(
+    cli: Cli, install: Install
+) -> None:
+    both, plain, native = (
+        patch(name, f"textwrap:{target}")
+        for name, target in (("both", "fill"), ("plain", "wrap"), ("chip", "dedent"))
+    )
+    # What one form always has is no patch of native blocks.
+    install(port(plain, native=(native, both)), port(both, name="other"))
+    ran = cli("patches")
+    assert ran.code == 0
+    assert ran.out.startswith("3 patches and ")
+    assert "  in force  with --blocks native" in block(ran.out, "chip")
+    for name in ("plain", "both"):
+        assert "in force" not in block(ran.out, name)
+    entries = {e["name"]: e for e in cli("patches", "--json").json["patches"]}
+    found = {name: entries[name]["blocks"] for name in ("both", "plain", "chip")}
+    assert found == {"both": "", "plain": "", "chip": "native"}
+    # It takes the place of what the port does to its target otherwise.
+    install(port(patch("mine"), native=(native,)))
+    ran = cli("patches")
+    assert ran.code == 0
+    assert "  in force  with --blocks upstream" in block(ran.out, "mine")
+    assert "  in force  with --blocks native" in block(ran.out, "chip")
+    # Native ones are in force together, so two of one target cannot be.
+    install(port(native=(patch("one"), patch("two"))))
+    assert "patches 'one' and 'two' both replace textwrap:dedent" in cli("patches").last
+
+
+def test_the_native_blocks_of_a_model_are_listed(cli: Cli) -> None:
+    entries = cli("patches", "--model", PORT.name, "--json").json["patches"]
+    listed = [e["name"] for e in entries if e["blocks"] == "native"]
+    declared = [
+        p.name
+        for component in PORT.components.values()
+        if component.native is not None
+        for p in component.native.patches
+    ]
+    assert listed == list(dict.fromkeys(declared))
+    assert {"cogvideox-native-forward", "cogvideox-native-block"} <= set(listed)
 
 
 # --- what is wrong

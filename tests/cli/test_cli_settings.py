@@ -141,7 +141,8 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
             "model: cogvideox\nvariant: 2b\nprompts: [a, b]\nnegative-prompt: c\n"
             "size: 96x64\nnum_frames: 9\nfps: 12\nnum-inference-steps: 4\n"
             "guidance_scale: 1\nseed: [1, '2,3']\nmesh: {dp: 2, tp: 4}\n"
-            "encode_on: host\noptions: {scheduler: ddim, dynamic_cfg: false}\n"
+            "encode_on: host\nblocks: upstream\n"
+            "options: {scheduler: ddim, dynamic_cfg: false}\n"
             "out: v.gif\nrun-dir: r\nno_compile_cache: true\njson: true\nlatents:\n"
         ),
     )
@@ -159,6 +160,7 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
         seeds=(1, 2, 3),
         mesh="dp=2,tp=4",
         encode_on="host",
+        blocks="upstream",
         options={"scheduler": "ddim", "dynamic_cfg": False},
         out="v.gif",
         run_dir=Path("r"),
@@ -213,6 +215,7 @@ def test_the_file_wins_over_the_environment(
         ("prompt: 3", "is not text"),
         ("json: 1", "neither true nor false"),
         ("backend: cuda", "tpuport, diffusers"),
+        ("blocks: fast", "blocks: 'fast' is none of native, upstream"),
         ("steps: 1\nnum-inference-steps: 2", "second time"),
         ("size: 96x64\nwidth: 96", "exclude each other"),
         ("prompt: a\nprompt_file: b", "exclude each other"),

@@ -91,9 +91,11 @@ def test_what_is_planned_is_what_would_run(planned: Any) -> None:
     found, _, _ = planned
     assert found["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
     assert found["settings"]["num_inference_steps"] == 3
+    assert found["blocks"] == "native"
     (program,) = found["stages"]["denoise"]["programs"]
     assert (program["program"], program["calls"]) == ("step", 3)
     assert {r["split"][1] for r in program["attention"]} == {"tp"}
+    assert all(r["padded"] for r in program["attention"])
     (weights,) = found["sharding_plans"]
     assert weights["component"] == "transformer"
     assert program["memory"]["weights"] >= weights["bytes_per_device"]
@@ -135,10 +137,11 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
     done = plan(
         tmp_path,
         *("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--steps", "2"),
-        *("--attention", "reference"),
+        *("--attention", "reference", "--blocks", "upstream"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for part in (
+        "sharding default, upstream blocks",
         "fits: ",
         "memory per chip:",
         "denoise/step",

@@ -17,7 +17,13 @@ from tpuport.core.documents import (
 from tpuport.core.files import atomic_write_bytes, atomic_write_json, replacing
 from tpuport.core.fingerprint import FINGERPRINT_WHOLE_BYTES, fingerprint_files
 from tpuport.core.run_directory import RunDirectory
-from tpuport.core.run_record import RUN_FILE, RUN_SCHEMA, STAGE_FILES, STAGES
+from tpuport.core.run_record import (
+    RUN_FILE,
+    RUN_SCHEMA,
+    STAGE_FILES,
+    STAGES,
+    blocks_of,
+)
 from tpuport.core.tensors import TensorSpec, check_tensors, save_tensors
 
 __all__ = [
@@ -32,6 +38,7 @@ __all__ = [
     "TensorSpec",
     "atomic_write_bytes",
     "atomic_write_json",
+    "blocks_of",
     "check_tensors",
     "fingerprint_files",
     "read_sidecar",

@@ -2,8 +2,9 @@
 
 Letters: B batch, L tokens with padding, E width, H heads, D head dim.
 
-Upstream keeps text and video tokens apart and joins and parts them in every block, holds
-pairs of rotary elements next to each other, and turns arrays around every attention.
+Upstream keeps text and video tokens apart and joins and parts them in every block,
+holds pairs of rotary elements next to each other, and turns arrays around every
+attention.
 Here all tokens are in one array that is split over the sequence axis of the mesh, what
 differs between text and video is chosen per token, and queries, keys and values have
 their tokens last on a TPU. The functions take and give JAX arrays; statistics, rotation
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.sequence_parallel import padded_length, sequence_attention
-from tpuport.kernels.padding import pad_dim
 
 if TYPE_CHECKING:
     import jax
@@ -34,6 +34,7 @@ class JointSequence:
         length: tokens in all, without padding, which comes last.
         padded: tokens with padding, a multiple of the sequence axis.
         text_first: whether text comes before video.
+        divided: whether its tokens are split over the sequence axis.
     """
 
     active: Active
@@ -41,6 +42,7 @@ class JointSequence:
     length: int
     padded: int
     text_first: bool = True
+    divided: bool = True
 
     @classmethod
     def of(
@@ -79,6 +81,8 @@ class JointSequence:
 
     def split(self, x: jax.Array) -> jax.Array:
         """``x`` [B, L, ...] with its tokens split over the sequence axis."""
+        if not self.divided:
+            return self.whole(x)
         return self._constrain(x, self.active.context.attention.sequence)
 
     def whole(self, x: jax.Array) -> jax.Array:
@@ -86,8 +90,14 @@ class JointSequence:
         return self._constrain(x, None)
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """[B, tokens, E] with zeros for padding, split."""
-        return self.split(pad_dim(x, 1, self.padded))
+        """[B, tokens, E] with zeros for padding, split.
+
+        What makes ``x`` runs whole on every device: a partitioner that joins tokens of
+        uneven parts moves more than it saves, and takes minutes to compile.
+        """
+        from tpuport.kernels.padding import pad_dim
+
+        return self.split(pad_dim(self.whole(x), 1, self.padded))
 
     def is_text(self) -> jax.Array:
         """Which tokens are text, bool [L]."""
@@ -103,10 +113,12 @@ class JointSequence:
 
         Args:
             text: of shape [B, E].
-            video: of shape [B, E].
+            video: of shape [B, E]; the very same array gives [B, 1, E].
         """
         import jax.numpy as jnp
 
+        if text is video:
+            return video[:, None]
         return jnp.where(self.is_text()[:, None], text[:, None], video[:, None])
 
     def _constrain(self, x: jax.Array, axis: str | None) -> jax.Array:
@@ -131,6 +143,18 @@ def normalise(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
     centred = wide - jnp.mean(wide, axis, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis, keepdims=True)
     return centred * jax.lax.rsqrt(variance + eps)
+
+
+def layer_norm(
+    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float
+) -> jax.Array:
+    """A layer norm over the last dim, in float32; ``weight`` and ``bias`` are [E]."""
+    import jax.numpy as jnp
+
+    out = normalise(x, eps)
+    if weight is not None:
+        out = out * weight.astype(jnp.float32)
+    return out if bias is None else out + bias.astype(jnp.float32)
 
 
 def modulated_norm(
@@ -167,7 +191,10 @@ def modulated_norm(
             scale = scale * weight.astype(jnp.float32)
         return shift, scale
 
-    (text_shift, text_scale), (shift, scale) = folded(*text), folded(*video)
+    shift, scale = folded(*video)
+    text_shift, text_scale = shift, scale
+    if any(one is not other for one, other in zip(text, video, strict=True)):
+        text_shift, text_scale = folded(*text)
     out = normalise(x, eps)
     out = out * sequence.choose(text_scale, scale)
     return (out + sequence.choose(text_shift, shift)).astype(x.dtype)
@@ -185,7 +212,7 @@ def gated(
     import jax.numpy as jnp
 
     wide = update.astype(jnp.float32)
-    gate = sequence.choose(text.astype(jnp.float32), video.astype(jnp.float32))
+    gate = sequence.choose(text, video).astype(jnp.float32)
     return sequence.split((x.astype(jnp.float32) + gate * wide).astype(x.dtype))
 
 
@@ -220,6 +247,38 @@ def to_heads(
     return out + (wide[:, :, None] if sequence.feature_major else wide[:, None])
 
 
+def dense(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    row_parallel: bool = False,
+) -> jax.Array:
+    """A linear layer that is not rounded, for what is computed next in float32.
+
+    Args:
+        sequence: tells what partial products are summed up in.
+        x: of shape [..., E].
+        weight: of shape [F, E].
+        bias: of shape [F], or ``None``.
+        row_parallel: columns of the weight may be split between devices.
+
+    Returns:
+        float32 [..., F].
+    """
+    import jax.numpy as jnp
+
+    narrow = row_parallel and sequence.row_parallel_dtype
+    out = jnp.einsum(
+        "...e,fe->...f",
+        x,
+        weight,
+        preferred_element_type=x.dtype if narrow else jnp.float32,
+    ).astype(jnp.float32)
+    return out if bias is None else out + bias.astype(jnp.float32)
+
+
 def from_heads(
     sequence: JointSequence,
     x: jax.Array,
@@ -248,6 +307,13 @@ def from_heads(
     if bias is None:
         return out
     return out.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
+def gelu(x: jax.Array, *, tanh: bool) -> jax.Array:
+    """GELU in the dtype of ``x``, in its tanh form if asked for."""
+    import jax
+
+    return jax.nn.gelu(x, approximate=tanh)
 
 
 def head_norm(
@@ -288,25 +354,47 @@ def head_norm(
     return out if bias is None else out + along(bias)
 
 
+def norm_bound(
+    head_dim: int, weight: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
+    """What the length of a vector that :func:`head_norm` gives does not exceed.
+
+    Normed elements have squares of at most D in all, whatever the input; rotation does
+    not change a length. What rounding adds is allowed for.
+    """
+    import jax.numpy as jnp
+
+    length = jnp.float32(head_dim**0.5 * 1.02)
+    if weight is not None:
+        length = length * jnp.abs(weight.astype(jnp.float32)).max()
+    if bias is not None:
+        length = length + 1.02 * jnp.linalg.norm(bias.astype(jnp.float32))
+    return length
+
+
 def rotary_tables(
     sequence: JointSequence, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Tables for all tokens, of half the head dim; text and padding do not turn.
+    """Tables for all tokens, in the order of halves; text and padding do not turn.
 
     Args:
         sequence: where the video tokens are.
         cos, sin: of the video tokens, [tokens, D] with neighbours as pairs.
 
     Returns:
-        cos and sin, float32 [D / 2, L] if ``sequence.feature_major``, else [L, D / 2].
+        cos and sin, float32 [D, L] if ``sequence.feature_major``, else [L, D].
     """
     import jax.numpy as jnp
 
+    from tpuport.core.module import constrain
+
     def table(x: jax.Array, rest: float) -> jax.Array:
-        half = x.astype(jnp.float32).reshape(x.shape[0], -1, 2)[:, :, 0]
+        x = constrain(sequence.active.context.mesh, x.astype(jnp.float32), None, None)
+        halves = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
         before = sequence.text if sequence.text_first else 0
-        after = sequence.padded - before - half.shape[0]
-        full = jnp.pad(half, ((before, after), (0, 0)), constant_values=rest)
+        after = sequence.padded - before - halves.shape[0]
+        full = jnp.pad(halves, ((before, after), (0, 0)), constant_values=rest)
+        full = constrain(sequence.active.context.mesh, full, None, None)
         return full.T if sequence.feature_major else full
 
     return table(cos, 1.0), table(sin, 0.0)
@@ -327,10 +415,10 @@ def rotate(
     if tables is None:
         return x
     axis = 2 if sequence.feature_major else 3
-    cos, sin = tables
+    (cos, cos_2), (sin, sin_2) = (jnp.split(t, 2, axis - 2) for t in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis)
     return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis
+        [first * cos - second * sin, second * cos_2 + first * sin_2], axis
     )
 
 
@@ -342,6 +430,7 @@ def attend(
     dtype: Any,
     *,
     kv_lengths: jax.Array | None = None,
+    bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Attention of all tokens on those that are no padding.
 
@@ -350,6 +439,8 @@ def attend(
         q, k, v: as :func:`to_heads` gives them.
         dtype: what they are rounded to.
         kv_lengths: integers [B]: only so many leading tokens of an item count.
+        bounds: of the lengths of queries and of keys, see :func:`norm_bound`; ``None``
+            where there are none.
 
     Returns:
         of the shape of ``q``, in ``dtype``.
@@ -365,6 +456,10 @@ def attend(
         if not sequence.feature_major:
             shape = (-1, 1, sequence.padded, 1)
         v = jnp.where(counts.reshape(shape), v, 0)
+    bound = None
+    if bounds is not None:
+        head_dim = q.shape[2 if sequence.feature_major else 3]
+        bound = bounds[0] * bounds[1] / head_dim**0.5
     return sequence_attention(
         sequence.active,
         q.astype(dtype),
@@ -372,5 +467,6 @@ def attend(
         v.astype(dtype),
         kv_len=sequence.length,
         kv_lengths=kv_lengths,
+        score_bound=bound,
         feature_major=sequence.feature_major,
     )

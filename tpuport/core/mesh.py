@@ -226,15 +226,27 @@ class MeshSpec:
 
 
 def auto_mesh(
-    device_count: int, *, heads: Mapping[str, int] | None, batch: int | None
+    device_count: int,
+    *,
+    heads: Mapping[str, int] | None,
+    batch: int | None,
+    parts: float | None = None,
 ) -> MeshSpec:
     """A mesh that fits, chosen by three plain rules, in this order.
 
     1. dp is 2 when the batch and the device count are both even (the two halves of
        classifier-free guidance share nothing but weights), else 1.
     2. tp is the largest number that divides every head count and the devices left by
-       dp. Without heads nothing limits it.
+       dp. Without heads nothing limits it. With ``parts`` it is the smallest of these
+       that is no less, or the largest where none is.
     3. sp takes what is left, so that no device stays unused.
+
+    Args:
+        device_count: of all devices.
+        heads: attention heads by component.
+        batch: rows of the denoiser's batch.
+        parts: in how many parts the weights have to be split at least, for models that
+            split their tokens; ``None`` for others.
 
     Returns a mesh of all the devices that passes :meth:`MeshSpec.validate` with
     the same heads and batch.
@@ -248,7 +260,10 @@ def auto_mesh(
     left = device_count // dp
     # gcd() of nothing is 0, which every number divides: no heads, no limit.
     common = math.gcd(*(heads or {}).values())
-    tp = max(n for n in _divisors(left) if common % n == 0)
+    legal = sorted(n for n in _divisors(left) if common % n == 0)
+    tp = legal[-1]
+    if parts is not None:
+        tp = next((n for n in legal if n >= parts), tp)
     return MeshSpec(dp=dp, sp=left // tp, tp=tp)
 
 

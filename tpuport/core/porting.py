@@ -11,8 +11,8 @@ from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import ShardingPlan, plan_layout
-from tpuport.core.transforms import transformer
 from tpuport.core.spec import Component, ModelPort
+from tpuport.core.transforms import transformer
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:

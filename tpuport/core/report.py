@@ -102,6 +102,7 @@ class RunReport:
         model, variant, weights: what ran.
         platform, mesh, devices: where.
         dtype: of the weights.
+        blocks: those in place, ``"native"`` or ``"upstream"``.
         stages: in order.
         total_seconds: wall time.
         peak_host_bytes: the process's high-water mark, since it started.
@@ -115,6 +116,7 @@ class RunReport:
     mesh: str
     devices: int
     dtype: str
+    blocks: str
     stages: tuple[StageReport, ...]
     total_seconds: float
     peak_host_bytes: int

@@ -42,6 +42,14 @@ def write_run(file: Path, content: Mapping[str, Any]) -> None:
     write_document(file, RUN_SCHEMA, content)
 
 
+def blocks_of(record: Mapping[str, Any]) -> str:
+    """The blocks that a stage was run with, from its record.
+
+    Records made before there was a choice do not say: they were upstream's.
+    """
+    return str(record.get("blocks", "upstream"))
+
+
 def _malformed(run: Mapping[str, Any]) -> str:
     """What a run.json with a good checksum lacks, or ""."""
     top: dict[str, type] = {"model": str, "variant": str, "settings": dict}

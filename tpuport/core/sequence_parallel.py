@@ -4,10 +4,10 @@ Letters: B batch, H heads, L tokens with padding, D head dim, S devices on the s
 axis.
 
 Around the kernel tokens are exchanged for heads: with an all-to-all every device gets
-all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads of
-all batch items count, and heads that do not divide are padded. Where there are fewer
+all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads
+of all batch items count, and heads that do not divide are padded. Where there are fewer
 heads than devices, groups of devices share heads: each keeps its part of the queries,
-and keys and values are passed on within the group.
+and keys and values are gathered within the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.attention import AttentionRecord
-from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
 if TYPE_CHECKING:
     import jax
@@ -47,6 +46,8 @@ def degrees(heads: int, devices: int) -> Degrees:
     By heads as far as these go: padding them may add :data:`MOST_HEAD_PADDING` to the
     least work that any split has.
     """
+    from tpuport.kernels.padding import ceil_div
+
     options = [u for u in range(devices, 0, -1) if devices % u == 0]
     work = {u: ceil_div(heads, u) * u for u in options}
     most = min(work.values()) * (1 + MOST_HEAD_PADDING)
@@ -62,10 +63,12 @@ def padded_length(
     For a TPU slices are whole lanes, and whole blocks of the kernel make up all of
     them where that takes less than :data:`MOST_PADDING`.
     """
+    from tpuport.kernels.padding import round_up
+
     if platform != "tpu":
         return round_up(length, devices)
     from tpuport.kernels.attention import DEFAULT_CHIP
-    from tpuport.kernels.splash import default_blocks
+    from tpuport.kernels.splash_blocks import default_blocks
 
     granule = math.lcm(TPU_TOKENS * devices, 256)
     first = round_up(length, granule)
@@ -86,6 +89,7 @@ def sequence_attention(
     kv_len: int,
     kv_lengths: jax.Array | None = None,
     scale: float | None = None,
+    score_bound: jax.Array | None = None,
     feature_major: bool,
 ) -> jax.Array:
     """Attention of all tokens on those that count.
@@ -98,6 +102,7 @@ def sequence_attention(
         kv_len: tokens that count come before this one.
         kv_lengths: integers [B], at most ``kv_len``: how many count of each item.
         scale: of the scores; None means 1/sqrt(D).
+        score_bound: a number that no scaled score exceeds, if one is known.
 
     Returns:
         of the shape and dtype of ``q``; arbitrary for tokens that do not count.
@@ -108,6 +113,8 @@ def sequence_attention(
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
+
+    from tpuport.kernels.padding import pad_dim, round_up
 
     context = active.context
     policy = context.attention
@@ -130,6 +137,7 @@ def sequence_attention(
     folded = round_up(count, split.ulysses)
     each = folded // split.ulysses
 
+    bound = jnp.asarray(jnp.inf if score_bound is None else score_bound, jnp.float32)
     if kv_lengths is None:
         kv_lengths = jnp.full((batch,), kv_len, jnp.int32)
         has_lengths = False
@@ -137,17 +145,29 @@ def sequence_attention(
         has_lengths = True
 
     def run(
-        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        lengths: jax.Array | None,
+        bound: jax.Array,
     ) -> jax.Array:
         return _kernel(
-            context, q, k, v, kv_len, lengths, scale, feature_major=feature_major
+            context,
+            q,
+            k,
+            v,
+            kv_len=kv_len,
+            lengths=lengths,
+            scale=scale,
+            bound=bound,
+            feature_major=feature_major,
         )
 
     def on_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, bound: jax.Array
     ) -> jax.Array:
         if sequence_axis is None:
-            return run(q, k, v, lengths if has_lengths else None)
+            return run(q, k, v, lengths if has_lengths else None, bound)
         place = jax.lax.axis_index(sequence_axis)
         groups = [
             [ring * split.ulysses + i for i in range(split.ulysses)]
@@ -155,14 +175,25 @@ def sequence_attention(
         ]
         ring_groups = [list(group) for group in zip(*groups, strict=True)]
 
+        def exchange(x: jax.Array) -> jax.Array:
+            """Of [ulysses, ...] every device of the group gets its row from each."""
+            return jax.lax.all_to_all(x, sequence_axis, 0, 0, axis_index_groups=groups)
+
         def to_heads(x: jax.Array) -> jax.Array:
             """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
             x = pad_dim(x.reshape(count, 1, *x.shape[2:]), 0, folded)
             if split.ulysses == 1:
                 return x
-            return jax.lax.all_to_all(
-                x, sequence_axis, 0, tokens, axis_index_groups=groups, tiled=True
-            )
+            parts = exchange(x.reshape(split.ulysses, each, *x.shape[1:]))
+            # Side by side: whole tiles of memory move, nothing within them.
+            return jnp.concatenate(list(parts), tokens)
+
+        def to_tokens(x: jax.Array) -> jax.Array:
+            """The way back."""
+            if split.ulysses > 1:
+                parts = jnp.stack(jnp.split(x, split.ulysses, tokens))
+                x = exchange(parts).reshape(folded, 1, *parts.shape[3:])
+            return x[:count].reshape(*local, *x.shape[2:])
 
         def all_tokens(x: jax.Array) -> jax.Array:
             if split.ring == 1:
@@ -180,12 +211,10 @@ def sequence_attention(
             every = pad_dim(jnp.repeat(lengths, local[1]), 0, folded)
             start = place % split.ulysses * each
             mine = jax.lax.dynamic_slice_in_dim(every, start, each)
-        out = run(to_heads(q), all_tokens(to_heads(k)), all_tokens(to_heads(v)), mine)
-        if split.ulysses > 1:
-            out = jax.lax.all_to_all(
-                out, sequence_axis, tokens, 0, axis_index_groups=groups, tiled=True
-            )
-        return out[:count].reshape(*local, *out.shape[2:])
+        out = run(
+            to_heads(q), all_tokens(to_heads(k)), all_tokens(to_heads(v)), mine, bound
+        )
+        return to_tokens(out)
 
     _record(
         active,
@@ -201,14 +230,17 @@ def sequence_attention(
     )
     mesh = context.mesh
     if mesh is None or mesh.size == 1:
-        return run(q, k, v, kv_lengths if has_lengths else None)
+        return run(q, k, v, kv_lengths if has_lengths else None, bound)
     dims = [batch_axis, head_axis, None, None]
     dims[tokens] = sequence_axis
     spec = PartitionSpec(*dims)
     lengths_spec = PartitionSpec(batch_axis)
     out: jax.Array = compat.shard_map(
-        on_device, mesh=mesh, in_specs=(spec, spec, spec, lengths_spec), out_specs=spec
-    )(q, k, v, kv_lengths)
+        on_device,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, lengths_spec, PartitionSpec()),
+        out_specs=spec,
+    )(q, k, v, kv_lengths, bound)
     return out
 
 
@@ -217,10 +249,11 @@ def _kernel(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    *,
     kv_len: int,
     lengths: jax.Array | None,
     scale: float | None,
-    *,
+    bound: jax.Array,
     feature_major: bool,
 ) -> jax.Array:
     from tpuport.kernels.attention import attention, attention_feature_major
@@ -233,6 +266,7 @@ def _kernel(
             kv_len=kv_len,
             kv_lengths=lengths,
             hidden=True,
+            score_bound=bound,
             scale=scale,
             platform=context.platform,
             implementation=context.implementation,

@@ -366,6 +366,7 @@ class Session(RequestBuilder):
             mesh=str(MeshSpec.parse(dict(self.mesh.shape))),
             devices=int(self.mesh.devices.size),
             dtype=self.dtype,
+            blocks=self.port.blocks,
             stages=tuple(stages),
             total_seconds=total_seconds,
             peak_host_bytes=reports.peak_host_bytes(),
@@ -380,8 +381,7 @@ class Session(RequestBuilder):
         Raises:
             ArtifactError: it is of another model, other settings or other weights.
         """
-        names = [*self.port.components]
-        names += [f for stage in self.port.stages for f in stage.files]
+        names = [*self.port.components, *(f for s in self.port.stages for f in s.files)]
         weights = {name: self._fingerprint(name) for name in names}
         return RunDirectory.open_or_create(
             path,
@@ -485,6 +485,7 @@ class Session(RequestBuilder):
             "dtype": self.dtype,
             "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
             "sharding": self.components.layout,
+            "blocks": self.port.blocks,
             "platform": self.components.platform,
         }
 

@@ -42,7 +42,8 @@ class NativeForm:
     """A component whose blocks are written for the chip, with upstream's weights.
 
     Attributes:
-        patches: on upstream's modules, in force with ``--blocks native``.
+        patches: on upstream's modules, in force with ``--blocks native``, where they
+            take the place of the port's patches on the same targets.
         transforms: of the weights that these want in another order.
         split: takes the place of ``Component.split``; ``None`` to keep it.
     """
@@ -465,6 +466,8 @@ class ModelPort:
 def with_blocks(port: ModelPort, blocks: str) -> ModelPort:
     """The port with its native blocks in place, or as it is for ``"upstream"``.
 
+    A form without native blocks stays as it is, and its ``blocks`` says so.
+
     Raises:
         UsageError: ``blocks`` is neither.
     """
@@ -474,22 +477,22 @@ def with_blocks(port: ModelPort, blocks: str) -> ModelPort:
         return port
     if port.blocks != "upstream":
         raise UsageError(f"{port.name} already has {port.blocks} blocks in place")
-    components: dict[str, Component] = {}
-    patches = port.patches
-    for name, component in port.components.items():
-        native = component.native
-        if native is not None:
-            patches += tuple(p for p in native.patches if p not in patches)
-            component = replace(
-                component,
-                split=native.split or component.split,
-                transforms=native.transforms,
-            )
-        components[name] = component
+    natives = {n: c.native for n, c in port.components.items() if c.native}
+    components = dict(port.components)
+    for name, native in natives.items():
+        component = components[name]
+        components[name] = replace(
+            component,
+            split=native.split or component.split,
+            transforms=native.transforms,
+        )
+    added = dict.fromkeys(p for native in natives.values() for p in native.patches)
+    targets = {patch.target for patch in added}
+    kept = [patch for patch in port.patches if patch.target not in targets]
     return replace(
         port,
         components=components,
-        patches=patches,
-        blocks=blocks,
+        patches=(*kept, *added),
+        blocks=blocks if natives else port.blocks,
         forms=tuple(with_blocks(form, blocks) for form in port.forms),
     )

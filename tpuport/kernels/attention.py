@@ -415,6 +415,7 @@ def attention_feature_major(
     kv_len: int | None = None,
     kv_lengths: jax.Array | None = None,
     hidden: bool = False,
+    score_bound: jax.Array | None = None,
     scale: float | None = None,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
@@ -435,6 +436,7 @@ def attention_feature_major(
         kv_lengths: integers of shape [B], at most ``kv_len``; see ``attention``.
         hidden: the caller has made ``v`` zero at the keys that do not count, and ``k``
             finite.
+        score_bound: a number that no scaled score exceeds, if one is known.
 
     The other arguments and the errors are those of ``attention``.
 
@@ -462,6 +464,7 @@ def attention_feature_major(
             kv_len=kv_len,
             kv_lengths=kv_lengths,
             hidden=hidden,
+            score_bound=score_bound,
             k_smooth=choice.k_smooth,
             blocks=_tiles(selection.blocks),
             running_max=True if choice.running_max else None,

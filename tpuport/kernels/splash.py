@@ -176,6 +176,7 @@ def splash_feature_major(
     kv_len: int | None = None,
     kv_lengths: jax.Array | None = None,
     hidden: bool = False,
+    score_bound: jax.Array | None = None,
     k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
     running_max: bool | None = None,
@@ -192,6 +193,8 @@ def splash_feature_major(
         kv_len: only keys before this index count; None for all.
         hidden: the caller has made ``v`` zero at the keys that do not count, and ``k``
             finite, so that nothing needs to be done about them.
+        score_bound: a number that no scaled score exceeds, as far as the caller knows
+            one. Where it is small enough, q, k and v are not read to find out.
 
     The other arguments and the errors are those of ``splash_attention``. Arrays whose
     head dim is a multiple of 16 and whose keys fill whole blocks are not copied.
@@ -227,7 +230,15 @@ def splash_feature_major(
     k, v, lengths = _hide_keys(k, v, kv_lengths, kv_len, hidden, k_smooth)
     plan = _plan(problem, blocks, factor, window, running_max, kv_len)
     if running_max is None:
-        flags = needs_maximum(q, k, v, factor=factor, q_block=blocks.q, feature_axis=2)
+        flags = needs_maximum(
+            q,
+            k,
+            v,
+            factor=factor,
+            q_block=blocks.q,
+            feature_axis=2,
+            most=None if score_bound is None else score_bound * LOG2_E,
+        )
     else:
         flags = jnp.zeros((problem.batch, problem.heads, plan.q_blocks), bool)
     depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)

@@ -11,8 +11,11 @@ the largest norm of its queries times the largest norm of a key.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tpuport.kernels.padding import ceil_div, pad_dim
 
@@ -21,6 +24,9 @@ from tpuport.kernels.padding import ceil_div, pad_dim
 # weighted value is below 2^-62 of a sum of weights.
 MOST_EXPONENT = 64.0
 MOST_VALUE = 2.0**40
+# Largest exponent that a caller may vouch for: sums then stay below 2^126 for values up
+# to 2^74, which are not looked at. Beyond that the result is infinite, not wrong.
+MOST_GIVEN = 30.0
 
 
 def needs_maximum(
@@ -31,6 +37,7 @@ def needs_maximum(
     factor: float,
     q_block: int,
     feature_axis: int = 3,
+    most: jax.Array | None = None,
 ) -> jax.Array:
     """Whether query blocks need a maximum to be subtracted from their scores.
 
@@ -44,10 +51,22 @@ def needs_maximum(
         factor: what a product of q and k is multiplied by.
         q_block: queries per block; the last one may be short.
         feature_axis: where the head dim is; 2 with the tokens last.
+        most: an exponent that none exceeds, if one is known. Up to ``MOST_GIVEN`` the
+            arrays are not read.
 
     Returns:
         bool of shape [B, H, ceil(Lq / q_block)].
     """
+    if most is not None:
+
+        def nowhere(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            count = ceil_div(q.shape[5 - feature_axis], q_block)
+            return jnp.zeros((*q.shape[:2], count), bool)
+
+        measured = functools.partial(
+            needs_maximum, factor=factor, q_block=q_block, feature_axis=feature_axis
+        )
+        return lax.cond(most <= MOST_GIVEN, nowhere, measured, q, k, v)
     batch, heads = q.shape[:2]
     q_len = q.shape[5 - feature_axis]
     kv_heads = k.shape[1]

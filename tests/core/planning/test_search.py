@@ -82,6 +82,7 @@ def plan_of(
         "dtype": "bfloat16",
         "attention": "auto",
         "sharding": "default",
+        "blocks": "upstream",
         "stages": (stage,),
     }
     return Plan(**{**values, **changes})

@@ -122,6 +122,7 @@ class Plan:
         mesh: the devices.
         settings: the request, JSON-ready.
         dtype, attention, sharding: as ``generate`` takes them.
+        blocks: those in place; ``"upstream"`` where the model has no others.
         stages: those planned, in order.
         sharding_plans: of the components on the mesh.
         kernels: the Pallas kernels met.
@@ -141,6 +142,7 @@ class Plan:
     dtype: str
     attention: str
     sharding: str
+    blocks: str
     stages: tuple[StagePlan, ...]
     sharding_plans: tuple[Any, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
@@ -218,6 +220,7 @@ class Plan:
             "dtype": self.dtype,
             "attention": self.attention,
             "sharding": self.sharding,
+            "blocks": self.blocks,
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
             "hbm_limit_bytes": self.chip.hbm_usable_bytes,

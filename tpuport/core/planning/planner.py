@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.chips import chip as chip_named
 from tpuport.core.components import Components
-from tpuport.core.mesh import MeshSpec, auto_mesh, build_mesh
+from tpuport.core.default_mesh import default_mesh
+from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.planning.abstract import AbstractProgram, abstract_programs
 from tpuport.core.planning.kernels import KernelCosts
 from tpuport.core.planning.measure import Measured, measure
 from tpuport.core.planning.plan import Plan, StagePlan
 from tpuport.core.report import Reporter
 from tpuport.core.request_builder import RequestBuilder
+from tpuport.core.spec import with_blocks
 from tpuport.core.topology import (
     Topology,
     compile_environment,
@@ -64,7 +66,7 @@ class Planner:
         topology: the slice.
         cache: a folder for the schedules of kernels.
         ask: makes the request; called for every mesh, since a mesh may refuse one.
-        dtype, attention, sharding: as ``generate`` takes them.
+        dtype, attention, sharding, blocks: as ``generate`` takes them.
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
@@ -80,12 +82,14 @@ class Planner:
     dtype: str
     attention: str = "auto"
     sharding: str = "default"
+    blocks: str = "native"
     stages: Sequence[str] | None = None
     inputs: Mapping[str, Any] | None = None
     reporter: Reporter | None = None
     dump: Path | None = None
 
     def __post_init__(self) -> None:
+        self.port = with_blocks(self.port, self.blocks)
         self.say = (self.reporter or Reporter()).say
         self.chip = chip_named(self.topology.chip)
         self.devices = topology_devices(self.topology)
@@ -118,7 +122,13 @@ class Planner:
 
     def default_mesh(self) -> MeshSpec:
         """What ``generate`` takes on this slice when no mesh is named."""
-        return auto_mesh(len(self.devices), heads=self.heads(), batch=self.rows())
+        return default_mesh(
+            self.port,
+            self.checkpoint,
+            self.devices,
+            rows=self.rows(),
+            dtype=self.dtype,
+        )
 
     def check_mesh(self, spec: MeshSpec) -> None:
         """Refuse a mesh that a session would refuse.
@@ -278,6 +288,7 @@ class Planner:
             dtype=self.dtype,
             attention=self.attention,
             sharding=self.sharding,
+            blocks=self.port.blocks,
             stages=tuple(
                 StagePlan(name=name, programs=tuple(programs), chip=self.chip)
                 for name, programs in found.items()

@@ -35,7 +35,8 @@ def _head(plan: Plan) -> Iterator[str]:
     chip = plan.chip
     yield (
         f"{plan.model} {plan.variant} on {plan.topology} ({plan.mesh.size} of "
-        f"{chip.title}), mesh {plan.mesh}, {plan.dtype}, sharding {plan.sharding}"
+        f"{chip.title}), mesh {plan.mesh}, {plan.dtype}, sharding {plan.sharding}, "
+        f"{plan.blocks} blocks"
     )
     yield (
         f"{settings['batch_size']} video(s) of {settings['width']}x"

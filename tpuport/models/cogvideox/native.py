@@ -32,11 +32,13 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         active = sequence.active
         x = active.arrays(hidden_states)
         turned = None if tables is None else active.arrays(tables)
-        x = _attention(self, sequence, x, _modulation(self.norm1, temb), turned)
+        x = _attention(
+            self, sequence, x, _modulation(self.norm1, sequence, temb), turned
+        )
 
-        shift, scale, gate = _modulation(self.norm2, temb)
+        shift, scale, gate = _modulation(self.norm2, sequence, temb)
         y = _norm(self.norm2, sequence, x, shift, scale)
-        y = active.arrays(self.ff(active.tensors(sequence.split(y))))
+        y = _feed_forward(self.ff, sequence, sequence.split(y))
         x = joint.gated(sequence, x, y, text=gate[0], video=gate[1])
         out: torch.Tensor = active.tensors(x)
         return out
@@ -44,14 +46,40 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _feed_forward(ff: Any, sequence: JointSequence, y: jax.Array) -> jax.Array:
+    """The feed-forward part; another activation than every checkpoint's is torch's."""
+    arrays = sequence.active.arrays
+    first, _, last = ff.net[:3]
+    if type(first).__name__ != "GELU":
+        return sequence.active.arrays(ff(sequence.active.tensors(y)))
+
+    def linear(module: Any, x: jax.Array, row_parallel: bool = False) -> jax.Array:
+        bias = None if module.bias is None else arrays(module.bias)
+        return joint.dense(
+            sequence, x, arrays(module.weight), bias, row_parallel=row_parallel
+        )
+
+    inner = linear(first.proj, y)
+    inner = joint.gelu(inner, tanh=first.approximate == "tanh").astype(y.dtype)
+    return linear(last, inner, row_parallel=True)
+
+
 Pair = tuple["jax.Array", "jax.Array"]
 """For text tokens, and for video tokens."""
 
 
-def _modulation(norm: Any, temb: torch.Tensor) -> tuple[Pair, Pair, Pair]:
-    """Shift, scale and gate, each for text and for video, [B, E]."""
-    values = norm.linear(norm.silu(temb)).chunk(6, dim=1)
-    shift, scale, gate, text_shift, text_scale, text_gate = current().arrays(values)
+def _modulation(
+    norm: Any, sequence: JointSequence, temb: torch.Tensor
+) -> tuple[Pair, Pair, Pair]:
+    """Shift, scale and gate, each for text and for video, float32 [B, E]."""
+    import jax.numpy as jnp
+
+    arrays = sequence.active.arrays
+    linear = norm.linear
+    bias = None if linear.bias is None else arrays(linear.bias)
+    values = joint.dense(sequence, arrays(norm.silu(temb)), arrays(linear.weight), bias)
+    parts = jnp.split(values, 6, axis=1)
+    shift, scale, gate, text_shift, text_scale, text_gate = parts
     return (text_shift, shift), (text_scale, scale), (text_gate, gate)
 
 
@@ -101,12 +129,47 @@ def _attention(
             )
         return joint.rotate(sequence, found, tables)
 
+    def bound(norm: Any) -> jax.Array:
+        weight, bias = (
+            None if vector is None else arrays(vector)
+            for vector in (norm.weight, norm.bias)
+        )
+        return joint.norm_bound(head_dim, weight, bias)
+
     q, k = turned(attn.to_q, attn.norm_q), turned(attn.to_k, attn.norm_k)
-    out = joint.attend(sequence, q, k, heads(attn.to_v), x.dtype)
+    bounds = None
+    if attn.norm_q is not None and attn.norm_k is not None:
+        bounds = bound(attn.norm_q), bound(attn.norm_k)
+    out = joint.attend(sequence, q, k, heads(attn.to_v), x.dtype, bounds=bounds)
     linear = attn.to_out[0]
     bias = None if linear.bias is None else arrays(linear.bias)
     y = joint.from_heads(sequence, out, arrays(linear.weight), bias)
     return joint.gated(sequence, x, y, text=gate[0], video=gate[1])
+
+
+def _last(
+    model: Any, sequence: JointSequence, x: jax.Array, temb: torch.Tensor
+) -> jax.Array:
+    """The norms after the blocks and the projection to patches, [B, L, patch]."""
+    import jax.numpy as jnp
+
+    arrays = sequence.active.arrays
+    norm, out = model.norm_final, model.norm_out
+
+    def given(vector: Any) -> jax.Array | None:
+        return None if vector is None else arrays(vector)
+
+    temb = arrays(out.silu(temb))
+    values = joint.dense(
+        sequence, temb, arrays(out.linear.weight), given(out.linear.bias)
+    )
+    shift, scale = jnp.split(values, 2, axis=1)
+    y = joint.layer_norm(x, given(norm.weight), given(norm.bias), norm.eps)
+    y = joint.layer_norm(y, given(out.norm.weight), given(out.norm.bias), out.norm.eps)
+    y = (y * (1 + scale[:, None]) + shift[:, None]).astype(x.dtype)
+    linear = model.proj_out
+    y = joint.dense(sequence, y, arrays(linear.weight), given(linear.bias))
+    return y.astype(x.dtype)
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,10 +213,9 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         x = active.tensors(sequence.pad(active.arrays(tokens)))
         for block in self.transformer_blocks:
             x = block(hidden_states=x, temb=temb, sequence=sequence, tables=tables)
-        # Norms and the projection are per token: as long as they are narrow, tokens
-        # are not yet brought together.
-        x = self.proj_out(self.norm_out(self.norm_final(x), temb=temb))
-        y = sequence.whole(active.arrays(x))[:, sequence.text : sequence.length]
+        y = _last(self, sequence, active.arrays(x), temb)
+        # Tokens are brought together once they are narrow.
+        y = sequence.whole(y)[:, sequence.text : sequence.length]
         p, p_t = self.config.patch_size, self.config.patch_size_t or 1
         grid = (-(-frames // p_t), height // p, width // p)
         if self.config.patch_size_t is None:
@@ -198,8 +260,8 @@ TRANSFORMER = NativeForm(
             ":CogVideoXBlock.forward",
             replacement=_block_forward,
             wraps=True,
-            reason="no joining and parting of tokens, no rotary pairs, no turned arrays "
-            "around attention",
+            reason="no joining and parting of tokens, no rotary pairs, no turned "
+            "arrays around attention",
             upstream="diffusers>=0.42,<0.43",
             link=_LINK,
         ),

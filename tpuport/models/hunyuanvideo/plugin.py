@@ -15,6 +15,8 @@ from tpuport.models.hunyuanvideo import (
     config,
     demo,
     encoders,
+    native,
+    native_13b,
     sharding,
     stages,
     stages_13b,
@@ -88,6 +90,7 @@ COMPONENTS_15 = {
         split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
         stacked=("transformer_blocks",),
         heads=_heads(16),
+        native=native.TRANSFORMER_15,
     ),
     "vae": _vae("AutoencoderKLHunyuanVideo15", sharding.VAE_15),
 }
@@ -119,6 +122,7 @@ COMPONENTS_13B = {
         ),
         stacked=("transformer_blocks", "single_transformer_blocks"),
         heads=_heads(24),
+        native=native_13b.TRANSFORMER_13B,
     ),
     "vae": _vae("AutoencoderKLHunyuanVideo", sharding.VAE_13B),
 }

@@ -1,0 +1,394 @@
+"""The transformer of HunyuanVideo-1.5 written for the chip, with upstream's weights.
+
+The video is in the joint sequence that attention runs on, split over the mesh, and has
+places there for the text; the text has weights of its own and is whole on every device.
+
+Letters: B batch, L tokens of the joint sequence, T text tokens, N video tokens,
+E width, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import joint, streams
+from tpuport.core.active import current
+from tpuport.core.joint import JointSequence
+from tpuport.core.patching import Patch
+from tpuport.core.spec import NativeForm
+from tpuport.core.transforms import WeightTransform, to_halves
+from tpuport.models.hunyuanvideo.patches import text_tokens, unpatchify
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+Pair = tuple["jax.Array", "jax.Array"]
+"""For the tokens that are marked and for all others; one array where none are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where the tokens of a stream are, and which take values of their own.
+
+    Attributes:
+        tokens: their layout.
+        marked: the same with the tokens that take the first of a pair as its "text".
+    """
+
+    tokens: JointSequence
+    marked: JointSequence
+
+    @classmethod
+    def of(cls, tokens: JointSequence, first: int = 0) -> Stream:
+        """A stream whose ``first`` tokens are marked."""
+        return cls(tokens, replace(tokens, text=first, text_first=True))
+
+    def norm(self, norm: Any, x: jax.Array, shift: Pair, scale: Pair) -> jax.Array:
+        """``x`` [B, L, E] normed and modulated."""
+        import jax
+
+        arrays = self.tokens.active.arrays
+        y = joint.modulated_norm(
+            self.marked,
+            x,
+            weight=None if norm.weight is None else arrays(norm.weight),
+            bias=None if norm.bias is None else arrays(norm.bias),
+            eps=norm.eps,
+            text=(shift[0], scale[0]),
+            video=(shift[1], scale[1]),
+        )
+        return jax.lax.optimization_barrier(self.tokens.split(y))
+
+    def add(self, x: jax.Array, update: jax.Array, gate: Pair) -> jax.Array:
+        """``x + gate * update``, [B, L, E]."""
+        return joint.gated(self.marked, x, update, text=gate[0], video=gate[1])
+
+    def heads(self, linear: Any, y: jax.Array, count: int) -> jax.Array:
+        """A projection of ``y`` [B, L, E] to ``count`` heads, in float32."""
+        weight, bias = parameters(linear)
+        head_dim = weight.shape[0] // count
+        return joint.to_heads(self.tokens, y, weight, bias, head_dim)
+
+    def turned(
+        self, linear: Any, norm: Any, y: jax.Array, count: int, tables: Any = None
+    ) -> jax.Array:
+        """Queries or keys: projected, normed and rotated by ``tables``."""
+        found = self.heads(linear, y, count)
+        if norm is not None:
+            weight, bias = parameters(norm)
+            # Upstream norms what the projection was rounded to.
+            found = found.astype(y.dtype)
+            found = joint.head_norm(
+                self.tokens, found, weight, bias, norm.eps, centre=_centres(norm)
+            )
+        return joint.rotate(self.tokens, found, tables)
+
+    def output(self, linear: Any, out: jax.Array) -> jax.Array:
+        """The projection [B, L, E] of what attention gave."""
+        return joint.from_heads(self.tokens, out, *parameters(linear))
+
+    def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
+        """Both layers with the approximate GELU between them, in float32."""
+        hidden = self.hidden(ff.net[0].proj, y)
+        return joint.dense(
+            self.tokens, hidden, *parameters(ff.net[2]), row_parallel=True
+        )
+
+    def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
+        """A layer and the approximate GELU, rounded once."""
+        import jax
+
+        wide = joint.dense(self.tokens, y, *parameters(linear))
+        found = jax.nn.gelu(wide, approximate=True).astype(y.dtype)
+        # For v6e XLA would fuse both products and compute this one again and again.
+        return jax.lax.optimization_barrier(found)
+
+
+def parameters(module: Any) -> tuple[Any, Any]:
+    """Weight and bias as arrays; ``None`` where there is none."""
+    arrays = current().arrays
+    weight, bias = module.weight, getattr(module, "bias", None)
+    return (
+        None if weight is None else arrays(weight),
+        None if bias is None else arrays(bias),
+    )
+
+
+def _centres(norm: Any) -> bool:
+    """Whether a norm of queries or keys takes the mean off.
+
+    Raises:
+        NotImplementedError: it is neither a layer norm nor an RMS norm.
+    """
+    import torch
+    from diffusers.models.normalization import RMSNorm
+
+    if isinstance(norm, RMSNorm):
+        return False
+    if isinstance(norm, torch.nn.LayerNorm):
+        return True
+    raise NotImplementedError(
+        f"the native blocks have no {type(norm).__name__} of queries and keys; run "
+        "with blocks='upstream'"
+    )
+
+
+def bounds(
+    attn: Any, queries: tuple[Any, ...], keys: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array] | None:
+    """Of the lengths of queries and keys by their norms; ``None`` without norms."""
+    import jax.numpy as jnp
+
+    if any(norm is None for norm in (*queries, *keys)):
+        return None
+    head_dim = attn.to_q.weight.shape[0] // attn.heads
+
+    def longest(norms: tuple[Any, ...]) -> jax.Array:
+        found = [joint.norm_bound(head_dim, *parameters(norm)) for norm in norms]
+        return jnp.max(jnp.stack(found))
+
+    return longest(queries), longest(keys)
+
+
+def modulation(
+    sequence: JointSequence,
+    norm: Any,
+    temb: torch.Tensor,
+    marked: torch.Tensor | None,
+    parts: int,
+) -> list[Pair]:
+    """The ``parts`` values [B, E] of an adaLN layer, of ``marked`` and of ``temb``."""
+    import jax
+    import jax.numpy as jnp
+
+    def values(condition: torch.Tensor) -> Any:
+        given = current().arrays(condition)
+        active = jax.nn.silu(given.astype(jnp.float32)).astype(given.dtype)
+        found = joint.dense(
+            sequence, active, *parameters(norm.linear), row_parallel=True
+        )
+        return jnp.split(found, parts, axis=1)
+
+    others = values(temb)
+    first = others if marked is None else values(marked)
+    return list(zip(first, others, strict=True))
+
+
+def double_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A block with weights for the video and for the text, of either form."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        lengths: torch.Tensor,
+        sequence: JointSequence,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        first_temb: torch.Tensor | None = None,
+        first: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        active, attn = sequence.active, self.attn
+        video = Stream.of(sequence, first)
+        words = Stream.of(streams.text_alone(sequence))
+        x, text = active.arrays((hidden_states, encoder_hidden_states))
+        turn = active.arrays(tables)
+
+        values = modulation(sequence, self.norm1, temb, first_temb, 6)
+        text_values = modulation(sequence, self.norm1_context, temb, None, 6)
+        y = video.norm(self.norm1.norm, x, values[0], values[1])
+        z = words.norm(self.norm1_context.norm, text, text_values[0], text_values[1])
+        out, text_out = streams.attend_streams(
+            sequence,
+            (
+                video.turned(attn.to_q, attn.norm_q, y, attn.heads, turn),
+                video.turned(attn.to_k, attn.norm_k, y, attn.heads, turn),
+                video.heads(attn.to_v, y, attn.heads),
+            ),
+            (
+                words.turned(attn.add_q_proj, attn.norm_added_q, z, attn.heads),
+                words.turned(attn.add_k_proj, attn.norm_added_k, z, attn.heads),
+                words.heads(attn.add_v_proj, z, attn.heads),
+            ),
+            active.arrays(lengths),
+            x.dtype,
+            bounds=bounds(
+                attn, (attn.norm_q, attn.norm_added_q), (attn.norm_k, attn.norm_added_k)
+            ),
+        )
+        x = video.add(x, video.output(attn.to_out[0], out), values[2])
+        text = words.add(text, words.output(attn.to_add_out, text_out), text_values[2])
+
+        y = video.norm(self.norm2, x, values[3], values[4])
+        x = video.add(x, video.feed_forward(self.ff, y), values[5])
+        z = words.norm(self.norm2_context, text, text_values[3], text_values[4])
+        text = words.add(text, words.feed_forward(self.ff_context, z), text_values[5])
+        found: tuple[torch.Tensor, torch.Tensor] = active.tensors((x, text))
+        return found
+
+    return forward
+
+
+def refuse_kwargs(attention_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise NotImplementedError where upstream would hand something to attention."""
+    if attention_kwargs:
+        raise NotImplementedError(
+            "the native blocks take no attention_kwargs, got "
+            f"{', '.join(attention_kwargs)}; run with blocks='upstream'"
+        )
+
+
+def begin(
+    model: Any,
+    video: torch.Tensor,
+    text: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[JointSequence, torch.Tensor, torch.Tensor, Any]:
+    """The joint sequence, the state of the first block and the rotary tables.
+
+    Args:
+        model: the upstream transformer.
+        video: tokens [B, N, E].
+        text: tokens [B, T, E], those that count first.
+        rotary: cos and sin of the video, [N, D].
+    """
+    active = current()
+    count = video.shape[1]
+    sequence = JointSequence.of(
+        active,
+        text=text.shape[1],
+        length=count + text.shape[1],
+        head_dim=model.config.attention_head_dim,
+        text_first=False,
+    )
+    tables = joint.rotary_tables(sequence, *active.arrays(tuple(rotary)))
+    x = sequence.pad(active.arrays(video))
+    words = sequence.whole(active.arrays(text))
+    return sequence, active.tensors(x), active.tensors(words), active.tensors(tables)
+
+
+def finish(
+    model: Any,
+    sequence: JointSequence,
+    video: torch.Tensor,
+    temb: torch.Tensor,
+    grid: tuple[int, int, int],
+    patch: tuple[int, int, int],
+) -> torch.Tensor:
+    """The output [B, C, T, Y, X] from the joint sequence after the last block."""
+    active, tokens = sequence.active, Stream.of(sequence)
+    x = active.arrays(video)
+    scale, shift = modulation(sequence, model.norm_out, temb, None, 2)
+    y = tokens.norm(model.norm_out.norm, x, shift, scale)
+    # Tokens are brought together when they are narrow.
+    out = joint.dense(sequence, y, *parameters(model.proj_out)).astype(x.dtype)
+    out = sequence.whole(out)[:, : sequence.length - sequence.text]
+    return unpatchify(active.tensors(out), grid, patch)
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_attention_mask: torch.Tensor,
+        timestep_r: torch.Tensor | None = None,
+        encoder_hidden_states_2: torch.Tensor | None = None,
+        encoder_attention_mask_2: torch.Tensor | None = None,
+        image_embeds: torch.Tensor | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        return_dict: bool = True,
+        *,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Any:
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        refuse_kwargs(attention_kwargs)
+        if encoder_hidden_states_2 is None or encoder_attention_mask_2 is None:
+            raise ValueError(
+                "HunyuanVideo-1.5 needs encoder_hidden_states_2 and "
+                "encoder_attention_mask_2; without a text to draw pass zero tokens"
+            )
+        config = self.config
+        patch = (config.patch_size_t, config.patch_size, config.patch_size)
+        frames, rows, columns = (
+            n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
+        )
+        rotary = image_rotary_emb or self.rope(hidden_states)
+        temb = self.time_embed(timestep, timestep_r=timestep_r)
+        tokens, lengths = text_tokens(
+            self,
+            timestep,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            encoder_hidden_states_2,
+            encoder_attention_mask_2,
+            image_embeds,
+        )
+        sequence, video, text, tables = begin(
+            self, self.x_embedder(hidden_states), tokens, rotary
+        )
+        for block in self.transformer_blocks:
+            video, text = block(video, text, temb, lengths, sequence, tables)
+        out = finish(self, sequence, video, temb, (frames, rows, columns), patch)
+        return Transformer2DModelOutput(sample=out) if return_dict else (out,)
+
+    return forward
+
+
+def halves(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """Rows of a projection to heads, or of a norm of heads, in the order of halves."""
+    return to_halves(tensor, int(config["attention_head_dim"]))
+
+
+#: Text keys meet video queries, so theirs are in the same order.
+HALVES = (
+    WeightTransform(
+        pattern=r"transformer_blocks\.\d+\.attn\.(to_[qk]|add_[qk]_proj)"
+        r"\.(weight|bias)",
+        apply=halves,
+        reason="rotary pairs as halves of the head dim",
+    ),
+    WeightTransform(
+        pattern=r"transformer_blocks\.\d+\.attn\.norm_(added_)?[qk]\.(weight|bias)",
+        apply=halves,
+        reason="the norms of the same elements",
+    ),
+)
+
+_MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
+_UPSTREAM = "diffusers>=0.42,<0.43"
+_LINK = (
+    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+    "models/transformers/transformer_hunyuan_video15.py"
+)
+
+TRANSFORMER_15 = NativeForm(
+    patches=(
+        Patch(
+            name="hunyuanvideo15-native-forward",
+            target=f"{_MODULE}:HunyuanVideo15Transformer3DModel.forward",
+            replacement=_forward,
+            wraps=True,
+            reason="video and text in one padded sequence, split over the mesh, "
+            "through all blocks",
+            upstream=_UPSTREAM,
+            link=_LINK,
+        ),
+        Patch(
+            name="hunyuanvideo15-native-block",
+            target=f"{_MODULE}:HunyuanVideo15TransformerBlock.forward",
+            replacement=double_block,
+            wraps=True,
+            reason="no joining and parting of tokens, no rotary pairs, no turned "
+            "arrays around attention",
+            upstream=_UPSTREAM,
+            link=_LINK,
+        ),
+    ),
+    transforms=HALVES,
+)

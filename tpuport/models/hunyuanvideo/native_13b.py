@@ -1,0 +1,193 @@
+"""The transformer of HunyuanVideo (13B) written for the chip, with upstream's weights.
+
+The first blocks have weights for the video and for the text, see
+:mod:`tpuport.models.hunyuanvideo.native`. Those with one set of weights for all tokens
+run on the joint sequence with the text in its places.
+
+Letters: B batch, L tokens of the joint sequence, N video tokens, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import joint, streams
+from tpuport.core.joint import JointSequence
+from tpuport.core.patching import Patch
+from tpuport.core.spec import NativeForm
+from tpuport.core.transforms import WeightTransform
+from tpuport.models.hunyuanvideo.native import (
+    HALVES,
+    Stream,
+    begin,
+    bounds,
+    double_block,
+    finish,
+    halves,
+    modulation,
+    parameters,
+    refuse_kwargs,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _single_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The text goes past it: it is in the joint sequence by then."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        lengths: torch.Tensor,
+        sequence: JointSequence,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        first_temb: torch.Tensor | None = None,
+        first: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        import jax.numpy as jnp
+
+        active, attn = sequence.active, self.attn
+        tokens = Stream.of(sequence, first)
+        x, turn = active.arrays((hidden_states, tables))
+        shift, scale, gate = modulation(sequence, self.norm, temb, first_temb, 3)
+        y = tokens.norm(self.norm.norm, x, shift, scale)
+        hidden = tokens.hidden(self.proj_mlp, y)
+        attended = joint.attend(
+            sequence,
+            tokens.turned(attn.to_q, attn.norm_q, y, attn.heads, turn),
+            tokens.turned(attn.to_k, attn.norm_k, y, attn.heads, turn),
+            tokens.heads(attn.to_v, y, attn.heads),
+            x.dtype,
+            kv_lengths=active.arrays(lengths).astype(jnp.int32)
+            + (sequence.length - sequence.text),
+            bounds=bounds(attn, (attn.norm_q,), (attn.norm_k,)),
+        )
+        # One layer for attention and feed-forward side by side: the product of each
+        # with its columns, added up.
+        weight, bias = parameters(self.proj_out)
+        width = weight.shape[1] - hidden.shape[2]
+        update = joint.from_heads(sequence, attended, weight[:, :width], None)
+        update = update.astype(jnp.float32) + joint.dense(
+            sequence, hidden, weight[:, width:], bias, row_parallel=True
+        )
+        out: torch.Tensor = active.tensors(tokens.add(x, update, gate))
+        return out, encoder_hidden_states
+
+    return forward
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_attention_mask: torch.Tensor,
+        pooled_projections: torch.Tensor,
+        guidance: torch.Tensor | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        return_dict: bool = True,
+        *,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Any:
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        refuse_kwargs(attention_kwargs)
+        config = self.config
+        patch = (config.patch_size_t, config.patch_size, config.patch_size)
+        frames, rows, columns = (
+            n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
+        )
+        rotary = image_rotary_emb or self.rope(hidden_states)
+        # The second is for conditioning that puts an image in the first frame.
+        temb, first_temb = self.time_text_embed(timestep, pooled_projections, guidance)
+        tokens = self.context_embedder(
+            encoder_hidden_states, timestep, encoder_attention_mask
+        )
+        # As integers: 256 + 1 is 256 in bfloat16, which pipelines cast the mask to.
+        lengths = encoder_attention_mask.int().sum(dim=1)
+        sequence, video, text, tables = begin(
+            self, self.x_embedder(hidden_states), tokens, rotary
+        )
+        first = 0 if first_temb is None else rows * columns
+        given = (temb, lengths, sequence, tables, first_temb, first)
+        for block in self.transformer_blocks:
+            video, text = block(video, text, *given)
+        active = sequence.active
+        x, words = active.arrays((video, text))
+        video = active.tensors(sequence.split(streams.put_text(sequence, x, words, 1)))
+        for block in self.single_transformer_blocks:
+            video, text = block(video, text, *given)
+        out = finish(self, sequence, video, temb, (frames, rows, columns), patch)
+        return Transformer2DModelOutput(sample=out) if return_dict else (out,)
+
+    return forward
+
+
+_MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
+_UPSTREAM = "diffusers>=0.42,<0.43"
+_LINK = (
+    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+    "models/transformers/transformer_hunyuan_video.py"
+)
+_REASON = (
+    "no joining and parting of tokens, no rotary pairs, no turned arrays around "
+    "attention"
+)
+
+
+def _block(name: str, class_name: str, replacement: Callable[..., Any]) -> Patch:
+    return Patch(
+        name=f"hunyuanvideo-native-{name}",
+        target=f"{_MODULE}:{class_name}.forward",
+        replacement=replacement,
+        wraps=True,
+        reason=_REASON,
+        upstream=_UPSTREAM,
+        link=_LINK,
+    )
+
+
+TRANSFORMER_13B = NativeForm(
+    patches=(
+        Patch(
+            name="hunyuanvideo-native-forward",
+            target=f"{_MODULE}:HunyuanVideoTransformer3DModel.forward",
+            replacement=_forward,
+            wraps=True,
+            reason="video and text in one padded sequence, split over the mesh, "
+            "through all blocks",
+            upstream=_UPSTREAM,
+            link=_LINK,
+        ),
+        _block("block", "HunyuanVideoTransformerBlock", double_block),
+        _block(
+            "first-frame-block",
+            "HunyuanVideoTokenReplaceTransformerBlock",
+            double_block,
+        ),
+        _block("single-block", "HunyuanVideoSingleTransformerBlock", _single_block),
+        _block(
+            "first-frame-single-block",
+            "HunyuanVideoTokenReplaceSingleTransformerBlock",
+            _single_block,
+        ),
+    ),
+    transforms=(
+        *HALVES,
+        WeightTransform(
+            pattern=r"single_transformer_blocks\.\d+\.attn\.to_[qk]\.(weight|bias)",
+            apply=halves,
+            reason="rotary pairs as halves of the head dim",
+        ),
+        WeightTransform(
+            pattern=r"single_transformer_blocks\.\d+\.attn\.norm_[qk]\.(weight|bias)",
+            apply=halves,
+            reason="the norms of the same elements",
+        ),
+    ),
+)
