@@ -22,8 +22,10 @@ from tests.models.test_hunyuanvideo_transformer_13b import (
 )
 from tests.tolerances import TOLERANCES
 from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.patching import inspect_patches
 from tpuport.core.porting import PortedProgram, component_of
 from tpuport.core.spec import with_blocks
+from tpuport.models.hunyuanvideo.native_13b import TRANSFORMER_13B
 from tpuport.plugins import get_port
 
 ATOL = TOLERANCES["component float32"]
@@ -162,3 +164,15 @@ def test_videos_of_both_blocks(
         made[blocks] = (np.asarray(result.latents), result.frames)
     for one, other in zip(made["native"], made["upstream"], strict=True):
         assert np.abs(one - other).max() <= TOLERANCES["video float32"]
+
+
+def test_every_patch_applies_here() -> None:
+    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_13B.patches).entries}
+    names = (
+        "hunyuanvideo-native-forward",
+        "hunyuanvideo-native-block",
+        "hunyuanvideo-native-first-frame-block",
+        "hunyuanvideo-native-single-block",
+        "hunyuanvideo-native-first-frame-single-block",
+    )
+    assert states == dict.fromkeys(names, "applicable")

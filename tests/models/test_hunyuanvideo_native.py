@@ -26,8 +26,10 @@ from tests.models.test_hunyuanvideo_transformer import (
 )
 from tests.tolerances import TOLERANCES
 from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.patching import inspect_patches
 from tpuport.core.porting import PortedProgram, component_of
 from tpuport.core.spec import with_blocks
+from tpuport.models.hunyuanvideo.native import TRANSFORMER_15
 from tpuport.plugins import get_port
 
 ATOL = TOLERANCES["component float32"]
@@ -204,3 +206,12 @@ def test_videos_of_both_blocks(
         made[blocks] = (np.asarray(result.latents), result.frames)
     for one, other in zip(made["native"], made["upstream"], strict=True):
         assert np.abs(one - other).max() <= TOLERANCES["video float32"]
+
+
+def test_every_patch_applies_here() -> None:
+    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_15.patches).entries}
+    names = (
+        "hunyuanvideo15-native-forward",
+        "hunyuanvideo15-native-block",
+    )
+    assert states == dict.fromkeys(names, "applicable")
