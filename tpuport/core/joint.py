@@ -316,48 +316,83 @@ def gelu(x: jax.Array, *, tanh: bool) -> jax.Array:
     return jax.nn.gelu(x, approximate=tanh)
 
 
-def head_norm(
-    sequence: JointSequence,
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    eps: float,
-    *,
-    centre: bool = True,
-) -> jax.Array:
-    """A layer norm, or an RMS norm, over the head dim, in float32.
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """A layer norm, or an RMS norm, over the head dim.
 
-    Args:
-        sequence: tells the layout.
-        x: as :func:`to_heads` gives it.
+    Attributes:
         weight, bias: of shape [D]; ``None`` where the norm has none.
         eps: of the norm.
         centre: take the mean off; without it this is an RMS norm.
+    """
+
+    weight: jax.Array | None
+    bias: jax.Array | None
+    eps: float
+    centre: bool = True
+
+
+def turned(
+    sequence: JointSequence,
+    x: jax.Array,
+    norm: HeadNorm | None,
+    tables: tuple[jax.Array, jax.Array] | None,
+    dtype: Any,
+) -> jax.Array:
+    """Queries or keys: normed and rotated in float32, rounded once.
+
+    Both halves of the head dim go their own way up to the end, so that no float32 array
+    of all heads is held.
+
+    Args:
+        sequence: tells the layout.
+        x: as :func:`to_heads` gives it, of weights in the order of halves.
+        norm: over the head dim; of ``x`` as rounded to ``dtype``, as upstream norms
+            what its projection was rounded to. ``None`` for none.
+        tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
+        dtype: of the result.
     """
     import jax
     import jax.numpy as jnp
 
     axis = 2 if sequence.feature_major else 3
-    wide = x.astype(jnp.float32)
-    if centre:
-        out = normalise(wide, eps, axis)
-    else:
-        power = jnp.mean(jnp.square(wide), axis, keepdims=True)
-        out = wide * jax.lax.rsqrt(power + eps)
+    mean: Any = 0.0
+    inverse: Any = 1.0
+    if norm is not None:
+        x = x.astype(dtype)
+        wide = x.astype(jnp.float32)
+        if norm.centre:
+            mean = jnp.mean(wide, axis, keepdims=True)
+        power = jnp.mean(jnp.square(wide - mean), axis, keepdims=True)
+        inverse = jax.lax.rsqrt(power + norm.eps)
 
-    def along(vector: jax.Array) -> jax.Array:
-        vector = vector.astype(jnp.float32)
-        return vector[:, None] if sequence.feature_major else vector
+    def along(vector: jax.Array, half: int) -> jax.Array:
+        part = jnp.split(vector.astype(jnp.float32), 2)[half]
+        return part[:, None] if sequence.feature_major else part
 
-    if weight is not None:
-        out = out * along(weight)
-    return out if bias is None else out + along(bias)
+    def normed(part: jax.Array, half: int) -> jax.Array:
+        out = (part.astype(jnp.float32) - mean) * inverse
+        if norm is not None and norm.weight is not None:
+            out = out * along(norm.weight, half)
+        if norm is not None and norm.bias is not None:
+            out = out + along(norm.bias, half)
+        return out
+
+    if norm is None and tables is None:
+        return x.astype(dtype)
+    first, second = (
+        normed(part, half) for half, part in enumerate(jnp.split(x, 2, axis))
+    )
+    if tables is not None:
+        (cos, cos_2), (sin, sin_2) = (jnp.split(t, 2, axis - 2) for t in tables)
+        first, second = first * cos - second * sin, second * cos_2 + first * sin_2
+    return jnp.concatenate([first.astype(dtype), second.astype(dtype)], axis)
 
 
 def norm_bound(
     head_dim: int, weight: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array:
-    """What the length of a vector that :func:`head_norm` gives does not exceed.
+    """What the length of a vector that a :class:`HeadNorm` gives does not exceed.
 
     Normed elements have squares of at most D in all, whatever the input; rotation does
     not change a length. What rounding adds is allowed for.
@@ -398,28 +433,6 @@ def rotary_tables(
         return full.T if sequence.feature_major else full
 
     return table(cos, 1.0), table(sin, 0.0)
-
-
-def rotate(
-    sequence: JointSequence, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None
-) -> jax.Array:
-    """Rotation of the halves of the head dim.
-
-    Args:
-        sequence: tells the layout.
-        x: as :func:`to_heads` gives it, of weights in the order of halves.
-        tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
-    """
-    import jax.numpy as jnp
-
-    if tables is None:
-        return x
-    axis = 2 if sequence.feature_major else 3
-    (cos, cos_2), (sin, sin_2) = (jnp.split(t, 2, axis - 2) for t in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos_2 + first * sin_2], axis
-    )
 
 
 def attend(

@@ -6,6 +6,7 @@ D head dim of queries and keys, Dv head dim of values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -147,16 +148,23 @@ def _kernel_blocks(given: AttentionChoice, default: Blocks) -> dict[str, int]:
 
 
 def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
-    found: TunedBlocks | splash.SplashBlocks | None = None
-    if problem.dtype == "bfloat16":
-        found = tuned_blocks(chip, problem.head_dim, problem.q_len, problem.kv_len)
-    found = found or splash.default_blocks(
+    def padded(blocks: Sizes) -> int:
+        """Scores of a head with whole blocks."""
+        lengths = ((problem.q_len, blocks.q), (problem.kv_len, blocks.kv))
+        return math.prod(round_up(length, block) for length, block in lengths)
+
+    found: Sizes = splash.default_blocks(
         problem.q_len,
         problem.kv_len,
         problem.head_dim,
         chip=chip,
         itemsize=jnp.dtype(problem.dtype).itemsize,
     )
+    if problem.dtype == "bfloat16":
+        tuned = tuned_blocks(chip, problem.head_dim, problem.q_len, problem.kv_len)
+        # Found at another length of the bucket, tiles may fit this one worse.
+        if tuned is not None and padded(tuned) <= padded(found):
+            found = tuned
     return _kernel_blocks(choice, _named_sizes(found))
 
 

@@ -38,7 +38,7 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
         shift, scale, gate = _modulation(self.norm2, sequence, temb)
         y = _norm(self.norm2, sequence, x, shift, scale)
-        y = _feed_forward(self.ff, sequence, sequence.split(y))
+        y = _feed_forward(self.ff, sequence, y)
         x = joint.gated(sequence, x, y, text=gate[0], video=gate[1])
         out: torch.Tensor = active.tensors(x)
         return out
@@ -48,6 +48,8 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _feed_forward(ff: Any, sequence: JointSequence, y: jax.Array) -> jax.Array:
     """The feed-forward part; another activation than every checkpoint's is torch's."""
+    import jax
+
     arrays = sequence.active.arrays
     first, _, last = ff.net[:3]
     if type(first).__name__ != "GELU":
@@ -61,6 +63,8 @@ def _feed_forward(ff: Any, sequence: JointSequence, y: jax.Array) -> jax.Array:
 
     inner = linear(first.proj, y)
     inner = joint.gelu(inner, tanh=first.approximate == "tanh").astype(y.dtype)
+    # Without it the first product is computed anew within the second, per block of it.
+    inner = jax.lax.optimization_barrier(inner)
     return linear(last, inner, row_parallel=True)
 
 
@@ -86,8 +90,10 @@ def _modulation(
 def _norm(
     norm: Any, sequence: JointSequence, x: jax.Array, shift: Pair, scale: Pair
 ) -> jax.Array:
+    import jax
+
     arrays = sequence.active.arrays
-    return joint.modulated_norm(
+    out = joint.modulated_norm(
         sequence,
         x,
         weight=None if norm.norm.weight is None else arrays(norm.norm.weight),
@@ -96,6 +102,8 @@ def _norm(
         text=(shift[0], scale[0]),
         video=(shift[1], scale[1]),
     )
+    # Once, not within every projection that reads it.
+    return jax.lax.optimization_barrier(sequence.split(out))
 
 
 def _attention(
@@ -109,7 +117,7 @@ def _attention(
     arrays = sequence.active.arrays
     attn = block.attn1
     shift, scale, gate = modulation
-    y = sequence.split(_norm(block.norm1, sequence, x, shift, scale))
+    y = _norm(block.norm1, sequence, x, shift, scale)
     head_dim = attn.to_q.weight.shape[0] // attn.heads
 
     def heads(linear: Any) -> jax.Array:
@@ -117,17 +125,14 @@ def _attention(
         return joint.to_heads(sequence, y, arrays(linear.weight), bias, head_dim)
 
     def turned(linear: Any, norm: Any) -> jax.Array:
-        found = heads(linear)
+        given = None
         if norm is not None:
-            # Upstream norms what the projection was rounded to.
-            found = joint.head_norm(
-                sequence,
-                found.astype(x.dtype),
-                None if norm.weight is None else arrays(norm.weight),
-                None if norm.bias is None else arrays(norm.bias),
-                norm.eps,
+            weight, bias = (
+                None if vector is None else arrays(vector)
+                for vector in (norm.weight, norm.bias)
             )
-        return joint.rotate(sequence, found, tables)
+            given = joint.HeadNorm(weight, bias, norm.eps)
+        return joint.turned(sequence, heads(linear), given, tables, x.dtype)
 
     def bound(norm: Any) -> jax.Array:
         weight, bias = (

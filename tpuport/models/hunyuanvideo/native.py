@@ -76,15 +76,11 @@ class Stream:
         self, linear: Any, norm: Any, y: jax.Array, count: int, tables: Any = None
     ) -> jax.Array:
         """Queries or keys: projected, normed and rotated by ``tables``."""
-        found = self.heads(linear, y, count)
+        given = None
         if norm is not None:
-            weight, bias = parameters(norm)
-            # Upstream norms what the projection was rounded to.
-            found = found.astype(y.dtype)
-            found = joint.head_norm(
-                self.tokens, found, weight, bias, norm.eps, centre=_centres(norm)
-            )
-        return joint.rotate(self.tokens, found, tables)
+            given = joint.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
+        found = self.heads(linear, y, count)
+        return joint.turned(self.tokens, found, given, tables, y.dtype)
 
     def output(self, linear: Any, out: jax.Array) -> jax.Array:
         """The projection [B, L, E] of what attention gave."""
