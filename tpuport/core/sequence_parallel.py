@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Tokens of a slice on a TPU: a lane of a vector register holds one.
 TPU_TOKENS = 128
 #: Share of the longest sequence that padding may add to make whole blocks of it.
-MOST_PADDING = 1 / 16
+MOST_PADDING = 1 / 12
 #: Work that padded heads may add, as a share, before devices share heads instead.
 MOST_HEAD_PADDING = 0.1
 

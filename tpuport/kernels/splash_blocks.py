@@ -96,11 +96,10 @@ def default_blocks(
 ) -> SplashBlocks:
     """Large tiles that waste little padding, from the sizes alone.
 
-    The fewest blocks of at most 3072 tokens that cover the length, and of those the
-    smallest that inner tiles of 512 queries by 256 keys divide, or narrower ones where
-    these would waste more than a sixteenth; fewer tokens where the blocks would not
-    fit the chip's VMEM. The attached device is never asked, so a
-    program can be compiled for another one.
+    Few blocks of at most 3072 tokens that cover the length and leave little over, whole
+    numbers of 512 tokens, or fewer where these would waste more than a sixteenth; fewer
+    tokens where the blocks would not fit the chip's VMEM. The attached device is never
+    asked, so a program can be compiled for another one.
 
     Args:
         q_len: queries.
@@ -121,7 +120,8 @@ def default_blocks(
     most = 3072 if itemsize <= 2 else 1024
     while True:
         q = _even_block(q_len, most, (512, 256, LANES))
-        kv = _even_block(kv_len, most, (256, LANES))
+        # An odd number of 256 keys may have no divisor: its rounds would be short.
+        kv = _even_block(kv_len, most, (512, 256, LANES))
         blocks = SplashBlocks(q=q, kv=kv, kv_compute=256 if kv % 256 == 0 else LANES)
         if most <= 128 or vmem_bytes(blocks, head_dim, itemsize=itemsize) <= limit:
             return blocks
