@@ -280,7 +280,7 @@ def test_an_unexpected_error_is_one_line(
         (("--seed", "-1"), "seed -1"),
         (("--fps", "0"), "fps 0"),
         (("--mesh", "pp=2"), "'pp'"),
-        (("--mesh", "dp=3,tp=3"), "this machine has 8"),
+        (("--mesh", "dp=3,tp=3"), "there are 8"),
         (("--mesh", "tp=3"), "legal tp values: 1, 2, 4, 8"),
         (("--mesh", "dp=4"), "legal dp values: 1, 2"),
         (("--dtype", "float16"), "float32, bfloat16"),

@@ -142,28 +142,28 @@ class TestResolve:
         [
             (
                 "dp=2,tp=8",
-                "mesh dp=2,sp=1,tp=8 needs 16 devices, this machine has 8; "
+                "mesh dp=2,sp=1,tp=8 needs 16 devices, there are 8; "
                 "try dp=2,sp=1,tp=4",
             ),
             (
                 "sp=16",
-                "mesh dp=1,sp=16,tp=1 needs 16 devices, this machine has 8; "
+                "mesh dp=1,sp=16,tp=1 needs 16 devices, there are 8; "
                 "try dp=1,sp=8,tp=1",
             ),
             (
                 "dp=2,tp=6",
-                "mesh dp=2,sp=1,tp=6 needs 12 devices, this machine has 8; "
+                "mesh dp=2,sp=1,tp=6 needs 12 devices, there are 8; "
                 "try dp=2,sp=1,tp=2",
             ),
             (
                 "dp=3,tp=-1",
                 "mesh dp=3,sp=1,tp=-1 needs a multiple of 3 devices, "
-                "this machine has 8; try dp=1,sp=1,tp=-1",
+                "there are 8; try dp=1,sp=1,tp=-1",
             ),
             (
                 "dp=2,sp=-1,tp=8",
                 "mesh dp=2,sp=-1,tp=8 needs a multiple of 16 devices, "
-                "this machine has 8; try dp=2,sp=-1,tp=4",
+                "there are 8; try dp=2,sp=-1,tp=4",
             ),
         ],
     )
@@ -299,6 +299,6 @@ class TestBuildMesh:
 
     def test_too_few_devices_are_refused(self) -> None:
         assert message(build_mesh, MeshSpec(tp=16)) == (
-            "mesh dp=1,sp=1,tp=16 needs 16 devices, this machine has 8; "
+            "mesh dp=1,sp=1,tp=16 needs 16 devices, there are 8; "
             "try dp=1,sp=1,tp=8"
         )

@@ -128,7 +128,7 @@ class MeshSpec:
         """
         if device_count < 1:
             raise MeshError(f"mesh {self} needs devices, there are {device_count}")
-        machine = f"this machine has {device_count}"
+        machine = f"there are {device_count}"
         open_axes = self._open_axes()
         if open_axes:
             (axis,) = open_axes
