@@ -43,7 +43,7 @@ def bench_attention(
     q_len: QLen = 39826,
     kv_len: KvLen = None,
     heads: Heads = 12,
-    blocks: Annotated[
+    tiles: Annotated[
         str,
         typer.Option(
             "--blocks",
@@ -77,7 +77,7 @@ def bench_attention(
         from tpuport.core.kernel_case import AttentionCase, Blocks
         from tpuport.core.kernel_cost import kernel_cycles
 
-        tiles = None if blocks == "auto" else Blocks.parse(blocks)
+        blocks = None if tiles == "auto" else Blocks.parse(tiles)
         rows: list[dict[str, Any]] = []
         failed: list[TpuportError] = []
         for name in names:
@@ -88,9 +88,9 @@ def bench_attention(
                 q_len=q_len,
                 kv_len=kv_len or q_len,
                 head_dim=head_dim,
-                blocks=tiles,
+                blocks=blocks,
             )
-            if name == "tpuport" and tiles is None:
+            if name == "tpuport" and blocks is None:
                 _say_if_stale(case)
             say(f"compiling {name} for {chip} ...")
             try:

@@ -49,11 +49,14 @@ def open_session(weights: Path | str, **options: Any) -> Session:
 
 @pytest.fixture
 def load(folder: Path) -> Iterator[Callable[[str], Any]]:
-    """Loads a component of the folder through a session, as a stage would."""
+    """Loads a component of the folder through a session, as a stage would.
+
+    With upstream's blocks, whose weights are those of the files as they are.
+    """
     sessions: list[Session] = []
 
     def load(name: str, *used: tuple[str, ...]) -> Any:
-        sessions.append(open_session(folder))
+        sessions.append(open_session(folder, blocks="upstream"))
         return sessions[-1].components.load(name, *used)
 
     yield load

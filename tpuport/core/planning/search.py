@@ -114,7 +114,7 @@ def _likely(spec: MeshSpec) -> tuple[int, int]:
 def _rank_key(candidate: Candidate) -> tuple[int, float]:
     if candidate.seconds is not None:
         return (0, candidate.seconds)
-    if candidate.plan is None and "budget" not in candidate.reason:
+    if candidate.plan is None and "the search may take" not in candidate.reason:
         return (2, float(candidate.weight_bytes))
     return (1, float(candidate.plan.hbm_bytes if candidate.plan else 0))
 
