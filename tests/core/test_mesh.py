@@ -142,8 +142,7 @@ class TestResolve:
         [
             (
                 "dp=2,tp=8",
-                "mesh dp=2,sp=1,tp=8 needs 16 devices, there are 8; "
-                "try dp=2,sp=1,tp=4",
+                "mesh dp=2,sp=1,tp=8 needs 16 devices, there are 8; try dp=2,sp=1,tp=4",
             ),
             (
                 "sp=16",
@@ -152,8 +151,7 @@ class TestResolve:
             ),
             (
                 "dp=2,tp=6",
-                "mesh dp=2,sp=1,tp=6 needs 12 devices, there are 8; "
-                "try dp=2,sp=1,tp=2",
+                "mesh dp=2,sp=1,tp=6 needs 12 devices, there are 8; try dp=2,sp=1,tp=2",
             ),
             (
                 "dp=3,tp=-1",
@@ -299,6 +297,5 @@ class TestBuildMesh:
 
     def test_too_few_devices_are_refused(self) -> None:
         assert message(build_mesh, MeshSpec(tp=16)) == (
-            "mesh dp=1,sp=1,tp=16 needs 16 devices, there are 8; "
-            "try dp=1,sp=1,tp=8"
+            "mesh dp=1,sp=1,tp=16 needs 16 devices, there are 8; try dp=1,sp=1,tp=8"
         )
