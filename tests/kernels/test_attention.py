@@ -12,13 +12,9 @@ import pytest
 from tests.kernels.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
 from tpuport.errors import AttentionError, UsageError
-from tpuport.kernels.attention import (
-    IMPLEMENTATIONS,
-    SMALL_SCORES,
-    attention,
-    select,
-)
+from tpuport.kernels.attention import attention
 from tpuport.kernels.problem import Problem, describe
+from tpuport.kernels.selection import IMPLEMENTATIONS, SMALL_SCORES, select
 
 
 def problem(case: Case, platform: str, **changes: Any) -> Problem:

@@ -12,9 +12,10 @@ import pytest
 from tests.kernels.oracle import Case, inputs, worst
 from tests.tolerances import TOLERANCES
 from tpuport.errors import AttentionError, UsageError
-from tpuport.kernels.attention import attention, select, smooth_keys
+from tpuport.kernels.attention import attention, smooth_keys
 from tpuport.kernels.choice import AttentionChoice
 from tpuport.kernels.problem import describe
+from tpuport.kernels.selection import select
 
 EVERY = AttentionChoice(
     name="splash",

@@ -11,6 +11,7 @@ import tpuport
 from tests.models.conftest import make_transformer
 from tests.models.test_cogvideox_components import ALL_FORMS, transformer_inputs
 from tests.tolerances import TOLERANCES
+from tpuport.core.joint import JointSequence
 from tpuport.core.spec import with_blocks
 from tpuport.plugins import get_port
 
@@ -114,3 +115,14 @@ def test_q_and_k_rows_are_permuted_only_where_tokens_rotate() -> None:
     assert norms.apply(rows[:8], turned).tolist() == expected[:8]
     still = {**turned, "use_rotary_positional_embeddings": False}
     assert weights.apply(rows, still).tolist() == rows.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mesh", ["dp=1", "sp=3,tp=2"])
+def test_tokens_last_as_on_a_tpu_gives_the_same(
+    mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointSequence, "feature_major", property(lambda self: True))
+    module, inputs = make_transformer("1.5-5b"), transformer_inputs("1.5-5b", 2)
+    found, expected = tpuport.port(module, mesh=mesh)(**inputs).sample, module(**inputs)
+    assert worst(found, expected.sample) <= TOLERANCES["component float32"]

@@ -92,7 +92,7 @@ def check_implementation(asked: str, platform: str) -> AttentionChoice:
     Raises:
         UsageError: an unknown implementation or option, or one for other devices.
     """
-    from tpuport.kernels.attention import IMPLEMENTATIONS, as_choice
+    from tpuport.kernels.selection import IMPLEMENTATIONS, as_choice
 
     choice = as_choice(asked)
     for one in IMPLEMENTATIONS:
@@ -263,7 +263,8 @@ def split_attention(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from tpuport.kernels.attention import as_choice, attention
+    from tpuport.kernels.attention import attention
+    from tpuport.kernels.selection import as_choice
 
     def kernel(
         q: jax.Array,
@@ -389,8 +390,8 @@ def _record(
     """
     import jax
 
-    from tpuport.kernels.attention import select
     from tpuport.kernels.problem import describe
+    from tpuport.kernels.selection import select
 
     q, k, v, mask, lengths = arrays
     sizes = dict(context.mesh.shape) if context.mesh is not None else {}

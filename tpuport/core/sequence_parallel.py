@@ -67,7 +67,7 @@ def padded_length(
 
     if platform != "tpu":
         return round_up(length, devices)
-    from tpuport.kernels.attention import DEFAULT_CHIP
+    from tpuport.kernels.selection import DEFAULT_CHIP
     from tpuport.kernels.splash_blocks import default_blocks
 
     granule = math.lcm(TPU_TOKENS * devices, 256)
@@ -299,8 +299,8 @@ def _record(
     """Note what this call runs as; ``local`` are heads and queries of a device."""
     import jax
 
-    from tpuport.kernels.attention import as_choice, select
     from tpuport.kernels.problem import describe
+    from tpuport.kernels.selection import as_choice, select
 
     context = active.context
     tokens = 3 if feature_major else 2

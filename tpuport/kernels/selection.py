@@ -1,0 +1,303 @@
+"""Which implementation of attention a call gets, with which blocks, and why.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys),
+D head dim of queries and keys, Dv head dim of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from tpuport.errors import AttentionError
+from tpuport.kernels import jax_splash, splash
+from tpuport.kernels.block_table import TunedBlocks, tuned_blocks
+from tpuport.kernels.blockwise import default_tiling
+from tpuport.kernels.choice import AUTO, AttentionChoice
+from tpuport.kernels.jax_splash import jax_splash_refusal
+from tpuport.kernels.padding import round_up
+from tpuport.kernels.problem import Problem
+from tpuport.kernels.splash import splash_refusal
+
+# Scores per head up to which "auto" takes the formula as it is. Measured on two CPU
+# cores, 48 heads, float32: at 226 x 226 both are alike, from 700 x 700 to 2000 x 2000
+# the formula takes 1.2 to 2.2 times as long as blockwise (2.7 when causal).
+SMALL_SCORES = 512 * 512
+DEFAULT_CHIP = "v6e"
+"""Whose blocks are taken where the chip is not known."""
+
+Blocks = Mapping[str, int]
+Sizes = TunedBlocks | splash.SplashBlocks | jax_splash.BlockSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """A way to compute attention and what it refuses.
+
+    ``refusal`` says why it cannot do a problem as chosen on a chip. ``auto_refusal``
+    says why "auto" should pass it over though it could; a request by name skips that.
+    ``blocks`` are the block sizes it runs a problem with on a chip, by option name.
+    ``platform`` is the only one it compiles for, if there is only one.
+    """
+
+    name: str
+    reason: str
+    refusal: Callable[[Problem, AttentionChoice, str], str | None]
+    auto_refusal: Callable[[Problem], str | None]
+    blocks: Callable[[Problem, AttentionChoice, str], Blocks]
+    platform: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which implementation runs, with which blocks, and why.
+
+    ``passed_over`` has (name, why) of those that came before it and would not do.
+    """
+
+    implementation: str
+    reason: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+    blocks: Blocks = field(default_factory=dict)
+
+
+def _never(problem: Problem) -> str | None:
+    return None
+
+
+def _too_large(problem: Problem) -> str | None:
+    if problem.scores_per_head <= SMALL_SCORES:
+        return None
+    return (
+        f"{problem.q_len} x {problem.kv_len} scores per head are more than the "
+        f"{SMALL_SCORES} up to which the whole matrix is built"
+    )
+
+
+def _not_on_tpu(problem: Problem) -> str | None:
+    if problem.platform == "tpu":
+        return None
+    return f"it is for TPU; the platform is {problem.platform!r}"
+
+
+def _only_splash(choice: AttentionChoice) -> str | None:
+    if choice.running_max:
+        return "running_max is an option of splash"
+    return None
+
+
+def _no_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    if choice.blocks:
+        return f"it has no blocks to set, got {', '.join(choice.blocks)}"
+    return _only_splash(choice)
+
+
+def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    if choice.block_kv_compute is not None:
+        return "it has no block_kv_compute"
+    return _only_splash(choice)
+
+
+def _jax_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    return jax_splash_refusal(problem) or _only_splash(choice)
+
+
+def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    blocks = None
+    if choice.blocks:
+        blocks = splash_tiles(_splash_blocks(problem, choice, chip))
+    return splash_refusal(
+        problem,
+        window=problem.window,
+        k_smooth=choice.k_smooth,
+        blocks=blocks,
+        chip=chip,
+    )
+
+
+def splash_tiles(blocks: Blocks) -> splash.SplashBlocks:
+    return splash.SplashBlocks(
+        q=blocks["block_q"],
+        kv=blocks["block_kv"],
+        kv_compute=blocks["block_kv_compute"],
+    )
+
+
+def _kernel_blocks(given: AttentionChoice, default: Blocks) -> dict[str, int]:
+    """``default`` with what was given.
+
+    Of block_kv and block_kv_compute the one that was not given is made to fit.
+    """
+    blocks = {**default, **given.blocks}
+    kv, inner = blocks["block_kv"], blocks["block_kv_compute"]
+    if given.block_kv is None:
+        blocks["block_kv"] = kv = round_up(kv, inner)
+    if given.block_kv_compute is None and kv % inner:
+        sizes = range(128, min(kv, inner) + 1, 128)
+        blocks["block_kv_compute"] = max(n for n in sizes if kv % n == 0)
+    return blocks
+
+
+def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    def padded(blocks: Sizes) -> int:
+        """Scores of a head with whole blocks."""
+        lengths = ((problem.q_len, blocks.q), (problem.kv_len, blocks.kv))
+        return math.prod(round_up(length, block) for length, block in lengths)
+
+    found: Sizes = splash.default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        problem.head_dim,
+        chip=chip,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+    )
+    if problem.dtype == "bfloat16":
+        tuned = tuned_blocks(chip, problem.head_dim, problem.q_len, problem.kv_len)
+        # Found at another length of the bucket, tiles may fit this one worse.
+        if tuned is not None and padded(tuned) <= padded(found):
+            found = tuned
+    return _kernel_blocks(choice, _named_sizes(found))
+
+
+def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    found = jax_splash.default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        problem.head_dim,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+    )
+    return _kernel_blocks(choice, _named_sizes(found))
+
+
+def _named_sizes(found: Sizes) -> dict[str, int]:
+    return {
+        "block_q": found.q,
+        "block_kv": found.kv,
+        "block_kv_compute": found.kv_compute,
+    }
+
+
+def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    if not (problem.q_len and problem.kv_len and problem.batch and problem.heads):
+        return {}
+    tiling = default_tiling(problem)
+    return {
+        "block_q": min(choice.block_q or tiling.block_q, problem.q_len),
+        "block_kv": min(choice.block_kv or tiling.block_kv, problem.kv_len),
+    }
+
+
+def _no_sizes(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    return {}
+
+
+# In the order in which "auto" tries them. Blockwise refuses nothing but options that
+# it does not have, and is last.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        name="splash",
+        reason="a fused TPU kernel takes this call",
+        refusal=_splash_refusal,
+        auto_refusal=_not_on_tpu,
+        blocks=_splash_blocks,
+        platform="tpu",
+    ),
+    Implementation(
+        name="jax",
+        reason="jax's fused TPU kernel takes this call",
+        refusal=_jax_refusal,
+        auto_refusal=_not_on_tpu,
+        blocks=_jax_blocks,
+        platform="tpu",
+    ),
+    Implementation(
+        name="reference",
+        reason="the score matrix is small enough to be built whole",
+        refusal=_no_blocks,
+        auto_refusal=_too_large,
+        blocks=_no_sizes,
+    ),
+    Implementation(
+        name="blockwise",
+        reason="the score matrix is too large to be built whole",
+        refusal=_two_blocks,
+        auto_refusal=_never,
+        blocks=_blockwise_blocks,
+    ),
+)
+
+
+def select(
+    problem: Problem,
+    implementation: str | AttentionChoice = AUTO,
+    *,
+    chip: str | None = None,
+    fall_back: bool = False,
+) -> Selection:
+    """The implementation that ``attention`` uses for this problem.
+
+    Args:
+        problem: the call.
+        implementation: an :class:`AttentionChoice`, or its text.
+        chip: whose blocks to take.
+        fall_back: where the named implementation refuses a call on the platform it is
+            for, choose as "auto" does; ``passed_over`` then says why.
+
+    Raises:
+        AttentionError: the named implementation cannot do it exactly.
+        UsageError: no implementation has that name.
+    """
+    choice = as_choice(implementation)
+    chip = chip or DEFAULT_CHIP
+    passed_over: list[tuple[str, str]] = []
+    if choice.name != AUTO:
+        found = _named(choice.name)
+        why = found.refusal(problem, choice, chip)
+        if why is None:
+            return Selection(
+                implementation=found.name,
+                reason="asked for by name",
+                blocks=found.blocks(problem, choice, chip),
+            )
+        here = found.platform in (None, problem.platform)
+        if not (fall_back and here):
+            raise AttentionError(
+                f"attention implementation {choice.name!r} cannot do this call: "
+                f"{why}. Use {AUTO!r} or another one."
+            )
+        passed_over.append((found.name, why))
+        # Its blocks are nobody else's.
+        choice = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
+    tried = {name for name, _ in passed_over}
+    for candidate in IMPLEMENTATIONS:
+        if candidate.name in tried:
+            continue
+        why = candidate.auto_refusal(problem) or candidate.refusal(
+            problem, choice, chip
+        )
+        if why is None:
+            return Selection(
+                implementation=candidate.name,
+                reason=candidate.reason,
+                passed_over=tuple(passed_over),
+                blocks=candidate.blocks(problem, choice, chip),
+            )
+        passed_over.append((candidate.name, why))
+    raise AttentionError(
+        "no attention implementation can do this call: "
+        + "; ".join(f"{name}: {why}" for name, why in passed_over)
+    )
+
+
+def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
+    """The choice that a text stands for."""
+    if isinstance(implementation, AttentionChoice):
+        return implementation
+    return AttentionChoice.parse(implementation)
+
+
+def _named(name: str) -> Implementation:
+    return next(one for one in IMPLEMENTATIONS if one.name == name)
