@@ -55,7 +55,7 @@ NAME = "tpuport_splash"
 # not change. It costs one bundle in 1400: the matrix unit is busy meanwhile.
 SHIFT = 0.125
 # The program with the running maximum is for few calls or none: a shorter one will do.
-MOST_EXACT_WRITTEN_OUT = MOST_WRITTEN_OUT // 3
+MOST_EXACT_WRITTEN_OUT = MOST_WRITTEN_OUT // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
