@@ -306,7 +306,6 @@ def _absent(
             MeshSpec.parse(settings.mesh) if settings.mesh is not None else None,
             api.default_rows(form, variant),
             devices,
-            dtype=settings.dtype or variant.dtype,
         )
         yield stack.enter_context(
             Session(

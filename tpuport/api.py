@@ -104,14 +104,7 @@ def load(
     port, chosen, checkpoint = find_checkpoint(
         found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )
-    placed = make_mesh(
-        port,
-        checkpoint,
-        asked,
-        default_rows(port, chosen),
-        dtype=dtype or chosen.dtype,
-        together=keep_loaded,
-    )
+    placed = make_mesh(port, checkpoint, asked, default_rows(port, chosen))
     platform = placed.devices.flat[0].platform
     if dtype is None:
         dtype = "float32" if platform == "cpu" else chosen.dtype
@@ -275,16 +268,12 @@ def make_mesh(
     asked: MeshSpec | None,
     rows: int,
     devices: Sequence[jax.Device] | None = None,
-    *,
-    dtype: str = "bfloat16",
-    together: bool = False,
 ) -> jax.sharding.Mesh:
     """The mesh asked for; by default one CPU device, or all TPU chips.
 
     Args:
         rows: of the denoiser's batch, which dp must divide.
         devices: to choose from, in place of this machine's.
-        dtype, together: of the weights; see :func:`tpuport.core.default_mesh`.
 
     Raises:
         MeshError: it does not fit the devices.
@@ -296,7 +285,5 @@ def make_mesh(
 
     devices = jax.devices() if devices is None else devices
     if asked is None:
-        asked = default_mesh(
-            port, checkpoint, devices, rows=rows, dtype=dtype, together=together
-        )
+        asked = default_mesh(port, checkpoint, devices, rows=rows)
     return build_mesh(asked, devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core import checkpoint as checkpoints
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.attention import check_implementation
+from tpuport.core.gathering import gathered, room_for_weights
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.report import Reporter
@@ -65,6 +67,7 @@ class Components:
         attention: the attention implementation, ``"auto"`` or a name.
         layout: of the sharding rules; see ``Component.layouts``.
         reporter: told what is loaded.
+        together: the weights of all components are on the devices at once.
         stack: run the blocks that components declare as stacked under one scan; without
             it every block is compiled by itself, which gives the same numbers.
     """
@@ -79,6 +82,7 @@ class Components:
         attention: str = "auto",
         layout: str = "default",
         reporter: Reporter | None = None,
+        together: bool = False,
         stack: bool = True,
     ) -> None:
         # An unknown layout is refused before anything is read.
@@ -88,6 +92,7 @@ class Components:
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = dtype
+        self.together = together
         self.stack = stack
         self._reporter = reporter or Reporter()
         self._attention = check_implementation(attention, self.platform)
@@ -172,7 +177,24 @@ class Components:
             stored: WeightInfo(tuple(tensors[stored].shape), itemsize)
             for stored in ported.names.stored
         }
-        return plan_layout(self.port, name, self.layout, weights, dict(mesh.shape))
+        plan = plan_layout(self.port, name, self.layout, weights, dict(mesh.shape))
+        stacked = self.port.components[name].stacked if self.stack else ()
+        if stacked and mesh.size > 1:
+            ported = PortedModule(module, ported.runtime, stacked)
+            plan = gathered(plan, ported, weights, room=self._room(name))
+        return plan
+
+    def _room(self, name: str) -> float:
+        """Bytes of a device that the weights of a component may take."""
+        room = room_for_weights(self.mesh.devices.flat)
+        if math.isinf(room) or not self.together:
+            return room
+        return room - sum(
+            torch_dtype(self.dtype_of(other)).itemsize
+            * sum(p.numel() for p in self.skeleton(other).state_dict().values())
+            for other in self.port.components
+            if other != name and self.checkpoint.has(other)
+        )
 
     def abstract(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """What :meth:`load` gives, with shapes and shardings in place of arrays.

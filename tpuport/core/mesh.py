@@ -230,23 +230,22 @@ def auto_mesh(
     *,
     heads: Mapping[str, int] | None,
     batch: int | None,
-    parts: float | None = None,
+    tokens: bool = False,
 ) -> MeshSpec:
     """A mesh that fits, chosen by three plain rules, in this order.
 
     1. dp is 2 when the batch and the device count are both even (the two halves of
        classifier-free guidance share nothing but weights), else 1.
     2. tp is the largest number that divides every head count and the devices left by
-       dp. Without heads nothing limits it. With ``parts`` it is the smallest of these
-       that is no less, or the largest where none is.
+       dp. Without heads nothing limits it. With ``tokens`` it is 1.
     3. sp takes what is left, so that no device stays unused.
 
     Args:
         device_count: of all devices.
         heads: attention heads by component.
         batch: rows of the denoiser's batch.
-        parts: in how many parts the weights have to be split at least, for models that
-            split their tokens; ``None`` for others.
+        tokens: the model splits its tokens as well as it would split its heads, and
+            sums nothing over the network then.
 
     Returns a mesh of all the devices that passes :meth:`MeshSpec.validate` with
     the same heads and batch.
@@ -261,9 +260,7 @@ def auto_mesh(
     # gcd() of nothing is 0, which every number divides: no heads, no limit.
     common = math.gcd(*(heads or {}).values())
     legal = sorted(n for n in _divisors(left) if common % n == 0)
-    tp = legal[-1]
-    if parts is not None:
-        tp = next((n for n in legal if n >= parts), tp)
+    tp = 1 if tokens else legal[-1]
     return MeshSpec(dp=dp, sp=left // tp, tp=tp)
 
 

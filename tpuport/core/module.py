@@ -95,6 +95,8 @@ class PortedModule:
         arrays: its weights: the name of each array -> the tensors in it. One tensor, or
             those of all blocks of a stack along a new leading dim, under a name such as
             ``blocks.*.linear.weight``.
+        gathered: stacked arrays whose blocks are gathered for use: the sharding of one
+            block's, by array.
 
     Raises:
         PluginError: blocks that cannot be stacked.
@@ -111,6 +113,7 @@ class PortedModule:
         self.names = WeightNames.of(module)
         self.stacks = find_stacks(module, stacked, self.names.tied)
         self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
+        self.gathered: Mapping[str, jax.sharding.NamedSharding] = {}
 
     def apply(
         self,
@@ -159,7 +162,7 @@ class PortedModule:
                 _eval_mode(self.module),
                 _attributes(self.module, attributes or {}),
                 _reparametrize_module(self.module, tensors),
-                scanned(loaded, values, env),
+                scanned(loaded, values, env, self.gathered),
                 within(self.module),
             ):
                 out = getattr(self.module, method)(*args, **kwargs)

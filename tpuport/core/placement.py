@@ -34,7 +34,8 @@ def abstract_weights(
     """Shape, dtype and sharding of the arrays of a module; nothing is read.
 
     A stack is split as its blocks are, its leading dim is whole. Buffers that no file
-    holds are replicated.
+    holds are replicated. What the plan holds in more parts than it is used in is noted
+    in ``ported.gathered``.
 
     Args:
         ported: the module, which may be on the meta device.
@@ -79,6 +80,12 @@ def abstract_weights(
         found[array] = jax.ShapeDtypeStruct(
             structs[array].shape, structs[array].dtype, sharding=sharding
         )
+    used_as = {
+        array: NamedSharding(mesh, PartitionSpec(*plan.assignments[members[0]]))
+        for array, members in ported.arrays.items()
+        if array in found and members[0] in plan.held
+    }
+    ported.gathered = used_as
     return found
 
 

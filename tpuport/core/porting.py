@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.gathering import gathered, room_for_weights
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.runtime import Runtime
@@ -69,13 +70,10 @@ class PortedProgram:
         self._ported = PortedModule(module, self._runtime, stacked)
         names = self._ported.names
         key = next(k for k, c in port.components.items() if c is component)
-        self.plan: ShardingPlan = plan_layout(
-            port,
-            key,
-            sharding,
-            {name: tensors[name] for name in names.stored},
-            dict(mesh.shape),
-        )
+        stored = {name: tensors[name] for name in names.stored}
+        whole = plan_layout(port, key, sharding, stored, dict(mesh.shape))
+        room = room_for_weights(mesh.devices.flat)
+        self.plan: ShardingPlan = gathered(whole, self._ported, stored, room=room)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         wanted = abstract_weights(
             self._ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)

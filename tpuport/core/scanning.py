@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def scanned(
-    stacks: Sequence[Stack], weights: Mapping[str, jax.Array], env: Any
+    stacks: Sequence[Stack],
+    weights: Mapping[str, jax.Array],
+    env: Any,
+    gathered: Mapping[str, jax.sharding.NamedSharding],
 ) -> Iterator[None]:
     """In this block calls of stacked blocks run under scans.
 
@@ -37,6 +40,8 @@ def scanned(
         stacks: of the module that is called.
         weights: has the array of every tensor of every stack.
         env: the torchax environment, active.
+        gathered: by array, the sharding in which one block uses a weight that is held
+            in more parts.
 
     Raises:
         PluginError: from a block's call, when the loop over the blocks does more than
@@ -46,7 +51,12 @@ def scanned(
     try:
         for stack in stacks:
             arrays = {name: weights[stack.name(name)] for name in stack.tensors}
-            runner = _Runner(stack, arrays, env)
+            whole = {
+                name: gathered[stack.name(name)]
+                for name in stack.tensors
+                if stack.name(name) in gathered
+            }
+            runner = _Runner(stack, arrays, env, whole)
             for index, block in enumerate(stack.blocks):
                 saved.append((block, vars(block).get("forward")))
                 vars(block)["forward"] = runner.forward_of(index)
@@ -84,6 +94,7 @@ class _Runner:
     stack: Stack
     weights: Mapping[str, jax.Array]
     env: Any
+    gathered: Mapping[str, jax.sharding.NamedSharding]
     chain: _Chain | None = None
 
     def forward_of(self, index: int) -> Callable[..., Any]:
@@ -328,7 +339,10 @@ class _Chain:
         import jax
         import jax.extend.core
 
-        flat = jax.tree.leaves((dict(layer), arrays))
+        # Here, in the loop: gathered before it, all blocks would be whole at once.
+        constrain = jax.lax.with_sharding_constraint
+        whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
+        flat = jax.tree.leaves(({**layer, **whole}, arrays))
         out: list[Any] = jax.extend.core.jaxpr_as_fun(self._traced)(*flat)
         return out
 

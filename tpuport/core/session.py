@@ -110,11 +110,11 @@ class Session(RequestBuilder):
             attention=attention,
             layout=sharding,
             reporter=self.reporter,
+            together=keep_loaded,
         )
         made = Programs.of(self.components, compile_cache, executables, self.reporter)
-        self.executor = Executor(
-            self.components, keep_loaded=keep_loaded, programs=made
-        )
+        executor = Executor(self.components, keep_loaded=keep_loaded, programs=made)
+        self.executor = executor
         self._check_heads()
         self.executor.programs.check()
 

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import ShardingError
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One entry per dim: a mesh axis, several, or ``None``; ``()`` replicates any rank."""
+
+GATHERED = "gathered"
+"""The layout that holds blocks in parts; see :mod:`tpuport.core.gathering`."""
 
 _NAMES_SHOWN = 3
 
@@ -106,6 +109,10 @@ class ShardingPlan:
         problems: what :meth:`check` raises; empty for a plan that can be placed.
         layout: which table of rules this is.
         extra_bytes_per_device: what each device holds more than in the default layout.
+        held: the specs of weights that are held in more parts than ``assignments``
+            says, and gathered for use; see :mod:`tpuport.core.gathering`.
+        gathered_over: the axes of these parts.
+        gathered_bytes_per_device: what each device holds less for it.
     """
 
     component: str
@@ -120,6 +127,9 @@ class ShardingPlan:
     problems: tuple[str, ...] = ()
     layout: str = "default"
     extra_bytes_per_device: int = 0
+    held: Mapping[str, Spec] = field(default_factory=dict)
+    gathered_over: tuple[str, ...] = ()
+    gathered_bytes_per_device: int = 0
 
     def check(self) -> None:
         """Refuse a plan with problems.
@@ -158,6 +168,11 @@ class ShardingPlan:
             "problems": list(self.problems),
             "layout": self.layout,
             "extra_bytes_per_device": self.extra_bytes_per_device,
+            "gathered": {
+                "over": list(self.gathered_over),
+                "weights": len(self.held),
+                "bytes_per_device": self.gathered_bytes_per_device,
+            },
         }
         if weights:
             out["assignments"] = {
@@ -192,10 +207,16 @@ class ShardingPlan:
             f"{_bytes_text(self.bytes_per_device)} per device, of that "
             f"{_bytes_text(self.replicated_bytes)} replicated"
         )
-        if self.layout != "default":
+        if self.extra_bytes_per_device:
             lines.append(
                 f"  layout {self.layout}: {_bytes_text(self.extra_bytes_per_device)} "
                 "per device more than the default"
+            )
+        if self.held:
+            lines.append(
+                f"  {len(self.held)} weights in parts over "
+                f"{'+'.join(self.gathered_over)}, gathered block by block: "
+                f"{_bytes_text(self.gathered_bytes_per_device)} per device less"
             )
         lines += [f"  problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
@@ -235,7 +256,7 @@ def plan_sharding(
         problems.check_rule(rule, sizes)
     for name, weight in weights.items():
         shape = tuple(int(size) for size in weight.shape)
-        nbytes = math.prod(shape) * _itemsize(name, weight)
+        nbytes = math.prod(shape) * item_size(name, weight)
         found = [i for i, regex in enumerate(compiled) if regex.fullmatch(name)]
         for index in found:
             matches[index] += 1
@@ -298,7 +319,7 @@ def plan_layout(
     """
     plan = plan_sharding(port.rules(name, layout), weights, mesh_shape, component=name)
     if layout not in port.components[name].layouts:
-        return plan
+        return replace(plan, layout=layout) if layout == GATHERED else plan
     default = plan_sharding(
         port.components[name].sharding, weights, mesh_shape, component=name
     )
@@ -309,7 +330,7 @@ def plan_layout(
 def named_shardings(
     plan: ShardingPlan, mesh: jax.sharding.Mesh
 ) -> dict[str, jax.sharding.NamedSharding]:
-    """The jax sharding of every weight of the plan, by name.
+    """The jax sharding of every weight of the plan, by name, as it is held.
 
     Raises:
         ShardingError: the plan has problems, or is for a mesh of another shape.
@@ -324,7 +345,7 @@ def named_shardings(
         )
     return {
         name: NamedSharding(mesh, PartitionSpec(*spec))
-        for name, spec in plan.assignments.items()
+        for name, spec in {**plan.assignments, **plan.held}.items()
     }
 
 
@@ -346,7 +367,7 @@ class _Problems:
         self._found.setdefault(text, []).extend(names)
 
     def check_rule(self, rule: ShardRule, sizes: Mapping[str, int]) -> None:
-        uses = Counter(axis for entry in rule.spec for axis in _axes(entry))
+        uses = Counter(axis for entry in rule.spec for axis in spec_axes(entry))
         for axis, count in uses.items():
             if axis not in sizes:
                 self._add(
@@ -378,7 +399,7 @@ class _Problems:
         ways = 1
         for dim, entry in enumerate(rule.spec):
             # A set: an axis used twice is reported with the rule.
-            axes = [axis for axis in dict.fromkeys(_axes(entry)) if axis in sizes]
+            axes = [axis for axis in dict.fromkeys(spec_axes(entry)) if axis in sizes]
             parts = math.prod(sizes[axis] for axis in axes)
             if shape[dim] % parts:
                 self._add(
@@ -418,13 +439,15 @@ def _is_entry(entry: Any) -> bool:
     return entry is None or isinstance(entry, str)
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one dim's entry in a spec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else entry
 
 
-def _itemsize(name: str, weight: Any) -> int:
+def item_size(name: str, weight: Any) -> int:
+    """Bytes of an element of a weight; see :class:`WeightInfo`."""
     size = getattr(weight, "itemsize", None)
     if size is None:
         size = getattr(getattr(weight, "dtype", None), "itemsize", None)
@@ -443,7 +466,7 @@ def _json_spec(spec: Spec) -> list[Any]:
 def _spec_text(spec: Spec) -> str:
     if not spec:
         return "replicated"
-    return "[" + ", ".join("+".join(_axes(entry)) or "-" for entry in spec) + "]"
+    return "[" + ", ".join("+".join(spec_axes(entry)) or "-" for entry in spec) + "]"
 
 
 def _shape_text(shape: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.request import Request
-from tpuport.core.sharding import ShardRule
+from tpuport.core.sharding import GATHERED, ShardRule
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import UnknownModelError, UsageError
 
@@ -406,9 +406,12 @@ class ModelPort:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """The names of sharding layouts that some component has; the first is plain."""
+        """The names of sharding layouts; the first is plain."""
         names = [n for c in self.components.values() for n in c.layouts]
-        return ("default", *dict.fromkeys(names))
+        gathered = (
+            [GATHERED] if any(c.stacked for c in self.components.values()) else []
+        )
+        return ("default", *gathered, *dict.fromkeys(names))
 
     def rules(self, name: str, layout: str) -> tuple[ShardRule, ...]:
         """The sharding rules of a component in a layout.

@@ -127,7 +127,6 @@ class Planner:
             self.checkpoint,
             self.devices,
             rows=self.rows(),
-            dtype=self.dtype,
         )
 
     def check_mesh(self, spec: MeshSpec) -> None:
