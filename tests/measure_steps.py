@@ -1,0 +1,161 @@
+"""What each change is worth, and how time and memory scale: the tables of
+docs/performance.md.
+
+``python -m tests.measure_steps changes|chips|slices FOLDER`` runs ``tpuport plan`` once
+for each row that has no ``NAME.json`` in FOLDER yet (half a minute to two minutes each
+on two cores), keeps the document there, and prints the table. Nothing here is measured
+on a chip.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.chips import chip as chip_named
+
+MODELS = {
+    "cogvideox": ("--model cogvideox --variant 1.5-5b --size 1280x720", 42),
+    "hunyuanvideo": (
+        "--model hunyuanvideo --variant 1.5-720p-t2v --size 1280x720 --frames 121",
+        54,
+    ),
+}
+TITLES = {"cogvideox": "CogVideoX1.5-5B", "hunyuanvideo": "HunyuanVideo-1.5"}
+# The compiler's own values of the flags that tpuport sets.
+PLAIN_FLAGS = (
+    "--xla_tpu_scoped_vmem_limit_kib=32768 --xla_tpu_enable_async_all_to_all=false"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan: what it is called, where it runs, and what else the command says."""
+
+    title: str
+    model: str
+    slice: str
+    args: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        model, _ = MODELS[self.model]
+        text = f"tpuport plan --topology {self.slice} {model} {self.args}"
+        return " ".join([*(f'{k}="{v}"' for k, v in self.environment.items()), text])
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, self.slice, self.args, *self.environment]
+        return "".join(c if c.isalnum() else "-" for c in "-".join(parts))
+
+    def document(self, folder: Path) -> dict[str, Any]:
+        """The kept plan, made where there is none."""
+        path = folder / f"{self.name}.json"
+        if not path.is_file():
+            args = shlex.split(self.command.partition("tpuport ")[2])
+            done = subprocess.run(
+                [sys.executable, "-m", "tpuport", *args, "--json"],
+                env={**os.environ, **self.environment},
+                stdout=subprocess.PIPE,
+                check=False,
+                text=True,
+            )
+            # 1: it does not fit, which is an answer.
+            if done.returncode not in (0, 1) or not done.stdout:
+                raise SystemExit(f"{self.command}: exit code {done.returncode}")
+            path.write_text(done.stdout)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def changes() -> list[Row]:
+    """One change after the other, on eight v6e."""
+    steps = (
+        ("upstream's blocks, jax's kernel", "--blocks upstream --attention jax", True),
+        ("our kernel", "--blocks upstream", True),
+        ("one joint sequence, heads over tp", "--mesh dp=2,tp=4", True),
+        ("tokens over sp", "--mesh dp=2,sp=4", True),
+        ("compiler flags", "--mesh dp=2,sp=4", False),
+    )
+    plain = {"LIBTPU_INIT_ARGS": PLAIN_FLAGS}
+    return [
+        Row(title, model, "v6e-8", args, plain if without_flags else {})
+        for model in MODELS
+        for title, args, without_flags in steps
+    ]
+
+
+def chips() -> list[Row]:
+    """Upstream's blocks and native ones, on eight of each chip."""
+    return [
+        Row(title, model, f"{chip}-8", args)
+        for model in MODELS
+        for chip in ("v6e", "v5p", "v7x")
+        for title, args in (("upstream's", "--blocks upstream"), ("native", ""))
+    ]
+
+
+def slices() -> list[Row]:
+    """One video on more and more chips, and a video for every eight of them."""
+    return [
+        Row(title, model, f"v6e-{count}", args)
+        for model in MODELS
+        for count in (1, 4, 8, 16, 32, 64, 128, 256)
+        for title, args in (
+            ("1", ""),
+            *(
+                [(f"{count // 8}", f"--batch {count // 8} --mesh dp={count // 4},sp=4")]
+                if count > 8
+                else []
+            ),
+        )
+    ]
+
+
+TABLES = {"changes": changes, "chips": chips, "slices": slices}
+
+
+def cells(row: Row, plan: dict[str, Any]) -> list[str]:
+    """Slice and mesh, cycles of a layer by what they are spent on, seconds, memory."""
+    _, layers = MODELS[row.model]
+    mesh = ",".join(f"{k}={v}" for k, v in plan["mesh"].items() if v > 1) or "dp=1"
+    seconds = plan["seconds_per_step"]
+    clock = chip_named(plan["chip"]).clock_hz
+    split = plan["split"] or {}
+    million = [
+        f"{split[key] * clock / layers / 1e6:.2f}" if split else "-"
+        for key in ("attention", "matmul", "other", "collective")
+    ]
+    return [
+        TITLES[row.model],
+        row.slice,
+        mesh,
+        row.title,
+        *million,
+        f"{seconds:.3f} s" if seconds else "-",
+        f"{plan['hbm_bytes_per_chip'] / 2**30:.1f} GiB"
+        + ("" if plan["fits"] else ", does not fit"),
+        f"`{row.command}`",
+    ]
+
+
+def main(table: str, folder: Path) -> None:
+    """Print one of the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = ["model", "slice", "mesh", "what", "attention", "products", "rest"]
+    head += ["collectives", "step", "memory per chip", "command"]
+    print("|", " | ".join(head), "|")
+    print("|", " | ".join("---" for _ in head), "|")
+    for row in TABLES[table]():
+        print("|", " | ".join(cells(row, row.document(folder))), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
