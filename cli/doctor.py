@@ -90,6 +90,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "versions": packages,
         "torchax": attempt("torchax", _torchax),
         "devices": attempt("jax devices", _devices),
+        "compiler_flags": attempt("compiler flags", _compiler_flags),
         "torch_cuda": attempt("torch", _cuda),
         "plugins": attempt("plugins", _plugins),
         "ffmpeg": attempt("ffmpeg", _ffmpeg),
@@ -126,6 +127,23 @@ def _devices() -> dict[str, Any]:
         "kind": devices[0].device_kind,
         "processes": jax.process_count(),
     }
+
+
+def _compiler_flags() -> dict[str, Any]:
+    """What programs for the TPU here are compiled with; without one, the whole table.
+
+    ``chip`` is ``None`` where there is no TPU. ``yours`` is the user's own flag in
+    place of a row.
+    """
+    import jax
+
+    from tpuport.core import libtpu_flags
+
+    chosen = libtpu_flags.flags_for(jax.devices()[0])
+    ours = libtpu_flags.FLAGS if chosen.chip is None else chosen.applied
+    rows = [{**flag.as_dict(), "yours": None} for flag in ours]
+    rows += [{**flag.as_dict(), "yours": yours} for flag, yours in chosen.overridden]
+    return {"chip": chosen.chip, "flags": rows}
 
 
 def _cuda() -> str | None:
@@ -179,6 +197,22 @@ def _size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
+def _flag_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The compiler's flags: for the chip here, or of all chips and for which."""
+    rows: list[tuple[str, str]] = []
+    for flag in found["flags"] if found else ():
+        where = [", ".join(flag["stages"])]
+        if found and not found["chip"]:
+            where.insert(0, ", ".join(flag["chips"]))
+        text = (
+            f"--{flag['name']}={flag['value']} ({'; '.join(where)}): {flag['effect']}"
+        )
+        if flag["yours"]:
+            text = f"{flag['yours']}, yours, in place of {text}"
+        rows.append(("compiler flag", text))
+    return rows
+
+
 def _text(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     torchax, devices = report["torchax"], report["devices"]
@@ -203,6 +237,7 @@ def _text(report: dict[str, Any]) -> list[str]:
                 f"{devices['processes']} process(es)",
             )
         )
+    rows += _flag_rows(report["compiler_flags"])
     rows.append(("torch GPU", report["torch_cuda"] or "none"))
     rows += [("plugin", text) for text in report["plugins"] or ["none"]]
     if ffmpeg:

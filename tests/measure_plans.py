@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.measure_steps import PLAIN_FLAGS
 
 JAX = "jax:block_q=2048;block_kv=2048;block_kv_compute=1024"
 LARGE = ("--model", "hunyuanvideo", "--variant", "1.5-720p-t2v", "--mesh", "tp=8")
@@ -110,6 +113,8 @@ def document(row: Row, folder: Path) -> dict[str, Any]:
         command += [*row.args, "--blocks", "upstream"]
         done = subprocess.run(
             [*command, "--stage", "denoise", "--json"],
+            # Nor did they set the flags that tpuport sets.
+            env={**os.environ, "LIBTPU_INIT_ARGS": PLAIN_FLAGS},
             stdout=subprocess.PIPE,
             check=True,
             text=True,

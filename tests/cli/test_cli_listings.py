@@ -8,6 +8,8 @@ import pytest
 
 from tests.cli.tools import Cli
 from tpuport.cli import doctor
+from tpuport.core import libtpu_flags
+from tpuport.core.libtpu_flags import FLAGS, choose_flags, flags_of_chip
 from tpuport.plugins import get_port
 
 
@@ -51,6 +53,34 @@ def test_doctor_examines_everything(cli: Cli, cache: Path) -> None:
         assert found in text
     assert "8 x cpu" in text
     assert "none found" in text
+
+
+def test_doctor_lists_compiler_flags_of_all_chips_where_there_is_none(cli: Cli) -> None:
+    found = cli("doctor", "--json").json["compiler_flags"]
+    assert found["chip"] is None
+    assert [flag["name"] for flag in found["flags"]] == [f.name for f in FLAGS]
+    assert all(f["chips"] and f["effect"] and f["source"] for f in found["flags"])
+    text = cli("doctor").out
+    for flag in FLAGS:
+        where = f"{', '.join(flag.chips)}; {', '.join(flag.stages)}"
+        assert f"{flag.text} ({where}): {flag.effect}" in text
+
+
+def test_doctor_shows_the_flags_of_the_chip_and_whose_they_are(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = flags_of_chip("v6e")[:2]
+    yours = f"--{theirs.name}=0"
+    chosen = choose_flags("v6e", [yours])
+    monkeypatch.setattr(libtpu_flags, "flags_for", lambda device: chosen)
+    found = cli("doctor", "--json").json["compiler_flags"]
+    assert found["chip"] == "v6e"
+    whose = {flag["name"]: flag["yours"] for flag in found["flags"]}
+    assert whose[ours.name] is None
+    assert whose[theirs.name] == yours
+    text = cli("doctor").out
+    assert f"{ours.text} ({', '.join(ours.stages)}): {ours.effect}" in text
+    assert f"{yours}, yours, in place of {theirs.text}" in text
 
 
 def test_doctor_reports_what_is_broken_and_goes_on(

@@ -15,6 +15,7 @@ import pytest
 from tests.cli.tools import SMALL, Cli, Made, call
 from tpuport.cli import _progress
 from tpuport.core.executables import ELSEWHERE, HERE, read_entry
+from tpuport.core.libtpu_flags import flags_of_chip
 from tpuport.core.report import CompileReport, StageReport
 
 PROMPTS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7")
@@ -222,6 +223,8 @@ def test_executables_for_absent_chips(absent: Any) -> None:
     assert key.devices[0] == "0 of process 0 at (0, 0, 0).0"
     assert key.devices[7] == "7 of process 0 at (1, 3, 0).0"
     assert "libtpu" in key.versions
+    # A process without the flags, or with others, compiles again and says so.
+    assert {flag.text for flag in flags_of_chip("v6e")} <= set(key.flags)
     # Beside it, what jax's own cache would look for on the machine with the chips.
     assert list((folder / "xla").glob("jit_denoise_step-*-cache"))
     assert entry.traced.attention

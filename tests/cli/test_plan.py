@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli
+from tpuport.core.libtpu_flags import flags_of_chip
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,6 +93,7 @@ def test_what_is_planned_is_what_would_run(planned: Any) -> None:
     assert found["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
     assert found["settings"]["num_inference_steps"] == 3
     assert found["blocks"] == "native"
+    assert found["compiler_flags"] == [flag.text for flag in flags_of_chip("v6e")]
     (program,) = found["stages"]["denoise"]["programs"]
     assert (program["program"], program["calls"]) == ("step", 3)
     assert {r["split"][1] for r in program["attention"]} == {"tp"}
@@ -149,12 +151,44 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
         "matrix products",
         "bound by the ",
         "% of the chips' peak",
+        "attention calls, by what they run as:",
+        "denoise/step: reference",
+        "asked for by name",
         "collectives: none",
         "not planned: encode, decode",
+        "this is the built-in demo",
         "compile: ",
         "transformer on mesh dp=1,sp=1,tp=1",
     ):
         assert part in done.stdout, part
+
+
+#: What libtpu reads of these, tpuport sets itself.
+OF_LIBTPU = ("TPU_", "ALLOW_MULTIPLE_LIBTPU_LOAD", "LIBTPU_", "XLA_FLAGS")
+
+
+@needs_libtpu
+def test_two_compile_at_once(tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_LIBTPU)}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    small = ("--size", "96x64", "--frames", "9", "--attention", "reference", "--json")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tpuport", "plan", "--topology", name, *small],
+            env=kept | {"PYTHONPATH": path, "TPUPORT_CACHE_DIR": str(tmp_path / name)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("v6e-1", "v6e-4")
+    ]
+    ended = [process.communicate(timeout=300) for process in both]
+    for process, (out, err) in zip(both, ended, strict=True):
+        assert process.returncode == 0, err[-3000:]
+        found = json.loads(out)
+        assert found["fits"]
+        assert found["compile_seconds"] > 0
+    assert [json.loads(out)["topology"] for out, _ in ended] == ["v6e-1", "v6e-4"]
 
 
 @pytest.mark.parametrize(

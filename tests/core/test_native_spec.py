@@ -288,7 +288,7 @@ def test_a_plugin_without_native_blocks_has_one_set_of_programs(
     found = []
     for blocks in BLOCKS:
         with tpuport.load("toy", cache_dir=cache_dir, blocks=blocks) as session:
-            found.append(surroundings(session.components, DENOISE))
+            found.append(surroundings(session.components, "denoise", DENOISE))
     assert found[0] == found[1]
     assert found[0]["options"]["blocks"] == "upstream"
     first = made(cache_dir)

@@ -140,6 +140,82 @@ def test_blocks_that_ran_are_told() -> None:
     assert select(problem(platform="cpu"), "blockwise:block_q=7").blocks["block_q"] == 7
 
 
+def of_length(q_len: int, kv_len: int) -> Any:
+    q, k = (jax.ShapeDtypeStruct((1, 2, n, 64), jnp.bfloat16) for n in (q_len, kv_len))
+    return describe(q, k, k, platform="tpu")
+
+
+@pytest.mark.parametrize("name", ["splash", "jax"])
+@pytest.mark.parametrize(
+    ("option", "lengths", "want"),
+    [
+        # 512s where these waste little, else a shorter one: 1024 and 1152.
+        ("block_q=8192;block_kv=65536", (1000, 1000), (1024, 1024)),
+        ("block_q=8192;block_kv=65536", (1031, 1000), (1152, 1024)),
+        ("block_q=8192;block_kv=65536", (1, 129), (128, 256)),
+        ("block_kv=65280;block_kv_compute=768", (1000, 1000), (None, 1536)),
+        ("block_kv_compute=65536", (1000, 1000), (None, 1024)),
+        ("block_kv=65536;block_kv_compute=32768", (1, 1), (None, 128)),
+        # Those that the length has room for are taken as they are.
+        ("block_q=640;block_kv=896", (1000, 1000), (640, 896)),
+    ],
+)
+def test_no_block_is_longer_than_its_tokens(
+    name: str, option: str, lengths: tuple[int, int], want: tuple[int | None, int]
+) -> None:
+    found = select(of_length(*lengths), f"{name}:{option}").blocks
+    assert want[0] in (None, found["block_q"])
+    assert found["block_kv"] == want[1]
+    assert found["block_kv"] % found["block_kv_compute"] == 0
+
+
+@pytest.mark.parametrize("name", ["splash", "jax"])
+def test_the_blocks_that_are_told_are_those_of_the_program(name: str) -> None:
+    _, program = run(f"{name}:block_q=8192;block_kv=65536;block_kv_compute=128")
+    blocks = select(
+        of_length(384, 384), f"{name}:block_q=8192;block_kv=65536;block_kv_compute=128"
+    ).blocks
+    assert (blocks["block_q"], blocks["block_kv"]) == (384, 384)
+    text = ";".join(f"{option}={size}" for option, size in blocks.items())
+    assert run(f"{name}:{text}")[1] == program
+    assert "65536" not in program
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("splash:block_q=65536;block_kv=65536", "scores take minutes to compile"),
+        ("splash:block_q=2048;block_kv_compute=8192", "2048 queries by 8192 keys"),
+        ("splash:block_kv=262144", "bytes of VMEM at head dim 64; v6e has"),
+        ("jax:block_q=8192;block_kv=2048", "8192 queries by 2048 keys in one piece"),
+        ("jax:block_q=32768;block_kv=256", "bytes of VMEM at head dim 64; v6e has"),
+    ],
+)
+def test_blocks_that_no_compiler_gets_done_are_refused(text: str, message: str) -> None:
+    long = of_length(400_000, 400_000)
+    with pytest.raises(AttentionError, match=message):
+        select(long, text)
+    found = select(long, text, fall_back=True)
+    assert found.implementation == ("jax" if text.startswith("splash") else "splash")
+    assert message in found.passed_over[0][1]
+    assert found.blocks == select(long, found.implementation).blocks
+
+
+@pytest.mark.parametrize("length", [1, 1000, 17776, 39826, 113600])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["splash", "jax"])
+def test_a_kernels_own_blocks_are_never_refused(
+    name: str, dtype: str, head_dim: int, length: int
+) -> None:
+    array = jax.ShapeDtypeStruct((1, 1, length, head_dim), dtype)
+    asked = describe(array, array, array, platform="tpu")
+    for chip in ("v4", "v5e", "v5p", "v6e", "v7x"):
+        own = select(asked, name, chip=chip).blocks
+        text = ";".join(f"{option}={size}" for option, size in own.items())
+        assert select(asked, f"{name}:{text}", chip=chip).blocks == own
+
+
 def test_the_next_takes_over_where_one_refuses_and_says_so() -> None:
     array = jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bool_)
     masked = problem(mask=array)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 PROGRAM = """
-import json, sys
+import json, re, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,16 +36,18 @@ from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights
 from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import WeightInfo, plan_sharding
+from tpuport.core.spec import with_blocks
 from tpuport.models.cogvideox.plugin import PORT
 
+port = with_blocks(PORT, sys.argv[2])
 devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
 mesh = build_mesh(MeshSpec.parse(sys.argv[1]), devices)
-component = PORT.components["transformer"]
+component = port.components["transformer"]
 # Full width, two of the 42 layers: what a chip sees of a layer is what it will be.
-config = {**PORT.variant("1.5-5b").configs["transformer"], "num_layers": 2}
+config = {**port.variant("1.5-5b").configs["transformer"], "num_layers": 2}
 runtime = Runtime(
-    mesh=mesh, platform="tpu", patches=PORT.patches, overrides=PORT.overrides,
-    attention=PORT.attention,
+    mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
+    attention=port.attention,
 )
 skeleton = build_skeleton(component, config)
 ported = PortedModule(skeleton, runtime, component.stacked)
@@ -67,14 +70,21 @@ constants = {"embeds": array((2, 226, 4096), jnp.bfloat16),
 inputs = {"timestep": array((), jnp.int32), "coefficients": array((6,), jnp.float32),
           "guidance": array((), jnp.float32),
           "noise": array((1, 6, 16, 32, 44), jnp.float32)}
-step = PORT.stage("denoise").programs["step"].fn
+step = port.stage("denoise").programs["step"].fn
 def run(weights, *args):
     return step(ported.bind(weights), *args)
 compiled = jax.jit(run).lower(weights, carry, constants, inputs).compile()
 text = compiled.as_text()
 memory = compiled.memory_analysis()
+KERNEL = 'custom_call_target="tpu_custom_call"'
+# Of the one computation that has the kernel: the body of the loop over the layers.
+body = next(part for part in text.split("\\n\\n") if KERNEL in part)
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 print(json.dumps({
-    "kernels": text.count('custom_call_target="tpu_custom_call"'),
+    "kernels": text.count(KERNEL),
+    "loops": len(re.findall(r" while\\(", text)),
+    "in a layer": {k: len(re.findall(rf" {k}(-start)?\\(", body)) for k in KINDS},
+    "temporaries": memory.temp_size_in_bytes,
     "attention": [r.as_dict() for r in runtime.records],
     "weights": plan.bytes_per_device,
     "arguments": memory.argument_size_in_bytes,
@@ -82,16 +92,16 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(
+needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
-@pytest.mark.parametrize(
-    "mesh", ["dp=2,tp=4", pytest.param("dp=2,sp=2,tp=2", marks=pytest.mark.slow)]
-)
-def test_a_step_compiles_for_v6e_with_the_splash_kernel(mesh: str) -> None:
+
+
+def compiled(mesh: str, blocks: str) -> dict[str, Any]:
+    """What the compiler says of a step of two full-width layers."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mesh],
+        [sys.executable, "-c", PROGRAM, mesh, blocks],
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -99,9 +109,39 @@ def test_a_step_compiles_for_v6e_with_the_splash_kernel(mesh: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert {r["implementation"] for r in found["attention"]} == {"splash"}
     # Both layers are one loop.
     assert found["kernels"] == 1
     # What a chip is given is its share of the weights and little else.
     assert found["weights"] < found["arguments"] < found["weights"] * 1.1 + 2**25
+    return found
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "mesh", ["dp=2,tp=4", pytest.param("dp=2,sp=2,tp=2", marks=pytest.mark.slow)]
+)
+def test_a_step_compiles_for_v6e_with_the_splash_kernel(mesh: str) -> None:
+    found = compiled(mesh, "upstream")
+    # Heads are split: what they give is summed up over the network.
+    assert found["in a layer"]["all-reduce"] > 0
+
+
+@needs_libtpu
+def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
+    found = compiled("dp=2,sp=4", "native")
+    (attention,) = found["attention"]
+    assert (attention["ulysses"], attention["ring"]) == (4, 1)
+    assert attention["split"] == ["dp", None, "sp", None]
+    # Queries, keys and values to heads, what attention gives back to tokens; weights
+    # are whole on every chip, and nothing is summed up.
+    assert found["in a layer"] == {
+        "all-reduce": 0,
+        "all-gather": 0,
+        "all-to-all": 4,
+        "collective-permute": 0,
+    }
+    assert found["loops"] == 1
+    # Activations, and no copy of weights.
+    assert found["temporaries"] < found["weights"] / 8

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import tpuport
+from tests.models.hunyuanvideo_native import (
+    ATOL,
+    MESHES,
+    bfloat16_errors,
+    call,
+    largest,
+    native,
+    one_by_one,
+    videos,
+)
 from tests.models.hunyuanvideo_upstream import picture
 from tests.models.test_hunyuanvideo_transformer import (
     CONFIGS,
@@ -25,25 +32,13 @@ from tests.models.test_hunyuanvideo_transformer import (
     upstream,
 )
 from tests.tolerances import TOLERANCES
-from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.patching import inspect_patches
-from tpuport.core.porting import PortedProgram, component_of
 from tpuport.core.spec import with_blocks
 from tpuport.models.hunyuanvideo.native import TRANSFORMER_15
 from tpuport.plugins import get_port
 
-ATOL = TOLERANCES["component float32"]
-#: Text past the end of a device's tokens, and text on two devices at once.
-MESHES = [
-    (1, 1, 1),
-    (1, 2, 1),
-    (1, 3, 1),
-    (1, 4, 1),
-    (1, 5, 1),
-    (1, 8, 1),
-    (2, 2, 2),
-    (1, 4, 2),
-]
+#: With text past the end of a device's tokens, and text on two devices at once.
+ALL_MESHES = [*MESHES, (1, 4, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +46,7 @@ def module() -> torch.nn.Module:
     return make()
 
 
-def native(module: torch.nn.Module, mesh: Any = None) -> PortedProgram:
-    return tpuport.port(module, model="hunyuanvideo", mesh=mesh, blocks="native")
-
-
-def call(program: PortedProgram, inputs: Inputs) -> torch.Tensor:
-    out: torch.Tensor = program(**inputs, return_dict=False)[0]
-    return out
-
-
-def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max())
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", ALL_MESHES, ids=str)
 def test_it_is_upstreams_on(
     mesh: tuple[int, int, int], module: torch.nn.Module
 ) -> None:
@@ -115,12 +95,7 @@ def test_any_config(name: str) -> None:
 
 def test_stacked_blocks_are_those_one_by_one(module: torch.nn.Module) -> None:
     inputs = inputs_of(2, "i2v")
-    port, component = component_of(
-        with_blocks(get_port("hunyuanvideo"), "native"), module
-    )
-    mesh = build_mesh(MeshSpec.parse((1, 4, 2)))
-    one_by_one = PortedProgram(module, port, component, mesh, stack=False)
-    expected = call(one_by_one, inputs)
+    expected = call(one_by_one(module, (1, 4, 2)), inputs)
     assert largest(call(native(module, (1, 4, 2)), inputs), expected) <= ATOL
     assert largest(expected, upstream(module, inputs)) <= ATOL
 
@@ -140,26 +115,13 @@ def test_what_padding_holds_does_not_matter_and_what_is_valid_does(
 
 
 def test_bfloat16_is_no_further_off_than_upstreams() -> None:
-    errors = {"upstream": 0.0, "native": 0.0}
+    errors = np.zeros(2)
     for seed in range(3):
-        module = make(seed, num_layers=2).bfloat16()
-        inputs = {
-            name: x.bfloat16() if x.is_floating_point() else x
-            for name, x in inputs_of(2, "i2v").items()
-        }
-        wide = {
-            name: x.float() if x.is_floating_point() else x
-            for name, x in inputs.items()
-        }
-        exact = upstream(copy.deepcopy(module).float(), wide)
-        found = {
-            "upstream": upstream(module, inputs),
-            "native": call(native(module, (1, 2, 1)), inputs),
-        }
-        for name, out in found.items():
-            assert out.dtype == torch.bfloat16
-            errors[name] += float((out.float() - exact).square().mean())
-    assert 0 < errors["native"] <= errors["upstream"] * 1.05**2
+        errors += bfloat16_errors(
+            make(seed, num_layers=2), inputs_of(2, "i2v"), upstream
+        )
+    of_upstream, of_native = errors
+    assert 0 < of_native <= of_upstream * 1.05**2
 
 
 def test_attention_kwargs_are_refused(module: torch.nn.Module) -> None:
@@ -184,26 +146,14 @@ def test_videos_of_both_blocks(
     step_cache: str | None, hunyuanvideo_folders: dict[str, Path], cache_dir: Path
 ) -> None:
     """From an image, with guidance on dp, and with steps that go on from a state."""
-    made = {}
-    for blocks, mesh in (("upstream", (1, 1, 1)), ("native", (2, 2, 2))):
-        with tpuport.load(
-            "hunyuanvideo",
-            weights=hunyuanvideo_folders["1.5"],
-            cache_dir=cache_dir,
-            blocks=blocks,
-            mesh=mesh,
-        ) as session:
-            result = session.generate(
-                'a red fox reads "stop" aloud',
-                seed=1,
-                height=48,
-                width=64,
-                num_frames=5,
-                num_inference_steps=2 if step_cache is None else 6,
-                image=picture(),
-                step_cache=step_cache,
-            )
-        made[blocks] = (np.asarray(result.latents), result.frames)
+    made = videos(
+        hunyuanvideo_folders["1.5"],
+        cache_dir,
+        'a red fox reads "stop" aloud',
+        (2, 2, 2),
+        step_cache,
+        image=picture(),
+    )
     for one, other in zip(made["native"], made["upstream"], strict=True):
         assert np.abs(one - other).max() <= TOLERANCES["video float32"]
 

@@ -62,6 +62,8 @@ class AttentionRecord:
         padded: tokens of the joint sequence with its padding; ``None`` without one.
         ulysses: devices that exchange tokens for heads.
         ring: devices that share heads and have a part of the queries each.
+        ring_keys: how these meet each other's keys, ``"passed"`` round a ring or
+            ``"gathered"``; ``None`` where there is one device only.
     """
 
     query: tuple[int, ...]
@@ -80,6 +82,7 @@ class AttentionRecord:
     padded: int | None = None
     ulysses: int = 1
     ring: int = 1
+    ring_keys: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

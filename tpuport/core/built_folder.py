@@ -92,7 +92,7 @@ class BuiltFolder:
                     entry.key,
                     (f"model {entry.key.model} -> {components.port.name}",),
                 )
-            now = surroundings(components, entry.key.component)
+            now = surroundings(components, entry.key.stage, entry.key.component)
             options = {**entry.key.options, **now.pop("options")}
             found = replace(entry.key, **now, options=options).difference(entry.key)
             if found:

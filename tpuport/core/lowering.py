@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.libtpu_flags import flags_for
+
 if TYPE_CHECKING:
     import jax
 
@@ -21,7 +23,8 @@ def trace(
     """Trace one program of a stage.
 
     ``generate`` compiles what this returns for the devices it runs on, ``plan`` and
-    ``compile`` for the devices of a topology: what is planned is what runs.
+    ``compile`` for the devices of a topology: what is planned is what runs. It carries
+    the compiler's flags for those devices along; see :func:`flags_for`.
 
     Args:
         stage: the name of the stage.
@@ -33,6 +36,8 @@ def trace(
     """
     import jax
 
+    flags = flags_for(loaded.replicated.mesh.devices.flat[0], stage)
+
     def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
         return program.fn(loaded.ported.bind(weights), carry, constants, inputs)
 
@@ -41,6 +46,7 @@ def trace(
         run,
         donate_argnums=(1,) if program.donate else (),
         out_shardings=loaded.replicated,
+        compiler_options=flags.options or None,
     )
     return jitted.trace(loaded.weights, *args)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.documents import canonical
+from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.program_words import differing
 from tpuport.core.source_hash import port_packages, source_hash, upstream_versions
 from tpuport.core.step_cache import StepCache
@@ -76,7 +77,8 @@ class ProgramKey:
         host: the processor, where programs are compiled for it.
         source: package -> hash of its files.
         versions: of the packages that trace and compile.
-        flags: XLA's and libtpu's, as set for the process.
+        flags: XLA's and libtpu's, as set for the process and by
+            :mod:`tpuport.core.libtpu_flags`.
         settings: of jax.
         context: size, frames and steps of the request it was first made for. It says
             why shapes differ and is no part of the identity.
@@ -184,7 +186,7 @@ def program_key(
     carry, constants, inputs = args
     named = {"carry": carry, "constants": constants, "inputs": inputs}
     leaves, tree = jax.tree_util.tree_flatten_with_path(named)
-    known = surroundings(components, program.component)
+    known = surroundings(components, stage, program.component)
     # A program that is not the port's own is what step caching made of one.
     own = name in components.port.stage(stage).programs
     return ProgramKey(
@@ -213,7 +215,7 @@ def _method(request: Request) -> str:
     return cache.method if cache.order is None else f"{cache.method}:{cache.order}"
 
 
-def surroundings(components: Components, component: str) -> dict[str, Any]:
+def surroundings(components: Components, stage: str, component: str) -> dict[str, Any]:
     """The fields of a key that are known before the arguments of a program are."""
     import jax
 
@@ -243,7 +245,9 @@ def surroundings(components: Components, component: str) -> dict[str, Any]:
         "host": host_name() if devices[0].platform == "cpu" else "",
         "source": {name: source_hash(name) for name in port_packages(port)},
         "versions": versions(components),
-        "flags": compat.compiler_flags(),
+        "flags": tuple(
+            sorted((*compat.compiler_flags(), *flags_for(devices[0], stage).texts))
+        ),
         "settings": {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS},
     }
 

@@ -14,6 +14,7 @@ from tpuport.core.built_folder import BuiltFolder
 from tpuport.core.executables import ExecutableStore, NotSerialisable, Traced
 from tpuport.core.files import one_line
 from tpuport.core.kept_shapes import KeptShapes
+from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.load_guard import DiedLoading, guarded
 from tpuport.core.lowering import lower
 from tpuport.core.program_key import program_key
@@ -91,6 +92,8 @@ class Programs:
         Raises:
             ArtifactError: ``executables`` is damaged.
         """
+        for remark in flags_for(components.mesh.devices.flat[0]).remarks():
+            reporter.say(remark)
         return cls(
             components,
             store=ExecutableStore(compile_cache / FOLDER) if compile_cache else None,
@@ -193,6 +196,7 @@ class Programs:
                     load_seconds=time.perf_counter() - started,
                     executable=str(entry.path),
                     executable_bytes=entry.size,
+                    compiler_flags=_flags(key.stage, loaded),
                 )
                 return Ready(call=call, traced=entry.traced), report
         return None, None
@@ -282,6 +286,7 @@ class Programs:
             reasons=reasons,
             executable=str(entry.path) if entry else "",
             executable_bytes=entry.size if entry else 0,
+            compiler_flags=_flags(stage, loaded),
         )
         return Ready(call=call, traced=traced), report
 
@@ -404,6 +409,11 @@ def patches_of(runtime: Runtime) -> tuple[dict[str, Any], ...]:
     if runtime.patch_report is None:
         return ()
     return tuple(runtime.patch_report.as_dict()["patches"])
+
+
+def _flags(stage: str, loaded: Loaded) -> tuple[str, ...]:
+    """The compiler's flags that go with programs of a stage."""
+    return flags_for(loaded.replicated.mesh.devices.flat[0], stage).texts
 
 
 def _signature(args: Any) -> Any:

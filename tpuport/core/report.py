@@ -24,6 +24,8 @@ class CompileReport:
             what differs, in words.
         executable: the file it was loaded from or is kept in, where there is one.
         executable_bytes: of the executable in it.
+        compiler_flags: those that tpuport set for it; see
+            :mod:`tpuport.core.libtpu_flags`.
     """
 
     stage: str
@@ -36,6 +38,7 @@ class CompileReport:
     reasons: tuple[str, ...] = ()
     executable: str = ""
     executable_bytes: int = 0
+    compiler_flags: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

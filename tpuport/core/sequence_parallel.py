@@ -7,7 +7,7 @@ Around the kernel tokens are exchanged for heads: with an all-to-all every devic
 all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads
 of all batch items count, and heads that do not divide are padded. Where there are fewer
 heads than devices, groups of devices share heads: each keeps its part of the queries,
-and keys and values are gathered within the group.
+and keys and values go round the group (``ring.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.attention import AttentionRecord
+from tpuport.core.ring import GATHERED, PASSED, keys_within
 
 if TYPE_CHECKING:
     import jax
@@ -114,7 +115,9 @@ def sequence_attention(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    from tpuport.core.ring import Ring, gathered_attention, ring_attention
     from tpuport.kernels.padding import pad_dim, round_up
+    from tpuport.kernels.selection import as_choice
 
     context = active.context
     policy = context.attention
@@ -143,6 +146,17 @@ def sequence_attention(
         has_lengths = False
     else:
         has_lengths = True
+    queries = q.shape[tokens] // split.ring if sequence_axis else q.shape[tokens]
+    record = _record(
+        active,
+        q,
+        kv_len=kv_len,
+        has_lengths=has_lengths,
+        split=(batch_axis, head_axis, sequence_axis, None),
+        degrees=split,
+        local=(each if sequence_axis else count, queries),
+        feature_major=feature_major,
+    )
 
     def run(
         q: jax.Array,
@@ -195,39 +209,32 @@ def sequence_attention(
                 x = exchange(parts).reshape(folded, 1, *parts.shape[3:])
             return x[:count].reshape(*local, *x.shape[2:])
 
-        def all_tokens(x: jax.Array) -> jax.Array:
-            if split.ring == 1:
-                return x
-            return jax.lax.all_gather(
-                x,
-                sequence_axis,
-                axis=tokens,
-                axis_index_groups=ring_groups,
-                tiled=True,
-            )
-
         mine = None
         if has_lengths:
             every = pad_dim(jnp.repeat(lengths, local[1]), 0, folded)
             start = place % split.ulysses * each
             mine = jax.lax.dynamic_slice_in_dim(every, start, each)
-        out = run(
-            to_heads(q), all_tokens(to_heads(k)), all_tokens(to_heads(v)), mine, bound
+        q, k, v = (to_heads(x) for x in (q, k, v))
+        if split.ring == 1:
+            return to_tokens(run(q, k, v, mine, bound))
+        if not feature_major:
+            q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
+        together = ring_attention if record.ring_keys == PASSED else gathered_attention
+        out = together(
+            Ring(axis=sequence_axis, groups=ring_groups, rank=place // split.ulysses),
+            q,
+            k,
+            v,
+            kv_len=kv_len,
+            lengths=mine,
+            scale=scale,
+            score_bound=bound,
+            platform=context.platform,
+            choice=as_choice(context.implementation),
+            chip=context.chip,
         )
-        return to_tokens(out)
+        return to_tokens(out if feature_major else out.swapaxes(2, 3))
 
-    _record(
-        active,
-        q,
-        kv_len=kv_len,
-        has_lengths=has_lengths,
-        split=(batch_axis, head_axis, sequence_axis, None),
-        degrees=split,
-        local=(each, q.shape[tokens] // split.ring)
-        if sequence_axis
-        else (count, q.shape[tokens]),
-        feature_major=feature_major,
-    )
     mesh = context.mesh
     if mesh is None or mesh.size == 1:
         return run(q, k, v, kv_lengths if has_lengths else None, bound)
@@ -295,7 +302,7 @@ def _record(
     degrees: Degrees,
     local: tuple[int, int],
     feature_major: bool,
-) -> None:
+) -> AttentionRecord:
     """Note what this call runs as; ``local`` are heads and queries of a device."""
     import jax
 
@@ -307,19 +314,29 @@ def _record(
     head_dim, length = q.shape[5 - tokens], q.shape[tokens]
     choice = as_choice(context.implementation)
     count, queries = local
+    way = why = None
     keys = length if feature_major else kv_len
+    if degrees.ring > 1:
+        way, why = PASSED, _not_passed(context, count, queries, head_dim, q.dtype)
+        keys = queries
+        if why is not None:
+            way, keys = GATHERED, keys_within(queries, length, choice.window)
     struct = jax.ShapeDtypeStruct
+    masked = has_lengths
+    if way is not None:
+        masked = masked or kv_len < length or choice.window is not None
     problem = describe(
         struct((count, 1, queries, head_dim), q.dtype),
         struct((count, 1, keys, head_dim), q.dtype),
         struct((count, 1, keys, head_dim), q.dtype),
-        kv_lengths=struct((count,), "int32") if has_lengths else None,
+        kv_lengths=struct((count,), "int32") if masked else None,
         window=choice.window,
         platform=context.platform,
     )
     selection = select(problem, choice, chip=context.chip, fall_back=True)
     reason = "; ".join(
-        [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
+        [selection.reason, *(f"not {n}: {text}" for n, text in selection.passed_over)]
+        + ([f"keys are gathered: {why}"] if why else [])
     )
     shape = (*q.shape[:2], kv_len, head_dim)
     record = AttentionRecord(
@@ -337,6 +354,32 @@ def _record(
         padded=length,
         ulysses=degrees.ulysses,
         ring=degrees.ring,
+        ring_keys=way,
     )
     if record not in context.records:
         context.records.append(record)
+    return record
+
+
+def _not_passed(
+    context: Any, count: int, queries: int, head_dim: int, dtype: Any
+) -> str | None:
+    """Why keys do not go round a ring, if they do not."""
+    import jax
+
+    from tpuport.core.ring import ring_refusal, too_short
+    from tpuport.kernels.selection import as_choice
+
+    chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)
+    refusal = ring_refusal(
+        chunk,
+        chunk,
+        chunk,
+        has_lengths=True,
+        platform=context.platform,
+        choice=as_choice(context.implementation),
+        chip=context.chip,
+    )
+    if refusal is None and context.chip is not None:
+        refusal = too_short(queries, head_dim, chunk.dtype.itemsize, context.chip)
+    return refusal

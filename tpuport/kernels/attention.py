@@ -11,13 +11,18 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from tpuport.kernels import jax_splash
 from tpuport.kernels.blockwise import blockwise_attention, default_tiling
 from tpuport.kernels.choice import AUTO, AttentionChoice
 from tpuport.kernels.jax_splash import jax_splash_attention
 from tpuport.kernels.problem import describe, describe_feature_major
 from tpuport.kernels.reference import reference_attention
-from tpuport.kernels.selection import DEFAULT_CHIP, as_choice, select, splash_tiles
+from tpuport.kernels.selection import (
+    DEFAULT_CHIP,
+    as_choice,
+    jax_tiles,
+    select,
+    splash_tiles,
+)
 from tpuport.kernels.splash import splash_attention, splash_feature_major
 
 
@@ -103,11 +108,7 @@ def attention(
             is_causal=is_causal,
             scale=scale,
             kv_lengths=kv_lengths,
-            blocks=jax_splash.BlockSizes(
-                q=blocks["block_q"],
-                kv=blocks["block_kv"],
-                kv_compute=blocks["block_kv_compute"],
-            ),
+            blocks=jax_tiles(blocks),
             platform=platform,
             interpret=interpret,
         )

@@ -7,6 +7,7 @@ queries, Lk keys), D head dim of queries and keys, Dv head dim of values.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from tpuport.kernels.masking import LOWEST, allowed_pairs, group_mask, mask_scores
 from tpuport.kernels.padding import ceil_div
 from tpuport.kernels.problem import Problem, describe, resolve_scale
-from tpuport.kernels.reference import matmul_precision, normalised
+from tpuport.kernels.reference import Sums, matmul_precision, normalised
 
 # (running maximum [1, h, G, q, 1], sum of weights [1, h, G, q, 1], weighted sum of
 # values [1, h, G, q, Dv]), all float32.
@@ -102,9 +103,73 @@ def blockwise_attention(
         kv_lengths=kv_lengths,
         window=window,
     )
+
+    def finish(state: State) -> tuple[jax.Array]:
+        _, total, summed = state
+        return (normalised(summed, total).astype(q.dtype),)
+
     out = jnp.zeros((*q.shape[:3], problem.v_dim), q.dtype)
-    if out.size == 0 or problem.kv_len == 0:
-        return out
+    (out,) = _run(
+        problem,
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        kv_lengths=kv_lengths,
+        tiling=tiling,
+        outs=(out,),
+        finish=finish,
+    )
+    return out
+
+
+def blockwise_sums(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float | None = None,
+    kv_lengths: jax.Array | None = None,
+    tiling: Tiling | None = None,
+) -> Sums:
+    """What ``blockwise_attention`` divides; same arguments and errors."""
+    problem = describe(q, k, v, kv_lengths=kv_lengths)
+    highest = jnp.full((*q.shape[:3], 1), LOWEST, jnp.float32)
+    summed = jnp.zeros((*q.shape[:3], problem.v_dim), jnp.float32)
+    highest, total, summed = _run(
+        problem,
+        q,
+        k,
+        v,
+        mask=None,
+        scale=scale,
+        kv_lengths=kv_lengths,
+        tiling=tiling,
+        outs=(highest, jnp.zeros_like(highest), summed),
+        finish=lambda state: state,
+    )
+    return highest, total, summed
+
+
+def _run(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None,
+    scale: float | None,
+    kv_lengths: jax.Array | None,
+    tiling: Tiling | None,
+    outs: tuple[jax.Array, ...],
+    finish: Callable[[State], tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """``outs`` [B, H, Lq, ..] with what ``finish`` makes of each tile's sums."""
+    is_causal, window = problem.is_causal, problem.window
+    shapes = [out.shape for out in outs]
+    if 0 in shapes[-1] or problem.kv_len == 0:
+        return outs
     tiling = tiling or default_tiling(problem)
     if problem.kv_heads % tiling.heads:
         raise ValueError(
@@ -121,11 +186,13 @@ def blockwise_attention(
     heads, groups, rows = tiling.heads, problem.groups, block_q
     grouped_shape = (problem.batch, problem.kv_heads, groups, problem.q_len)
     q = q.reshape(*grouped_shape, problem.head_dim)
-    out = out.reshape(*grouped_shape, problem.v_dim)
+    outs = tuple(out.reshape(*grouped_shape, out.shape[-1]) for out in outs)
     if mask is not None:
         mask = group_mask(mask, problem.kv_heads)
 
-    def one_tile(out: jax.Array, tile: jax.Array) -> tuple[jax.Array, None]:
+    def one_tile(
+        outs: tuple[jax.Array, ...], tile: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], None]:
         q_block = tile % q_blocks
         b = tile // (q_blocks * head_tiles)
         h = tile // q_blocks % head_tiles * heads
@@ -205,13 +272,16 @@ def blockwise_attention(
             jnp.zeros((*shape, 1), jnp.float32),
             jnp.zeros((*shape, problem.v_dim), jnp.float32),
         )
-        (_, total, summed), _ = lax.scan(one_block, empty, jnp.arange(kv_blocks))
-        done = normalised(summed, total).astype(out.dtype)
-        return lax.dynamic_update_slice(out, done, (b, h, 0, q_start, 0)), None
+        state, _ = lax.scan(one_block, empty, jnp.arange(kv_blocks))
+        at = (b, h, 0, q_start, 0)
+        return tuple(
+            lax.dynamic_update_slice(out, done, at)
+            for out, done in zip(outs, finish(state), strict=True)
+        ), None
 
     tiles = jnp.arange(problem.batch * head_tiles * q_blocks)
-    out, _ = lax.scan(one_tile, out, tiles)
-    return out.reshape(problem.batch, problem.heads, problem.q_len, problem.v_dim)
+    outs, _ = lax.scan(one_tile, outs, tiles)
+    return tuple(x.reshape(shape) for x, shape in zip(outs, shapes, strict=True))
 
 
 def _even_block(length: int, largest: int) -> int:

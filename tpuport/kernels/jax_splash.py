@@ -105,6 +105,28 @@ def default_blocks(
     return BlockSizes(q=q, kv=kv, kv_compute=compute)
 
 
+def vmem_bytes(
+    blocks: BlockSizes, head_dim: int, v_dim: int, *, itemsize: int = 2
+) -> int:
+    """Bytes of VMEM that the kernel takes at least: blocks that come and go, sums.
+
+    Source: jax 0.10.2, ``_splash_attention_forward``; maxima, sums and the output are
+    blocks of float32, 128 wide or more.
+    """
+    # With the feature that hides keys.
+    width, v_width = round_up(head_dim + 1, LANES), round_up(v_dim, LANES)
+    moving = (blocks.q + blocks.kv) * (width + v_width) * itemsize
+    return 2 * moving + blocks.q * (2 * LANES + v_width) * 4
+
+
+def vmem_limit(chip: str) -> int:
+    """Bytes of VMEM that a kernel may take that names no limit, as this one.
+
+    Seen in the compiler's words; libtpu 0.0.42.1.
+    """
+    return (32 if chip in ("v6e", "v7x") else 16) << 20
+
+
 def jax_splash_refusal(problem: Problem) -> str | None:
     """Why splash attention cannot do this exactly, or None if it can."""
     if problem.platform != "tpu" and not problem.interpret:

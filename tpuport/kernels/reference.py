@@ -13,6 +13,10 @@ from jax import lax
 from tpuport.kernels.masking import LOWEST, allowed_pairs, group_mask, mask_scores
 from tpuport.kernels.problem import describe, resolve_scale
 
+# (running maximum [B, H, Lq, 1], sum of weights [B, H, Lq, 1], weighted sum of values
+# [B, H, Lq, Dv]), all float32. The maximum is ``LOWEST`` where no key is allowed.
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+
 
 def matmul_precision(dtype: jnp.dtype) -> lax.Precision | None:
     """The precision of the two products for inputs of ``dtype``.
@@ -62,6 +66,31 @@ def reference_attention(
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; the options are those
     of ``torch.nn.functional.scaled_dot_product_attention``.
     """
+    _, total, summed = reference_sums(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        kv_lengths=kv_lengths,
+        window=window,
+    )
+    return normalised(summed, total).astype(q.dtype)
+
+
+def reference_sums(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    kv_lengths: jax.Array | None = None,
+    window: tuple[int, int] | None = None,
+) -> Sums:
+    """What ``reference_attention`` divides; same arguments and errors."""
     problem = describe(
         q,
         k,
@@ -99,8 +128,21 @@ def reference_attention(
     summed = jnp.einsum(
         "bhgqk,bhkd->bhgqd", weights, v.astype(jnp.float32), precision=precision
     )
-    out = normalised(summed, total)
-    return out.reshape(*q.shape[:3], problem.v_dim).astype(q.dtype)
+    highest, total = (x.reshape(*q.shape[:3], 1) for x in (highest, total))
+    return highest, total, summed.reshape(*q.shape[:3], problem.v_dim)
+
+
+def combined(one: Sums, other: Sums) -> Sums:
+    """The sums over the keys of both.
+
+    Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), section 3.1.
+    """
+    highest = jnp.maximum(one[0], other[0])
+    shrink, other_shrink = (jnp.exp(sums[0] - highest) for sums in (one, other))
+    total, summed = (
+        a * shrink + b * other_shrink for a, b in zip(one[1:], other[1:], strict=True)
+    )
+    return highest, total, summed
 
 
 def normalised(summed: jax.Array, total: jax.Array) -> jax.Array:

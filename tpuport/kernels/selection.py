@@ -26,6 +26,9 @@ from tpuport.kernels.splash import splash_refusal
 # cores, 48 heads, float32: at 226 x 226 both are alike, from 700 x 700 to 2000 x 2000
 # the formula takes 1.2 to 2.2 times as long as blockwise (2.7 when causal).
 SMALL_SCORES = 512 * 512
+# Scores that a kernel may write out as one piece of program. On two cores 5 << 20 take
+# a quarter of a minute to compile, 25 << 20 more than two.
+MOST_SCORES_AT_ONCE = 12 << 20
 DEFAULT_CHIP = "v6e"
 """Whose blocks are taken where the chip is not known."""
 
@@ -102,19 +105,46 @@ def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | N
 
 
 def _jax_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    return jax_splash_refusal(problem) or _only_splash(choice)
+    why = jax_splash_refusal(problem) or _only_splash(choice)
+    if why is not None or not choice.blocks:
+        return why
+    tiles = jax_tiles(_jax_blocks(problem, choice, chip))
+    size = jax_splash.vmem_bytes(
+        tiles,
+        problem.head_dim,
+        problem.v_dim,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+    )
+    limit = jax_splash.vmem_limit(chip)
+    if size > limit:
+        return (
+            f"{tiles} take {size} bytes of VMEM at head dim {problem.head_dim}; "
+            f"{chip} has {limit} for them"
+        )
+    # All parts of a block of keys are written out.
+    return _too_long(tiles.q, tiles.kv)
 
 
 def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    blocks = None
-    if choice.blocks:
-        blocks = splash_tiles(_splash_blocks(problem, choice, chip))
-    return splash_refusal(
-        problem,
-        window=problem.window,
-        k_smooth=choice.k_smooth,
-        blocks=blocks,
-        chip=chip,
+    why = splash_refusal(
+        problem, window=problem.window, k_smooth=choice.k_smooth, chip=chip
+    )
+    if why is not None or not choice.blocks:
+        return why
+    tiles = splash_tiles(_splash_blocks(problem, choice, chip))
+    return splash_refusal(problem, blocks=tiles, chip=chip) or _too_long(
+        tiles.q, tiles.kv_step
+    )
+
+
+def _too_long(queries: int, keys: int) -> str | None:
+    """Why a program that writes out so many scores is not compiled, or None."""
+    if queries * keys <= MOST_SCORES_AT_ONCE:
+        return None
+    return (
+        f"with these blocks it writes out {queries} queries by {keys} keys in one "
+        f"piece; more than {MOST_SCORES_AT_ONCE} scores take minutes to compile. "
+        "Take smaller blocks"
     )
 
 
@@ -126,19 +156,48 @@ def splash_tiles(blocks: Blocks) -> splash.SplashBlocks:
     )
 
 
-def _kernel_blocks(given: AttentionChoice, default: Blocks) -> dict[str, int]:
-    """``default`` with what was given.
+def jax_tiles(blocks: Blocks) -> jax_splash.BlockSizes:
+    return jax_splash.BlockSizes(
+        q=blocks["block_q"],
+        kv=blocks["block_kv"],
+        kv_compute=blocks["block_kv_compute"],
+    )
+
+
+def _kernel_blocks(
+    problem: Problem, given: AttentionChoice, default: Blocks
+) -> dict[str, int]:
+    """``default`` with what was given, no longer than the tokens there are.
 
     Of block_kv and block_kv_compute the one that was not given is made to fit.
     """
-    blocks = {**default, **given.blocks}
-    kv, inner = blocks["block_kv"], blocks["block_kv_compute"]
-    if given.block_kv is None:
-        blocks["block_kv"] = kv = round_up(kv, inner)
-    if given.block_kv_compute is None and kv % inner:
-        sizes = range(128, min(kv, inner) + 1, 128)
-        blocks["block_kv_compute"] = max(n for n in sizes if kv % n == 0)
-    return blocks
+    if not given.blocks:
+        return dict(default)
+    kv = given.block_kv or default["block_kv"]
+    inner = given.block_kv_compute or default["block_kv_compute"]
+    if given.block_kv_compute is None:
+        kv = min(kv, _covering(problem.kv_len))
+        inner = max(n for n in range(128, min(kv, inner) + 1, 128) if kv % n == 0)
+    else:
+        inner = min(inner, _covering(problem.kv_len))
+        kv = min(round_up(kv, inner), round_up(problem.kv_len, inner))
+    q = given.block_q or default["block_q"]
+    return {
+        "block_q": min(q, _covering(problem.q_len)),
+        "block_kv": kv,
+        "block_kv_compute": inner,
+    }
+
+
+def _covering(length: int) -> int:
+    """The shortest block that takes a whole length; a longer one is only padding.
+
+    Whole numbers of 512 tokens, or fewer where these waste more than a sixteenth: a
+    kernel cuts a block into even tiles.
+    """
+    sizes = [round_up(length, granule) for granule in (512, 256, 128)]
+    fits = (size for size in sizes if 16 * (size - length) <= length)
+    return next(fits, sizes[-1])
 
 
 def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
@@ -159,7 +218,7 @@ def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Bloc
         # Found at another length of the bucket, tiles may fit this one worse.
         if tuned is not None and padded(tuned) <= padded(found):
             found = tuned
-    return _kernel_blocks(choice, _named_sizes(found))
+    return _kernel_blocks(problem, choice, _named_sizes(found))
 
 
 def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
@@ -169,7 +228,7 @@ def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
         problem.head_dim,
         itemsize=jnp.dtype(problem.dtype).itemsize,
     )
-    return _kernel_blocks(choice, _named_sizes(found))
+    return _kernel_blocks(problem, choice, _named_sizes(found))
 
 
 def _named_sizes(found: Sizes) -> dict[str, int]:

@@ -32,6 +32,7 @@ __all__ = [
     "default_blocks",
     "splash_attention",
     "splash_feature_major",
+    "splash_plan",
     "splash_refusal",
     "vmem_bytes",
 ]
@@ -228,7 +229,14 @@ def splash_feature_major(
     factor = resolve_scale(scale, problem.head_dim) * LOG2_E
     kv_len = problem.kv_len if kv_len is None else kv_len
     k, v, lengths = _hide_keys(k, v, kv_lengths, kv_len, hidden, k_smooth)
-    plan = _plan(problem, blocks, factor, window, running_max, kv_len)
+    plan = splash_plan(
+        problem,
+        blocks,
+        factor,
+        window=window,
+        running_max=running_max,
+        kv_len=kv_len,
+    )
     if running_max is None:
         flags = needs_maximum(
             q,
@@ -258,14 +266,17 @@ def splash_feature_major(
     return out[:, :, : problem.v_dim]
 
 
-def _plan(
+def splash_plan(
     problem: Problem,
     blocks: SplashBlocks,
     factor: float,
-    window: tuple[int, int] | None,
-    running_max: bool | None,
-    kv_len: int,
+    *,
+    window: tuple[int, int] | None = None,
+    running_max: bool | None = None,
+    kv_len: int | None = None,
+    partial: bool = False,
 ) -> Plan:
+    """The static part of a call; see :class:`Plan`. ``kv_len`` None counts all keys."""
     left, right = window or (None, None)
     if problem.is_causal:
         right = 0
@@ -283,9 +294,10 @@ def _plan(
         right=right,
         running_max=running_max,
         has_lengths=problem.has_lengths,
-        kv_len=kv_len,
+        kv_len=problem.kv_len if kv_len is None else kv_len,
         q_blocks=ceil_div(problem.q_len, blocks.q),
         kv_blocks=kv_blocks,
+        partial=partial,
     )
 
 

@@ -12,6 +12,7 @@ the largest norm of its queries times the largest norm of a key.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ def needs_maximum(
     q_block: int,
     feature_axis: int = 3,
     most: jax.Array | None = None,
+    largest: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Whether query blocks need a maximum to be subtracted from their scores.
 
@@ -53,6 +55,8 @@ def needs_maximum(
         feature_axis: where the head dim is; 2 with the tokens last.
         most: an exponent that none exceeds, if one is known. Up to ``MOST_GIVEN`` the
             arrays are not read.
+        largest: takes the maximum of an array over all devices whose keys the queries
+            will meet, where ``k`` and ``v`` are only some of these.
 
     Returns:
         bool of shape [B, H, ceil(Lq / q_block)].
@@ -64,7 +68,11 @@ def needs_maximum(
             return jnp.zeros((*q.shape[:2], count), bool)
 
         measured = functools.partial(
-            needs_maximum, factor=factor, q_block=q_block, feature_axis=feature_axis
+            needs_maximum,
+            factor=factor,
+            q_block=q_block,
+            feature_axis=feature_axis,
+            largest=largest,
         )
         return lax.cond(most <= MOST_GIVEN, nowhere, measured, q, k, v)
     batch, heads = q.shape[:2]
@@ -73,10 +81,15 @@ def needs_maximum(
     count = ceil_div(q_len, q_block)
     norms = pad_dim(_norms(q, feature_axis), 2, count * q_block)
     q_norm = norms.reshape(batch, heads, count, q_block).max(-1)
-    k_norm = jnp.repeat(_norms(k, feature_axis).max(-1), heads // kv_heads, 1)
-    v_small = jnp.repeat((jnp.abs(v) <= MOST_VALUE).all((2, 3)), heads // kv_heads, 1)
+    k_norm = _norms(k, feature_axis).max(-1)
+    v_large = ~(jnp.abs(v) <= MOST_VALUE).all((2, 3))
+    if largest is not None:
+        k_norm, wide = largest(jnp.stack([k_norm, v_large.astype(jnp.float32)]))
+        v_large = wide > 0
+    k_norm = jnp.repeat(k_norm, heads // kv_heads, 1)
+    v_large = jnp.repeat(v_large, heads // kv_heads, 1)
     exponent = q_norm * k_norm[..., None] * abs(factor)
-    return ~((exponent <= MOST_EXPONENT) & v_small[..., None])
+    return ~(exponent <= MOST_EXPONENT) | v_large[..., None]
 
 
 def _norms(x: jax.Array, axis: int) -> jax.Array:

@@ -23,6 +23,12 @@ the way, which keeps them out of the registers.
 
 Without a maximum, a weight is 2^(score - ``SHIFT``). Where a query block's scores are
 not bounded (``flags``), the program takes the exact running maximum instead.
+
+Keys that come in chunks, a call each: with ``partial`` the sums are not divided but
+handed on, float32 with the rows of the values first, then ``TOTAL_ROW``, the sum of the
+weights, and ``HIGHEST_ROW``, the maximum that was taken off. The next call goes on from
+them, so that all calls together add what one call on all keys would. The flags must be
+the same in all of them.
 """
 
 from __future__ import annotations
@@ -54,6 +60,10 @@ NAME = "tpuport_splash"
 # bfloat16 turns twice as coarse. A shift brings them to the fine side; the softmax does
 # not change. It costs one bundle in 1400: the matrix unit is busy meanwhile.
 SHIFT = 0.125
+# Rows of a state that come after those of the values. The rows that sum weights are
+# all alike: any but the first may hold something else on the way.
+TOTAL_ROW = 0
+HIGHEST_ROW = 1
 # The program with the running maximum is for few calls or none: a shorter one will do.
 MOST_EXACT_WRITTEN_OUT = MOST_WRITTEN_OUT // 2
 
@@ -65,7 +75,7 @@ class Plan:
     ``left`` and ``right`` bound the keys a query sees by their distance, None for no
     bound. ``factor`` times a score is the exponent of 2. ``running_max`` None leaves
     it to the flags. ``has_lengths``: how many of the ``kv_len`` keys count is known
-    when the program runs.
+    when the program runs. ``partial``: sums come in and go out, see above.
     """
 
     blocks: SplashBlocks
@@ -78,6 +88,7 @@ class Plan:
     kv_len: int
     q_blocks: int
     kv_blocks: int
+    partial: bool = False
 
     def first_blocks(self) -> np.ndarray:
         """The first key block that each query block may see, int32 [q_blocks]."""
@@ -106,6 +117,7 @@ def run(
     k: jax.Array,
     v: jax.Array,
     *,
+    state: jax.Array | None = None,
     vmem_limit: int,
     interpret: bool,
 ) -> jax.Array:
@@ -119,11 +131,14 @@ def run(
         q: of shape [B, H, D, Lq].
         k: of shape [B, Hkv, D, Lk]; finite where a key does not count.
         v: of shape [B, Hkv, Dv, Lk]; zeros where a key does not count.
+        state: float32 [B, H, Dv + SUM_ROWS, Lq] if ``plan.partial``: what the call on
+            the keys before gave, or :func:`empty_state`.
         vmem_limit: bytes of VMEM that the program may take.
         interpret: run the program op by op, on any platform.
 
     Returns:
-        of shape [B, H, Dv, Lq], in the dtype of ``q``.
+        of shape [B, H, Dv, Lq], in the dtype of ``q``; with ``plan.partial`` of the
+        shape and dtype of ``state``.
     """
     blocks = plan.blocks
     batch, heads, depth, q_len = q.shape
@@ -154,6 +169,16 @@ def run(
         return [pltpu.VMEM(shape, dtype) for _ in range(count)]
 
     scores = batch * heads * q_len * plan.steps * blocks.kv
+    out = pl.BlockSpec((None, None, rows, blocks.q), q_map)
+    out_shape = jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype)
+    operands, aliases = [lengths, flags, first, last, q, k, v], {}
+    in_state = []
+    if plan.partial:
+        assert state is not None
+        out = pl.BlockSpec((None, None, rows + SUM_ROWS, blocks.q), q_map)
+        out_shape = jax.ShapeDtypeStruct(state.shape, state.dtype)
+        in_state, aliases = [out], {len(operands): 0}
+        operands.append(state)
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -163,8 +188,9 @@ def run(
                 pl.BlockSpec((None, None, depth, blocks.q), q_map),
                 pl.BlockSpec((None, None, depth, blocks.kv), kv_map),
                 pl.BlockSpec((None, None, rows, blocks.kv), kv_map),
+                *in_state,
             ],
-            out_specs=pl.BlockSpec((None, None, rows, blocks.q), q_map),
+            out_specs=out,
             scratch_shapes=[
                 pltpu.VMEM((rows + SUM_ROWS, blocks.q), jnp.float32),
                 pltpu.VMEM((1, blocks.q), jnp.float32),
@@ -173,7 +199,8 @@ def run(
                 [pltpu.VMEM((blocks.kv_compute, depth), k.dtype) for _ in range(2)],
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype),
+        out_shape=out_shape,
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
@@ -192,7 +219,25 @@ def run(
         ),
         interpret=interpret,
         name=NAME,
-    )(lengths, flags, first, last, q, k, v)
+    )(*operands)
+
+
+def empty_state(batch: int, heads: int, rows: int, q_len: int) -> jax.Array:
+    """The state before any key, for ``rows`` rows of values."""
+    state = jnp.zeros((batch, heads, rows + SUM_ROWS, q_len), jnp.float32)
+    return state.at[:, :, rows + HIGHEST_ROW].set(LOWEST)
+
+
+def divided(state: jax.Array, rows: int) -> jax.Array:
+    """What a state amounts to, float32 [B, H, rows, Lq]; 0 where no key counted."""
+    total = state[:, :, rows + TOTAL_ROW : rows + TOTAL_ROW + 1]
+    return state[:, :, :rows] * _inverse(total)
+
+
+def _inverse(total: jax.Array) -> jax.Array:
+    empty = total == 0
+    # No key at all: 0, as in the reference. A NaN stays one.
+    return jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
 
 
 def _kernel(
@@ -204,14 +249,15 @@ def _kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    out_ref: Any,
-    sums_ref: Any,
-    highest_ref: Any,
-    weights_refs: list[Any],
-    rescale_refs: list[Any],
-    turned_refs: list[Any],
+    *refs_behind: Any,
 ) -> None:
     """One query block against one key block."""
+    state_ref, refs_behind = (
+        (refs_behind[0], refs_behind[1:]) if plan.partial else (None, refs_behind)
+    )
+    out_ref, sums_ref, highest_ref, weights_refs, rescale_refs, turned_refs = (
+        refs_behind
+    )
     blocks = plan.blocks
     b, h, i, j = (pl.program_id(dim) for dim in range(4))
     at = b * plan.q_blocks + i
@@ -227,6 +273,7 @@ def _kernel(
         q=q_ref,
         k=k_ref,
         v=v_ref,
+        state=state_ref,
         sums=sums_ref,
         highest=highest_ref,
         weights=weights_refs,
@@ -261,11 +308,14 @@ def _kernel(
 
     @pl.when(j == plan.steps - 1)
     def _() -> None:
+        if plan.partial:
+            row = out_ref.shape[0] - SUM_ROWS + HIGHEST_ROW
+            out_ref[...] = sums_ref[...]
+            # Without a maximum nothing reads it.
+            out_ref[row : row + 1] = highest_ref[...]
+            return
         rows = out_ref.shape[0]
-        total = sums_ref[rows : rows + 1]
-        empty = total == 0
-        # No key at all: 0, as in the reference. A NaN stays one.
-        inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
+        inverse = _inverse(sums_ref[rows : rows + 1])
         out_ref[...] = (sums_ref[:rows] * inverse).astype(out_ref.dtype)
 
 
@@ -274,6 +324,7 @@ class _Refs:
     q: Any
     k: Any
     v: Any
+    state: Any
     sums: Any
     highest: Any
     weights: list[Any]
@@ -381,9 +432,16 @@ def _pipeline(
     # A tile with a maximum is longer under way.
     lag = blocks.lag + use_max
 
-    def before(ref: Any, number: int, start: float) -> Any:
-        held = ref[:, pl.ds(tiles[number][1], blocks.q_compute)]
-        return jnp.where(fresh, start, held) if number < starts else held
+    def before(ref: Any, number: int, start: float, row: int | None = None) -> Any:
+        columns = pl.ds(tiles[number][1], blocks.q_compute)
+        held = ref[:, columns]
+        if number >= starts:
+            return held
+        first: Any = start
+        if refs.state is not None:
+            rows = slice(None) if row is None else slice(row, row + 1)
+            first = refs.state[rows, columns]
+        return jnp.where(fresh, first, held)
 
     def weigh(number: int) -> None:
         key, query = tiles[number]
@@ -397,7 +455,7 @@ def _pipeline(
             allowed = edges.allowed(key, query, scores.shape)
             scores = jnp.where(allowed, scores, -jnp.inf)
         if use_max:
-            old = before(refs.highest, number, LOWEST)
+            old = before(refs.highest, number, LOWEST, kept - SUM_ROWS + HIGHEST_ROW)
             highest = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
             refs.highest[:, columns] = highest
             refs.rescales[number % count][...] = jnp.exp2(old - highest)

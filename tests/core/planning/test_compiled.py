@@ -120,6 +120,39 @@ print(json.dumps({
 """
 
 
+ELSEWHERE = """
+import dataclasses, json, sys
+from pathlib import Path
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.planning.configs import config_checkpoint
+from tpuport.core.planning.planner import Planner
+from tpuport.core.topology import parse_topology
+from tpuport.plugins import get_port
+
+port = get_port("cogvideox")
+variant = dataclasses.replace(port.variant("demo"), name="small", repo_id="x/y")
+cache = Path(sys.argv[1])
+
+def shown(planner, spec):
+    planner.check_mesh(spec)
+    return {"devices": len(planner.devices), "mesh": spec.shape,
+            "weights": planner.weight_bytes(spec)}
+
+def both(blocks):
+    with config_checkpoint(port, variant, cache) as checkpoint:
+        planner = Planner(
+            port=port, variant=variant, checkpoint=checkpoint,
+            topology=parse_topology("v6e-1"), cache=cache / "schedules",
+            ask=lambda requests: requests.request(prompt="a panda"),
+            dtype="bfloat16", stages=["denoise"], blocks=blocks,
+        )
+        other = planner.elsewhere(parse_topology("v6e-4"))
+        return [shown(planner, MeshSpec()), shown(other, other.default_mesh())]
+
+print(json.dumps({blocks: both(blocks) for blocks in ("native", "upstream")}))
+"""
+
+
 def run(program: str, *args: str) -> Any:
     path = os.pathsep.join([str(ROOT), *sys.path])
     environment = compile_environment(parse_topology("v6e-8"))
@@ -167,6 +200,21 @@ def test_a_product_is_one_and_twice_the_rows_take_about_twice(compiled: Any) -> 
     assert categories["collective"] == categories["attention"] == 0
     ratio = compiled["twice"]["seconds"] / compiled["product"]["seconds"]
     assert 1.8 < ratio < 2.2
+
+
+def test_the_same_run_on_a_larger_slice_has_its_mesh_and_its_weights(
+    tmp_path: Path,
+) -> None:
+    found = run(ELSEWHERE, str(tmp_path))
+    for here, there in found.values():
+        assert (here["devices"], there["devices"]) == (1, 4)
+        assert here["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
+    # Native blocks split tokens and have whole weights, upstream's split heads.
+    (here, there), (one, split) = found["native"], found["upstream"]
+    assert there["mesh"] == {"dp": 2, "sp": 2, "tp": 1}
+    assert there["weights"] == here["weights"] == one["weights"]
+    assert split["mesh"]["tp"] > 1
+    assert split["weights"] < one["weights"]
 
 
 @pytest.mark.slow

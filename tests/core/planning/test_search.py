@@ -17,8 +17,8 @@ from tpuport.core.planning.report import text
 from tpuport.core.planning.search import advise, rank
 from tpuport.core.request import Request
 from tpuport.core.spec import FrameRule, SizeRule
-from tpuport.core.topology import parse_topology
-from tpuport.errors import UsageError
+from tpuport.core.topology import Topology, parse_topology
+from tpuport.errors import MeshError, UsageError
 
 V6E = chip("v6e")
 GIB = 2**30
@@ -97,6 +97,8 @@ class Fake:
         self.weights = weights or (lambda spec: 4 * GIB)
         self.chip = V6E
         self.topology = parse_topology("v6e-8")
+        part = SimpleNamespace(single_device=False)
+        self.port = SimpleNamespace(components={"transformer": part})
         self.variant = SimpleNamespace(
             frames=FrameRule(step=8), sizes=SizeRule(multiple=16)
         )
@@ -112,6 +114,23 @@ class Fake:
 
     def weight_bytes(self, spec: MeshSpec) -> int:
         return int(self.weights(spec))
+
+    def sharding_plans(self, spec: MeshSpec) -> list[Any]:
+        size = self.weight_bytes(spec)
+        return [SimpleNamespace(component="transformer", bytes_per_device=size)]
+
+    def elsewhere(self, topology: Topology) -> Fake:
+        found = Fake([], self.costs, self.weights)
+        found.topology = topology
+        found.port = self.port
+        return found
+
+    def default_mesh(self) -> MeshSpec:
+        return MeshSpec(dp=2, sp=self.topology.devices // 2)
+
+    def check_mesh(self, spec: MeshSpec) -> None:
+        if spec.size == 32:
+            raise MeshError("32 devices divide nothing")
 
     def request(self, spec: MeshSpec) -> Request:
         return REQUEST
@@ -204,10 +223,69 @@ def test_a_program_on_one_device_gains_nothing_from_another_mesh() -> None:
         return measured(40 * request.num_frames / 33, 0.5, devices=1)
 
     fake = Fake(["dp=2,tp=4", "tp=8"], costs)
+    fake.port.components["transformer"].single_device = True
     asked = MeshSpec.parse("dp=2,tp=4")
     found: Any = advise(fake, fake.plan(asked))  # type: ignore[arg-type]
     changes = {a["change"] for a in found}
     assert changes == {"frames", "size"}
+
+
+def sliced(gib: float, weights: Any, **memory: float) -> dict[str, Any] | None:
+    """The slice that is advised for a program on v6e-8, dp=2,sp=4."""
+    spec = MeshSpec(dp=2, sp=4)
+    parts = {name: int(size * GIB) for name, size in memory.items()}
+    parts = {"inputs": 0, "code": 0, "resident": 0, **parts}
+    held = int(weights(spec))
+    total = int(gib * GIB)
+    program = measured(
+        gib,
+        0.5,
+        memory=Memory(
+            weights=held,
+            temporaries=total - held - sum(parts.values()),
+            total=total,
+            **parts,
+        ),
+    )
+    fake = Fake([], lambda spec, request: program, weights)
+    found = advise(fake, fake.plan(spec), budget=-1)  # type: ignore[arg-type]
+    return next((a for a in found if a["change"] == "topology"), None)
+
+
+def test_only_what_is_split_shrinks_on_a_larger_slice() -> None:
+    # 10 GiB of weights that every device has, 2 of code, 3 of outputs that are kept;
+    # 25 of temporaries, half of it on twice the devices.
+    memory = {"code": 2, "resident": 3}
+    found = sliced(40, lambda spec: 10 * GIB, **memory)
+    assert found is not None
+    assert (found["to"], found["verified"]) == ("v6e-16", False)
+    assert found["mesh"] == {"dp": 2, "sp": 8, "tp": 1}
+    assert found["hbm_bytes_per_chip"] == int(27.5 * GIB)
+
+
+def test_a_slice_is_advised_only_where_the_estimate_fits() -> None:
+    # 25 GiB stay: 25 + 16 / 2 is too much, 32 devices are refused, 25 + 16 / 8 fits.
+    found = sliced(41, lambda spec: 25 * GIB)
+    assert found is not None
+    assert found["to"] == "v6e-64"
+    assert found["hbm_bytes_per_chip"] == 27 * GIB
+    # Weights that are larger than a chip are so on any slice, unless they are split.
+    assert sliced(41, lambda spec: 31.5 * GIB) is None
+    found = sliced(41, lambda spec: 8 * 31.5 * GIB / spec.size)
+    assert found is not None
+    assert found["to"] == "v6e-16"
+
+
+def test_a_program_on_one_chip_is_not_split_by_more_of_them() -> None:
+    fake = Fake([], lambda spec, request: measured(40, 0.5, devices=1))
+    fake.topology = parse_topology("v6e-1")
+    short = fake.plan(MeshSpec())
+    found: Any = advise(fake, short, budget=-1)  # type: ignore[arg-type]
+    assert "topology" in {a["change"] for a in found}
+    # The same, of a component that runs on the first device of any mesh.
+    fake.port.components["transformer"].single_device = True
+    found = advise(fake, short, budget=-1)  # type: ignore[arg-type]
+    assert {a["change"] for a in found} == {"frames", "size"}
 
 
 def test_a_plan_that_does_not_fit_has_no_time_and_says_what_to_change() -> None:

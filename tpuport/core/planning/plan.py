@@ -124,6 +124,7 @@ class Plan:
         dtype, attention, sharding: as ``generate`` takes them.
         blocks: those in place; ``"upstream"`` where the model has no others.
         stages: those planned, in order.
+        compiler_flags: those that tpuport sets for these stages on the chip.
         sharding_plans: of the components on the mesh.
         kernels: the Pallas kernels met.
         advice: what to change where it does not fit.
@@ -144,6 +145,7 @@ class Plan:
     sharding: str
     blocks: str
     stages: tuple[StagePlan, ...]
+    compiler_flags: tuple[str, ...] = ()
     sharding_plans: tuple[Any, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     advice: list[dict[str, Any]] = field(default_factory=list)
@@ -199,6 +201,9 @@ class Plan:
         return replace(
             self,
             stages=tuple(stages),
+            compiler_flags=tuple(
+                dict.fromkeys((*self.compiler_flags, *other.compiler_flags))
+            ),
             sharding_plans=other.sharding_plans,
             kernels=other.kernels,
             files=[*self.files, *(f for f in other.files if f not in self.files)],
@@ -221,6 +226,7 @@ class Plan:
             "attention": self.attention,
             "sharding": self.sharding,
             "blocks": self.blocks,
+            "compiler_flags": list(self.compiler_flags),
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
             "hbm_limit_bytes": self.chip.hbm_usable_bytes,

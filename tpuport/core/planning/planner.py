@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.chips import chip as chip_named
 from tpuport.core.components import Components
 from tpuport.core.default_mesh import default_mesh
+from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.planning.abstract import AbstractProgram, abstract_programs
 from tpuport.core.planning.kernels import KernelCosts
@@ -93,6 +94,8 @@ class Planner:
         self.say = (self.reporter or Reporter()).say
         self.chip = chip_named(self.topology.chip)
         self.devices = topology_devices(self.topology)
+        for remark in flags_for(self.devices[0]).remarks():
+            self.say(remark)
         self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
         self._skeletons: dict[str, Any] = {}
         self.kernels = KernelCosts(
@@ -102,6 +105,13 @@ class Planner:
             flops_per_cycle=self.chip.flops_per_cycle,
             say=self.say,
         )
+
+    def elsewhere(self, topology: Topology) -> Planner:
+        """The planner of the same run on another slice."""
+        found = replace(self, topology=topology, reporter=None)
+        # Modules without weights are the same on every slice, and slow to build.
+        found._skeletons = self._skeletons
+        return found
 
     # ------------------------------------------------------------------ meshes
 
@@ -288,6 +298,7 @@ class Planner:
             attention=self.attention,
             sharding=self.sharding,
             blocks=self.port.blocks,
+            compiler_flags=self._flags(found),
             stages=tuple(
                 StagePlan(name=name, programs=tuple(programs), chip=self.chip)
                 for name, programs in found.items()
@@ -298,6 +309,11 @@ class Planner:
             files=files,
             notes=notes,
         )
+
+    def _flags(self, stages: Iterable[str]) -> tuple[str, ...]:
+        """What tpuport sets for the programs of some stages, each once."""
+        chosen = [flags_for(self.devices[0], stage) for stage in stages]
+        return tuple(dict.fromkeys(text for one in chosen for text in one.texts))
 
     def _write(self, measured: Measured, number: int, spec: MeshSpec) -> list[str]:
         """The compiled program and its account, as files of the dump."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tpuport.core.planning.measure import Measured
 from tpuport.core.planning.plan import DENOISE, STAGES, Plan, StagePlan
@@ -23,6 +24,7 @@ def text(plan: Plan) -> str:
             *_meshes(plan),
             *_memory(plan),
             *_times(plan),
+            *_attention(plan),
             *_collectives(plan),
             *_sharding(plan),
             *(f"note: {note}" for note in dict.fromkeys(plan.notes)),
@@ -44,14 +46,20 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{settings['num_inference_steps']} steps, guidance "
         f"{settings['guidance_scale']:g}"
     )
+    if plan.weights == "demo":
+        yield (
+            "this is the built-in demo, a tiny model with random weights: --variant or "
+            "--weights names a real one"
+        )
     used = gib(plan.hbm_bytes)
     limit = gib(chip.hbm_usable_bytes)
     verdict = "fits" if plan.fits else "does not fit"
     yield f"{verdict}: {used} of {limit} HBM per chip"
     for advice in plan.advice:
-        how = "compiled" if advice["verified"] else "estimated"
+        how = "compiled" if advice["verified"] else "an estimate, not compiled"
+        on = f", mesh {mesh_name(advice['mesh'])}" if "mesh" in advice else ""
         yield (
-            f"  change {advice['change']} to {advice['to']}: "
+            f"  change {advice['change']} to {advice['to']}{on}: "
             f"{gib(advice['hbm_bytes_per_chip'])} ({how})"
         )
     if not plan.fits and not plan.advice:
@@ -63,7 +71,7 @@ def _meshes(plan: Plan) -> Iterator[str]:
         return
     yield "meshes, the fastest that fits first:"
     for found in plan.meshes:
-        name = ",".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+        name = mesh_name(found["mesh"])
         step = found["seconds_per_step"] or found["stage_seconds"]
         if not found["compiled"]:
             what = found["reason"]
@@ -89,7 +97,11 @@ def _memory(plan: Plan) -> Iterator[str]:
             memory.resident,
             memory.total,
         )
-        rows.append((_name(program), *map(gib, sizes)))
+        row = [_name(program), *map(gib, sizes)]
+        if program.error:
+            # Refused by the compiler, which tells one figure for all but weights.
+            row[2] = row[4] = "-"
+        rows.append(tuple(row))
     yield from _table(rows)
 
 
@@ -98,11 +110,11 @@ def _times(plan: Plan) -> Iterator[str]:
         yield from _stage(stage)
     left = [n for n in STAGES if plan.stage(n) is None]
     if left:
-        yield f"not planned: {', '.join(left)}"
+        yield f"not planned: {', '.join(left)} (--stage all plans them too)"
     known = {s.name: s.seconds for s in plan.stages if s.seconds is not None}
-    if known:
+    if len(known) > 1:
         yield (
-            "whole run: "
+            ("together: " if left else "whole run: ")
             + " + ".join(f"{name} {duration(s)}" for name, s in known.items())
             + f" = {duration(sum(known.values()))}"
         )
@@ -166,6 +178,75 @@ def _collectives(plan: Plan) -> Iterator[str]:
     yield from _table(rows)
 
 
+def _attention(plan: Plan) -> Iterator[str]:
+    """Each distinct call, with the programs that make it."""
+    calls: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for program in plan.programs:
+        for record in program.attention:
+            _, names = calls.setdefault(str(record), (record, []))
+            if _name(program) not in names:
+                names.append(_name(program))
+    if calls:
+        yield "attention calls, by what they run as:"
+    for call, names in calls.values():
+        yield f"  {', '.join(names)}: {_implementation(call)}"
+        yield f"    {_shape(call)}"
+        yield f"    {_split(call, plan.mesh.shape)}"
+        yield f"    {call['reason']}"
+
+
+def _implementation(record: Mapping[str, Any]) -> str:
+    blocks = [f"{name} {size}" for name, size in record["blocks"].items()]
+    return ", ".join([record["implementation"], *blocks])
+
+
+def _shape(record: Mapping[str, Any]) -> str:
+    batch, heads, queries, width = record["query"]
+    keys = record["key"][2]
+    tokens = f"{queries} queries x {keys} keys"
+    if record["padded"] not in (None, queries):
+        tokens += f" (padded to {record['padded']})"
+    parts = [f"batch {batch}, {heads} heads of {width}", tokens, record["dtype"]]
+    if record["causal"]:
+        parts.append("causal")
+    if record["frame_tokens"]:
+        parts.append(f"frames of {record['frame_tokens']} see those before")
+    if record["key_lengths"]:
+        parts.append("each item with its own number of keys")
+    if record["window"]:
+        parts.append("window {},{}".format(*record["window"]))
+    if record["k_smooth"]:
+        parts.append("k_smooth")
+    if record["running_max"]:
+        parts.append("running_max")
+    return ", ".join(parts)
+
+
+def _split(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    """Which axis splits what of a call."""
+    batch, heads, tokens, _ = record["split"]
+    joint = record["padded"] is not None
+    parts = [
+        f"{what} over {axis}={sizes[axis]}"
+        for what, axis in (
+            ("batch", batch),
+            ("heads", heads),
+            ("tokens" if joint else "queries", tokens),
+        )
+        if axis
+    ]
+    if not parts:
+        return "not split"
+    if tokens and joint:
+        how = f"ulysses {record['ulysses']} x ring {record['ring']}"
+        if record.get("ring_keys"):
+            how += f", keys {record['ring_keys']}"
+        parts[-1] += f" ({how})"
+    elif tokens:
+        parts[-1] += " (keys are gathered)"
+    return ", ".join(parts)
+
+
 def _sharding(plan: Plan) -> Iterator[str]:
     for sharding in plan.sharding_plans:
         yield from sharding.format_table().splitlines()
@@ -183,6 +264,11 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  " + "  ".join(cells)
 
 
+def mesh_name(sizes: Mapping[str, int]) -> str:
+    """A mesh as ``--mesh`` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
 def duration(seconds: float) -> str:
     """A time for people."""
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
@@ -190,4 +276,8 @@ def duration(seconds: float) -> str:
 
 def gib(size: float) -> str:
     """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+    if size >= 2**27:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= 2**17 or size == 0:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB" if size >= 2**10 else f"{size:.0f} B"

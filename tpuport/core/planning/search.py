@@ -7,7 +7,7 @@ bounded. What was compiled and what was estimated is said of each.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.plan import DENOISE, Plan
 from tpuport.core.planning.report import duration
 from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
-from tpuport.errors import UsageError
+from tpuport.errors import MeshError, ShardingError, UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.planning.planner import Planner
@@ -26,6 +26,9 @@ BUDGET_SECONDS = 540.0
 
 #: Of each kind of change, how many are compiled at most.
 TRIES = 3
+
+#: Larger slices that are looked at.
+MOST_SLICES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,28 +188,63 @@ def _advice(kind: str, change: _Change, size: int, *, verified: bool) -> dict[st
     }
 
 
-def _activations(plan: Plan) -> tuple[float, float]:
-    """Weights and everything else of the program that needs most."""
-    program = max(plan.programs, key=lambda p: p.memory.total)
-    weights = float(program.memory.weights)
-    return weights, program.memory.total - weights
+def _estimate(
+    planner: Planner,
+    plan: Plan,
+    ratio: float,
+    weights: Mapping[str, int] | None = None,
+) -> float:
+    """Bytes of a device for the program that then needs most.
+
+    Code stays as large as it is, and so do outputs of other calls that a stage keeps.
+
+    Args:
+        planner: of ``plan``.
+        plan: what was compiled.
+        ratio: what inputs and temporaries of programs on all devices are multiplied by.
+        weights: of each component, on one device; as they are when not given.
+    """
+    here = _weights(planner, plan.mesh) if weights else {}
+    there = weights or here
+    found = [0.0]
+    for stage in plan.stages:
+        components = {program.component for program in stage.programs}
+        grown = {n: there[n] - here[n] for n in components if n in here and n in there}
+        for program in stage.programs:
+            memory = program.memory
+            alone = planner.port.components[program.component].single_device
+            moving = memory.inputs + memory.temporaries
+            kept = memory.weights + memory.code + memory.resident
+            # Whether its weights are of this component or lie there for another one.
+            kept += sum(grown.values())
+            found.append(kept + moving * (1 if alone and weights else ratio))
+    return max(found)
+
+
+def _weights(planner: Planner, spec: MeshSpec) -> dict[str, int]:
+    """Of each component, on one device of a mesh."""
+    return {p.component: p.bytes_per_device for p in planner.sharding_plans(spec)}
+
+
+def _share(before: MeshSpec, after: MeshSpec) -> float:
+    """What is left of a device's activations on another mesh, roughly.
+
+    They go with the rows and tokens of a device. What tp splits of them is split on
+    both, what it leaves whole is not: about half each.
+    """
+    share = (before.dp * before.sp) / (after.dp * after.sp)
+    return share * (1 + before.tp / after.tp) / 2
 
 
 def _meshes(planner: Planner, plan: Plan) -> Iterator[_Change]:
-    """Other legal meshes; activations are taken to go with the rows of a device."""
-    _, rest = _activations(plan)
-    worst = max(plan.programs, key=lambda p: p.memory.total)
-    if worst.devices == 1 and plan.mesh.size > 1:
-        return  # it runs on one device of any mesh
+    """Other legal meshes, those that should take least memory first."""
     found = []
     for spec in planner.legal_meshes():
         if spec == plan.mesh:
             continue
-        share = (plan.mesh.dp * plan.mesh.sp) / (spec.dp * spec.sp)
-        # What tp splits of the activations is split on both, what it leaves whole is
-        # not: about half each.
-        share *= (1 + plan.mesh.tp / spec.tp) / 2
-        estimate = planner.weight_bytes(spec) + rest * share
+        estimate = _estimate(
+            planner, plan, _share(plan.mesh, spec), _weights(planner, spec)
+        )
         found.append(
             _Change(text=str(spec), mesh=spec, request=None, estimate=estimate)
         )
@@ -215,7 +253,6 @@ def _meshes(planner: Planner, plan: Plan) -> Iterator[_Change]:
 
 def _frames(planner: Planner, plan: Plan) -> Iterator[_Change]:
     """Shorter videos, the longest first."""
-    weights, rest = _activations(plan)
     request = planner.request(plan.mesh)
     rule = planner.variant.frames
     frames = request.num_frames - rule.step
@@ -226,14 +263,13 @@ def _frames(planner: Planner, plan: Plan) -> Iterator[_Change]:
                 text=f"{frames} frames",
                 mesh=plan.mesh,
                 request=changed,
-                estimate=weights + rest * frames / request.num_frames,
+                estimate=_estimate(planner, plan, frames / request.num_frames),
             )
         frames -= rule.step
 
 
 def _sizes(planner: Planner, plan: Plan) -> Iterator[_Change]:
     """Smaller pictures of about the same shape, the largest first."""
-    weights, rest = _activations(plan)
     request = planner.request(plan.mesh)
     rule = planner.variant.sizes
     seen = {(request.height, request.width)}
@@ -251,7 +287,7 @@ def _sizes(planner: Planner, plan: Plan) -> Iterator[_Change]:
             text=f"{width}x{height}",
             mesh=plan.mesh,
             request=changed,
-            estimate=weights + rest * area,
+            estimate=_estimate(planner, plan, area),
         )
 
 
@@ -270,24 +306,31 @@ def _changed(
 
 
 def _slices(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
-    """The next larger slice of the same chip, by estimate."""
-    family = [
+    """The next larger slice of the same chip that should do, by estimate.
+
+    On the mesh that is the default there. Weights that every device holds whole, code,
+    and what runs on one device of any slice, do not shrink with more chips.
+    """
+    limit = planner.chip.hbm_usable_bytes
+    larger = [
         found
         for name in TOPOLOGY_NAMES
         if (found := parse_topology(name)).chip == planner.topology.chip
         and found.devices > planner.topology.devices
     ]
-    worst = max(plan.programs, key=lambda p: p.memory.total)
-    if not family or worst.devices < planner.topology.devices:
-        return []
-    nearest = min(family, key=lambda t: t.devices)
-    share = planner.topology.devices / nearest.devices
-    size = int(worst.memory.total * share)
-    return [
-        {
-            "change": "topology",
-            "to": nearest.name,
-            "hbm_bytes_per_chip": size,
-            "verified": False,
-        }
-    ]
+    for topology in sorted(larger, key=lambda t: t.devices)[:MOST_SLICES]:
+        other = planner.elsewhere(topology)
+        try:
+            spec = other.default_mesh()
+            other.check_mesh(spec)
+        except (MeshError, ShardingError, UsageError):
+            continue
+        share = _share(plan.mesh, spec)
+        estimate = _estimate(planner, plan, share, _weights(other, spec))
+        if estimate <= limit:
+            change = _Change(
+                text=topology.name, mesh=spec, request=None, estimate=estimate
+            )
+            advice = _advice("topology", change, int(estimate), verified=False)
+            return [{**advice, "mesh": spec.shape}]
+    return []

@@ -9,6 +9,7 @@ E width, D head dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -238,9 +239,23 @@ def refuse_kwargs(attention_kwargs: Mapping[str, Any] | None) -> None:
         )
 
 
+def patches(x: jax.Array, patch: tuple[int, ...]) -> jax.Array:
+    """Latents [B, C, T, Y, X] as tokens [B, N, C p p p], as a convolution sees them.
+
+    Whole patches only: what remains of a dim is cut.
+    """
+    batch, channels, *sizes = x.shape
+    counts = [size // p for size, p in zip(sizes, patch, strict=True)]
+    frames, rows, columns = (n * p for n, p in zip(counts, patch, strict=True))
+    x = x[:, :, :frames, :rows, :columns]
+    parted = [n for pair in zip(counts, patch, strict=True) for n in pair]
+    x = x.reshape(batch, channels, *parted).transpose(0, 2, 4, 6, 1, 3, 5, 7)
+    return x.reshape(batch, -1, channels * math.prod(patch))
+
+
 def begin(
     model: Any,
-    video: torch.Tensor,
+    latents: torch.Tensor,
     text: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[JointSequence, torch.Tensor, torch.Tensor, Any]:
@@ -248,21 +263,24 @@ def begin(
 
     Args:
         model: the upstream transformer.
-        video: tokens [B, N, E].
+        latents: of the video, [B, C, T, Y, X].
         text: tokens [B, T, E], those that count first.
         rotary: cos and sin of the video, [N, D].
     """
     active = current()
-    count = video.shape[1]
+    weight, bias = parameters(model.x_embedder.proj)
+    # A product of tokens, not a convolution: each device embeds its own.
+    x = patches(active.arrays(latents), weight.shape[2:])
     sequence = JointSequence.of(
         active,
         text=text.shape[1],
-        length=count + text.shape[1],
+        length=x.shape[1] + text.shape[1],
         head_dim=model.config.attention_head_dim,
         text_first=False,
     )
     tables = joint.rotary_tables(sequence, *active.arrays(tuple(rotary)))
-    x = sequence.pad(active.arrays(video))
+    weight = weight.reshape(weight.shape[0], -1)
+    x = joint.dense(sequence, sequence.pad(x), weight, bias).astype(x.dtype)
     words = sequence.whole(active.arrays(text))
     return sequence, active.tensors(x), active.tensors(words), active.tensors(tables)
 
@@ -327,9 +345,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             encoder_attention_mask_2,
             image_embeds,
         )
-        sequence, video, text, tables = begin(
-            self, self.x_embedder(hidden_states), tokens, rotary
-        )
+        sequence, video, text, tables = begin(self, hidden_states, tokens, rotary)
         for block in self.transformer_blocks:
             video, text = block(video, text, temb, lengths, sequence, tables)
         out = finish(self, sequence, video, temb, (frames, rows, columns), patch)

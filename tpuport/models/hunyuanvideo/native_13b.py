@@ -112,9 +112,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         # As integers: 256 + 1 is 256 in bfloat16, which pipelines cast the mask to.
         lengths = encoder_attention_mask.int().sum(dim=1)
-        sequence, video, text, tables = begin(
-            self, self.x_embedder(hidden_states), tokens, rotary
-        )
+        sequence, video, text, tables = begin(self, hidden_states, tokens, rotary)
         first = 0 if first_temb is None else rows * columns
         given = (temb, lengths, sequence, tables, first_temb, first)
         for block in self.transformer_blocks:
