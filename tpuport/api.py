@@ -91,6 +91,8 @@ def load(
         MeshError: the mesh does not fit the devices or the heads.
         UsageError: an unknown dtype or option.
     """
+    import jax
+
     from tpuport.core.arrays import check_dtype, dtype_name
     from tpuport.core.report import Reporter as SilentReporter
     from tpuport.core.session import Session
@@ -101,6 +103,9 @@ def load(
     if dtype is not None:
         dtype = check_dtype(dtype_name(dtype))
     asked = _parse_mesh(mesh)
+    if asked is not None:
+        # Before anything is fetched for a mesh that cannot be.
+        asked.resolve(len(jax.devices()))
     port, chosen, checkpoint = find_checkpoint(
         found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )

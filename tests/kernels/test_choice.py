@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -236,3 +237,30 @@ def test_smoothed_keys_have_the_mean_of_those_that_count_taken_off() -> None:
     np.testing.assert_allclose(smooth[1].mean(axis=1), 0, atol=1e-5)
     np.testing.assert_allclose(smooth_keys(k, None)[0].mean(axis=1), 0, atol=1e-5)
     assert np.isfinite(smooth_keys(k, jnp.asarray([0, 9]))).all()
+
+
+@pytest.mark.parametrize("name", ["auto", "blockwise"])
+def test_blocks_of_blockwise_are_those_of_the_program(name: str) -> None:
+    x = jax.ShapeDtypeStruct((1, 1, 1024, 16), "float32")
+    text = f"{name}:block_q=128;block_kv=256"
+    told = select(describe(x, x, x, platform="cpu"), text)
+    assert told.implementation == "blockwise"
+    assert told.blocks == {"block_q": 128, "block_kv": 256}
+    traced = jax.make_jaxpr(
+        lambda q: attention(q, q, q, platform="cpu", implementation=text)
+    )(jnp.zeros(x.shape))
+    # Rounds of the loops over queries and over keys.
+    assert {f"length={1024 // size}" for size in told.blocks.values()} <= set(
+        re.findall(r"length=\d+", str(traced))
+    )
+
+
+def test_auto_goes_on_without_an_option_that_nobody_has() -> None:
+    x = jax.ShapeDtypeStruct((1, 1, 1024, 16), "float32")
+    problem = describe(x, x, x, platform="cpu")
+    found = select(problem, "auto:running_max=on")
+    assert found.implementation == "blockwise"
+    assert "without options that it does not have" in found.reason
+    assert ("blockwise", "running_max is an option of splash") in found.passed_over
+    with pytest.raises(AttentionError, match="running_max is an option of splash"):
+        select(problem, "blockwise:running_max=on")

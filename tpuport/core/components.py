@@ -16,6 +16,7 @@ from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.report import Reporter
 from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import (
+    GATHERED,
     ShardingPlan,
     WeightInfo,
     plan_layout,
@@ -67,7 +68,6 @@ class Components:
         attention: the attention implementation, ``"auto"`` or a name.
         layout: of the sharding rules; see ``Component.layouts``.
         reporter: told what is loaded.
-        together: the weights of all components are on the devices at once.
         stack: run the blocks that components declare as stacked under one scan; without
             it every block is compiled by itself, which gives the same numbers.
     """
@@ -82,7 +82,6 @@ class Components:
         attention: str = "auto",
         layout: str = "default",
         reporter: Reporter | None = None,
-        together: bool = False,
         stack: bool = True,
     ) -> None:
         # An unknown layout is refused before anything is read.
@@ -92,7 +91,6 @@ class Components:
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = dtype
-        self.together = together
         self.stack = stack
         self._reporter = reporter or Reporter()
         self._attention = check_implementation(attention, self.platform)
@@ -127,8 +125,7 @@ class Components:
     def _attention_of(self, name: str) -> str:
         """The attention of a component: options are for what denoises."""
         choice = self._attention
-        programs = self.port.stage("denoise").programs.values()
-        if name not in {program.component for program in programs}:
+        if name not in self._denoisers():
             choice = choice.plain
         return str(choice)
 
@@ -185,16 +182,19 @@ class Components:
         return plan
 
     def _room(self, name: str) -> float:
-        """Bytes of a device that the weights of a component may take."""
+        """Bytes of a device that the weights of a component may take.
+
+        What denoises comes first, and the others get what it leaves: all stay on the
+        devices in a session that keeps them, and a plan must hold for either.
+        """
         room = room_for_weights(self.mesh.devices.flat)
-        if math.isinf(room) or not self.together:
+        if math.isinf(room) or name in self._denoisers():
             return room
-        return room - sum(
-            torch_dtype(self.dtype_of(other)).itemsize
-            * sum(p.numel() for p in self.skeleton(other).state_dict().values())
-            for other in self.port.components
-            if other != name and self.checkpoint.has(other)
-        )
+        return room - sum(self.plan(n).bytes_per_device for n in self._denoisers())
+
+    def _denoisers(self) -> set[str]:
+        programs = self.port.stage("denoise").programs.values()
+        return {program.component for program in programs}
 
     def abstract(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """What :meth:`load` gives, with shapes and shardings in place of arrays.
@@ -252,6 +252,8 @@ class Components:
         wanted = self.abstract(name, used)
         ported, plan = wanted.ported, wanted.plan
         files, found = self._match(name, ported)
+        if plan.layout == GATHERED and not plan.held and ported.stacks:
+            self._reporter.say(f"sharding {GATHERED}: nothing of {name} is divided")
         if plan.extra_bytes_per_device:
             gigabytes = plan.extra_bytes_per_device / 2**30
             self._reporter.say(

@@ -69,6 +69,8 @@ def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         document = json.loads(raw)
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{path}: is not JSON, nor any text; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise ArtifactError(
             f"{path}: is not JSON, or is cut short ({one_line(error)}); {remedy}"

@@ -90,6 +90,11 @@ class MeshSpec:
 
     @classmethod
     def _from_sizes(cls, sizes: Sequence[Any], *, asked: Any) -> MeshSpec:
+        if list(sizes) == ["auto"]:
+            raise MeshError(
+                "mesh 'auto' is for `tpuport plan`, which ranks them; a run with none "
+                "named takes all chips"
+            )
         if len(sizes) != len(AXES):
             raise MeshError(
                 f"mesh {asked!r} gives {len(sizes)} of {len(AXES)} sizes; {_EXAMPLE}"

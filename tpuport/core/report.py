@@ -180,12 +180,26 @@ class RunReport:
                         f"{stage.calls_in_flight_limit}"
                     )
             rows.append((stage.stage, text))
+        if ran := self._attention_in_words():
+            rows.append(("attention", ran))
         rows.append(("total", f"{self.total_seconds:.2f} s"))
         memory = f"{self.peak_host_bytes / 2**30:.2f} GiB host"
         if self.peak_device_bytes is not None:
             memory += f", {self.peak_device_bytes / 2**30:.2f} GiB per device"
         rows.append(("peak memory", memory))
         return rows
+
+    def _attention_in_words(self) -> str:
+        """What attention ran as in each stage, with its blocks."""
+        stages = []
+        for stage in self.stages:
+            ran = []
+            for record in stage.attention:
+                blocks = "/".join(str(n) for n in record.get("blocks", {}).values())
+                ran.append(" ".join(filter(None, (record["implementation"], blocks))))
+            if ran:
+                stages.append(f"{stage.stage} {', '.join(dict.fromkeys(ran))}")
+        return "; ".join(stages)
 
     def _programs_in_words(self) -> str:
         counts = self.programs

@@ -274,6 +274,9 @@ def gathered_attention(
     from tpuport.kernels.attention import attention_feature_major, smooth_keys
     from tpuport.kernels.padding import pad_dim
 
+    if choice.k_smooth and choice.window is not None and score_bound is not None:
+        # Smoothed here, by a mean that is no longer than the longest key.
+        score_bound = 2 * score_bound
     run = functools.partial(
         attention_feature_major,
         hidden=True,

@@ -110,7 +110,6 @@ class Session(RequestBuilder):
             attention=attention,
             layout=sharding,
             reporter=self.reporter,
-            together=keep_loaded,
         )
         made = Programs.of(self.components, compile_cache, executables, self.reporter)
         executor = Executor(self.components, keep_loaded=keep_loaded, programs=made)

@@ -212,6 +212,8 @@ class ShardingPlan:
                 f"  layout {self.layout}: {_bytes_text(self.extra_bytes_per_device)} "
                 "per device more than the default"
             )
+        if self.layout == GATHERED and not self.held:
+            lines.append("  nothing is gathered: no part of the mesh divides a weight")
         if self.held:
             lines.append(
                 f"  {len(self.held)} weights in parts over "

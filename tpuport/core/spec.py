@@ -407,11 +407,10 @@ class ModelPort:
     @property
     def layouts(self) -> tuple[str, ...]:
         """The names of sharding layouts; the first is plain."""
-        names = [n for c in self.components.values() for n in c.layouts]
-        gathered = (
-            [GATHERED] if any(c.stacked for c in self.components.values()) else []
-        )
-        return ("default", *gathered, *dict.fromkeys(names))
+        components = self.components.values()
+        stacked = [GATHERED] if any(c.stacked for c in components) else []
+        names = [n for c in components for n in c.layouts]
+        return ("default", *stacked, *dict.fromkeys(names))
 
     def rules(self, name: str, layout: str) -> tuple[ShardRule, ...]:
         """The sharding rules of a component in a layout.

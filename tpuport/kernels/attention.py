@@ -124,7 +124,7 @@ def attention(
             window=choice.window,
         )
     tiling = None
-    if choice.name == "blockwise" and choice.blocks:
+    if choice.blocks:
         tiling = replace(default_tiling(problem), **blocks)
     return blockwise_attention(
         q,

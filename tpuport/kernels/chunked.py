@@ -120,7 +120,7 @@ def chunked_attention(
         sums: _Adder = reference_sums
         if selection.implementation == "blockwise":
             tiling = None
-            if choice.name == "blockwise" and choice.blocks:
+            if choice.blocks:
                 tiling = replace(default_tiling(problem), **selection.blocks)
             sums = functools.partial(blockwise_sums, tiling=tiling)
         return _Formula(q=q.swapaxes(2, 3), v_dim=problem.v_dim, scale=scale, sums=sums)

@@ -281,7 +281,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     Implementation(
         name="blockwise",
-        reason="the score matrix is too large to be built whole",
+        reason="it takes any call, block by block",
         refusal=_two_blocks,
         auto_refusal=_never,
         blocks=_blockwise_blocks,
@@ -330,21 +330,28 @@ def select(
         passed_over.append((found.name, why))
         # Its blocks are nobody else's.
         choice = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
-    tried = {name for name, _ in passed_over}
-    for candidate in IMPLEMENTATIONS:
-        if candidate.name in tried:
-            continue
-        why = candidate.auto_refusal(problem) or candidate.refusal(
-            problem, choice, chip
-        )
-        if why is None:
-            return Selection(
-                implementation=candidate.name,
-                reason=candidate.reason,
-                passed_over=tuple(passed_over),
-                blocks=candidate.blocks(problem, choice, chip),
+    # Where nobody has an option that was given, somebody has the call without it.
+    plain = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
+    for given in dict.fromkeys((choice, plain)):
+        for candidate in IMPLEMENTATIONS:
+            why = candidate.auto_refusal(problem) or candidate.refusal(
+                problem, given, chip
             )
-        passed_over.append((candidate.name, why))
+            names = {name for name, _ in passed_over}
+            if candidate.name in names and given == choice:
+                continue
+            if why is None:
+                reason = candidate.reason
+                if given != choice:
+                    reason += ", without options that it does not have"
+                return Selection(
+                    implementation=candidate.name,
+                    reason=reason,
+                    passed_over=tuple(passed_over),
+                    blocks=candidate.blocks(problem, given, chip),
+                )
+            if candidate.name not in names:
+                passed_over.append((candidate.name, why))
     raise AttentionError(
         "no attention implementation can do this call: "
         + "; ".join(f"{name}: {why}" for name, why in passed_over)

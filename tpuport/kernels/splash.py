@@ -245,7 +245,10 @@ def splash_feature_major(
             factor=factor,
             q_block=blocks.q,
             feature_axis=2,
-            most=None if score_bound is None else score_bound * LOG2_E,
+            # The mean of the keys is no longer than the longest of them.
+            most=None
+            if score_bound is None
+            else score_bound * LOG2_E * (2 if k_smooth else 1),
         )
     else:
         flags = jnp.zeros((problem.batch, problem.heads, plan.q_blocks), bool)

@@ -40,8 +40,9 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{chip.title}), mesh {plan.mesh}, {plan.dtype}, sharding {plan.sharding}, "
         f"{plan.blocks} blocks"
     )
+    count = settings["batch_size"]
     yield (
-        f"{settings['batch_size']} video(s) of {settings['width']}x"
+        f"{count} video{'s' * (count > 1)} of {settings['width']}x"
         f"{settings['height']}, {settings['num_frames']} frames, "
         f"{settings['num_inference_steps']} steps, guidance "
         f"{settings['guidance_scale']:g}"
@@ -54,6 +55,8 @@ def _head(plan: Plan) -> Iterator[str]:
     used = gib(plan.hbm_bytes)
     limit = gib(chip.hbm_usable_bytes)
     verdict = "fits" if plan.fits else "does not fit"
+    if any(plan.stage(name) is None for name in STAGES):
+        verdict = f"{', '.join(s.name for s in plan.stages)}: {verdict}"
     yield f"{verdict}: {used} of {limit} HBM per chip"
     for advice in plan.advice:
         how = "compiled" if advice["verified"] else "an estimate, not compiled"
@@ -155,7 +158,7 @@ def _stage(stage: StagePlan) -> Iterator[str]:
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
-    rows = [("program", "kind", "axis", "count", "bytes", "time", "not hidden")]
+    rows = [("program", "kind", "axis", "count", "bytes", "time", "waited for")]
     for program in plan.programs:
         if program.account is None:
             continue
