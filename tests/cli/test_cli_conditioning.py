@@ -151,7 +151,7 @@ BAD = {
     "cache name": (("--cache", "deepcash"), "did you mean deepcache"),
     "cache range": (("--cache", "deepcache:start=7"), "nearest valid: 6"),
     "cache setting": (("--cache", "deepcache:order=2"), "is not a setting of"),
-    "sharding": (("--sharding", "all"), "has default, replicated-attention"),
+    "sharding": (("--sharding", "all"), "has default, gathered, replicated-attention"),
     "task": (("--video", "clip.mp4"), "not from a video"),
 }
 
@@ -196,7 +196,8 @@ def test_what_models_says_of_tasks_and_layouts(cli: Cli) -> None:
     tasks = {v["variant"]: v["tasks"] for v in model["variants"]}
     assert tasks["demo"] == ["t2v", "i2v"]
     assert tasks["1.5-720p-i2v"] == ["i2v"]
-    assert model["sharding"] == ["default", "replicated-attention", "replicated-out"]
+    layouts = ["default", "gathered", "replicated-attention", "replicated-out"]
+    assert model["sharding"] == layouts
     text = cli("models").out
     assert "--resolution: demo, 480p, 720p" in text
     assert "text+image" in text

@@ -111,7 +111,7 @@ def test_replicated_outputs_cost_memory_and_change_nothing(
     outputs = [p for p in rules if "to_add_out" in p and "weight" in p]
     assert outputs
     assert all(rules[p] == [] for p in outputs)
-    with pytest.raises(UsageError, match="has default, replicated-attention, repl"):
+    with pytest.raises(UsageError, match="has default, gathered, replicated-att"):
         tpuport.load("hunyuanvideo", weights=folder, sharding="replicated")
 
 
