@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpuport.core.active import current
-
 if TYPE_CHECKING:
-    import torch
+    import jax
 
 
-def row_major(x: torch.Tensor) -> torch.Tensor:
+def row_major(x: jax.Array, platform: str) -> jax.Array:
     """``x`` with its last dim along the lanes of a TPU; elsewhere as it is.
 
     For the latents that a model takes and returns. Left to choose, the compiler puts
@@ -19,10 +17,8 @@ def row_major(x: torch.Tensor) -> torch.Tensor:
     """
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    active = current()
-    if active.context.platform != "tpu":
+    if platform != "tpu":
         return x
-    array = active.arrays(x)
-    layout = Layout(major_to_minor=tuple(range(array.ndim)))
-    out: torch.Tensor = active.tensors(with_layout_constraint(array, layout))
+    layout = Layout(major_to_minor=tuple(range(x.ndim)))
+    out: jax.Array = with_layout_constraint(x, layout)
     return out

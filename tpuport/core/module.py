@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import splitting
+from tpuport.core.layouts import row_major
 from tpuport.core.scanning import scanned, slices
 from tpuport.core.stacking import Stack, StackedBlocks, find_stacks
 from tpuport.errors import PluginError
@@ -268,6 +269,13 @@ class BoundModule:
         An axis that does not divide its dim leaves that dim whole.
         """
         return constrain(self.ported.runtime.mesh, x, *axes)
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """``x`` with its last dim along the lanes of a TPU.
+
+        See :func:`tpuport.core.layouts.row_major`.
+        """
+        return row_major(x, self.ported.runtime.platform)
 
 
 def constrain(

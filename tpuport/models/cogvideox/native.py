@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core import joint
 from tpuport.core.active import current
 from tpuport.core.joint import JointSequence
-from tpuport.core.layouts import row_major
 from tpuport.core.patching import Patch
 from tpuport.core.spec import NativeForm
 from tpuport.core.splitting import ForwardSplit
@@ -198,7 +197,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{', '.join(attention_kwargs)}; run with blocks='upstream'"
             )
         active = current()
-        hidden_states = row_major(hidden_states)
         batch, frames, _, height, width = hidden_states.shape
         temb = self.time_embedding(
             self.time_proj(timestep).to(hidden_states.dtype), timestep_cond
@@ -232,7 +230,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             y = y.transpose(0, 1, 5, 4, 2, 6, 3, 7)
         channels = y.shape[-5] if self.config.patch_size_t else y.shape[2]
         out = active.tensors(y.reshape(batch, grid[0] * p_t, channels, height, width))
-        out = row_major(out)
         return Transformer2DModelOutput(sample=out) if return_dict else (out,)
 
     return forward

@@ -126,12 +126,13 @@ def _denoise_step(
     if "ofs" in constants:
         extra["ofs"] = constants["ofs"]
     prediction = model(
-        hidden_states=rows,
+        hidden_states=model.row_major(rows),
         encoder_hidden_states=embeds,
         timestep=timestep,
         return_dict=False,
         **extra,
-    )[0].astype(jnp.float32)
+    )[0]
+    prediction = model.row_major(prediction).astype(jnp.float32)
     if guided:
         uncond, text = jnp.split(prediction, 2)
         prediction = uncond + inputs["guidance"] * (text - uncond)

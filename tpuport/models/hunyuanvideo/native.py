@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core import joint, streams
 from tpuport.core.active import current
 from tpuport.core.joint import JointSequence
-from tpuport.core.layouts import row_major
 from tpuport.core.patching import Patch
 from tpuport.core.spec import NativeForm
 from tpuport.core.transforms import WeightTransform, to_halves
@@ -301,7 +300,7 @@ def finish(
     # Tokens are brought together when they are narrow.
     out = joint.dense(sequence, y, *parameters(model.proj_out)).astype(x.dtype)
     out = sequence.whole(out)[:, : sequence.length - sequence.text]
-    return row_major(unpatchify(active.tensors(out), grid, patch))
+    return unpatchify(active.tensors(out), grid, patch)
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,7 +322,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         refuse_kwargs(attention_kwargs)
-        hidden_states = row_major(hidden_states)
         if encoder_hidden_states_2 is None or encoder_attention_mask_2 is None:
             raise ValueError(
                 "HunyuanVideo-1.5 needs encoder_hidden_states_2 and "

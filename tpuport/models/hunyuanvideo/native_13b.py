@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import joint, streams
 from tpuport.core.joint import JointSequence
-from tpuport.core.layouts import row_major
 from tpuport.core.patching import Patch
 from tpuport.core.spec import NativeForm
 from tpuport.core.transforms import WeightTransform
@@ -98,7 +97,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         refuse_kwargs(attention_kwargs)
-        hidden_states = row_major(hidden_states)
         config = self.config
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         frames, rows, columns = (

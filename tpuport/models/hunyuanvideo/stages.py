@@ -169,7 +169,7 @@ def _denoise_step(
             image_tokens = jnp.concatenate([image_tokens] * 2)
         image_tokens = model.constrain(image_tokens, "dp")
     prediction = model(
-        hidden_states=rows,
+        hidden_states=model.row_major(rows),
         timestep=jnp.full((count,), given["timestep"], dtype),
         encoder_hidden_states=model.constrain(text.astype(dtype), "dp"),
         encoder_attention_mask=model.constrain(constants["text_mask"], "dp"),
@@ -181,7 +181,8 @@ def _denoise_step(
         image_rotary_emb=(constants["cos"], constants["sin"]),
         return_dict=False,
         **extra,
-    )[0].astype(jnp.float32)
+    )[0]
+    prediction = model.row_major(prediction).astype(jnp.float32)
     if guided:
         uncond, cond = jnp.split(prediction, 2)
         prediction = uncond + given["guidance"] * (cond - uncond)

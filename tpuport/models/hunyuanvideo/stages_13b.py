@@ -111,7 +111,7 @@ def _denoise_step(
         scale = given["embedded_guidance"].astype(dtype) * 1000
         extra["guidance"] = jnp.full((count,), scale, dtype)
     prediction = model(
-        hidden_states=rows,
+        hidden_states=model.row_major(rows),
         # Upstream's latents, and with them its timesteps, are float32 here.
         timestep=jnp.full((count,), given["timestep"], jnp.float32),
         encoder_hidden_states=model.constrain(text.astype(dtype), "dp"),
@@ -120,7 +120,8 @@ def _denoise_step(
         image_rotary_emb=(constants["cos"], constants["sin"]),
         return_dict=False,
         **extra,
-    )[0].astype(jnp.float32)
+    )[0]
+    prediction = model.row_major(prediction).astype(jnp.float32)
     if guided:
         uncond, cond = jnp.split(prediction, 2)
         prediction = uncond + given["true_guidance"] * (cond - uncond)
