@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from tpuport.api import DEFAULT_MODEL
+from tpuport.core.inspection import PROFILED_CALLS
 
 _WHAT = "What to make"
 _WHERE = "How to run it"
 _FILES = "Files"
+_INSIDE = "Look inside"
 
 Model = Annotated[
     str | None,
@@ -306,6 +308,52 @@ Config = Annotated[
         metavar="FILE",
         help="YAML file with any of these options; flags win.",
         rich_help_panel=_FILES,
+    ),
+]
+MemoryReport = Annotated[
+    bool,
+    typer.Option(
+        "--memory-report",
+        help="After the run, bytes in use and peak on each device, for every call of "
+        "each stage: live where the backend counts them, else planned.",
+        rich_help_panel=_INSIDE,
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="FOLDER",
+        help="Record a trace of calls in steady state of each stage, for XProf or "
+        "Perfetto; compiles and first runs are not in it.",
+        rich_help_panel=_INSIDE,
+    ),
+]
+ProfileCalls = Annotated[
+    int | None,
+    typer.Option(
+        "--profile-calls",
+        metavar="N",
+        help=f"With --profile: calls of each stage. [default: {PROFILED_CALLS}]",
+        rich_help_panel=_INSIDE,
+    ),
+]
+NoJit = Annotated[
+    bool,
+    typer.Option(
+        "--no-jit",
+        help="Run op by op, to debug: nothing is compiled, and an error names the "
+        "line of its op. Much slower.",
+        rich_help_panel=_INSIDE,
+    ),
+]
+NoJitStage = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--no-jit-stage",
+        metavar="STAGE",
+        help="The same for one stage: encode, denoise or decode; may be repeated.",
+        rich_help_panel=_INSIDE,
     ),
 ]
 Json = Annotated[

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.memory_report import EXPLAINED, table
 from tpuport.core.report import CompileReport, Reporter, RunReport, StageReport
 
 from ._output import columns, plural, say
@@ -66,6 +67,9 @@ class PlainDisplay(Display):
             self._last_line = now
             say(f"{stage}: {done} of {plural(total, self._units.get(stage, 'call'))}")
 
+    def delivered(self, stage: str, frames: int, total: int) -> None:
+        say(f"{stage}: {frames} of {plural(total, 'frame')}")
+
     def stage_finished(self, report: StageReport) -> None:
         say(_finished(report))
 
@@ -77,6 +81,8 @@ class BarDisplay(Display):
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._stage = ""
+        # What the stage has delivered, in words.
+        self._frames = ""
 
     def _bars(self) -> Progress:
         if self._progress is None:
@@ -108,7 +114,7 @@ class BarDisplay(Display):
         self._bars().console.print(text, markup=False, soft_wrap=True)
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
-        self._stage = stage
+        self._stage, self._frames = stage, ""
         bars = self._bars()
         self._tasks[stage] = bars.add_task(stage, total=total, doing="")
 
@@ -123,10 +129,15 @@ class BarDisplay(Display):
 
     def advanced(self, stage: str, done: int, total: int) -> None:
         if stage in self._tasks:
-            self._bars().update(self._tasks[stage], completed=done, doing="")
+            self._bars().update(self._tasks[stage], completed=done, doing=self._frames)
+
+    def delivered(self, stage: str, frames: int, total: int) -> None:
+        self._frames = f"{frames} of {plural(total, 'frame')}"
+        self._doing(self._frames)
 
     def stage_finished(self, report: StageReport) -> None:
-        text = ", ".join(filter(None, (_compile_total(report), _per_call(report))))
+        parts = (self._frames, _compile_total(report), _per_call(report))
+        text = ", ".join(filter(None, parts))
         self._doing(text)
         self._stage = ""
 
@@ -146,6 +157,14 @@ def print_summary(report: RunReport) -> None:
     """The table at the end of a run."""
     for line in columns(report.summary(), indent="  "):
         say(line)
+    stages = [(s.stage, s.unit, s.memory) for s in report.stages if s.memory]
+    if stages:
+        say("")
+        for line in columns(table(stages), indent="  "):
+            say(line)
+        sources = dict.fromkeys(c["source"] for _, _, calls in stages for c in calls)
+        for source in sources:
+            say(f"  {EXPLAINED[source]}")
 
 
 def _compiled(report: CompileReport) -> str:

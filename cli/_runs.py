@@ -15,7 +15,6 @@ from tpuport.core.artifacts import sidecar_path as sidecar_of
 from tpuport.core.media import Source
 from tpuport.core.report import RunReport, StageReport
 from tpuport.core.request import Request
-from tpuport.core.video import write_video
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
 
@@ -24,6 +23,7 @@ from ._noise import Noise
 from ._outputs import Outputs
 from ._settings import Settings
 from ._versions import versions
+from ._videos import VideoFiles
 
 if TYPE_CHECKING:
     from tpuport.core.session import Session
@@ -59,11 +59,13 @@ def run_stage(
     backend: str | None = None,
     noise: Noise | None = None,
     source: Source | None = None,
+    files: VideoFiles | None = None,
 ) -> tuple[dict[str, Any], StageReport]:
     """Run one stage; run.json also learns what a replay will need.
 
     ``noise`` and ``source`` go with ``encode``: it writes the one for ``denoise`` and
-    reads the other.
+    reads the other. ``files`` go with ``decode``: they get its frames, as bytes, while
+    they are made.
     """
     extra = {}
     if noise is not None:
@@ -76,6 +78,8 @@ def run_stage(
         source=source,
         extra=extra,
         note=stage_note(session, attention, backend, noise, source),
+        pixels="uint8",
+        on_frames=None if files is None else files.take,
     )
 
 
@@ -122,6 +126,11 @@ def reusable(
     # A stage without native forms is the same with any blocks.
     components = session.port.stage(name).components
     native = any(session.port.components[c].native is not None for c in components)
+    # Upstream's code has no other way to run.
+    upstream = settings.backend == "diffusers" or (
+        name == STAGES[0] and session.encode_on == "host"
+    )
+    op_by_op = name in settings.op_by_op and not upstream
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
@@ -131,6 +140,7 @@ def reusable(
             ),
             *((key, then.get(key), note[key]) for key in keys),
             *([("blocks", blocks_of(record), now["blocks"])] if native else []),
+            ("no_jit", record.get("op_by_op", False), op_by_op),
         ]
         if before != after
     ]
@@ -168,29 +178,33 @@ def check_noise(session: Session, run: RunDirectory, noise: Noise | None) -> Non
         )
 
 
-def write_videos(
+def video_files(run: RunDirectory, outputs: Outputs) -> VideoFiles:
+    """Writers for the videos of a run."""
+    request = Request.from_dict(run.settings)
+    return VideoFiles(outputs, request.fps, request.num_frames)
+
+
+def publish_videos(
     session: Session,
     run: RunDirectory,
-    frames: Any,
-    outputs: Outputs,
+    files: VideoFiles,
     *,
     report: RunReport,
     note: Mapping[str, Any],
 ) -> list[Video]:
-    """Write the videos of a run and their sidecars, and record them in run.json.
+    """Name the videos of a run, write their sidecars, record them in run.json.
 
     Args:
-        frames: of shape [N, T, Y, X, 3].
+        files: with all frames of the videos, which were found to be good.
         report: of the run; its last stage is decode.
         note: from :func:`stage_note`, of the decode stage.
 
     Raises:
         OutputError, ArtifactError: a file cannot be written.
     """
-    request = Request.from_dict(run.settings)
+    outputs = files.outputs
     latents = run.read_stage(STAGES[1], session.port.stage(STAGES[1]).writes)["latents"]
-    for path, video in zip(outputs.paths, frames, strict=True):
-        write_video(path, video, request.fps, kind=outputs.kind)
+    files.publish()
     decode = {**session.stage_record(report.stages[-1]), "note": dict(note)}
     run.record_output(STAGES[2], list(outputs.paths), decode)
     videos = []

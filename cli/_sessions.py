@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
+from tpuport.core.inspection import PROFILED_CALLS
 from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.report import Reporter
@@ -60,6 +61,10 @@ def check_early(settings: Settings) -> ModelPort:
         parse_aspect_ratio(settings.aspect_ratio)
     if settings.strength is not None and settings.video is None:
         raise UsageError("--strength goes with --video only")
+    if settings.profile is None and settings.profile_calls is not None:
+        raise UsageError("--profile-calls goes with --profile only")
+    if settings.profile is not None:
+        _check_folder(settings.profile)
     names = [option.name for option in port.options]
     for name in settings.options:
         if name not in names:
@@ -158,6 +163,10 @@ def open_session(
         cache_dir=cache,
         compile_cache=not settings.no_compile_cache,
         executables=settings.executables,
+        memory_report=settings.memory_report,
+        profile=settings.profile,
+        profile_calls=settings.profile_calls or PROFILED_CALLS,
+        no_jit=settings.op_by_op,
         reporter=reporter,
     )
 
@@ -229,6 +238,15 @@ def check_prompts(settings: Settings) -> None:
     """
     if not settings.prompts:
         raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder for a profile that is a file, or that a file is in the way of."""
+    for path in (folder, *folder.absolute().parents):
+        if path.exists():
+            if not path.is_dir():
+                raise UsageError(f"--profile {folder}: {path} is not a folder")
+            return
 
 
 def _check_attention(name: str | None) -> None:

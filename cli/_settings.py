@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from tpuport.core.run_record import STAGES
 from tpuport.core.spec import BLOCKS
 from tpuport.errors import UsageError
 
@@ -57,6 +58,11 @@ class Settings:
     cache_dir: Path | None = None
     no_compile_cache: bool = False
     executables: Path | None = None
+    memory_report: bool = False
+    profile: Path | None = None
+    profile_calls: int | None = None
+    no_jit: bool = False
+    no_jit_stages: tuple[str, ...] = ()
     json: bool = False
     debug: bool = False
 
@@ -64,6 +70,11 @@ class Settings:
         """Prompt and seed of every video: each prompt with each seed."""
         pairs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
         return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
+
+    @property
+    def op_by_op(self) -> tuple[str, ...]:
+        """The stages that run op by op."""
+        return STAGES if self.no_jit else self.no_jit_stages
 
 
 #: Flags, and the keys of a file that say the same thing in other words.
@@ -208,6 +219,14 @@ def _choice(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+def _stages(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    for name in names:
+        if name not in STAGES:
+            raise ValueError(f"is none of {', '.join(STAGES)}")
+    return names
+
+
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "model": _text,
     "variant": _text,
@@ -243,6 +262,11 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "cache_dir": _path,
     "no_compile_cache": _flag,
     "executables": _path,
+    "memory_report": _flag,
+    "profile": _path,
+    "profile_calls": _positive,
+    "no_jit": _flag,
+    "no_jit_stage": _stages,
     "json": _flag,
     "debug": _flag,
 }
@@ -254,9 +278,15 @@ _ALIASES = {
     "prompts": "prompt",
     "seeds": "seed",
     "options": "option",
+    "no_jit_stages": "no_jit_stage",
 }
 #: Settings that are called otherwise than their flag.
-_FIELDS = {"prompt": "prompts", "seed": "seeds", "option": "options"}
+_FIELDS = {
+    "prompt": "prompts",
+    "seed": "seeds",
+    "option": "options",
+    "no_jit_stage": "no_jit_stages",
+}
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:

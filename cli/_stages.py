@@ -15,7 +15,14 @@ from ._noise import read_noise
 from ._output import print_json, say
 from ._outputs import plan_outputs
 from ._progress import make_display, print_summary
-from ._runs import Video, open_existing, run_stage, stage_note, write_videos
+from ._runs import (
+    Video,
+    open_existing,
+    publish_videos,
+    run_stage,
+    stage_note,
+    video_files,
+)
 from ._sessions import (
     check_early,
     check_prompts,
@@ -96,20 +103,21 @@ def decode_stage(settings: Settings) -> None:
     with (
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
+        video_files(run, outputs) as files,
     ):
-        tensors, stage = run_stage(
+        _, stage = run_stage(
             session,
             run,
             STAGES[2],
             attention=settings.attention,
             backend=settings.backend,
+            files=files,
         )
         report = session.run_report([stage], time.perf_counter() - started)
-        videos = write_videos(
+        videos = publish_videos(
             session,
             run,
-            tensors["frames"],
-            outputs,
+            files,
             report=report,
             note=stage_note(session, settings.attention, settings.backend),
         )

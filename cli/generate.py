@@ -32,12 +32,17 @@ from ._options import (
     Image,
     Json,
     Latents,
+    MemoryReport,
     Mesh,
     Model,
     ModelOption,
     NegativePrompt,
     NoCompileCache,
+    NoJit,
+    NoJitStage,
     Out,
+    Profile,
+    ProfileCalls,
     Prompt,
     PromptFile,
     Resolution,
@@ -60,10 +65,11 @@ from ._runs import (
     Video,
     check_noise,
     going_on,
+    publish_videos,
     reusable,
     run_stage,
     stage_note,
-    write_videos,
+    video_files,
 )
 from ._sessions import (
     check_early,
@@ -114,6 +120,11 @@ def generate(
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,
     executables: Executables = None,
+    memory_report: MemoryReport = False,
+    profile: Profile = None,
+    profile_calls: ProfileCalls = None,
+    no_jit: NoJit = False,
+    no_jit_stage: NoJitStage = None,
     config: Config = None,
     json: Json = False,
     debug: Debug = False,
@@ -184,24 +195,25 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
                     source=source if stage == STAGES[0] else None,
                 )
                 stages.append(stage_report)
-            tensors, stage_report = run_stage(
-                session,
-                run,
-                STAGES[2],
-                attention=settings.attention,
-                backend=settings.backend,
-            )
-            report = session.run_report(
-                [*stages, stage_report], time.perf_counter() - started
-            )
-            videos = write_videos(
-                session,
-                run,
-                tensors["frames"],
-                outputs,
-                report=report,
-                note=stage_note(session, settings.attention, settings.backend),
-            )
+            with video_files(run, outputs) as files:
+                _, stage_report = run_stage(
+                    session,
+                    run,
+                    STAGES[2],
+                    attention=settings.attention,
+                    backend=settings.backend,
+                    files=files,
+                )
+                report = session.run_report(
+                    [*stages, stage_report], time.perf_counter() - started
+                )
+                videos = publish_videos(
+                    session,
+                    run,
+                    files,
+                    report=report,
+                    note=stage_note(session, settings.attention, settings.backend),
+                )
         document = {
             "command": "generate",
             "model": port.name,

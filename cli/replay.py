@@ -29,7 +29,14 @@ from ._options import CacheDir, Debug, Json, NoCompileCache, Out, Weights
 from ._output import print_json, say
 from ._outputs import Outputs, plan_outputs
 from ._progress import make_display, print_summary
-from ._runs import Video, going_on, run_stage, stage_note, write_videos
+from ._runs import (
+    Video,
+    going_on,
+    publish_videos,
+    run_stage,
+    stage_note,
+    video_files,
+)
 from ._sessions import open_session
 from ._settings import Settings, gather
 from ._versions import versions
@@ -278,15 +285,11 @@ def _write(
 ) -> tuple[list[Video], StageReport]:
     how = recorded["stages"][STAGES[2]]
     choice = {"attention": how["attention"], "backend": how["backend"]}
-    tensors, stage = run_stage(session, run, STAGES[2], **choice)
-    videos = write_videos(
-        session,
-        run,
-        tensors["frames"],
-        outputs,
-        report=session.run_report([*stages, stage], time.perf_counter() - started),
-        note=stage_note(session, **choice),
-    )
+    with video_files(run, outputs) as files:
+        _, stage = run_stage(session, run, STAGES[2], files=files, **choice)
+        report = session.run_report([*stages, stage], time.perf_counter() - started)
+        note = stage_note(session, **choice)
+        videos = publish_videos(session, run, files, report=report, note=note)
     return videos, stage
 
 

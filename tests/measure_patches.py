@@ -22,7 +22,7 @@ import tpuport
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.porting import PortedProgram
 from tpuport.models.cogvideox.plugin import PORT
-from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.resize import NEAREST_RESIZE
 
 NORM = "cogvideox-norm-at-latent-size"
@@ -49,10 +49,10 @@ def main() -> None:
     variants: dict[str, Callable[[Any], Any]] = {
         "diffusers": lambda z: vae.decode(z).sample,
         "tpuport": program(),
-        "without the convolution override": program([CONVOLUTION_ON_CPU]),
+        "without the convolution override": program([CONVOLUTION]),
         "without norms at latent size": program(patch=NORM),
         "without the resize override": program([NEAREST_RESIZE]),
-        "without all three": program([CONVOLUTION_ON_CPU, NEAREST_RESIZE], NORM),
+        "without all three": program([CONVOLUTION, NEAREST_RESIZE], NORM),
     }
     z = torch.randn(1, 16, 2, 32, 48, generator=torch.Generator().manual_seed(0))
     times: dict[str, list[float]] = {name: [] for name in variants}

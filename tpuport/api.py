@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from tpuport.core.inspection import PROFILED_CALLS, Inspection
 from tpuport.core.spec import ModelPort, Variant, with_blocks
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port
@@ -54,6 +55,10 @@ def load(
     cache_dir: str | Path | None = None,
     compile_cache: bool = True,
     executables: str | Path | None = None,
+    memory_report: bool = False,
+    profile: str | Path | None = None,
+    profile_calls: int = PROFILED_CALLS,
+    no_jit: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> Session:
     """Open a model for generation.
@@ -80,6 +85,11 @@ def load(
         cache_dir: in place of the user's cache folder.
         compile_cache: keep compiled programs there.
         executables: a folder that ``tpuport compile`` made; see docs/compile.md.
+        memory_report: note the bytes in use and their peak after each call, in the
+            report of each stage (``memory``); see docs/debugging.md.
+        profile: folder for a trace of calls in steady state, one for each stage.
+        profile_calls: how many calls of a stage are in it.
+        no_jit: names of stages that run op by op, for debugging.
         reporter: told about progress.
 
     Returns:
@@ -125,6 +135,12 @@ def load(
         keep_loaded=keep_loaded,
         compile_cache=compile_cache_dir(cache) if compile_cache else None,
         executables=Path(executables).expanduser() if executables else None,
+        inspection=Inspection(
+            memory=memory_report,
+            profile=Path(profile).expanduser() if profile else None,
+            profile_calls=profile_calls,
+            no_jit=tuple(no_jit),
+        ),
         reporter=reporter,
     )
 

@@ -240,10 +240,10 @@ def test_ctrl_c_before_anything_is_finished_leaves_nothing(
 def test_a_video_that_cannot_be_written_loses_nothing(
     cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_video(*args: Any, **options: Any) -> None:
+    def append(*args: Any, **options: Any) -> None:
         raise OutputError("v.mp4: cannot be written: No space left on device")
 
-    monkeypatch.setattr("tpuport.cli._runs.write_video", write_video)
+    monkeypatch.setattr("tpuport.cli._videos.VideoWriter.append", append)
     ran = cli(*PANDA, "--out", "v.mp4")
     assert ran.code == 2
     assert "error: v.mp4: cannot be written: No space left" in ran.err

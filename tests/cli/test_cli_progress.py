@@ -36,6 +36,7 @@ def run_through(display: Display) -> None:
         display.compiled(compiled)
         for done in (1, 2, 3):
             display.advanced("denoise", done, 3)
+            display.delivered("denoise", 4 * done, 12)
         display.stage_finished(
             StageReport(
                 stage="denoise",
@@ -66,7 +67,10 @@ def test_lines_where_there_is_no_terminal(
         "compiling denoise/step ...",
         "compiled denoise/step in 3.0 s (from the compile cache)",
         "denoise: 1 of 3 steps",
+        "denoise: 4 of 12 frames",
         "denoise: 2 of 3 steps",
+        "denoise: 8 of 12 frames",
+        "denoise: 12 of 12 frames",
         "denoise: finished in 4.0 s, 0.500 s/step",
     ]
 
@@ -83,6 +87,7 @@ def test_bars_on_a_terminal(
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "a [bold]line[/bold]" in shown
     assert "3/3" in shown
+    assert "12 of 12 frames" in shown
     assert "compile 3.0 s, cached, 0.500 s/step" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back
     assert capsys.readouterr().out == ""

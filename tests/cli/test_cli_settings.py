@@ -169,6 +169,23 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
     )
 
 
+def test_what_to_look_at_may_be_in_the_file(file: Any) -> None:
+    text = """
+        memory-report: true
+        profile: traces
+        profile_calls: 5
+        no-jit-stage: [denoise, decode]
+    """
+    settings = parse("--config", file(text), "--no-jit-stage", "encode")
+    assert settings.memory_report is True
+    assert settings.profile == Path("traces")
+    assert settings.profile_calls == 5
+    assert settings.no_jit_stages == settings.op_by_op == ("encode",)
+    settings = parse("--config", file("no_jit: true"))
+    assert settings.op_by_op == ("encode", "denoise", "decode")
+    assert parse().op_by_op == ()
+
+
 def test_flags_win_over_the_file(file: Any) -> None:
     config = file("steps: 4\nframes: 17\nprompt: from the file\nseed: 5\n")
     args = ("--num-inference-steps", "2", "--prompt", "a flag", "--seed", "0")

@@ -38,7 +38,7 @@ def test_the_document_says_what_was_compiled(compiled: Any) -> None:
     assert document["topology"] == "local"
     assert document["stages"] == ["encode", "denoise", "decode"]
     named = [f"{p['stage']}/{p['program']}" for p in document["programs"]]
-    assert named == ["encode/encode", "denoise/step", "decode/first"]
+    assert named == ["encode/encode", "denoise/step", "decode/first uint8"]
     assert [p["calls"] for p in document["programs"]] == [1, 2, 1]
     for program in document["programs"]:
         entry = read_entry(folder / program["file"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tpuport.core.video import (
+    VideoWriter,
     check_frames,
     check_output,
     output_paths,
@@ -336,14 +337,57 @@ def test_an_encoder_that_loses_frames_is_noticed(
 def test_an_encoder_that_fails_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpuport.core import video
+    from tpuport.core import video_encoders
 
     broken = {"mp4": ("libx264", ["-crf", "no number"])}
-    monkeypatch.setattr(video, "_ENCODERS", broken)
+    monkeypatch.setattr(video_encoders, "_ENCODERS", broken)
     with pytest.raises(OutputError, match=r"a\.mp4: cannot be written: ") as caught:
         write_video(tmp_path / "a.mp4", moving(2), fps=8)
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.gif", "frames"])
+def test_frames_that_come_in_parts_make_the_same_video(
+    tmp_path: Path, name: str
+) -> None:
+    frames = moving(7)
+    whole, path = tmp_path / "whole" / name, tmp_path / "parts" / name
+    write_video(whole, frames, fps=8)
+    with VideoWriter(path, 8) as writer:
+        for start in (0, 1, 4):
+            writer.append(frames[start : {0: 1, 1: 4, 4: 7}[start]])
+            # Nothing has the name before all of it is there.
+            assert not path.exists()
+    assert read_back(path) == read_back(whole)
+    if name == "a.webm":  # its file has a random number in it
+        assert np.array_equal(decoded(path), decoded(whole))
+        return
+    files = sorted(whole.iterdir()) if whole.is_dir() else [whole]
+    parts = sorted(path.iterdir()) if path.is_dir() else [path]
+    assert [f.read_bytes() for f in parts] == [f.read_bytes() for f in files]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "frames"])
+def test_a_video_that_is_discarded_leaves_what_was_there(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    write_video(path, moving(2), fps=8)
+    before = read_back(path)
+    writer = VideoWriter(path, 8)
+    writer.append(moving(5))
+    writer.finish()
+    assert read_back(path) == before
+    assert len(os.listdir(tmp_path)) == 2
+    writer.discard()
+    assert read_back(path) == before
+    assert os.listdir(tmp_path) == [name]
+    with (
+        pytest.raises(VideoError, match="no frames"),
+        VideoWriter(tmp_path / "b.mp4", 8),
+    ):
+        pass
 
 
 def test_requests_that_cannot_be_right_are_refused(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_warm_start_compiles_nothing(
         with tpuport.load(weights=checkpoints("2b"), cache_dir=tmp_path) as session:
             result = session.generate("a fox", **SHAPE)
         compiles = [c for s in result.report.stages for c in s.compiles]
-        assert [c.program for c in compiles] == ["encode", "step", "first"]
+        assert [c.program for c in compiles] == ["encode", "step", "first float32"]
         assert all(c.cached == expected for c in compiles)
 
 

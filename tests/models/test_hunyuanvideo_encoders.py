@@ -20,7 +20,7 @@ from tpuport.core.module import PortedModule
 from tpuport.core.runtime import Runtime
 from tpuport.core.spec import Component
 from tpuport.models.hunyuanvideo import demo, encoders, inputs
-from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -103,7 +103,7 @@ def load(folder: Path, class_name: str) -> tuple[PortedModule, dict[str, Any]]:
         mesh=None,
         platform="cpu",
         patches=SLICE_ASSIGNMENT,
-        overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+        overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION),
         matmul_precision="highest",
     )
     ported = PortedModule(module, runtime)

@@ -19,7 +19,7 @@ from tpuport.core.runtime import Runtime
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo import vae as ours
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
-from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.tiling import TilePlan, assemble
@@ -87,7 +87,7 @@ class Bound:
             mesh=None,
             platform="cpu",
             patches=(*SLICE_ASSIGNMENT, *patches),
-            overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+            overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION),
             matmul_precision="highest",
         )
         ported = PortedModule(vae, runtime)

@@ -12,7 +12,7 @@ import torch
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.runtime import Runtime
-from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.conv import CONVOLUTION
 
 ATOL = TOLERANCES["module float32"]
 
@@ -36,7 +36,7 @@ def test_conv3d_is_torchs(case: str, platform: str) -> None:
     torch.manual_seed(0)
     module = torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
     x = torch.randn(2, 4, 7, 9, 10)
-    runtime = Runtime(mesh=None, platform=platform, overrides=[CONVOLUTION_ON_CPU])
+    runtime = Runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
     found = _call(runtime, module, x)
     assert found.shape == module(x).shape
     assert float((found - module(x)).abs().max()) <= ATOL
@@ -47,11 +47,11 @@ def test_conv3d_is_torchs(case: str, platform: str) -> None:
 def test_other_convolutions_are_left_alone(cls: Any) -> None:
     module = cls(4, 6, 3, padding=1)
     x = torch.randn(2, 4, *(9,) * (module.weight.ndim - 2))
-    runtime = Runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION_ON_CPU])
+    runtime = Runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
     assert float((_call(runtime, module, x) - module(x)).abs().max()) <= ATOL
 
 
-# Speed is what CONVOLUTION_ON_CPU is for, see docs/performance.md. Here is what makes
+# Speed is what CONVOLUTION is for, see docs/performance.md. Here is what makes
 # it: over how many axes the convolutions are that XLA gets.
 
 
@@ -87,13 +87,17 @@ def test_the_cpu_convolves_over_two_axes_and_without_the_override_over_three(
         return torch.func.functional_call(module, weights, (x,))
 
     cpu, tpu = (
-        Runtime(mesh=None, platform=platform, overrides=[CONVOLUTION_ON_CPU])
+        Runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
         for platform in ("cpu", "tpu")
     )
     assert axes_convolved(traced(cpu, call), x, *arrays) == [axes]
-    # Outside of the block torchax's own is back. A TPU has it inside, too.
+    # Outside of the block torchax's own is back. A TPU has the project's kernel where
+    # nothing is strided, dilated or grouped.
     assert axes_convolved(by_torchax(cpu, call), x, *arrays) == [3]
-    assert axes_convolved(traced(tpu, call), x, *arrays) == [3]
+    dense = not {"stride", "dilation", "groups"} & set(CASES[case])
+    assert axes_convolved(traced(tpu, call), x, *arrays) == ([] if dense else [3])
+    jaxpr = str(jax.make_jaxpr(traced(tpu, call))(x, *arrays))
+    assert ("pallas_call" in jaxpr) == dense
 
 
 def _trace(runtime: Runtime, module: torch.nn.Module, x: Any) -> Any:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.arrays import to_numpy
-from tpuport.core.components import EVERYTHING, Components, Loaded
-from tpuport.core.programs import Programs, Ready
-from tpuport.core.report import CompileReport, Reporter, StageReport
+from tpuport.core.components import Components
+from tpuport.core.delivery import Delivery
+from tpuport.core.inspection import Inspection
+from tpuport.core.memory_report import MemoryLog
+from tpuport.core.op_by_op import OpByOp
+from tpuport.core.programs import Programs
+from tpuport.core.report import Reporter, StageReport
 from tpuport.core.rotary import RotaryCache
 from tpuport.core.spec import Stage, StageContext, Work
+from tpuport.core.stage_run import StageRun, Timing, load
+from tpuport.core.steady_trace import SteadyTrace
 from tpuport.core.step_cache import StepCache, with_step_cache
 
 if TYPE_CHECKING:
@@ -26,20 +29,6 @@ if TYPE_CHECKING:
 CALLS_IN_FLIGHT = {"tpu": 4, "gpu": 4, "cpu": 1}
 
 
-@dataclass
-class Timing:
-    """What one stage has spent so far."""
-
-    load: float = 0.0
-    compile: float = 0.0
-    first: float = 0.0
-    steady: float = 0.0
-    steady_calls: int = 0
-    compiles: list[CompileReport] = field(default_factory=list)
-    in_flight: int = 0
-    programs: list[Ready] = field(default_factory=list)
-
-
 class Executor:
     """Runs stages with the components of a checkpoint.
 
@@ -49,6 +38,7 @@ class Executor:
         reporter: told what happens.
         programs: makes the compiled programs; without it they are compiled and kept
             for this executor alone.
+        inspection: what its stages are looked at with.
     """
 
     def __init__(
@@ -58,6 +48,7 @@ class Executor:
         keep_loaded: bool = False,
         reporter: Reporter | None = None,
         programs: Programs | None = None,
+        inspection: Inspection | None = None,
     ) -> None:
         self.components = components
         self.keep_loaded = keep_loaded
@@ -65,6 +56,8 @@ class Executor:
         self.rotary = RotaryCache()
         self._upstream: dict[tuple[str, str], Any] = {}
         self.programs = programs or Programs(components, reporter=self.reporter)
+        self.inspection = inspection or Inspection()
+        self.op_by_op = OpByOp()
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
 
@@ -72,6 +65,7 @@ class Executor:
         """Free everything this executor holds, the components' weights included."""
         self._upstream.clear()
         self.programs.clear()
+        self.op_by_op.clear()
         self._structs.clear()
         self.components.close()
 
@@ -82,8 +76,17 @@ class Executor:
         inputs: Mapping[str, torch.Tensor],
         device: str = "cpu",
         timing: Timing | None = None,
+        pixels: str = "uint8",
     ) -> StageContext:
-        """What the functions of a stage see for one batch; ``inputs`` hold all."""
+        """What the functions of a stage see for one batch.
+
+        Args:
+            inputs: of all batches.
+            device: where plain upstream code should run.
+            timing: takes the time of loading.
+            pixels: of decode. By default those of the command line, which is what
+                ``plan`` and ``compile`` make ready.
+        """
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
             checkpoint=self.components.checkpoint,
@@ -95,6 +98,7 @@ class Executor:
             module=self.components.skeleton,
             device=device,
             say=self.reporter.say,
+            pixels=pixels,
             upstream=lambda name, load: self._load_upstream(
                 name, device, load, timing or Timing()
             ),
@@ -116,29 +120,63 @@ class Executor:
         return loaded
 
     def run(
-        self, stage: Stage, request: Request, inputs: Mapping[str, torch.Tensor]
+        self,
+        stage: Stage,
+        request: Request,
+        inputs: Mapping[str, torch.Tensor],
+        delivery: Delivery | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage over all batches of a request.
 
+        Args:
+            delivery: takes the frames of a stage that makes some; without it they are
+                collected as float32. Its checks are for the caller to ask for.
+
         Returns:
             The stage's tensors with all videos in the leading dim, and what it took.
+            Frames that a sink took are not among them.
         """
-        self.programs.check_request(request)
+        looked = self.inspection
+        op_by_op = stage.name in looked.no_jit
+        if op_by_op:
+            self.reporter.say(
+                f"{stage.name} runs op by op (--no-jit): nothing is compiled, for "
+                "debugging; it is much slower"
+            )
+        else:
+            self.programs.check_request(request)
+        delivery = delivery or Delivery()
         started = time.perf_counter()
         timing = Timing()
+        devices = list(self.components.mesh.devices.flat)
+        memory = MemoryLog(devices) if looked.memory else None
+        trace = None
+        if looked.profile is not None:
+            trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
         parts: list[dict[str, Any]] = []
         try:
             works = [
-                stage.plan(self.context(request, batch, inputs))
+                stage.plan(self.context(request, batch, inputs, pixels=delivery.pixels))
                 for batch in range(request.batches)
             ]
             total = sum(work.total for work in works)
             self.reporter.stage_started(stage.name, total, stage.unit)
-            done = 0
-            for work in works:
-                run, cached = self._cached(stage, work, request, timing)
-                parts.append(self._run_work(run, cached, request, timing, done, total))
-                done += work.total
+            run = StageRun(
+                components=self.components,
+                programs=self.op_by_op if op_by_op else self.programs,
+                reporter=self.reporter,
+                request=request,
+                limit=self.calls_in_flight_limit,
+                delivery=delivery,
+                total=total,
+                timing=timing,
+                memory=memory,
+                trace=trace,
+            )
+            for batch, work in enumerate(works):
+                cut, cached = self._cached(stage, work, request, timing)
+                first = request.slice(batch).start
+                parts.append(run.batch(cut, cached, first))
             names = stage.components_for(request)
             plans = tuple(
                 self.components.plan(name).as_dict()
@@ -146,7 +184,11 @@ class Executor:
                 if name in self.components.loaded
             )
         finally:
+            if trace is not None:
+                trace.stop()
             if not self.keep_loaded:
+                # What runs op by op holds on to the weights.
+                self.op_by_op.clear()
                 self.components.release(*stage.components)
         report = StageReport(
             stage=stage.name,
@@ -164,6 +206,9 @@ class Executor:
             calls_in_flight_limit=self.calls_in_flight_limit,
             attention=_once(r for p in timing.programs for r in p.traced.attention),
             patches=_once(r for p in timing.programs for r in p.traced.patches),
+            op_by_op=op_by_op,
+            memory=memory.take() if memory else (),
+            profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
         )
         self.reporter.stage_finished(report)
         return merge(parts), report
@@ -174,15 +219,22 @@ class Executor:
         request: Request,
         inputs: Mapping[str, torch.Tensor],
         device: str,
+        delivery: Delivery | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
-        """Run a stage with plain upstream code on ``device``."""
+        """Run a stage with plain upstream code on ``device``; else as :meth:`run`."""
+        delivery = delivery or Delivery()
+        self._say_uninspected(stage)
         started = time.perf_counter()
         timing = Timing()
         self.reporter.stage_started(stage.name, request.batches, "batch")
         parts = []
         for batch in range(request.batches):
             context = self.context(request, batch, inputs, device=device, timing=timing)
-            parts.append(stage.upstream(context))
+            made = stage.upstream(context)
+            if "frames" in made:
+                delivery.take(request.slice(batch).start, made.pop("frames"))
+                made |= delivery.collected()
+            parts.append(made)
             self.reporter.advanced(stage.name, batch + 1, request.batches)
         report = StageReport(
             stage=stage.name,
@@ -194,6 +246,17 @@ class Executor:
         self.reporter.stage_finished(report)
         return merge(parts), report
 
+    def _say_uninspected(self, stage: Stage) -> None:
+        """Nothing that is asked for is left undone without a word."""
+        looked = self.inspection
+        runs = f"{stage.name} runs upstream's code"
+        if looked.memory:
+            self.reporter.say(f"{runs}: --memory-report has nothing on it")
+        if looked.profile is not None:
+            self.reporter.say(f"{runs}: it is not profiled")
+        if stage.name in looked.no_jit:
+            self.reporter.say(f"{runs}, op by op as ever: --no-jit changes nothing")
+
     def _cached(
         self, stage: Stage, work: Work, request: Request, timing: Timing
     ) -> tuple[Stage, Work]:
@@ -204,7 +267,7 @@ class Executor:
         name, split = next(((n, s) for n, s in splits.items() if s), (None, None))
         if cache is None or name is None or split is None:
             return stage, work
-        loaded = self._load_timed(stage, name, timing)
+        loaded = load(self.components, stage, name, timing)
         model = loaded.ported.bind(loaded.weights)
         shapes = self.programs.kept_shapes(self._structs, stage, loaded, request)
         made = with_step_cache(stage, work, split, cache, model, shapes)
@@ -216,110 +279,6 @@ class Executor:
         """How many calls may be dispatched and not yet waited for."""
         return CALLS_IN_FLIGHT.get(self.components.platform, 1)
 
-    def _run_work(
-        self,
-        stage: Stage,
-        work: Work,
-        request: Request,
-        timing: Timing,
-        done: int,
-        total: int,
-    ) -> dict[str, Any]:
-        """The calls of one batch, a bounded number of them in flight."""
-        import jax
-
-        limit = self.calls_in_flight_limit
-        pending: deque[tuple[int, Any]] = deque()
-        outputs: list[Any] = []
-        carry = constants = None
-        placed_on: Any = None
-        steady_from: float | None = None
-
-        def settle(keep: int) -> None:
-            while len(pending) > keep:
-                index, output = pending.popleft()
-                jax.block_until_ready(output)
-                if work.watch is not None:
-                    work.watch(index, output)
-                if work.to_host:
-                    outputs[index] = jax.device_get(output)
-
-        for index, call in enumerate(work.calls):
-            program = stage.programs[call.program]
-            loaded = self._load_timed(stage, program.component, timing)
-            if placed_on is None:
-                carry, constants = place((work.carry, work.constants), loaded)
-                placed_on = loaded.replicated
-            inputs = place(call.inputs, loaded)
-            args = (carry, constants, inputs)
-            if index == 0:
-                for name in work.programs:
-                    self._ready(stage, name, loaded, args, request, timing)
-            compiled, fresh = self._ready(
-                stage, call.program, loaded, args, request, timing
-            )
-            if fresh and steady_from is not None:
-                # A new program in mid-stage: what ran so far is settled first, so
-                # that its time is not counted as this program's first call.
-                settle(0)
-                timing.steady += time.perf_counter() - steady_from - fresh
-                steady_from = None
-            first = fresh > 0 or (index == 0 and done == 0)
-            called = time.perf_counter()
-            carry, output = compiled(loaded.weights, carry, constants, inputs)
-            pending.append((index, output))
-            timing.in_flight = max(timing.in_flight, len(pending))
-            outputs.append(output)
-            if first:
-                settle(0)
-                jax.block_until_ready(carry)
-                timing.first += time.perf_counter() - called
-            else:
-                if steady_from is None:
-                    steady_from = called
-                timing.steady_calls += 1
-                if len(pending) == limit and not jax.tree.leaves(pending[0][1]):
-                    # A call without an output is waited for by its carry, and of
-                    # those only the last is left: the others were donated.
-                    jax.block_until_ready(carry)
-                    settle(0)
-                settle(limit - 1)
-            self.reporter.advanced(stage.name, done + index + 1, total)
-        settle(0)
-        jax.block_until_ready(carry)
-        if steady_from is not None:
-            timing.steady += time.perf_counter() - steady_from
-        return work.finish(carry, outputs)
-
-    def _load_timed(self, stage: Stage, name: str, timing: Timing) -> Loaded:
-        started = time.perf_counter()
-        loaded = self.components.load(name, stage.loads.get(name, EVERYTHING))
-        timing.load += time.perf_counter() - started
-        return loaded
-
-    def _ready(
-        self,
-        stage: Stage,
-        name: str,
-        loaded: Loaded,
-        args: tuple[Any, Any, Any],
-        request: Request,
-        timing: Timing,
-    ) -> tuple[Any, float]:
-        """The program for these shapes, and the seconds it took to get it just now."""
-        started = time.perf_counter()
-        ready, report = self.programs.get(
-            stage.name, name, stage.programs[name], loaded, args, request
-        )
-        if ready not in timing.programs:
-            timing.programs.append(ready)
-        if report is None:
-            return ready.call, 0.0
-        seconds = time.perf_counter() - started
-        timing.compiles.append(report)
-        timing.compile += seconds
-        return ready.call, seconds
-
 
 def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """The entries in order, each once."""
@@ -328,18 +287,6 @@ def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
         if entry not in found:
             found.append(entry)
     return tuple(found)
-
-
-def place(tree: Any, loaded: Loaded) -> Any:
-    """Every tensor or array of ``tree`` on the devices of ``loaded``, replicated.
-
-    Floating point arrays keep their dtype; see :func:`tpuport.core.arrays.to_numpy`.
-    """
-    import jax
-
-    return jax.tree.map(
-        lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree
-    )
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.libtpu_flags import flags_for
+from tpuport.core.spatial import spread
 
 if TYPE_CHECKING:
     import jax
@@ -41,14 +42,29 @@ def trace(
     def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
         return program.fn(loaded.ported.bind(weights), carry, constants, inputs)
 
+    run, places = placed(program, run, loaded, args)
     run.__name__ = f"{stage}_{name}"
     jitted = jax.jit(
         run,
         donate_argnums=(1,) if program.donate else (),
-        out_shardings=loaded.replicated,
+        out_shardings=places,
         compiler_options=flags.options or None,
     )
     return jitted.trace(loaded.weights, *args)
+
+
+def placed(
+    program: Program, run: Any, loaded: Loaded, args: tuple[Any, Any, Any]
+) -> tuple[Any, Any]:
+    """The program as it is compiled, and where its carry and its output are.
+
+    Args:
+        run: ``run(weights, carry, constants, inputs)``; it may be ``None`` where only
+            the places are asked for.
+    """
+    if program.space is None or loaded.replicated.mesh.size == 1:
+        return run, (loaded.replicated, loaded.replicated)
+    return spread(run, loaded.ported.runtime, program.space, args)
 
 
 def lower(

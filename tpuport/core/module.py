@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.runtime import Runtime
+    from tpuport.core.spatial import Space
     from tpuport.core.splitting import ForwardSplit, Where
 
 Weights = Mapping[str, Any]
@@ -224,6 +225,11 @@ class BoundModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`PortedModule.apply`."""
         return self.ported.apply(self.weights, *args, **kwargs)
+
+    @property
+    def space(self) -> Space | None:
+        """How the picture is split over devices in the program being traced."""
+        return self.ported.runtime.space
 
     def capture(
         self, split: ForwardSplit, where: Where, /, *args: Any, **kwargs: Any

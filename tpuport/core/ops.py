@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import jax
 
     from tpuport.core.attention import AttentionPolicy, AttentionRecord
+    from tpuport.core.spatial import Space
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class OpContext:
         implementation: the attention asked for, as
             :class:`tpuport.kernels.choice.AttentionChoice` reads it.
         chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
+        space: how the picture is split over devices, in a program that is; the arrays
+            are then a device's own and there is no mesh.
         records: attention calls traced so far append what ran here.
     """
 
@@ -43,6 +46,7 @@ class OpContext:
     attention: AttentionPolicy
     implementation: str = "auto"
     chip: str | None = None
+    space: Space | None = None
     records: list[AttentionRecord]
 
 

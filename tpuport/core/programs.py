@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 FOLDER = "executables"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Ready:
     """A program that can be called.
 
     Attributes:
         call: ``call(weights, carry, constants, inputs)``.
-        traced: what tracing it told, now or when it was compiled.
+        traced: what tracing it told, now or when it was compiled; of a program that
+            runs op by op, what its last call told.
     """
 
     call: Any
@@ -144,6 +145,10 @@ class Programs:
     def clear(self) -> None:
         """Let go of every program."""
         self._ready.clear()
+
+    def is_ready(self, stage: str, name: str, args: tuple[Any, Any, Any]) -> bool:
+        """Whether :meth:`get` has the program for these shapes at hand."""
+        return (stage, name, _signature(args)) in self._ready
 
     def get(
         self,

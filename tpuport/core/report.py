@@ -67,6 +67,11 @@ class StageReport:
         attention: what attention ran as.
         patches: which patches were applied while tracing, in this process or in the
             one that kept the executable.
+        op_by_op: whether nothing was compiled: each op ran by itself.
+        memory: of each call, where it was asked for; see
+            :class:`tpuport.core.memory_report.CallMemory`.
+        profile: ``folder`` and ``calls`` of the trace, where one was asked for and some
+            call was steady.
     """
 
     stage: str
@@ -84,6 +89,9 @@ class StageReport:
     sharding: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
     patches: tuple[dict[str, Any], ...] = ()
+    op_by_op: bool = False
+    memory: tuple[dict[str, Any], ...] = ()
+    profile: dict[str, Any] | None = None
 
     @property
     def seconds_per_call(self) -> float | None:
@@ -170,6 +178,8 @@ class RunReport:
             if stage.backend != "tpuport":
                 text += f" by {stage.backend}"
             else:
+                if stage.op_by_op:
+                    text += " op by op (--no-jit)"
                 text += f", first call {stage.first_call_seconds:.2f} s"
                 per_call = stage.seconds_per_call
                 if per_call is not None:
@@ -251,6 +261,9 @@ class Reporter:
 
     def advanced(self, stage: str, done: int, total: int) -> None:
         """``done`` of ``total`` calls were dispatched."""
+
+    def delivered(self, stage: str, frames: int, total: int) -> None:
+        """``frames`` of ``total`` frames are finished, counted batch by batch."""
 
     def stage_finished(self, report: StageReport) -> None:
         """A stage ended."""

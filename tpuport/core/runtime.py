@@ -24,6 +24,7 @@ from tpuport.core.patching import Patch, PatchReport, applied
 if TYPE_CHECKING:
     import jax
 
+    from tpuport.core.spatial import Space
 
 EVERYWHERE: tuple[OpOverride, ...] = (ATTENTION, LENGTH_ATTENTION)
 """The op overrides of every runtime, whatever the model."""
@@ -61,20 +62,36 @@ class Runtime:
         from torchax.tensor import Environment
 
         self.env = Environment()
+        self._space: Space | None = None
         define_attention_op()
         self._registry = OpRegistry([*EVERYWHERE, *self.overrides])
         self._registry.resolve()
 
+    @property
+    def space(self) -> Space | None:
+        """How the picture is split in what is being traced; see :meth:`split`."""
+        return self._space
+
     def op_context(self) -> OpContext:
         """What op implementations of this runtime may depend on."""
         return OpContext(
-            mesh=self.mesh,
+            mesh=None if self._space else self.mesh,
             platform=self.platform,
             attention=self.attention,
             implementation=self.attention_implementation,
             chip=self._chip(),
+            space=self._space,
             records=self.records,
         )
+
+    @contextlib.contextmanager
+    def split(self, space: Space) -> Iterator[None]:
+        """What is traced in this block has its part of the picture; see ``spatial``."""
+        before, self._space = self._space, space
+        try:
+            yield
+        finally:
+            self._space = before
 
     def _chip(self) -> str | None:
         """The kind of TPU the programs are for, as far as the mesh tells."""

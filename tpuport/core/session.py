@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import report as reports
-from tpuport.core.arrays import host_device, to_torch
+from tpuport.core.arrays import to_torch
 from tpuport.core.components import Components
+from tpuport.core.delivery import Delivery, Sink
 from tpuport.core.executor import Executor
-from tpuport.core.media import Source
+from tpuport.core.inspection import Inspection
 from tpuport.core.programs import Programs
 from tpuport.core.report import Reporter, RunReport, StageReport
-from tpuport.core.request import Request, check_given
-from tpuport.core.request_builder import RequestBuilder
-from tpuport.core.run_directory import RunDirectory
-from tpuport.core.run_record import STAGE_FILES
-from tpuport.core.spec import ModelPort, Stage, Variant
-from tpuport.core.video import check_frames
-from tpuport.errors import UsageError, WeightsError
+from tpuport.core.request import check_given
+from tpuport.core.result import Result as Result
+from tpuport.core.result import latents_digest as latents_digest
+from tpuport.core.result import no_frames
+from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.stage_runner import StageRunner
+from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     import jax
-    import numpy as np
     import torch
 
     from tpuport.core.checkpoint import Checkpoint
 
-BACKENDS = ("tpuport", "diffusers")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a run made.
-
-    Attributes:
-        frames: float32 array of shape [N, T, Y, X, 3] in [0, 1]; N videos of T frames.
-        latents: float32 tensor, what upstream returns for ``output_type="latent"``.
-        report: what it took.
-        request: the settings in full, defaults filled in.
-    """
-
-    frames: np.ndarray
-    latents: torch.Tensor
-    report: RunReport
-    request: Request
-
-
-class Session(RequestBuilder):
+class Session(StageRunner):
     """One checkpoint on one mesh. Made by :func:`tpuport.load`.
 
     Used in a ``with`` block it frees its weights and compiled programs at the end, also
@@ -73,6 +52,7 @@ class Session(RequestBuilder):
         compile_cache: folder of the persistent compile cache, or ``None`` for none.
         executables: folder that ``tpuport compile`` made, whose programs are used in
             place of compiling; one that is for another run is refused.
+        inspection: what the stages are looked at with.
         reporter: told what happens.
     """
 
@@ -90,10 +70,13 @@ class Session(RequestBuilder):
         keep_loaded: bool = True,
         compile_cache: Path | None = None,
         executables: Path | None = None,
+        inspection: Inspection | None = None,
         reporter: Reporter | None = None,
     ) -> None:
         if encode_on not in ("device", "host"):
             raise UsageError(f"encode_on {encode_on!r}: choose device or host")
+        inspection = inspection or Inspection()
+        inspection.check([stage.name for stage in port.stages])
         self.port = port
         self.variant = variant
         self.checkpoint = checkpoint
@@ -112,8 +95,12 @@ class Session(RequestBuilder):
             reporter=self.reporter,
         )
         made = Programs.of(self.components, compile_cache, executables, self.reporter)
-        executor = Executor(self.components, keep_loaded=keep_loaded, programs=made)
-        self.executor = executor
+        self.executor = Executor(
+            self.components,
+            keep_loaded=keep_loaded,
+            programs=made,
+            inspection=inspection,
+        )
         self._check_heads()
         self.executor.programs.check()
 
@@ -148,96 +135,6 @@ class Session(RequestBuilder):
         }
         MeshSpec.parse(dict(self.mesh.shape)).validate(heads=heads, batch=None)
 
-    def _encoders(self) -> tuple[str, ...]:
-        return self.port.stages[0].components
-
-    # ---------------------------------------------------------------- weights
-
-    def check_weights(
-        self, stages: Sequence[str] | None = None, request: Request | None = None
-    ) -> None:
-        """Refuse files that do not fit before any work is done; reads headers only.
-
-        Args:
-            request: what will be run; without it, every component counts.
-            stages: whose components; all of them when not given.
-
-        Raises:
-            WeightsError: a file, a tensor or a shape is off.
-        """
-        for stage in self.port.stages:
-            if stages is not None and stage.name not in stages:
-                continue
-            if stage.require is not None:
-                stage.require(self.checkpoint)
-            for name in stage.components_for(request):
-                if name not in self.components.loaded:
-                    self.components.check_files(name)
-
-    # ----------------------------------------------------------------- stages
-
-    def run_stage(
-        self,
-        name: str,
-        request: Request,
-        inputs: Mapping[str, torch.Tensor],
-        *,
-        backend: str = "tpuport",
-    ) -> tuple[dict[str, Any], StageReport]:
-        """Run one stage on tensors in memory.
-
-        Args:
-            name: ``"encode"``, ``"denoise"`` or ``"decode"``.
-            request: the whole run.
-            inputs: the tensors of the stage before, videos in the leading dim; of
-                encode, the pixels of ``request.sources`` as ``image`` or ``video``.
-            backend: ``"tpuport"``, or ``"diffusers"`` for plain upstream code on the
-                host or its GPU.
-
-        Returns:
-            The tensors the stage writes (decode: ``frames``), and its report.
-        """
-        if name not in [stage.name for stage in self.port.stages]:
-            raise UsageError(
-                f"no stage is called {name!r}; there are "
-                + ", ".join(stage.name for stage in self.port.stages)
-            )
-        if self._closed:
-            raise UsageError("the session is closed; open another with tpuport.load")
-        stage = self.port.stage(name)
-        if backend not in BACKENDS:
-            raise UsageError(
-                f"backend {backend!r}: choose one of {', '.join(BACKENDS)}"
-            )
-        splits = [self.port.components[c].split for c in stage.components]
-        if any(splits):
-            self._check_backend(request, backend)
-        if backend == "diffusers":
-            return self._run_upstream(stage, request, inputs, host_device())
-        if stage is self.port.stages[0] and self.encode_on == "host":
-            return self._run_upstream(stage, request, inputs, "cpu")
-        with self.executor.programs.jax_cache():
-            return self.executor.run(stage, request, inputs)
-
-    def _run_upstream(
-        self,
-        stage: Stage,
-        request: Request,
-        inputs: Mapping[str, torch.Tensor],
-        device: str,
-    ) -> tuple[dict[str, Any], StageReport]:
-        if self.mesh.size > 1:
-            self.reporter.say(
-                f"{stage.name} runs upstream's code on {device}, not on the mesh"
-            )
-        if stage.require is not None:
-            stage.require(self.checkpoint)
-        for name in stage.components_for(request):
-            # The same refusals as on the mesh; upstream would fill a missing tensor
-            # with random numbers and warn.
-            self.components.check_files(name)
-        return self.executor.run_upstream(stage, request, inputs, device)
-
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -258,6 +155,8 @@ class Session(RequestBuilder):
         aspect_ratio: str | None = None,
         step_cache: str | None = None,
         backend: str = "tpuport",
+        pixels: str = "float32",
+        on_frames: Sink | None = None,
         **options: Any,
     ) -> Result:
         """Make videos, as one call of the upstream pipeline would.
@@ -282,6 +181,13 @@ class Session(RequestBuilder):
             step_cache: such as ``"deepcache"`` or ``"taylorseer:interval=3"``; faster,
                 and no longer exact. See docs/step-caching.md.
             backend: ``"diffusers"`` runs plain upstream code.
+            pixels: of the frames: ``"float32"`` in [0, 1], or ``"uint8"``, which are
+                made on the device.
+            on_frames: ``on_frames(first, frames)`` is called with frames [B, F, Y, X,
+                3] of videos ``first`` on as they are made, in their order, so that the
+                host never holds a whole video; :class:`Result` then has none. They
+                are checked when all are made: what was done with them before a
+                VideoError is to be thrown away.
             options: settings of this model, such as ``scheduler="ddim"``; also tensors
                 in place of prompts, by the names that the encode stage writes:
                 ``prompt_embeds``, ``negative_prompt_embeds`` and what belongs to them.
@@ -295,6 +201,7 @@ class Session(RequestBuilder):
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
+        delivery = Delivery(pixels, on_frames)
         encode = self.port.stages[0]
         tensor_names = {spec.name for spec in encode.writes if spec.role}
         given = {k: options.pop(k) for k in list(options) if k in tensor_names}
@@ -341,11 +248,15 @@ class Session(RequestBuilder):
             embeds = {**embeds, "initial_latents": latents}
         tensors, report = self.run_stage("denoise", request, embeds, backend=backend)
         stages.append(report)
-        decoded, report = self.run_stage("decode", request, tensors, backend=backend)
+        decoded, report = self.run_stage(
+            "decode", request, tensors, backend=backend, delivery=delivery
+        )
         stages.append(report)
-        check_frames(decoded["frames"])
+        delivery.check()
         return Result(
-            frames=decoded["frames"],
+            frames=decoded["frames"]
+            if on_frames is None
+            else no_frames(request, pixels),
             latents=tensors["latents"],
             report=self.run_report(stages, time.perf_counter() - started),
             request=request,
@@ -371,129 +282,3 @@ class Session(RequestBuilder):
             peak_host_bytes=reports.peak_host_bytes(),
             peak_device_bytes=reports.peak_device_bytes(list(self.mesh.devices.flat)),
         )
-
-    # ---------------------------------------------------------- run directory
-
-    def open_run(self, path: Path, request: Request) -> RunDirectory:
-        """The run directory of a request: a new one, or one made for the same.
-
-        Raises:
-            ArtifactError: it is of another model, other settings or other weights.
-        """
-        names = [*self.port.components, *(f for s in self.port.stages for f in s.files)]
-        weights = {name: self._fingerprint(name) for name in names}
-        return RunDirectory.open_or_create(
-            path,
-            model=self.port.name,
-            variant=self.variant.name,
-            settings=request.as_dict(),
-            weights=weights,
-        )
-
-    def _fingerprint(self, name: str) -> str | None:
-        """Of a folder as it is recorded; ``None`` where it is absent or damaged."""
-        if not self.checkpoint.has(name):
-            return None
-        if name in self.port.components:
-            try:
-                self.components.check_files(name)
-            except WeightsError:
-                # A stage that needs it will refuse it; once mended, it is recorded.
-                return None
-        return self.checkpoint.fingerprint(name)
-
-    def run_stage_in(
-        self,
-        run: RunDirectory,
-        name: str,
-        *,
-        backend: str = "tpuport",
-        source: Source | None = None,
-        extra: Mapping[str, torch.Tensor] | None = None,
-        note: Mapping[str, Any] | None = None,
-    ) -> tuple[dict[str, Any], StageReport]:
-        """Run one stage on a run directory: its inputs are read, its tensors written.
-
-        Args:
-            run: opened by :meth:`open_run` or :meth:`RunDirectory.open`.
-            name: of the stage.
-            backend: see :meth:`run_stage`.
-            source: what encode starts from, where the run has one.
-            extra: tensors written beside the stage's own, such as initial latents.
-            note: JSON kept with the stage's report in run.json, as ``"note"``.
-
-        Returns:
-            As :meth:`run_stage`. The frames of decode are checked, not written.
-
-        Raises:
-            ArtifactError: an input is missing, altered or of other weights.
-        """
-        stage = self.port.stage(name)
-        request = Request.from_dict(run.settings)
-        self.check(request)
-        run.check_request(model=self.port.name, variant=self.variant.name)
-        for folder in (*stage.components_for(request), *stage.files):
-            if self.checkpoint.has(folder):
-                run.check_weights(folder, self.checkpoint.fingerprint(folder))
-        order = [s.name for s in self.port.stages]
-        inputs: dict[str, torch.Tensor] = {}
-        if stage is self.port.stages[0] and request.sources:
-            inputs = self._source_pixels(request, source)
-        if order.index(name):
-            before = self.port.stages[order.index(name) - 1]
-            inputs = run.read_stage(before.name, before.writes)
-        tensors, report = self.run_stage(name, request, inputs, backend=backend)
-        if stage.writes:
-            dropped = run.invalidate_after(name, order)
-            if dropped:
-                self.reporter.say(
-                    f"{name} was run again: what {' and '.join(dropped)} made of its "
-                    "last result is dropped"
-                )
-            run.write_stage(
-                name,
-                STAGE_FILES[name],
-                {**tensors, **(extra or {})},
-                stage.writes,
-                {**self.stage_record(report), "note": dict(note or {})},
-            )
-        else:
-            check_frames(tensors["frames"])
-        return tensors, report
-
-    def _source_pixels(
-        self, request: Request, source: Source | None
-    ) -> dict[str, torch.Tensor]:
-        """The pixels that encode reads, found to be those of the request."""
-        count = len(request.prompts)
-        if source is None:
-            raise UsageError(
-                f"this run starts from {count} source(s) ({request.task}); give them"
-            )
-        if source.digests_for(count) != request.sources:
-            raise UsageError(f"the {source.kind} is another than the run was made for")
-        return {source.kind: source.for_videos(count)}
-
-    def stage_record(self, report: StageReport) -> dict[str, Any]:
-        """What run.json keeps of a stage: its report and where it ran."""
-        from tpuport.core.mesh import MeshSpec
-
-        return {
-            **report.as_dict(),
-            "weights": self.checkpoint.reference,
-            "dtype": self.dtype,
-            "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
-            "sharding": self.components.layout,
-            "blocks": self.port.blocks,
-            "platform": self.components.platform,
-        }
-
-
-def latents_digest(latents: torch.Tensor) -> str:
-    """sha256 of the bytes of a latents tensor, its shape and its dtype."""
-    from tpuport.core.arrays import dtype_name, to_numpy
-
-    digest = hashlib.sha256()
-    digest.update(f"{dtype_name(latents.dtype)} {tuple(latents.shape)}".encode())
-    digest.update(to_numpy(latents).tobytes())
-    return digest.hexdigest()

@@ -6,7 +6,7 @@ anything. Importing this module, or building a port, imports neither torch nor j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +14,20 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.request import Request
 from tpuport.core.sharding import GATHERED, ShardRule
 from tpuport.core.tensors import TensorSpec
+from tpuport.core.work import Call as Call
+from tpuport.core.work import StageContext, Tree, Work
 from tpuport.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from tpuport.core.attention import AttentionPolicy
     from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.module import BoundModule
     from tpuport.core.ops import OpOverride
     from tpuport.core.patching import Patch
-    from tpuport.core.rotary import RotaryCache
+    from tpuport.core.spatial import SpatialLayout
     from tpuport.core.splitting import ForwardSplit
     from tpuport.core.stacking import StackedBlocks
     from tpuport.core.transforms import WeightTransform
-
-Tree = Any
-"""A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
-
 
 BLOCKS = ("native", "upstream")
 """What ``--blocks`` takes; the first one is the default."""
@@ -100,96 +96,14 @@ class Program:
         component: whose weights it takes.
         fn: ``fn(model, carry, constants, inputs) -> (carry, output)`` on JAX arrays.
         donate: whether the carry's memory may be reused for the new carry.
+        space: how its arrays are split in space over the mesh; ``fn`` then has a
+            device's own part of them. ``None`` where the mesh is the model's affair.
     """
 
     component: str
     fn: Callable[[BoundModule, Tree, Tree, Tree], tuple[Tree, Tree]]
     donate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a program within a stage."""
-
-    program: str
-    inputs: Tree
-
-
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """What a stage does for one batch: calls in order, a carry handed along.
-
-    Attributes:
-        carry: the initial carry.
-        constants: inputs that are the same for every call; never compiled in.
-        calls: made lazily, so that per-call inputs need not exist all at once.
-        total: how many calls there are.
-        finish: the tensors the stage writes, from the last carry and all outputs.
-        watch: called with (index, output) of each call as it completes; may raise.
-        programs: those to compile before the first call, all for the shapes of its
-            inputs; for a stage that changes programs on the way.
-        to_host: fetch each output as its call completes, so that the device does not
-            hold them all; ``finish`` gets NumPy arrays.
-    """
-
-    carry: Tree
-    constants: Tree
-    calls: Iterable[Call]
-    total: int
-    finish: Callable[[Tree, list[Tree]], dict[str, Any]]
-    watch: Callable[[int, Tree], None] | None = None
-    programs: tuple[str, ...] = ()
-    to_host: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageContext:
-    """What a stage's functions may look at. ``batch`` counts batches of the request.
-
-    Attributes:
-        checkpoint: files and configs; weights are not read through it.
-        request: the whole run.
-        batch: which batch of the run.
-        inputs: the tensors read, already cut to this batch.
-        dtype: of the weights.
-        rotary: the cache of rotary tables.
-        module: the skeleton module of a component, for upstream helpers on it; its
-            parameters hold no data.
-        device: where plain upstream code should run.
-        say: tells people something.
-        upstream: ``upstream(name, load)`` is a component as upstream's own object:
-            ``load()``, or what it returned before when weights are kept loaded.
-    """
-
-    checkpoint: Checkpoint
-    request: Request
-    batch: int
-    inputs: Mapping[str, torch.Tensor]
-    dtype: str
-    rotary: RotaryCache
-    module: Callable[[str], torch.nn.Module]
-    device: str = "cpu"
-    say: Callable[[str], None] = lambda text: None
-    upstream: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts of this batch."""
-        return self.request.prompts[self.request.slice(self.batch)]
-
-    @property
-    def negative_prompts(self) -> tuple[str, ...]:
-        """The negative prompts of this batch."""
-        return self.request.negative_prompts[self.request.slice(self.batch)]
-
-    def generators(self) -> list[torch.Generator]:
-        """Fresh CPU generators of this batch's seeds: one, or one per video."""
-        import torch
-
-        return [
-            torch.Generator().manual_seed(seed)
-            for seed in self.request.seeds[self.batch]
-        ]
+    space: SpatialLayout | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

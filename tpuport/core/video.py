@@ -8,15 +8,18 @@ which alone is exact. All appear under their name only when they are complete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
-from fractions import Fraction
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from tpuport.core.files import replacing
+from tpuport.core.frames import FrameChecks, measure
+from tpuport.core.video_encoders import Encoder, open_encoder
 from tpuport.errors import OutputError, VideoError
 
 if TYPE_CHECKING:
@@ -25,23 +28,7 @@ if TYPE_CHECKING:
 VideoKind = Literal["mp4", "gif", "webm", "png"]
 
 _FILE_KINDS = tuple(kind for kind in get_args(VideoKind) if kind != "png")
-_FRAME_NAME = "frame-{:05d}.png"
 _FRAME_GLOB = "frame-*.png"
-
-# Without a tag players guess the colour matrix from the height of the picture, and
-# ffmpeg and browsers guess differently.
-_BT709 = (
-    "scale=out_color_matrix=bt709:out_range=tv,"
-    "setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709:range=tv"
-)
-_ENCODERS: dict[str, tuple[str, list[str]]] = {
-    # faststart puts the index first, so that a browser can play while it loads.
-    "mp4": ("libx264", ["-crf", "17", "-movflags", "+faststart", "-vf", _BT709]),
-    "webm": (
-        "libvpx-vp9",
-        ["-crf", "24", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4", "-vf", _BT709],
-    ),
-}
 
 
 # --- frames
@@ -83,33 +70,14 @@ def check_frames(frames: np.ndarray) -> None:
     """
     import numpy as np
 
-    if frames.ndim != 5 or frames.shape[-1] != 3 or 0 in frames.shape:
-        raise VideoError(
-            f"frames must have shape [N, T, Y, X, 3], not {list(frames.shape)}"
-        )
+    shape = frames.shape
+    if len(shape) != 5 or shape[-1] != 3 or 0 in shape:
+        raise VideoError(f"frames must have shape [N, T, Y, X, 3], not {list(shape)}")
     if not np.issubdtype(frames.dtype, np.floating):
         raise VideoError(f"frames must be float in [0, 1], not {frames.dtype}")
-    for index, video in enumerate(frames):
-        broken = ~np.isfinite(video)
-        if count := int(broken.sum()):
-            first = int(np.argmax(broken.any(axis=(1, 2, 3))))
-            raise VideoError(
-                f"video {index}: {count} of {video.size} values are NaN or infinite,"
-                f" from frame {first} on"
-            )
-        low, high = video.min(axis=(0, 1, 2)), video.max(axis=(0, 1, 2))
-        if high.max() * 255 < 0.5:
-            raise VideoError(
-                f"video {index}: all {len(video)} frames are black"
-                f" (largest value {high.max():.2g})"
-            )
-        # The margin is for 1/255 not being a float.
-        if (high - low).max() <= 1 / 255 + 1e-6:
-            colour = ", ".join(f"{value:.3f}" for value in (low + high) / 2)
-            raise VideoError(
-                f"video {index}: all pixels of its {len(video)} frames have the same"
-                f" colour ({colour})"
-            )
+    checks = FrameChecks()
+    checks.add(0, shape, measure(frames))
+    checks.check()
 
 
 # --- where it goes
@@ -211,6 +179,127 @@ def check_output(path: str | Path) -> VideoKind:
 # --- writing
 
 
+class _Discarded(Exception):
+    """Ends what is under way without a result."""
+
+
+class VideoWriter:
+    """Writes one video, frames as they come; see :func:`write_video`.
+
+    Used in a ``with`` block it publishes the video at the end, and discards it when
+    the block fails. Until it is published nothing is seen under its name.
+
+    Args:
+        path, fps, kind: as for :func:`write_video`.
+
+    Raises:
+        OutputError: the suffix is unknown, or ``fps`` is not above zero.
+    """
+
+    def __init__(
+        self, path: str | Path, fps: float, *, kind: VideoKind | None = None
+    ) -> None:
+        if not 0 < fps < float("inf"):
+            raise OutputError(f"{path}: {fps} frames per second cannot be written")
+        self.path = path
+        self.fps = fps
+        self.kind = kind or video_kind(path)
+        self.frames = 0
+        self._stack = contextlib.ExitStack()
+        self._encoder: Encoder | None = None
+        self._finished = False
+
+    def __enter__(self) -> VideoWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.publish()
+        else:
+            self.discard()
+
+    def append(self, frames: np.ndarray) -> None:
+        """The next frames: uint8, or float in [0, 1], of shape [T, Y, X, 3].
+
+        Raises:
+            OutputError: they cannot be written.
+            VideoError: they are not of that shape, or hold NaN.
+        """
+        if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+            raise VideoError(
+                f"frames must have shape [T, Y, X, 3], not {list(frames.shape)}"
+            )
+        with self._told():
+            encoder = self._open()
+            for frame in frames:
+                encoder.add(to_uint8(frame))
+                self.frames += 1
+
+    def finish(self) -> None:
+        """Complete the video, still under another name; no frame may follow.
+
+        Raises:
+            OutputError: it cannot be written.
+            VideoError: it has no frames.
+        """
+        if self._finished:
+            return
+        if self._encoder is None:
+            raise VideoError(f"{self.path}: there are no frames to write")
+        with self._told():
+            self._encoder.finish()
+        self._finished = True
+
+    def publish(self) -> None:
+        """Complete the video and give it its name.
+
+        Raises:
+            OutputError, VideoError: as :meth:`finish`; what was there before still is.
+        """
+        try:
+            self.finish()
+        except BaseException:
+            self.discard()
+            raise
+        with self._told():
+            self._stack.close()
+
+    def discard(self) -> None:
+        """Let go of what was written; what was there before still is."""
+        # An encoder may have died before, of the Ctrl-C that this is about.
+        with contextlib.suppress(_Discarded, OSError):
+            self._stack.__exit__(_Discarded, _Discarded(), None)
+
+    def _open(self) -> Encoder:
+        if self._encoder is None:
+            target = Path(self.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if self.kind == "png":
+                made = self._stack.enter_context(_replacing_frames(target))
+            else:
+                made = self._stack.enter_context(
+                    replacing(target, suffix=f".{self.kind}")
+                )
+            self._encoder = open_encoder(self.kind, made, self.fps)
+            # Closed before what it writes to is renamed or removed.
+            self._stack.callback(self._encoder.close)
+        return self._encoder
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # imageio puts the command line and ffmpeg's output below the first line.
+            reason = error.strerror or (str(error).splitlines() or [repr(error)])[0]
+            raise OutputError(f"{self.path}: cannot be written: {reason}") from error
+
+
 def write_video(
     path: str | Path, frames: np.ndarray, fps: float, *, kind: VideoKind | None = None
 ) -> None:
@@ -224,6 +313,7 @@ def write_video(
     - gif: 256 colours per frame, loops for ever. Frame times are whole hundredths of a
       second and at least two, spread so that the whole has the right length; rates
       above 50 become 50. A frame equal to the one before becomes a longer frame.
+      All its frames are held as bytes until the end.
     - png: ``frame-00000.png`` and so on, exact. ``frame-*.png`` of an earlier video in
       that folder are removed; other files stay.
 
@@ -238,93 +328,18 @@ def write_video(
             cannot be written; what was there before still is.
         VideoError: the frames are not of that shape, or hold NaN.
     """
-    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
-        raise VideoError(
-            f"frames must have shape [T, Y, X, 3], not {list(frames.shape)}"
-        )
-    if not 0 < fps < float("inf"):
-        raise OutputError(f"{path}: {fps} frames per second cannot be written")
-    kind = kind or video_kind(path)
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if kind == "png":
-            _write_pngs(target, frames)
-            return
-        with replacing(target, suffix=f".{kind}") as temporary:
-            if kind == "gif":
-                _write_gif(temporary, frames, fps)
-            else:
-                _write_ffmpeg(temporary, frames, fps, kind)
-    except OSError as error:
-        # imageio puts the command line and ffmpeg's output below the first line.
-        reason = error.strerror or (str(error).splitlines() or [repr(error)])[0]
-        raise OutputError(f"{path}: cannot be written: {reason}") from error
+    with VideoWriter(path, fps, kind=kind) as writer:
+        writer.append(frames)
 
 
-def _write_ffmpeg(path: Path, frames: np.ndarray, fps: float, kind: str) -> None:
-    import imageio.v2 as imageio
-    import imageio_ffmpeg
-    import numpy as np
-
-    codec, options = _ENCODERS[kind]
-    odd_y, odd_x = frames.shape[1] % 2, frames.shape[2] % 2
-    writer = imageio.get_writer(
-        path,
-        format="FFMPEG",
-        mode="I",
-        fps=float(fps),
-        codec=codec,
-        quality=None,  # the options have the quality
-        pixelformat="yuv420p",
-        macro_block_size=1,  # anything else rescales
-        ffmpeg_log_level="error",
-        output_params=list(options),
-    )
-    try:
-        for frame in frames:
-            image = to_uint8(frame)
-            if kind == "mp4" and (odd_y or odd_x):
-                image = np.pad(image, ((0, odd_y), (0, odd_x), (0, 0)), mode="edge")
-            writer.append_data(image)
-    finally:
-        writer.close()
-    # imageio does not look at how ffmpeg ended; a full disk shows only here.
-    try:
-        count, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
-    except RuntimeError as error:
-        raise OSError("ffmpeg did not write a video that can be read") from error
-    if count != len(frames):
-        raise OSError(f"ffmpeg wrote {count} of {len(frames)} frames")
-
-
-def _gif_times(count: int, fps: float) -> list[int]:
-    """Milliseconds per frame: multiples of 10 whose sum is that of ``count / fps``."""
-    rate = min(Fraction(50), Fraction(fps))
-    ends = [round(index * 100 / rate) for index in range(count + 1)]
-    return [10 * (end - start) for start, end in pairwise(ends)]
-
-
-def _write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
-    import imageio.v3 as iio
-
-    times = _gif_times(len(frames), fps)
-    # Pillow takes no list for a single image.
-    duration = times if len(times) > 1 else times[0]
-    images = to_uint8(frames)
-    iio.imwrite(path, images, plugin="pillow", is_batch=True, duration=duration, loop=0)
-
-
-def _write_pngs(folder: Path, frames: np.ndarray) -> None:
-    import imageio.v3 as iio
-
+@contextlib.contextmanager
+def _replacing_frames(folder: Path) -> Iterator[Path]:
+    """A folder whose PNGs take the place of those of ``folder`` at the end."""
     # All frames are written before any old one goes, so that a failure in between
     # leaves the earlier video whole.
     scratch = Path(tempfile.mkdtemp(prefix=".tpuport-", dir=folder.parent))
     try:
-        for index, frame in enumerate(frames):
-            image = scratch / _FRAME_NAME.format(index)
-            iio.imwrite(image, to_uint8(frame), plugin="pillow")
+        yield scratch
         folder.mkdir(exist_ok=True)
         for stale in folder.glob(_FRAME_GLOB):
             stale.unlink()

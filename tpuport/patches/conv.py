@@ -78,12 +78,111 @@ def convolution_by_taps(
     return jnp.transpose(out, (0, 4, 1, 2, 3))
 
 
+def plain_convolution(
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+) -> jax.Array:
+    """[N, C, *sizes] convolved with [O, C / groups, *kernel] -> [N, O, *sizes'].
+
+    Rounded once, after the bias. Source of the contract: ``torch.nn.functional.conv3d``
+    and its like over one and two axes.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    letters = "TYX"[3 - (weight.ndim - 2) :]
+    out = jax.lax.conv_general_dilated(
+        input,
+        weight,
+        tuple(stride),
+        [(p, p) for p in padding],
+        rhs_dilation=tuple(dilation),
+        dimension_numbers=(f"NC{letters}", f"OI{letters}", f"NC{letters}"),
+        feature_group_count=groups,
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        per_channel = (1, -1) + (1,) * len(letters)
+        out = out + bias.astype(jnp.float32).reshape(per_channel)
+    return out.astype(input.dtype)
+
+
+#: Of a core's VMEM, what a kernel may take.
+_VMEM_SHARE = 7 / 8
+
+
+def video_kernel(
+    context: OpContext,
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    padding: Sequence[int],
+) -> jax.Array:
+    """[N, C, (T,) Y, X] by the project's kernel for TPU.
+
+    Args:
+        weight: [O, C, (K,) 3, 3].
+        padding: of every axis: none or 1 for rows and columns.
+
+    Raises:
+        NotImplementedError: the kernel cannot.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.core.chips import CHIPS
+    from tpuport.kernels.conv import pitch_of, video_convolution
+    from tpuport.kernels.selection import DEFAULT_CHIP
+
+    flat = input.ndim == 4
+    if flat:
+        input, weight, padding = input[:, :, None], weight[:, :, None], [0, *padding]
+    x = jnp.transpose(input, (0, 2, 3, 4, 1))
+    frames, rows, columns = padding
+    if context.space is not None:
+        around = (rows, columns)
+        x = context.space.halo(x, (2, 3), around, around)
+        rows = columns = 0
+    size = x.shape[3] + 2 * columns
+    pitch = pitch_of(size - 2)
+    pads = [(0, 0), (frames, frames), (rows, rows), (columns, columns + pitch - size)]
+    out = video_convolution(
+        jnp.pad(x, [*pads, (0, 0)]),
+        jnp.transpose(weight, (2, 3, 4, 1, 0)),
+        bias,
+        size - 2,
+        vmem_limit=int(CHIPS[context.chip or DEFAULT_CHIP].vmem_bytes * _VMEM_SHARE),
+        # A mesh of other devices stands in for TPUs where a program is only traced.
+        interpret=context.chip is None and jax.default_backend() != "tpu",
+    )
+    out = jnp.transpose(out, (0, 4, 1, 2, 3))
+    return out[:, :, 0] if flat else out
+
+
+def pointwise(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """[N, C, ...] by a kernel [O, C, 1, ...] of one element: a product of matrices.
+
+    As such it compiles in a fraction of the time of a convolution.
+    """
+    import jax.numpy as jnp
+
+    flat = weight.reshape(weight.shape[:2])
+    out = jnp.einsum("nc...,oc->no...", input, flat, preferred_element_type=jnp.float32)
+    if bias is not None:
+        shape = (1, -1) + (1,) * (input.ndim - 2)
+        out = out + bias.astype(jnp.float32).reshape(shape)
+    return out.astype(input.dtype)
+
+
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
 
-    if context.platform != "cpu":
-        plain: Callable[..., Any] = _aten_convolution
-        return plain
+    platform, space = context.platform, context.space
 
     def convolution(
         input: jax.Array,
@@ -96,16 +195,45 @@ def _make(context: OpContext) -> Callable[..., Any]:
         output_padding: Sequence[int],
         groups: int,
     ) -> Any:
-        if input.ndim == 5 and _is_three_dimensional(
-            weight, stride, dilation, transposed, groups
+        axes = weight.ndim - 2
+        batched = input.ndim == weight.ndim
+        pads, steps, apart = (
+            list(values) * (axes if len(values) == 1 else 1)
+            for values in (padding, stride, dilation)
+        )
+        simple = batched and groups == 1 and not transposed
+        dense = simple and set(steps) == set(apart) == {1}
+        if platform == "tpu" and dense:
+            if set(weight.shape[2:]) == {1} and set(pads) == {0}:
+                return pointwise(input, weight, bias)
+            try:
+                if axes > 1:
+                    return video_kernel(context, input, weight, bias, pads)
+            except NotImplementedError:
+                # XLA's own can: it takes longer to compile and to run.
+                pass
+        if space is not None and axes > 1:
+            if transposed or not batched:
+                raise NotImplementedError(
+                    f"a convolution of {input.shape} with {weight.shape}, "
+                    f"transposed={transposed}, split in space"
+                )
+            dims = (input.ndim - 2, input.ndim - 1)
+            around = (pads[-2], pads[-1])
+            input = space.halo(input, dims, around, around)
+            pads[-2:] = [0, 0]
+        if platform == "cpu" and _is_three_dimensional(
+            weight, steps, apart, transposed, groups
         ):
-            return convolution_by_taps(input, weight, bias, stride, padding, dilation)
+            return convolution_by_taps(input, weight, bias, steps, pads, apart)
+        if platform == "tpu" and batched and not transposed:
+            return plain_convolution(input, weight, bias, steps, pads, apart, groups)
         return _aten_convolution(
             input,
             weight,
             bias,
             stride,
-            padding,
+            pads,
             dilation,
             transposed,
             output_padding,
@@ -115,10 +243,11 @@ def _make(context: OpContext) -> Callable[..., Any]:
     return convolution
 
 
-CONVOLUTION_ON_CPU = OpOverride(
+CONVOLUTION = OpOverride(
     targets=("torch.ops.aten.convolution",),
     make=_make,
     owner="tpuport.patches.conv",
-    reason="XLA's CPU compiler is slow at convolutions over three axes",
+    reason="XLA's CPU compiler is slow at convolutions over three axes; split in "
+    "space, a device needs its neighbours' rows and columns",
 )
 """For any model with 3D convolutions."""

@@ -9,6 +9,7 @@ Legend: N batch, C channels, G groups.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from tpuport.core.ops import OpContext, OpOverride
 
 if TYPE_CHECKING:
     import jax
+
+    from tpuport.core.spatial import Space
 
 
 def _trailing_axes(
@@ -64,10 +67,13 @@ def group_norm(
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-5,
+    *,
+    space: Space | None = None,
 ) -> jax.Array:
     """``torch.nn.functional.group_norm`` of an array of shape [N, C, ...].
 
-    Returns an array of the shape and dtype of ``input``.
+    Returns an array of the shape and dtype of ``input``. With a ``space`` its last two
+    dims are a device's rows and columns of a picture, and statistics are of the whole.
 
     Raises:
         ValueError: ``num_groups`` does not divide C.
@@ -77,14 +83,12 @@ def group_norm(
     batch, channels, *rest = input.shape
     if channels % num_groups:
         raise ValueError(f"group_norm: {channels} channels in {num_groups} groups")
-    grouped = input.astype(jnp.float32).reshape(
-        batch, num_groups, channels // num_groups, *rest
-    )
-    axes = tuple(range(2, grouped.ndim))
-    centred = grouped - jnp.mean(grouped, axis=axes, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
-    out = (centred / jnp.sqrt(variance + eps)).reshape(input.shape)
     per_channel = (1, channels) + (1,) * len(rest)
+    mean, variance = (
+        jnp.repeat(x, channels // num_groups, axis=1).reshape(batch, *per_channel[1:])
+        for x in _moments(input, num_groups, space)
+    )
+    out = (input.astype(jnp.float32) - mean) / jnp.sqrt(variance + eps)
     if weight is not None:
         out = out * weight.astype(jnp.float32).reshape(per_channel)
     if bias is not None:
@@ -92,7 +96,35 @@ def group_norm(
     return out.astype(input.dtype)
 
 
+def _moments(
+    input: jax.Array, num_groups: int, space: Space | None
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of the groups of [N, C, ...], each [N, G].
+
+    First of every channel, which leaves the channels along the lanes where they are,
+    and then of each group, by the law of total variance.
+    """
+    import jax.numpy as jnp
+
+    batch, channels = input.shape[:2]
+    axes = tuple(range(2, input.ndim))
+    if space is not None:
+        dims = (input.ndim - 2, input.ndim - 1)
+        means, variances = space.moments(input, dims, axes)
+    else:
+        x = input.astype(jnp.float32)
+        means = jnp.mean(x, axis=axes, keepdims=True)
+        variances = jnp.mean(jnp.square(x - means), axis=axes)
+    means, variances = (
+        x.reshape(batch, num_groups, channels // num_groups) for x in (means, variances)
+    )
+    mean = jnp.mean(means, axis=2)
+    apart = jnp.square(means - mean[..., None])
+    return mean, jnp.mean(variances + apart, axis=2)
+
+
 def _native_group_norm(
+    space: Space | None,
     input: jax.Array,
     weight: jax.Array | None,
     bias: jax.Array | None,
@@ -105,10 +137,8 @@ def _native_group_norm(
     """``aten.native_group_norm``: (output, mean [N, G], reciprocal std [N, G])."""
     import jax.numpy as jnp
 
-    flat = input.astype(jnp.float32).reshape(N, group, (C // group) * HxW)
-    mean = jnp.mean(flat, axis=-1)
-    variance = jnp.mean(jnp.square(flat - mean[..., None]), axis=-1)
-    out = group_norm(input, group, weight, bias, eps)
+    mean, variance = _moments(input, group, space)
+    out = group_norm(input, group, weight, bias, eps, space=space)
     return out, mean, 1 / jnp.sqrt(variance + eps)
 
 
@@ -131,10 +161,9 @@ def _native_layer_norm(
     return out, mean, 1 / jnp.sqrt(variance + eps)
 
 
-def _override(targets: tuple[str, ...], implementation: Callable[..., Any]) -> Any:
-    def make(context: OpContext) -> Callable[..., Any]:
-        return implementation
-
+def _override(
+    targets: tuple[str, ...], make: Callable[[OpContext], Callable[..., Any]]
+) -> OpOverride:
     return OpOverride(
         targets=targets,
         make=make,
@@ -143,10 +172,20 @@ def _override(targets: tuple[str, ...], implementation: Callable[..., Any]) -> A
     )
 
 
+def _group_norm_of(context: OpContext) -> Callable[..., Any]:
+    return functools.partial(group_norm, space=context.space)
+
+
+def _native_group_norm_of(context: OpContext) -> Callable[..., Any]:
+    return functools.partial(_native_group_norm, context.space)
+
+
 FLOAT32_NORMS: tuple[OpOverride, ...] = (
-    _override(("torch.nn.functional.layer_norm",), layer_norm),
-    _override(("torch.nn.functional.group_norm",), group_norm),
-    _override(("torch.ops.aten.native_layer_norm",), _native_layer_norm),
-    _override(("torch.ops.aten.native_group_norm",), _native_group_norm),
+    _override(("torch.nn.functional.layer_norm",), lambda context: layer_norm),
+    _override(("torch.nn.functional.group_norm",), _group_norm_of),
+    _override(
+        ("torch.ops.aten.native_layer_norm",), lambda context: _native_layer_norm
+    ),
+    _override(("torch.ops.aten.native_group_norm",), _native_group_norm_of),
 )
 """Override claims a model port lists to get float32 norms."""

@@ -8,6 +8,7 @@ Legend: N batch, C channels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,15 @@ def nearest_resize(
     input: jax.Array,
     output_size: Sequence[int] | None,
     *scales: float | Sequence[float] | None,
+    by_matrix: bool = False,
 ) -> jax.Array:
     """``aten.upsample_nearest{1,2,3}d`` of [N, C, *sizes].
 
     Args:
         output_size: the new sizes; ``None`` to go by ``scales``.
         scales: of each axis, or one sequence of them, or ``None``.
+        by_matrix: enlarge the last axis by a product with a matrix; exact where all
+            elements are finite.
 
     Returns:
         [N, C, *output_size], in the dtype of ``input``. Element i of an axis is element
@@ -50,14 +54,16 @@ def nearest_resize(
             for n, f in zip(input.shape[2:], factors, strict=True)
         ]
     out = input
-    for axis, (size, factor) in enumerate(
-        zip(output_size, factors, strict=True), start=2
-    ):
+    todo = list(enumerate(zip(output_size, factors, strict=True), start=2))
+    # The last axis first, while there is least of the others.
+    for axis, (size, factor) in reversed(todo):
         old = input.shape[axis]
         if size == old and factor in (None, 1.0):
             continue
         if size % old == 0 and factor in (None, size / old):
-            out = _repeat(out, size // old, axis)
+            last = by_matrix and axis == out.ndim - 1
+            count = size // old
+            out = _repeat_by_matrix(out, count) if last else _repeat(out, count, axis)
             continue
         step = np.float32(1.0 / factor) if factor else np.float32(old) / size
         source = np.floor(np.arange(size, dtype=np.float32) * step).astype(np.int32)
@@ -76,7 +82,26 @@ def _repeat(x: jax.Array, count: int, axis: int) -> jax.Array:
     return wide.reshape(*x.shape[:axis], x.shape[axis] * count, *x.shape[axis + 1 :])
 
 
+def _repeat_by_matrix(x: jax.Array, count: int) -> jax.Array:
+    """Every element of the last axis ``count`` times, as a product with zeros and ones.
+
+    Exact for finite elements: of the terms of each sum one is not zero. On a TPU the
+    elements of a picture's row lie in different rows of a tile; to move them there one
+    by one takes twenty times as long.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    size = x.shape[-1]
+    copies = jnp.repeat(jnp.eye(size, dtype=x.dtype), count, axis=1)
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out: jax.Array = jnp.einsum("...x,xz->...z", x, copies, precision=exact)
+    return out
+
+
 def _make(context: OpContext) -> Callable[..., Any]:
+    if context.platform == "tpu":
+        return functools.partial(nearest_resize, by_matrix=True)
     return nearest_resize
 
 

@@ -200,11 +200,87 @@ def _tail(x: np.ndarray, dim: int, length: int) -> np.ndarray:
     return _take(x, dim, max(size - length, 0), size).copy()
 
 
-def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
-    """Join the outputs of a plan's tiles.
+class Piece(NamedTuple):
+    """What a tile adds to the output; later tiles do not change it any more.
 
-    Each output is let go once it is copied: besides the result, one tile, one row of
-    seams and the blended frames of one tile in time are held.
+    Attributes:
+        values: float32 of shape [B, C, frames, rows, columns].
+        place: where they go: slices of the frames, rows and columns of the output.
+        ends_row: whether no tile is missing of these frames.
+    """
+
+    values: np.ndarray
+    place: tuple[slice, slice, slice]
+    ends_row: bool
+
+
+class TileJoin:
+    """Joins the outputs of a plan's tiles one by one.
+
+    Between two tiles, one row of seams and the blended frames of one tile in time are
+    held; what is done with the pieces is the caller's affair.
+
+    Args:
+        plan: the tiles.
+    """
+
+    def __init__(self, plan: TilePlan) -> None:
+        self._plan = plan
+        self._tiles = plan.tiles
+        self._seams = _Seams(plan)
+        self._count = 0
+        self._leading: tuple[int, ...] | None = None
+
+    def add(self, output: Any) -> Piece:
+        """The next tile's output, of shape [B, C, *size] and any float dtype.
+
+        Raises:
+            ValueError: there are more outputs than tiles, or it has not the shape that
+                the plan counts on.
+        """
+        import numpy as np
+
+        if self._count == len(self._tiles):
+            raise ValueError(f"more outputs than the {len(self._tiles)} tiles")
+        index = self._tiles[self._count].index
+        spans = [a.spans[n] for a, n in zip(self._plan.axes, index, strict=True)]
+        made = tuple(s.made for s in spans)
+        found = tuple(output.shape)
+        leading = self._leading or found[:2]
+        if found != (*leading, *made):
+            raise ValueError(
+                f"tile {index} gave an output of shape {found}; the plan counts on "
+                f"{(*leading, *made)}"
+            )
+        self._leading = leading
+        self._count += 1
+        # A device array is fetched before it is cut, and copied: blending writes.
+        tile = np.asarray(output)[:, :, spans[0].drop :].astype(np.float32)
+        self._seams.blend(tile, index, spans)
+        frames, rows, columns = (slice(s.at, s.at + s.keep) for s in spans)
+        following = self._tiles[self._count : self._count + 1]
+        return Piece(
+            values=tile[:, :, *(slice(s.keep) for s in spans)],
+            place=(frames, rows, columns),
+            ends_row=not following or following[0].index[0] != index[0],
+        )
+
+    def end(self) -> None:
+        """Nothing follows.
+
+        Raises:
+            ValueError: there are fewer outputs than tiles.
+        """
+        if self._count < len(self._tiles):
+            raise ValueError(
+                f"{self._count} outputs for the {len(self._tiles)} tiles of the plan"
+            )
+
+
+def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
+    """Join the outputs of a plan's tiles into one array; see :class:`TileJoin`.
+
+    Each output is let go once it is copied.
 
     Args:
         plan: the tiles.
@@ -220,34 +296,17 @@ def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
     """
     import numpy as np
 
-    tiles = plan.tiles
+    join = TileJoin(plan)
     result: np.ndarray | None = None
-    seams = _Seams(plan)
-    count = 0
     for output in outputs:
-        if count == len(tiles):
-            raise ValueError(f"more outputs than the {count} tiles of the plan")
-        index = tiles[count].index
-        spans = [a.spans[n] for a, n in zip(plan.axes, index, strict=True)]
-        made = tuple(s.made for s in spans)
-        found = tuple(output.shape)
-        leading = found[:2] if result is None else result.shape[:2]
-        if found != (*leading, *made):
-            raise ValueError(
-                f"tile {index} gave an output of shape {found}; the plan counts on "
-                f"{(*leading, *made)}"
-            )
+        piece = join.add(output)
+        del output
         if result is None:
-            result = np.empty((*leading, *plan.output), np.float32)
-        # A device array is fetched before it is cut, and copied: blending writes.
-        tile = np.asarray(output)[:, :, spans[0].drop :].astype(np.float32)
-        seams.blend(tile, index, spans)
-        kept = (slice(s.at, s.at + s.keep) for s in spans)
-        result[:, :, *kept] = tile[:, :, *(slice(s.keep) for s in spans)]
-        count += 1
-        del output, tile
-    if result is None or count < len(tiles):
-        raise ValueError(f"{count} outputs for the {len(tiles)} tiles of the plan")
+            result = np.empty((*piece.values.shape[:2], *plan.output), np.float32)
+        result[:, :, *piece.place] = piece.values
+        del piece
+    join.end()
+    assert result is not None
     return result
 
 

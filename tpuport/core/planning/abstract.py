@@ -7,6 +7,7 @@ between stages are zeros of the shapes that the programs return.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.arrays import to_numpy
 from tpuport.core.components import EVERYTHING, Components, Loaded
 from tpuport.core.executor import Executor, Timing, merge
-from tpuport.core.lowering import trace
+from tpuport.core.lowering import placed, trace
 from tpuport.core.spec import Stage, Work
 
 if TYPE_CHECKING:
@@ -90,12 +91,17 @@ class AbstractProgram:
         """Shapes and places of the carry and the output."""
         import jax
 
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=self.loaded.replicated
-            ),
+        _, places = placed(self.spec, None, self.loaded, self.args)
+
+        def struct(place: Any, leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        out: tuple[Any, Any] = jax.tree.map(
+            lambda place, part: jax.tree.map(functools.partial(struct, place), part),
+            places,
             self.traced().out_info,
         )
+        return out
 
     def forget(self) -> None:
         """Let go of what was traced and lowered, which of a whole model is large."""

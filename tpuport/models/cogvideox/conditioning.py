@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.media import to_images
-from tpuport.core.spec import Call, StageContext
+from tpuport.core.spatial import SpatialLayout
+from tpuport.core.spec import Call, Program, StageContext
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.inputs import (
     latent_shape,
@@ -86,6 +87,19 @@ def encode_chunk(
     if model.ported.module.quant_conv is not None:
         moments = model(moments, method="quant_conv")
     return cache, moments
+
+
+ENCODE_CHUNK = Program(
+    component="vae",
+    fn=encode_chunk,
+    space=SpatialLayout(
+        inputs={"pixels": "BCFYX"},
+        carry="BCFYX",
+        output="BCTYX",
+        granule=8,
+    ),
+)
+"""For the first chunk and for those that follow."""
 
 
 def encode_calls(ctx: StageContext) -> Iterator[Call]:

@@ -13,8 +13,9 @@ from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, inputs, native, sharding, stages
 from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
-from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.padding import PADDING
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -66,13 +67,18 @@ PORT = ModelPort(
             name="vae",
             class_path="diffusers:AutoencoderKLCogVideoX",
             sharding=sharding.VAE,
-            single_device=True,
         ),
     },
     stages=stages.STAGES,
     variants=config.VARIANTS,
     patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *PATCHES),
-    overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+    overrides=(
+        *FLOAT32_NORMS,
+        GELU_ROUNDED_ONCE,
+        NEAREST_RESIZE,
+        CONVOLUTION,
+        PADDING,
+    ),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect,

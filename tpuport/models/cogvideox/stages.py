@@ -11,11 +11,14 @@ pipeline, and [B, C, T, Y, X] for the VAE. A 1.5 checkpoint pads T to a multiple
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
+from tpuport.core.frames import PIXELS, encode_pixels
 from tpuport.core.request import Request, denoising_steps
+from tpuport.core.spatial import SpatialLayout
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
@@ -76,6 +79,9 @@ def plan_encode(ctx: StageContext) -> Work:
         named = name_embeddings(ctx, to_torch(outputs[0]))
         if chunks:
             moments = torch.cat([to_torch(output) for output in outputs[1:]], dim=2)
+            # Split in space, they come with phantom rows and columns.
+            rows, columns = latent_shape(ctx.request, ctx.checkpoint)[-2:]
+            moments = moments[..., :rows, :columns]
             named |= conditioning.source_latents(ctx, moments)
         return named
 
@@ -240,9 +246,14 @@ def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decode_chunk(
-    model: BoundModule, carry: Any, constants: None, inputs: Mapping[str, Any]
+    model: BoundModule,
+    carry: Any,
+    constants: None,
+    inputs: Mapping[str, Any],
+    *,
+    pixels: str,
 ) -> tuple[Any, Any]:
-    """Latents [B, C, T, Y, X] of a chunk -> frames [B, F, 8Y, 8X, 3] in [0, 1].
+    """Latents [B, C, T, Y, X] of a chunk -> frames, as ``encode_pixels`` gives them.
 
     The carry is the decoder's convolution cache: the last frames of each causal
     convolution's input in the chunk before.
@@ -253,8 +264,8 @@ def _decode_chunk(
     if model.ported.module.post_quant_conv is not None:
         z = model(z, method="post_quant_conv")
     video, cache = model(z, conv_cache=carry, method="decoder")
-    frames = jnp.clip(video.astype(jnp.float32) * 0.5 + 0.5, 0.0, 1.0)
-    return cache, jnp.transpose(frames, (0, 2, 3, 4, 1))
+    frames = jnp.transpose(video.astype(jnp.float32) * 0.5 + 0.5, (0, 2, 3, 4, 1))
+    return cache, encode_pixels(frames, pixels, model.space)
 
 
 def chunk_lengths(latent_frames: int) -> list[int]:
@@ -268,24 +279,45 @@ def chunk_lengths(latent_frames: int) -> list[int]:
 
 def plan_decode(ctx: StageContext) -> Work:
     """Decode chunk by chunk; one program for the first chunk, one for the others."""
-    import numpy as np
-
     z = latents_for_vae(ctx)
     lengths = chunk_lengths(z.shape[2])
+    rows, columns = ctx.request.height, ctx.request.width
 
     def calls() -> Iterator[Call]:
         start = 0
         for index, length in enumerate(lengths):
             chunk = z[:, :, start : start + length].contiguous()
-            yield Call("next" if index else "first", {"latents": chunk})
+            place = "next" if index else "first"
+            yield Call(f"{place} {ctx.pixels}", {"latents": chunk})
             start += length
 
-    def finish(carry: Any, outputs: list[Any]) -> dict[str, Any]:
-        return {"frames": np.concatenate([np.asarray(o) for o in outputs], axis=1)}
+    def frames(index: int, output: Mapping[str, Any]) -> Any:
+        # Split in space, a picture comes with phantom rows and columns.
+        return output["frames"][:, :, :rows, :columns]
 
     return Work(
-        carry=None, constants=None, calls=calls(), total=len(lengths), finish=finish
+        carry=None, constants=None, calls=calls(), total=len(lengths), frames=frames
     )
+
+
+#: Of the arrays of a chunk; the caches have the order of what they are cut from.
+_DECODED = SpatialLayout(
+    inputs={"latents": "BCTYX"},
+    carry="BCTYX",
+    output={"frames": "BFYXC", "finite": "BF", "low": "BC", "high": "BC"},
+)
+
+
+def _decode_programs() -> dict[str, Program]:
+    return {
+        f"{place} {pixels}": Program(
+            component="vae",
+            fn=functools.partial(_decode_chunk, pixels=pixels),
+            space=_DECODED,
+        )
+        for place in ("first", "next")
+        for pixels in PIXELS
+    }
 
 
 # ------------------------------------------------------------------------ table
@@ -313,8 +345,8 @@ STAGES: tuple[Stage, ...] = (
         require=require_tokenizer,
         programs={
             "encode": Program(component="text_encoder", fn=_encode_program),
-            "first": Program(component="vae", fn=conditioning.encode_chunk),
-            "next": Program(component="vae", fn=conditioning.encode_chunk),
+            "first": conditioning.ENCODE_CHUNK,
+            "next": conditioning.ENCODE_CHUNK,
         },
         plan=plan_encode,
         upstream=upstream.encode,
@@ -375,10 +407,7 @@ STAGES: tuple[Stage, ...] = (
         unit="chunk",
         components=("vae",),
         loads={"vae": (r"decoder\..*", r"post_quant_conv\..*")},
-        programs={
-            "first": Program(component="vae", fn=_decode_chunk),
-            "next": Program(component="vae", fn=_decode_chunk),
-        },
+        programs=_decode_programs(),
         plan=plan_decode,
         upstream=upstream.decode,
         writes=(),

@@ -7,16 +7,19 @@ frames, H and W pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
+from tpuport.core.frames import PIXELS, encode_on_host, encode_pixels
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo.vae import plan_decode
-from tpuport.patches.tiling import assemble
+from tpuport.patches.tiling import TileJoin, TilePlan
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from tpuport.core.module import BoundModule
@@ -136,17 +139,36 @@ def decode_stage(
     decode_tile: Callable[[BoundModule, Any], Any],
     upstream: Callable[[StageContext], dict[str, Any]],
 ) -> Stage:
-    """The decode stage of a form: ``decode_tile`` on each tile of the latents."""
+    """The decode stage of a form: ``decode_tile`` on each tile of the latents.
+
+    The program ``tile`` gives floats, which the host blends; ``whole float32`` and
+    ``whole uint8`` give the frames of latents that are one tile.
+    """
 
     def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
         return None, decode_tile(model, given["latents"])
+
+    def whole(
+        pixels: str, model: BoundModule, carry: None, constants: None, given: Any
+    ) -> Any:
+        import jax.numpy as jnp
+
+        video = decode_tile(model, given["latents"])
+        frames = jnp.transpose(video, (0, 2, 3, 4, 1)) * 0.5 + 0.5
+        return None, encode_pixels(frames, pixels)
 
     return Stage(
         name="decode",
         unit="tile",
         components=("vae",),
         loads={"vae": DECODER},
-        programs={"tile": Program(component="vae", fn=run)},
+        programs={
+            "tile": Program(component="vae", fn=run),
+            **{
+                f"whole {pixels}": Program(component="vae", fn=partial(whole, pixels))
+                for pixels in PIXELS
+            },
+        },
         plan=plan_tiles,
         upstream=upstream,
         writes=(),
@@ -210,27 +232,75 @@ def tiled(ctx: StageContext) -> bool:
 
 def plan_tiles(ctx: StageContext) -> Work:
     """Decode tile by tile with upstream's tile sizes and blending; or all at once."""
-    import numpy as np
-
     z = unscaled_latents(ctx)
     plan = plan_decode(ctx.module("vae"), tuple(z.shape), tiled(ctx))
+    if len(plan.tiles) == 1:
+        return Work(
+            carry=None,
+            constants=None,
+            calls=[Call(f"whole {ctx.pixels}", {"latents": z.contiguous()})],
+            total=1,
+            frames=lambda index, output: output,
+        )
 
     def calls() -> Iterator[Call]:
         for tile in plan.tiles:
             yield Call("tile", {"latents": tile.cut(z).contiguous()})
 
-    def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
-        outputs.reverse()
-        # Taken off the list, so that a tile's memory is free once it is joined.
-        video = assemble(plan, (outputs.pop() for _ in plan.tiles))
-        frames = np.clip(video * np.float32(0.5) + np.float32(0.5), 0, 1)
-        return {"frames": np.ascontiguousarray(frames.transpose(0, 2, 3, 4, 1))}
-
+    joined = JoinedFrames(plan, ctx.pixels)
     return Work(
         carry=None,
         constants=None,
         calls=calls(),
         total=len(plan.tiles),
-        finish=finish,
-        to_host=True,
+        frames=lambda index, output: joined.add(output),
     )
+
+
+class JoinedFrames:
+    """Tiles of a video as its frames: finished where the last tile of them is in.
+
+    A piece becomes pixels as soon as it is blended, so that of the floats one tile and
+    the seams are held, and of the pixels the frames of one row of tiles in time.
+
+    Args:
+        plan: the tiles.
+        pixels: ``"float32"`` or ``"uint8"``.
+    """
+
+    def __init__(self, plan: TilePlan, pixels: str) -> None:
+        self._plan = plan
+        self._pixels = pixels
+        self._join = TileJoin(plan)
+        self._row: dict[str, np.ndarray] | None = None
+
+    def add(self, output: np.ndarray) -> dict[str, np.ndarray] | None:
+        """The next tile, [B, 3, F, H, W], about [-1, 1].
+
+        Returns:
+            The frames that it completes, as :func:`tpuport.core.frames.encode_pixels`
+            gives them, or ``None``.
+        """
+        import numpy as np
+
+        values, (frames, rows, columns), ends_row = self._join.add(output)
+        values *= np.float32(0.5)
+        values += np.float32(0.5)
+        piece = encode_on_host(values.transpose(0, 2, 3, 4, 1), self._pixels)
+        if self._row is None:
+            shape = (len(values), frames.stop - frames.start, *self._plan.output[1:], 3)
+            self._row = {
+                "frames": np.empty(shape, self._pixels),
+                "finite": np.zeros_like(piece["finite"]),
+                "low": piece["low"],
+                "high": piece["high"],
+            }
+        row = self._row
+        row["frames"][:, :, rows, columns] = piece["frames"]
+        row["finite"] += piece["finite"]
+        row["low"] = np.minimum(row["low"], piece["low"])
+        row["high"] = np.maximum(row["high"], piece["high"])
+        if not ends_row:
+            return None
+        self._row = None
+        return row

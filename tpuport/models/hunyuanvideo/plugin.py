@@ -25,7 +25,7 @@ from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
-from tpuport.patches.conv import CONVOLUTION_ON_CPU
+from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
@@ -136,7 +136,7 @@ PORT_13B = ModelPort(
     stages=stages_13b.STAGES,
     variants=config.VARIANTS,
     patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_13B, *VAE_13B),
-    overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION_ON_CPU),
+    overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect_13b,

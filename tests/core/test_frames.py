@@ -1,0 +1,129 @@
+"""Frames as a device gives them: the bytes of the host, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpuport.core.frames import FrameChecks, encode_pixels, measure
+from tpuport.core.video import check_frames, to_uint8
+from tpuport.errors import UsageError, VideoError
+
+
+def encode(x: Any, pixels: str = "uint8") -> dict[str, np.ndarray]:
+    """On the device, under jit, as the programs of decode do."""
+    made = jax.jit(lambda x: encode_pixels(x, pixels))(jnp.asarray(x, jnp.float32))
+    return jax.device_get(made)
+
+
+def as_frames(values: Any) -> np.ndarray:
+    """A flat array as frames of one video, padded with its last value."""
+    flat = np.asarray(values, np.float32).ravel()
+    count = -(-flat.size // 48) * 48
+    flat = np.pad(flat, (0, count - flat.size), mode="edge")
+    return flat.reshape(1, -1, 4, 4, 3)
+
+
+def ties() -> np.ndarray:
+    """Every half byte and its float32 neighbours, some of which are exact ties."""
+    halves = ((np.arange(-2, 258) + 0.5) / 255).astype(np.float32)
+    below = np.nextafter(halves, np.float32(-1))
+    above = np.nextafter(halves, np.float32(2))
+    return np.concatenate([halves, below, above])
+
+
+def test_bytes_are_those_of_the_host_to_the_last_tie() -> None:
+    values = ties()
+    # There are exact ties among them, and they go both ways.
+    products = np.clip(values, 0, 1) * np.float32(255)
+    tied = products[products % 1 == 0.5]
+    assert {int(np.rint(x)) - int(x) for x in tied} == {0, 1}
+    frames = as_frames(values)
+    assert np.array_equal(encode(frames)["frames"], to_uint8(frames))
+
+
+def test_bytes_of_a_million_floats_are_those_of_the_host() -> None:
+    rng = np.random.default_rng(0)
+    frames = rng.uniform(-0.2, 1.2, (2, 5, 180, 180, 3)).astype(np.float32)
+    made = encode(frames)
+    assert made["frames"].dtype == np.uint8
+    assert np.array_equal(made["frames"], to_uint8(frames))
+
+
+def test_floats_are_clipped_and_nothing_else() -> None:
+    rng = np.random.default_rng(1)
+    frames = rng.uniform(-0.2, 1.2, (2, 3, 8, 8, 3)).astype(np.float32)
+    made = encode(frames, "float32")
+    assert np.array_equal(made["frames"], np.clip(frames, 0, 1))
+    with pytest.raises(UsageError, match="pixels 'int8': choose from float32, uint8"):
+        encode_pixels(jnp.zeros((1, 1, 2, 2, 3)), "int8")
+
+
+@pytest.mark.parametrize("pixels", ["float32", "uint8"])
+def test_statistics_are_those_of_the_floats(pixels: str) -> None:
+    rng = np.random.default_rng(2)
+    frames = rng.uniform(0, 1, (3, 4, 6, 8, 3)).astype(np.float32)
+    made = encode(frames, pixels)
+    for name, value in measure(frames).items():
+        assert np.array_equal(made[name], value), name
+
+
+def good() -> np.ndarray:
+    rng = np.random.default_rng(3)
+    return rng.uniform(0, 1, (2, 6, 8, 8, 3)).astype(np.float32)
+
+
+def black(frames: np.ndarray) -> None:
+    frames[1] = 0.4 / 255
+
+
+def one_colour(frames: np.ndarray) -> None:
+    frames[0] = (0.9, 0.1, 0.5)
+
+
+def not_finite(frames: np.ndarray) -> None:
+    frames[1, 3, 0, 0, :] = np.nan
+    frames[1, 5, 0, 0, 1] = np.nan
+
+
+@pytest.mark.parametrize("damage", [black, one_colour, not_finite])
+@pytest.mark.parametrize("chunk", [1, 2, 6])
+def test_bytes_in_chunks_are_refused_in_the_words_for_the_float_video(
+    damage: Callable[[np.ndarray], None], chunk: int
+) -> None:
+    frames = good()
+    damage(frames)
+    with pytest.raises(VideoError) as whole:
+        check_frames(frames)
+    checks = FrameChecks()
+    for start in range(0, frames.shape[1], chunk):
+        part = encode(frames[:, start : start + chunk])
+        checks.add(0, part["frames"].shape, part)
+    with pytest.raises(VideoError) as chunked:
+        checks.check()
+    assert str(chunked.value) == str(whole.value)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf])
+def test_an_infinite_value_is_found_before_the_clip_hides_it(bad: float) -> None:
+    frames = good()
+    frames[0, 2, 1, 1, 0] = bad
+    part = encode(frames)
+    checks = FrameChecks()
+    checks.add(4, part["frames"].shape, part)
+    with pytest.raises(VideoError, match=r"video 4: 1 of \d+ values .* frame 2 on"):
+        checks.check()
+
+
+def test_good_chunks_pass_and_are_counted() -> None:
+    checks = FrameChecks()
+    for first in (0, 2):
+        for part in (good()[:, :1], good()[:, 1:]):
+            checks.add(first, part.shape, measure(part))
+    checks.check()
+    assert [checks.frames_of(video) for video in range(5)] == [6, 6, 6, 6, 0]

@@ -1,0 +1,160 @@
+"""The convolution kernel against XLA's convolution, in interpret mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tolerances import TOLERANCES
+from tpuport.kernels.conv import (
+    block_rows,
+    edged_convolution,
+    pitch_of,
+    video_convolution,
+)
+
+LIMIT = 100 * 2**20
+
+
+def _case(
+    taps: int, frames: int, rows: int, columns: int, channels: int, outputs: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, frames + taps - 1, rows + 2, pitch_of(columns), channels))
+    weight = (
+        rng.normal(size=(taps, 3, 3, channels, outputs)) / (9 * taps * channels) ** 0.5
+    )
+    return tuple(a.astype(np.float32) for a in (x, weight, rng.normal(size=outputs)))  # type: ignore[return-value]
+
+
+def _expected(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, columns: int
+) -> jax.Array:
+    out = jax.lax.conv_general_dilated(
+        x[:, :, :, : columns + 2],
+        weight,
+        (1, 1, 1),
+        [(0, 0)] * 3,
+        dimension_numbers=("NTYXC", "TYXIO", "NTYXC"),
+        precision="highest",
+    )
+    return out + bias
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize(
+    ("frames", "rows", "columns", "channels", "outputs"),
+    [
+        (3, 5, 14, 8, 16),
+        (1, 4, 16, 130, 3),
+        (2, 3, 5, 256, 256),
+        (4, 67, 46, 4, 130),
+    ],
+)
+def test_it_is_the_convolution(
+    taps: int, frames: int, rows: int, columns: int, channels: int, outputs: int
+) -> None:
+    x, weight, bias = _case(taps, frames, rows, columns, channels, outputs)
+    found = video_convolution(
+        jnp.asarray(x),
+        jnp.asarray(weight),
+        jnp.asarray(bias),
+        columns,
+        vmem_limit=LIMIT,
+        interpret=True,
+    )
+    wanted = _expected(x, weight, bias, columns)
+    assert found.shape == wanted.shape == (2, frames, rows, columns, outputs)
+    assert jnp.abs(found - wanted).max() <= TOLERANCES["module float32"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize(
+    ("frames", "rows", "columns", "outputs"),
+    [(1, 6, 16, 128), (3, 4, 32, 256), (2, 1, 48, 3)],
+)
+def test_surroundings_may_come_by_themselves(
+    taps: int, frames: int, rows: int, columns: int, outputs: int, dtype: Any
+) -> None:
+    channels, lag = 128, taps - 1
+    x, weight, bias = _case(taps, frames, rows, columns, channels, outputs)
+    whole, kernel = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    wanted = video_convolution(
+        whole, kernel, jnp.asarray(bias), columns, vmem_limit=LIMIT, interpret=True
+    )
+    inner = whole[:, :, 1:-1, 1 : columns + 1]
+    sides = jnp.full((2, frames + lag, rows + 2, 16, channels), 1e3, dtype)
+    sides = sides.at[..., 0, :].set(whole[..., columns + 1, :])
+    sides = sides.at[..., 15, :].set(whole[..., 0, :])
+    found = edged_convolution(
+        inner[:, lag:],
+        inner[:, :lag] if lag else None,
+        sides,
+        whole[:, :, :: rows + 1, 1 : columns + 1],
+        kernel,
+        jnp.asarray(bias),
+        vmem_limit=LIMIT,
+        interpret=True,
+    )
+    assert found.shape == (2, frames, rows, columns, outputs)
+    apart = jnp.abs(found.astype(jnp.float32) - wanted.astype(jnp.float32)).max()
+    assert apart <= TOLERANCES["module float32"]
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    x, weight, bias = _case(3, 2, 6, 20, 128, 128)
+    low = [jnp.asarray(a, jnp.bfloat16) for a in (x, weight)]
+    found = video_convolution(
+        *low, jnp.asarray(bias), 20, vmem_limit=LIMIT, interpret=True
+    )
+    exact = [np.asarray(a, np.float32) for a in low]
+    wanted = _expected(exact[0], exact[1], bias, 20)
+    # Half a unit in the last place of eight bits, and the order of a float32 sum.
+    error = jnp.abs(found.astype(jnp.float32) - wanted)
+    assert (error <= jnp.abs(wanted) * 2**-8 + TOLERANCES["module float32"]).all()
+
+
+def test_what_is_beside_the_picture_does_not_count() -> None:
+    x, weight, bias = _case(3, 2, 4, 10, 8, 8)
+    other = x.copy()
+    other[:, :, :, 12:] = 1e6
+    runs = [
+        video_convolution(
+            jnp.asarray(a),
+            jnp.asarray(weight),
+            None,
+            10,
+            vmem_limit=LIMIT,
+            interpret=True,
+        )
+        for a in (x, other)
+    ]
+    assert (runs[0] == runs[1]).all()
+    assert np.isfinite(bias).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "pitch", "wanted"), [(90, 32, 45), (720, 176, 8), (67, 48, 23), (1, 16, 1)]
+)
+def test_blocks_divide_the_rows_where_they_can(
+    rows: int, pitch: int, wanted: int
+) -> None:
+    assert block_rows(rows, pitch) == wanted
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    x, weight, _ = _case(3, 1, 3, 3, 4, 4)
+    arrays = jnp.asarray(x), jnp.asarray(weight)
+    with pytest.raises(NotImplementedError, match="bytes of VMEM"):
+        video_convolution(*arrays, None, 3, vmem_limit=2**20)
+    with pytest.raises(NotImplementedError, match="5"):
+        video_convolution(
+            arrays[0], jnp.zeros((3, 5, 5, 4, 4)), None, 3, vmem_limit=LIMIT
+        )
+    with pytest.raises(ValueError, match="columns"):
+        video_convolution(*arrays, None, 20, vmem_limit=LIMIT)

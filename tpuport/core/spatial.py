@@ -1,0 +1,459 @@
+"""Programs split in space: every device holds some rows and columns of a video.
+
+A convolution then needs the rows and columns beside its own (a halo), which the
+neighbours send; a statistic over the picture is one of all devices. Where a side does
+not divide, the last devices hold phantom rows or columns: convolutions see the border
+of the picture in their place and statistics leave them out, so the result is that of
+one device.
+
+Legend: B videos, Y rows and X columns, at any resolution of the program; n elements of
+a side on a device. Halo exchange for convolutions: Dryden et al. 2019, "Improving
+Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS
+(arXiv:1903.06681).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tpuport.errors import PluginError
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.runtime import Runtime
+
+VIDEOS, ROWS, COLUMNS = AXES = ("videos", "rows", "columns")
+"""The mesh axes of a program split in space."""
+
+Border = Literal["zeros", "edge"]
+"""What lies beyond the picture: zeros, or its outermost row or column again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """Rows or columns of a picture over devices.
+
+    Attributes:
+        axis: the mesh axis.
+        parts: devices along it.
+        size: elements of the whole side, at the resolution of what is split.
+    """
+
+    axis: str
+    parts: int
+    size: int
+
+    @property
+    def each(self) -> int:
+        """Elements on a device, phantom ones included."""
+        return -(-self.size // self.parts)
+
+    @property
+    def even(self) -> bool:
+        """Whether there are no phantom elements."""
+        return self.size % self.parts == 0
+
+    def whole(self, n: int) -> int:
+        """Elements of the whole side at the resolution that has n on a device.
+
+        Raises:
+            ValueError: no resolution has: n was padded or cut.
+        """
+        if n * self.size % self.each:
+            raise ValueError(
+                f"{n} {self.axis} on a device, where a picture of {self.size} has "
+                f"{self.each}"
+            )
+        return n * self.size // self.each
+
+    def start(self, n: int) -> jax.Array:
+        """Where this device's elements start in the whole side."""
+        import jax
+
+        return jax.lax.axis_index(self.axis) * n
+
+    def real(self, n: int) -> jax.Array:
+        """Booleans [n]: which of this device's elements are no phantoms."""
+        import jax.numpy as jnp
+
+        return self.start(n) + jnp.arange(n) < self.whole(n)
+
+    def count(self, n: int) -> jax.Array | int:
+        """How many of them there are."""
+        import jax.numpy as jnp
+
+        if self.even:
+            return n
+        return jnp.clip(self.whole(n) - self.start(n), 0, n)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """How the picture is split while a program is traced."""
+
+    rows: Side
+    columns: Side
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the picture is split."""
+        return tuple(s.axis for s in (self.rows, self.columns) if s.parts > 1)
+
+    def halo(
+        self,
+        x: jax.Array,
+        dims: tuple[int, int],
+        before: tuple[int, int],
+        after: tuple[int, int],
+        border: Border = "zeros",
+    ) -> jax.Array:
+        """``x`` with the rows and columns around this device's.
+
+        Args:
+            x: of any shape.
+            dims: its dims of rows and of columns.
+            before, after: how many rows and columns to add in front and behind.
+            border: what lies beyond the picture.
+
+        Raises:
+            ValueError: more are asked for than a neighbour has.
+        """
+        for side, dim, n, m in zip(
+            (self.rows, self.columns), dims, before, after, strict=True
+        ):
+            x = _halo(side, x, dim, n, m, border)
+        return x
+
+    def moments(
+        self, x: jax.Array, dims: tuple[int, int], axes: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Mean and variance of the whole picture over ``axes``, in float32.
+
+        Args:
+            x: of any float dtype.
+            dims: its dims of rows and of columns, both among ``axes``.
+            axes: what to reduce; kept with length 1.
+
+        Each device's are exact for its part, and joined by Chan's formula (Chan, Golub
+        and LeVeque 1979): no difference of large numbers anywhere.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        axes = tuple(axes)
+        x = x.astype(jnp.float32)
+        real = self.mask(x.shape, dims)
+        count: Any = 1
+        for axis in axes:
+            count = count * self._count(x.shape, dims, axis)
+        some = jnp.maximum(count, 1)
+
+        def total(x: jax.Array) -> jax.Array:
+            kept = x if real is None else jnp.where(real, x, 0)
+            return jnp.sum(kept, axis=axes, keepdims=True)
+
+        mean = total(x) / some
+        spread = total(jnp.square(x - mean))
+        if not self.axes:
+            return mean, spread / count
+        counts = jnp.broadcast_to(jnp.asarray(count, jnp.float32), mean.shape)
+        parts = jax.lax.all_gather(jnp.stack([counts, mean, spread]), self.axes)
+        counts, means, spreads = (parts[:, i] for i in range(3))
+        whole = jnp.sum(counts, 0)
+        mean = jnp.sum(counts * means, 0) / whole
+        spread = jnp.sum(spreads + counts * jnp.square(means - mean), 0)
+        return mean, spread / whole
+
+    def mask(self, shape: Sequence[int], dims: tuple[int, int]) -> jax.Array | None:
+        """Which elements are no phantoms; ``None`` where all are real.
+
+        Returns:
+            booleans that broadcast to ``shape``.
+        """
+        found: jax.Array | None = None
+        for side, dim in zip((self.rows, self.columns), dims, strict=True):
+            if side.even:
+                continue
+            form = [1] * len(shape)
+            form[dim] = shape[dim]
+            real = side.real(shape[dim]).reshape(form)
+            found = real if found is None else found & real
+        return found
+
+    def gather(self, x: jax.Array, dims: tuple[int, int]) -> jax.Array:
+        """The whole picture, phantom rows and columns cut off, on every device."""
+        import jax
+
+        for side, dim in zip((self.rows, self.columns), dims, strict=True):
+            if side.parts > 1:
+                whole = side.whole(x.shape[dim])
+                x = jax.lax.all_gather(x, side.axis, axis=dim, tiled=True)
+                x = jax.lax.slice_in_dim(x, 0, whole, axis=dim)
+        return x
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Element by element the sum over all devices that share a picture."""
+        import jax
+
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def smallest(self, x: jax.Array) -> jax.Array:
+        """Element by element the smallest of all devices that share a picture."""
+        import jax
+
+        return jax.lax.pmin(x, self.axes) if self.axes else x
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Element by element the largest of all devices that share a picture."""
+        import jax
+
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def _count(self, shape: Sequence[int], dims: tuple[int, int], axis: int) -> Any:
+        for side, dim in zip((self.rows, self.columns), dims, strict=True):
+            if axis == dim:
+                return side.count(shape[dim])
+        return shape[axis]
+
+
+def _halo(
+    side: Side, x: jax.Array, dim: int, before: int, after: int, border: Border
+) -> jax.Array:
+    """One dim of :meth:`Space.halo`."""
+    import jax
+    import jax.numpy as jnp
+
+    if not before and not after:
+        return x
+    n = x.shape[dim]
+    if side.parts == 1:
+        pads = [(0, 0)] * x.ndim
+        pads[dim] = (before, after)
+        return jnp.pad(x, pads, mode="edge" if border == "edge" else "constant")
+    if max(before, after) > n:
+        raise ValueError(
+            f"a halo of {max(before, after)} {side.axis}, where a device has {n}"
+        )
+
+    def cut(start: int, stop: int) -> jax.Array:
+        return jax.lax.slice_in_dim(x, start, stop, axis=dim)
+
+    last: jax.Array | None = None
+    if not side.even:
+        # Phantom elements stand for what lies beyond the picture.
+        form = [1] * x.ndim
+        form[dim] = n
+        real = side.real(n).reshape(form)
+        if border == "edge":
+            at = jnp.clip(side.whole(n) - 1 - side.start(n), 0, n - 1)
+            last = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=dim)
+            x = jnp.where(real, x, last)
+        else:
+            x = jnp.where(real, x, 0)
+    place = jax.lax.axis_index(side.axis)
+    parts = []
+    if before:
+        pairs = [(i, i + 1) for i in range(side.parts - 1)]
+        # Who gets from nobody gets zeros.
+        got = jax.lax.ppermute(cut(n - before, n), side.axis, pairs)
+        if border == "edge":
+            got = jnp.where(place == 0, cut(0, 1), got)
+        parts.append(got)
+    parts.append(x)
+    if after:
+        pairs = [(i + 1, i) for i in range(side.parts - 1)]
+        got = jax.lax.ppermute(cut(0, after), side.axis, pairs)
+        if border == "edge":
+            ends = side.start(n) + n >= side.whole(n)
+            got = jnp.where(ends, cut(n - 1, n) if last is None else last, got)
+        parts.append(got)
+    return jnp.concatenate(parts, axis=dim)
+
+
+# ---------------------------------------------------------------------- programs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialLayout:
+    """Which dims of a program's arrays are rows and columns, in letters.
+
+    A layout such as ``"BCTYX"`` names every dim: B, Y and X are split, all others are
+    whole on every device. It holds for every array of its part of a tree, and ``"B"``
+    for those that have one number a video. Programs get padded pictures: sides that do
+    not divide are made to, at the end, and come back so.
+
+    Attributes:
+        inputs: of each input by name; the first one has the resolution that is split.
+        carry: of all arrays of the carry.
+        output: of the output, or of its parts by name.
+        granule: rows and columns of the first input that stay together on a device: of
+            an encoder, as many as become one.
+    """
+
+    inputs: Mapping[str, str]
+    carry: str
+    output: str | Mapping[str, str]
+    granule: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialSplit:
+    """How many ways a program's arrays are split: videos, rows, columns."""
+
+    videos: int
+    rows: int
+    columns: int
+
+
+def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialSplit:
+    """The split of all ``devices`` that leaves each the least work.
+
+    Videos first, as far as they divide; then whichever rows and columns a device has
+    least of, a row or column of halo on every split side counted. Of equal splits the
+    one with more columns.
+
+    Args:
+        devices: how many there are.
+        videos, rows, columns: of what is split.
+    """
+    import math
+
+    by_video = math.gcd(devices, videos)
+    left = devices // by_video
+
+    def work(split: tuple[int, int]) -> int:
+        sides = zip((rows, columns), split, strict=True)
+        return math.prod(-(-n // parts) + 2 * (parts > 1) for n, parts in sides)
+
+    splits = [(r, left // r) for r in range(1, left + 1) if left % r == 0]
+    best = min(splits, key=work)
+    return SpatialSplit(videos=by_video, rows=best[0], columns=best[1])
+
+
+def split_of(
+    layout: SpatialLayout, mesh: jax.sharding.Mesh, inputs: Mapping[str, Any]
+) -> tuple[SpatialSplit, Space]:
+    """How a program with these inputs is split over the devices of ``mesh``.
+
+    Args:
+        inputs: arrays or ``ShapeDtypeStruct`` by name, whole and without padding.
+
+    Raises:
+        PluginError: an input has no layout, or not as many dims as its layout.
+    """
+    for name, value in inputs.items():
+        letters = layout.inputs.get(name)
+        if letters is None or len(letters) != len(value.shape):
+            raise PluginError(
+                f"input {name!r} of shape {tuple(value.shape)} of a program that is "
+                f"split in space has the layout {letters!r}"
+            )
+    first, letters = next(iter(layout.inputs.items()))
+    shape = dict(zip(letters, inputs[first].shape, strict=True))
+    rows, columns = (shape[letter] // layout.granule for letter in "YX")
+    if (rows * layout.granule, columns * layout.granule) != (shape["Y"], shape["X"]):
+        raise PluginError(
+            f"input {first!r} of shape {tuple(inputs[first].shape)}: {layout.granule} "
+            "rows and columns stay together, and they do not divide it"
+        )
+    split = choose_split(mesh.size, shape["B"], rows, columns)
+    space = Space(
+        rows=Side(axis=ROWS, parts=split.rows, size=rows),
+        columns=Side(axis=COLUMNS, parts=split.columns, size=columns),
+    )
+    return split, space
+
+
+def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
+    """The devices of ``mesh``, in its order, along the axes of a split."""
+    import jax
+
+    sizes = (split.videos, split.rows, split.columns)
+    return jax.sharding.Mesh(
+        mesh.devices.reshape(sizes),
+        AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    )
+
+
+def partition(letters: str) -> jax.sharding.PartitionSpec:
+    """The mesh axis of every dim of a layout."""
+    from jax.sharding import PartitionSpec
+
+    axes = {"B": VIDEOS, "Y": ROWS, "X": COLUMNS}
+    return PartitionSpec(*(axes.get(letter) for letter in letters))
+
+
+def padded(space: Space, letters: str, x: jax.Array) -> jax.Array:
+    """A whole array with phantom rows and columns, so that it divides.
+
+    Args:
+        letters: its layout. Its rows and columns are a whole multiple of those that are
+            split.
+    """
+    import jax.numpy as jnp
+
+    pads = [(0, 0)] * x.ndim
+    for letter, side in (("Y", space.rows), ("X", space.columns)):
+        if letter in letters:
+            dim = letters.index(letter)
+            each = x.shape[dim] // side.size
+            pads[dim] = (0, (side.each * side.parts - side.size) * each)
+    return jnp.pad(x, pads) if any(p != (0, 0) for p in pads) else x
+
+
+def spread(
+    run: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
+    runtime: Runtime,
+    layout: SpatialLayout,
+    args: tuple[Any, Any, Any],
+) -> tuple[Callable[[Any, Any, Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
+    """A program that runs on its part of the picture, as one of whole arrays.
+
+    Args:
+        run: ``run(weights, carry, constants, inputs) -> (carry, output)``.
+        runtime: where it is traced; tracing finds the :class:`Space` there.
+        layout: of its arrays.
+        args: carry, constants and inputs, or ``ShapeDtypeStruct`` in their place.
+
+    Returns:
+        the program, and the shardings of its carry and its output as prefixes of their
+        trees.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    assert runtime.mesh is not None
+    split, space = split_of(layout, runtime.mesh, args[2])
+    mesh = spatial_mesh(runtime.mesh, split)
+    gives = (partition(layout.carry), jax.tree.map(partition, layout.output))
+    takes = (
+        PartitionSpec(),
+        partition(layout.carry),
+        PartitionSpec(),
+        {name: partition(layout.inputs[name]) for name in args[2]},
+    )
+
+    def on_device(
+        weights: Any, carry: Any, constants: Any, inputs: Any
+    ) -> tuple[Any, Any]:
+        with runtime.split(space):
+            return run(weights, carry, constants, inputs)
+
+    def whole(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
+        inputs = {k: padded(space, layout.inputs[k], x) for k, x in inputs.items()}
+        inner = jax.shard_map(
+            on_device, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False
+        )
+        out: tuple[Any, Any] = inner(weights, carry, constants, inputs)
+        return out
+
+    places = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        gives,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    return whole, places

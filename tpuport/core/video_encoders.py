@@ -1,0 +1,171 @@
+"""What turns frames into a file, one frame after the other."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_FRAME_NAME = "frame-{:05d}.png"
+
+# Without a tag players guess the colour matrix from the height of the picture, and
+# ffmpeg and browsers guess differently.
+_BT709 = (
+    "scale=out_color_matrix=bt709:out_range=tv,"
+    "setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709:range=tv"
+)
+_ENCODERS: dict[str, tuple[str, list[str]]] = {
+    # faststart puts the index first, so that a browser can play while it loads.
+    "mp4": ("libx264", ["-crf", "17", "-movflags", "+faststart", "-vf", _BT709]),
+    "webm": (
+        "libvpx-vp9",
+        ["-crf", "24", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4", "-vf", _BT709],
+    ),
+}
+
+
+class Encoder(Protocol):
+    """Writes the frames of one video, uint8 of shape [Y, X, 3]."""
+
+    def add(self, frame: np.ndarray) -> None:
+        """The next frame.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    def finish(self) -> None:
+        """Complete the file and look at it.
+
+        Raises:
+            OSError: it is not complete.
+        """
+
+    def close(self) -> None:
+        """Let go of processes and memory; without effect after :meth:`finish`."""
+
+
+def open_encoder(kind: str, path: Path, fps: float) -> Encoder:
+    """An encoder to ``path``: a file, or for ``"png"`` a folder that is there."""
+    if kind == "png":
+        return _Pngs(path)
+    if kind == "gif":
+        return _Gif(path, fps)
+    return _Ffmpeg(path, fps, kind)
+
+
+class _Ffmpeg:
+    """mp4 and webm, by an ffmpeg that reads frames from a pipe."""
+
+    def __init__(self, path: Path, fps: float, kind: str) -> None:
+        self._path, self._fps, self._kind = path, fps, kind
+        self._writer: Any = None
+        self._count = 0
+
+    def add(self, frame: np.ndarray) -> None:
+        import numpy as np
+
+        if self._writer is None:
+            self._writer = self._open()
+        odd_y, odd_x = frame.shape[0] % 2, frame.shape[1] % 2
+        if self._kind == "mp4" and (odd_y or odd_x):
+            frame = np.pad(frame, ((0, odd_y), (0, odd_x), (0, 0)), mode="edge")
+        self._writer.append_data(frame)
+        self._count += 1
+
+    def _open(self) -> Any:
+        import imageio.v2 as imageio
+
+        codec, options = _ENCODERS[self._kind]
+        return imageio.get_writer(
+            self._path,
+            format="FFMPEG",
+            mode="I",
+            fps=float(self._fps),
+            codec=codec,
+            quality=None,  # the options have the quality
+            pixelformat="yuv420p",
+            macro_block_size=1,  # anything else rescales
+            ffmpeg_log_level="error",
+            output_params=list(options),
+        )
+
+    def finish(self) -> None:
+        import imageio_ffmpeg
+
+        self.close()
+        # imageio does not look at how ffmpeg ended; a full disk shows only here.
+        try:
+            count, _ = imageio_ffmpeg.count_frames_and_secs(str(self._path))
+        except RuntimeError as error:
+            raise OSError("ffmpeg did not write a video that can be read") from error
+        if count != self._count:
+            raise OSError(f"ffmpeg wrote {count} of {self._count} frames")
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class _Gif:
+    """Frames are kept as bytes: Pillow looks at all of them, and so do their times."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self._path, self._fps = path, fps
+        self._frames: list[np.ndarray] = []
+
+    def add(self, frame: np.ndarray) -> None:
+        # A copy, or the chunk that it is a view of would stay as well.
+        self._frames.append(frame.copy())
+
+    def finish(self) -> None:
+        import imageio.v3 as iio
+
+        times = _gif_times(len(self._frames), self._fps)
+        # Pillow takes no list for a single image.
+        duration = times if len(times) > 1 else times[0]
+        iio.imwrite(
+            self._path,
+            self._frames,
+            plugin="pillow",
+            is_batch=True,
+            duration=duration,
+            loop=0,
+        )
+        self.close()
+
+    def close(self) -> None:
+        self._frames.clear()
+
+
+def _gif_times(count: int, fps: float) -> list[int]:
+    """Milliseconds per frame: multiples of 10 whose sum is that of ``count / fps``."""
+    rate = min(Fraction(50), Fraction(fps))
+    ends = [round(index * 100 / rate) for index in range(count + 1)]
+    return [10 * (end - start) for start, end in pairwise(ends)]
+
+
+class _Pngs:
+    """One file a frame, exact."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def add(self, frame: np.ndarray) -> None:
+        import imageio.v3 as iio
+
+        image = self._folder / _FRAME_NAME.format(self._count)
+        iio.imwrite(image, frame, plugin="pillow")
+        self._count += 1
+
+    def finish(self) -> None:
+        """Every frame is complete already."""
+
+    def close(self) -> None:
+        """Nothing is held."""

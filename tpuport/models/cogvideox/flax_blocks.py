@@ -1,0 +1,204 @@
+"""The residual blocks of the Flax VAE, and what changes the resolution between them.
+
+Imported inside functions only, as the layers are.
+
+Legend: N strips (see :mod:`flax_grid`), T/Y/X frames, rows, columns, C/I/O channels.
+Source: diffusers 0.42 ``autoencoder_kl_cogvideox.py``, ``upsampling.py``,
+``downsampling.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flax import nnx
+
+from tpuport.models.cogvideox.flax_grid import Grid
+from tpuport.models.cogvideox.flax_layers import (
+    CausalConv,
+    FrameConv,
+    Frames,
+    GroupNorm,
+    Moments,
+    Pointwise,
+    SpatialNorm,
+    convolve,
+    repeat_frames,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+
+class ResnetBlock(nnx.Module):
+    """Norm, silu, convolution, twice, added to the input.
+
+    Source: ``CogVideoXResnetBlock3D`` without dropout and time embedding.
+
+    Args:
+        latents: their channels, for spatial norms; ``None`` for group norms.
+        epsilon: of group norms; spatial norms have their own.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        groups: int,
+        epsilon: float,
+        latents: int | None,
+    ) -> None:
+        def norm(channels: int) -> nnx.Module:
+            if latents is None:
+                return GroupNorm(channels, groups, epsilon)
+            return SpatialNorm(channels, latents, groups)
+
+        self.norm1 = norm(inputs)
+        self.conv1 = CausalConv(inputs, outputs)
+        self.norm2 = norm(outputs)
+        self.conv2 = CausalConv(outputs, outputs)
+        if inputs != outputs:
+            self.conv_shortcut = Pointwise(inputs, outputs)
+
+        self.groups = groups
+        self.alike = (inputs, outputs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        moments: Moments,
+        z: jax.Array | None,
+        cache: Mapping[str, Frames] | None,
+        grid: Grid,
+    ) -> tuple[jax.Array, dict[str, Frames]]:
+        """[N, T, Y, X, I] -> [N, T, Y, X, O]; z are the latents of a spatial norm."""
+        cache = cache or {}
+        given = () if z is None else (z,)
+        kept: dict[str, Frames] = {}
+        norm1: Any = self.norm1
+        norm2: Any = self.norm2
+        h = norm1(x, moments, *given)
+        h, kept["conv1"] = self.conv1(h, cache.get("conv1"), grid)
+        h = norm2(h, grid.moments(h, self.groups), *given)
+        short = x
+        if hasattr(self, "conv_shortcut"):
+            short = self.conv_shortcut(x).astype(x.dtype)
+        h, kept["conv2"] = self.conv2(h, cache.get("conv2"), grid, residual=short)
+        return h, kept
+
+
+def run_blocks(
+    blocks: Sequence[ResnetBlock],
+    x: jax.Array,
+    z: jax.Array | None,
+    cache: Sequence[Mapping[str, Frames]] | None,
+    grid: Grid,
+) -> tuple[jax.Array, Moments, list[dict[str, Frames]]]:
+    """Residual blocks one after the other; those alike are compiled once.
+
+    Args:
+        blocks: at one resolution.
+        cache: of each run of blocks that are alike, stacked: [L, 2, Y, X, N, C].
+
+    Returns:
+        the activation, its moments, and the cache of the next chunk.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    groups = blocks[0].groups
+    moments = grid.moments(x, groups)
+    kept: list[dict[str, Frames]] = []
+    for index, (_, alike) in enumerate(itertools.groupby(blocks, lambda b: b.alike)):
+        parts = [nnx.split(block) for block in alike]
+        graph = parts[0][0]
+        states = jax.tree.map(lambda *v: jnp.stack(v), *(state for _, state in parts))
+
+        def step(
+            carry: tuple[jax.Array, Moments], given: Any, graph: Any = graph
+        ) -> tuple[tuple[jax.Array, Moments], dict[str, Frames]]:
+            state, frames = given
+            block = nnx.merge(graph, state)
+            h, frames = block(*carry, z, frames, grid)
+            # Here they are taken as the convolution writes its result.
+            return (h, grid.moments(h, groups)), frames
+
+        given = (states, cache[index] if cache else None)
+        if len(parts) == 1:
+            first = jax.tree.map(lambda v: v[0], given)
+            (x, moments), frames = step((x, moments), first)
+            kept.append(jax.tree.map(lambda v: v[None], frames))
+        else:
+            (x, moments), frames = jax.lax.scan(step, (x, moments), given)
+            kept.append(frames)
+    return x, moments, kept
+
+
+class Upsample(FrameConv):
+    """Twice the rows and columns, and the frames where ``in_time``; then 3x3.
+
+    Source: ``CogVideoXUpsample3D``. The convolution is of single frames, so it runs
+    before they are repeated.
+    """
+
+    def __init__(self, channels: int, *, in_time: bool) -> None:
+        super().__init__(channels)
+        self.in_time = in_time
+
+    def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
+        """[N, T, Y, X, C] -> [N, T', 2Y, 2X, C]."""
+        import jax
+        import jax.numpy as jnp
+
+        count, frames, rows, columns, channels = x.shape
+        wide = jnp.broadcast_to(
+            x[:, :, :, None, :, None],
+            (count, frames, rows, 2, columns, 2, channels),
+        )
+        # A TPU writes a bare broadcast at less than half the speed of arithmetic that
+        # broadcasts; the barriers keep XLA from seeing that this is a product with one.
+        one = jax.lax.optimization_barrier(jnp.ones((channels,), x.dtype))
+        wide = jax.lax.optimization_barrier(wide * one)
+        out = convolve(
+            wide.reshape(count, frames, 2 * rows, 2 * columns, channels),
+            self.kernel[...][None],
+            self.bias[...],
+            grid,
+            before=1,
+            after=1,
+        )
+        if not self.in_time or frames == 1:
+            return out
+        return repeat_frames(out, 2 * frames - frames % 2)
+
+
+class Downsample(FrameConv):
+    """Half the rows and columns by 3x3, after means of two frames where ``in_time``.
+
+    Source: ``CogVideoXDownsample3D``.
+    """
+
+    def __init__(self, channels: int, *, in_time: bool) -> None:
+        super().__init__(channels)
+        self.in_time = in_time
+
+    def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
+        """[N, T, Y, X, C] -> [N, T', Y / 2, X / 2, C]."""
+        if self.in_time:
+            x = _halved(x)
+        return convolve(
+            x, self.kernel[...][None], self.bias[...], grid, before=0, after=1, stride=2
+        )
+
+
+def _halved(x: jax.Array) -> jax.Array:
+    """Means of two frames; of an odd number the first one stays as it is."""
+    import jax.numpy as jnp
+
+    single = x.shape[1] % 2
+    rest = x[:, single:].astype(jnp.float32)
+    rest = rest.reshape(x.shape[0], -1, 2, *x.shape[2:]).mean(2).astype(x.dtype)
+    return jnp.concatenate([x[:, :1], rest], axis=1) if single else rest
