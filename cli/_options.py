@@ -236,6 +236,17 @@ Blocks = Annotated[
         rich_help_panel=_WHERE,
     ),
 ]
+VaeTiling = Annotated[
+    str | None,
+    typer.Option(
+        "--vae-tiling",
+        metavar="auto|on|off",
+        help="Decode in overlapping tiles, as upstream's vae.enable_tiling(); another "
+        "video, a little. auto does where a device would not hold it otherwise. "
+        "[default: auto]",
+        rich_help_panel=_WHERE,
+    ),
+]
 EncodeOn = Annotated[
     str | None,
     typer.Option(

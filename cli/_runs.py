@@ -95,6 +95,7 @@ def stage_note(
         "backend": backend or "tpuport",
         "attention": attention or "auto",
         "encode_on": session.encode_on,
+        "vae_tiling": session.executor.vae_tiling,
         "versions": versions(),
         "initial_latents": noise.record() if noise is not None else None,
         "source": None if source is None else _source_record(source),
@@ -273,6 +274,8 @@ def resume_command(
         if settings.no_compile_cache:
             words.append("--no-compile-cache")
         if stage == STAGES[2]:
+            if settings.vae_tiling is not None:
+                words += ["--vae-tiling", settings.vae_tiling]
             words += ["--out", out]
         lines.append(shlex.join(words))
     return " && ".join(lines)

@@ -67,6 +67,10 @@ def check_early(settings: Settings) -> ModelPort:
         _check_folder(settings.profile)
     names = [option.name for option in port.options]
     for name in settings.options:
+        if name == "vae_tiling":
+            raise UsageError(
+                "--option vae_tiling is --vae-tiling now, and the same for every model"
+            )
         if name not in names:
             raise UsageError(
                 f"model {port.name!r} has no option {name!r}; it has {', '.join(names)}"
@@ -167,6 +171,7 @@ def open_session(
         profile=settings.profile,
         profile_calls=settings.profile_calls or PROFILED_CALLS,
         no_jit=settings.op_by_op,
+        vae_tiling=settings.vae_tiling or "auto",
         reporter=reporter,
     )
 

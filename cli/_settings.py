@@ -49,6 +49,7 @@ class Settings:
     attention: str | None = None
     sharding: str | None = None
     blocks: str | None = None
+    vae_tiling: str | None = None
     encode_on: str | None = None
     backend: str | None = None
     latents: str | None = None
@@ -219,6 +220,16 @@ def _choice(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+def _on_off(*choices: str) -> Callable[[Any], str]:
+    """As :func:`_choice`; YAML reads a bare ``on`` as true."""
+    named = _choice(*choices)
+
+    def parse(value: Any) -> str:
+        return named(("off", "on")[value] if isinstance(value, bool) else value)
+
+    return parse
+
+
 def _stages(value: Any) -> tuple[str, ...]:
     names = _texts(value)
     for name in names:
@@ -253,6 +264,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "attention": _text,
     "sharding": _text,
     "blocks": _choice(*BLOCKS),
+    "vae_tiling": _on_off("auto", "on", "off"),
     "encode_on": _choice("device", "host"),
     "backend": _choice("tpuport", "diffusers"),
     "latents": _text,

@@ -103,4 +103,11 @@ def _stage(run: RunDirectory, name: str) -> dict[str, Any]:
         entry["encode_on"] = note.get("encode_on", "device")
         entry["initial_latents"] = note.get("initial_latents")
         entry["source"] = note.get("source")
+    if name == STAGES[2]:
+        # What was done, which is another video; what was asked where that is not known.
+        decided = record.get("tiling")
+        if decided is None:
+            entry["vae_tiling"] = note.get("vae_tiling", "auto")
+        else:
+            entry["vae_tiling"] = "on" if decided["tiled"] else "off"
     return entry

@@ -49,6 +49,7 @@ from ._options import (
     StepCaching,
     Steps,
     Strength,
+    VaeTiling,
     VariantName,
     Weights,
     Width,
@@ -72,6 +73,7 @@ from .bench import PROMPT
 if TYPE_CHECKING:
     from tpuport.core.session import Session
     from tpuport.core.topology import Topology
+    from tpuport.core.vae_tiling import TilingDecision
 
 LOCAL = "local"
 
@@ -119,6 +121,7 @@ def compile_(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae_tiling: VaeTiling = None,
     encode_on: EncodeOn = None,
     out: Annotated[
         str | None,
@@ -196,6 +199,7 @@ def _compile(
         if session.encode_on == "host" and names[0] in wanted:
             wanted.remove(names[0])
         count = len(request.prompts)
+        decided: list[TilingDecision] = []
         programs = abstract_programs(
             session.port,
             session.variant,
@@ -207,6 +211,8 @@ def _compile(
             sharding=settings.sharding or "default",
             stages=wanted,
             inputs={source.kind: source.for_videos(count)} if source else None,
+            vae_tiling=session.executor.vae_tiling,
+            decided=decided.append,
             reporter=display,
         )
         built = build(
@@ -228,6 +234,8 @@ def _compile(
             "sharding": settings.sharding or "default",
             "blocks": session.port.blocks,
             "encode_on": session.encode_on,
+            "vae_tiling": session.executor.vae_tiling,
+            "tiling": {tiling.stage: tiling.as_dict() for tiling in decided},
             "settings": {
                 name: value
                 for name, value in request.as_dict().items()
@@ -235,6 +243,8 @@ def _compile(
             },
             "versions": versions(),
         }
+        for tiling in decided:
+            display.say(tiling.line())
         write_manifest(folder, [b.entry for b in built], wanted, about)
     total = sum(b.entry.size for b in built)
     say(
@@ -317,6 +327,7 @@ def _absent(
                 encode_on=settings.encode_on or "device",
                 attention=settings.attention or "auto",
                 sharding=settings.sharding or "default",
+                vae_tiling=settings.vae_tiling or "auto",
                 reporter=reporter,
             )
         )

@@ -25,6 +25,7 @@ from ._options import (
     ProfileCalls,
     RunDir,
     Sharding,
+    VaeTiling,
     Weights,
 )
 from ._settings import gather
@@ -42,6 +43,7 @@ def decode(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae_tiling: VaeTiling = None,
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,

@@ -44,6 +44,7 @@ from ._options import (
     StepCaching,
     Steps,
     Strength,
+    VaeTiling,
     VariantName,
     Weights,
     Width,
@@ -124,6 +125,7 @@ def plan(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae_tiling: VaeTiling = None,
     dump: Annotated[
         str | None,
         typer.Option(
@@ -228,6 +230,7 @@ def _plan(
             attention=settings.attention or "auto",
             sharding=settings.sharding or "default",
             blocks=settings.blocks or BLOCKS[0],
+            vae_tiling=settings.vae_tiling or "auto",
             stages=stages,
             inputs={source.kind: source.for_videos(batch)} if source else None,
             reporter=reporter,

@@ -152,6 +152,11 @@ class _Sessions:
         # Runs recorded by 0.1.0 had one layout.
         changes["sharding"] = how.get("sharding", "default")
         changes["blocks"] = blocks_of(how)
+        # One for all stages, since it is of decode alone. Once it was an option of the
+        # model, in the request.
+        options = self._recorded["request"].get("options") or {}
+        asked = self._recorded["stages"][STAGES[2]].get("vae_tiling")
+        changes["vae_tiling"] = asked or options.get("vae_tiling") or "auto"
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(

@@ -59,6 +59,7 @@ def load(
     profile: str | Path | None = None,
     profile_calls: int = PROFILED_CALLS,
     no_jit: Sequence[str] = (),
+    vae_tiling: str = "auto",
     reporter: Reporter | None = None,
 ) -> Session:
     """Open a model for generation.
@@ -90,6 +91,9 @@ def load(
         profile: folder for a trace of calls in steady state, one for each stage.
         profile_calls: how many calls of a stage are in it.
         no_jit: names of stages that run op by op, for debugging.
+        vae_tiling: whether decode runs in overlapping tiles, as after upstream's
+            ``vae.enable_tiling()``: ``"on"``, ``"off"``, or ``"auto"`` for where the
+            device would not hold it otherwise; see docs/vae.md.
         reporter: told about progress.
 
     Returns:
@@ -141,6 +145,7 @@ def load(
             profile_calls=profile_calls,
             no_jit=tuple(no_jit),
         ),
+        vae_tiling=vae_tiling,
         reporter=reporter,
     )
 

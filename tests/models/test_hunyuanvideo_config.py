@@ -152,7 +152,9 @@ def test_guidance_below_one_and_the_other_forms_option(load: Open) -> None:
         with pytest.raises(UsageError, match="true_cfg_scale is for 13b"):
             session.request(prompt="a", options={"true_cfg_scale": 2})
         with pytest.raises(UsageError, match="choose one of auto, on, off"):
-            session.request(prompt="a", options={"vae_tiling": "yes"})
+            session.generate("a", vae_tiling="yes")
+        with pytest.raises(UsageError, match="has no option 'vae_tiling'"):
+            session.request(prompt="a", options={"vae_tiling": "on"})
         with pytest.raises(UsageError, match="the schedule has 1000"):
             session.request(prompt="a", num_inference_steps=1001)
 

@@ -21,6 +21,7 @@ from tpuport.models.hunyuanvideo import vae as ours
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.padding import PADDING
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.tiling import TilePlan, assemble
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -47,6 +48,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_num_groups": 8,
         "spatial_compression_ratio": 4,
         "mid_block_add_attention": False,
+    },
+    # The fewest blocks, for programs that take long to compile.
+    "15 small": {
+        "block_out_channels": (8, 8, 8),
+        "layers_per_block": 1,
+        "spatial_compression_ratio": 4,
+    },
+    "13b small": {
+        "block_out_channels": (8, 8, 8),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "spatial_compression_ratio": 4,
+        "down_block_types": ("HunyuanVideoDownBlock3D",) * 3,
+        "up_block_types": ("HunyuanVideoUpBlock3D",) * 3,
     },
 }
 
@@ -82,15 +97,17 @@ def make_vae(name: str) -> Any:
 class Bound:
     """An autoencoder with its weights: calls run under jit, on and to torch tensors."""
 
-    def __init__(self, vae: torch.nn.Module, patches: Sequence[Patch]) -> None:
-        runtime = Runtime(
-            mesh=None,
+    def __init__(
+        self, vae: torch.nn.Module, patches: Sequence[Patch], mesh: Any = None
+    ) -> None:
+        self.runtime = Runtime(
+            mesh=mesh,
             platform="cpu",
             patches=(*SLICE_ASSIGNMENT, *patches),
-            overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION),
+            overrides=(*FLOAT32_NORMS, NEAREST_RESIZE, CONVOLUTION, PADDING),
             matmul_precision="highest",
         )
-        ported = PortedModule(vae, runtime)
+        self.ported = ported = PortedModule(vae, self.runtime)
         tensors = dict(vae.named_parameters())
         self.weights = {n: to_numpy(tensors[n]) for n in ported.names.stored}
 
@@ -456,6 +473,8 @@ def test_every_patch_applies_here_and_is_undone() -> None:
     states = {s.name: s.state for s in inspect_patches(patches).entries}
     assert states == {
         "hunyuanvideo15-vae-frame-causal-attention": "applicable",
+        "hunyuanvideo15-vae-convolution-in-chunks": "applicable",
+        "hunyuanvideo15-vae-upsampling-in-chunks": "applicable",
         "hunyuanvideo-vae-frame-causal-attention": "applicable",
     }
     owners = (v15.HunyuanVideo15AttnBlock, v13b.HunyuanVideoMidBlock3D)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import checkpoint as checkpoints
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.attention import check_implementation
+from tpuport.core.device_memory import array_bytes
 from tpuport.core.gathering import gathered, room_for_weights
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
@@ -323,6 +324,23 @@ class Components:
                     f"{tuple(expected[weight].shape)}"
                 )
         return files, found
+
+    def held_bytes(self, stage: Sequence[str]) -> tuple[int, int]:
+        """Bytes of a device that loaded weights take.
+
+        Args:
+            stage: names of components.
+
+        Returns:
+            of all others, and of these.
+        """
+        own = others = 0
+        for (name, _), loaded in self._loaded.items():
+            size = array_bytes(loaded.weights.values())
+            own, others = (
+                (own + size, others) if name in stage else (own, others + size)
+            )
+        return others, own
 
     def release(self, *names: str) -> None:
         """Free the weights of the named components, or of all."""

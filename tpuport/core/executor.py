@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.components import Components
 from tpuport.core.delivery import Delivery
+from tpuport.core.device_memory import program_room
 from tpuport.core.inspection import Inspection
 from tpuport.core.memory_report import MemoryLog
 from tpuport.core.op_by_op import OpByOp
@@ -18,6 +19,12 @@ from tpuport.core.spec import Stage, StageContext, Work
 from tpuport.core.stage_run import StageRun, Timing, load
 from tpuport.core.steady_trace import SteadyTrace
 from tpuport.core.step_cache import StepCache, with_step_cache
+from tpuport.core.vae_tiling import (
+    DoesNotFitError,
+    TilingDecision,
+    check_choice,
+    decide,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +46,10 @@ class Executor:
         programs: makes the compiled programs; without it they are compiled and kept
             for this executor alone.
         inspection: what its stages are looked at with.
+        vae_tiling: whether decode runs in tiles: ``"auto"``, ``"on"`` or ``"off"``.
+
+    Raises:
+        UsageError: ``vae_tiling`` is none of these.
     """
 
     def __init__(
@@ -49,7 +60,9 @@ class Executor:
         reporter: Reporter | None = None,
         programs: Programs | None = None,
         inspection: Inspection | None = None,
+        vae_tiling: str = "auto",
     ) -> None:
+        self.vae_tiling = check_choice(vae_tiling)
         self.components = components
         self.keep_loaded = keep_loaded
         self.reporter = reporter or (programs.reporter if programs else Reporter())
@@ -77,6 +90,7 @@ class Executor:
         device: str = "cpu",
         timing: Timing | None = None,
         pixels: str = "uint8",
+        vae_tiling: str | None = None,
     ) -> StageContext:
         """What the functions of a stage see for one batch.
 
@@ -86,7 +100,9 @@ class Executor:
             timing: takes the time of loading.
             pixels: of decode. By default those of the command line, which is what
                 ``plan`` and ``compile`` make ready.
+            vae_tiling: in place of the executor's own.
         """
+        tiling = check_choice(vae_tiling or self.vae_tiling)
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
             checkpoint=self.components.checkpoint,
@@ -99,6 +115,7 @@ class Executor:
             device=device,
             say=self.reporter.say,
             pixels=pixels,
+            vae_tiling=tiling,
             upstream=lambda name, load: self._load_upstream(
                 name, device, load, timing or Timing()
             ),
@@ -119,18 +136,46 @@ class Executor:
             self._upstream[key] = loaded
         return loaded
 
+    def tiling(
+        self,
+        stage: Stage,
+        request: Request,
+        asked: str | None = None,
+        *,
+        alone: bool = False,
+    ) -> TilingDecision | None:
+        """Whether a stage runs in tiles; ``None`` where it has no such choice.
+
+        Args:
+            asked: in place of the executor's own setting.
+            alone: leave out what other components hold of the devices by now.
+        """
+        if stage.footprint is None:
+            return None
+        asked = asked or self.vae_tiling
+        devices = list(self.components.mesh.devices.flat)
+        held, own = self.components.held_bytes(stage.components)
+        limit = program_room(devices, 0 if alone else held, own)
+        context = self.context(request, 0, {}, vae_tiling=asked)
+        untiled, tiled = (
+            stage.footprint(context, tiles, devices) for tiles in (False, True)
+        )
+        return decide(stage.name, asked, untiled, tiled, limit)
+
     def run(
         self,
         stage: Stage,
         request: Request,
         inputs: Mapping[str, torch.Tensor],
         delivery: Delivery | None = None,
+        vae_tiling: str | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage over all batches of a request.
 
         Args:
             delivery: takes the frames of a stage that makes some; without it they are
                 collected as float32. Its checks are for the caller to ask for.
+            vae_tiling: in place of the executor's own setting.
 
         Returns:
             The stage's tensors with all videos in the leading dim, and what it took.
@@ -154,9 +199,24 @@ class Executor:
         if looked.profile is not None:
             trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
         parts: list[dict[str, Any]] = []
-        try:
+        tiling = self.tiling(stage, request, vae_tiling)
+        runs: list[StageRun] = []
+
+        def attempt() -> None:
+            asked = vae_tiling
+            if tiling is not None:
+                self.reporter.say(tiling.line())
+                asked = "on" if tiling.tiled else "off"
             works = [
-                stage.plan(self.context(request, batch, inputs, pixels=delivery.pixels))
+                stage.plan(
+                    self.context(
+                        request,
+                        batch,
+                        inputs,
+                        pixels=delivery.pixels,
+                        vae_tiling=asked,
+                    )
+                )
                 for batch in range(request.batches)
             ]
             total = sum(work.total for work in works)
@@ -172,11 +232,24 @@ class Executor:
                 timing=timing,
                 memory=memory,
                 trace=trace,
+                room=tiling.room if tiling is not None else None,
             )
+            runs.append(run)
             for batch, work in enumerate(works):
                 cut, cached = self._cached(stage, work, request, timing)
                 first = request.slice(batch).start
                 parts.append(run.batch(cut, cached, first))
+
+        try:
+            try:
+                attempt()
+            except DoesNotFitError as error:
+                # Those of the first chunk wait for the second chunk's program.
+                if tiling is None or tiling.room is None or runs[-1].delivered:
+                    raise
+                self.reporter.say(f"{error}: going on in tiles")
+                tiling = tiling.in_tiles(error.bytes)
+                attempt()
             names = stage.components_for(request)
             plans = tuple(
                 self.components.plan(name).as_dict()
@@ -209,6 +282,7 @@ class Executor:
             op_by_op=op_by_op,
             memory=memory.take() if memory else (),
             profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
+            tiling=tiling.as_dict() if tiling is not None else None,
         )
         self.reporter.stage_finished(report)
         return merge(parts), report
@@ -220,16 +294,28 @@ class Executor:
         inputs: Mapping[str, torch.Tensor],
         device: str,
         delivery: Delivery | None = None,
+        vae_tiling: str | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage with plain upstream code on ``device``; else as :meth:`run`."""
         delivery = delivery or Delivery()
         self._say_uninspected(stage)
         started = time.perf_counter()
         timing = Timing()
+        tiling = self.tiling(stage, request, vae_tiling)
+        if tiling is not None:
+            self.reporter.say(tiling.line())
+            vae_tiling = "on" if tiling.tiled else "off"
         self.reporter.stage_started(stage.name, request.batches, "batch")
         parts = []
         for batch in range(request.batches):
-            context = self.context(request, batch, inputs, device=device, timing=timing)
+            context = self.context(
+                request,
+                batch,
+                inputs,
+                device=device,
+                timing=timing,
+                vae_tiling=vae_tiling,
+            )
             made = stage.upstream(context)
             if "frames" in made:
                 delivery.take(request.slice(batch).start, made.pop("frames"))
@@ -242,6 +328,7 @@ class Executor:
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
             load_seconds=timing.load,
+            tiling=tiling.as_dict() if tiling is not None else None,
         )
         self.reporter.stage_finished(report)
         return merge(parts), report

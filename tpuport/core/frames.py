@@ -41,7 +41,7 @@ def check_pixels(pixels: str) -> str:
 
 
 def encode_pixels(
-    x: jax.Array, pixels: str, space: Space | None = None
+    x: jax.Array, pixels: str, space: Space | None = None, *, planar: bool = False
 ) -> dict[str, jax.Array]:
     """Frames as they leave the device, with what :class:`FrameChecks` needs of them.
 
@@ -53,6 +53,8 @@ def encode_pixels(
         pixels: ``"float32"`` or ``"uint8"``.
         space: how the picture is split over devices, where it is; the statistics are
             then of the whole picture.
+        planar: ``x`` and ``frames`` are [B, 3, F, Y, X]: on a TPU, three colours as the
+            last dim take the memory of 128.
 
     Returns:
         ``frames`` [B, F, Y, X, 3]; ``finite`` int32 [B, F], how many values of a frame
@@ -73,13 +75,16 @@ def encode_pixels(
         whole = jnp.nan_to_num(clipped, nan=0.0)
         frames = jnp.rint(whole * jnp.float32(255)).astype(jnp.uint8)
     finite, lows, highs = jnp.isfinite(x), clipped, clipped
-    real = None if space is None else space.mask(x.shape, (2, 3))
+    frame, colour, *sides = (2, 1, 3, 4) if planar else (1, 4, 2, 3)
+    rows, columns = sides
+    real = None if space is None else space.mask(x.shape, (rows, columns))
     if real is not None:
         finite = finite & real
         lows = jnp.where(real, lows, jnp.inf)
         highs = jnp.where(real, highs, -jnp.inf)
-    count = finite.sum(axis=(2, 3, 4), dtype=jnp.int32)
-    low, high = lows.min(axis=(1, 2, 3)), highs.max(axis=(1, 2, 3))
+    count = finite.sum(axis=(colour, rows, columns), dtype=jnp.int32)
+    whole_video = (frame, rows, columns)
+    low, high = lows.min(axis=whole_video), highs.max(axis=whole_video)
     if space is not None:
         count, low, high = space.sum(count), space.smallest(low), space.largest(high)
     return {"frames": frames, "finite": count, "low": low, "high": high}

@@ -62,9 +62,12 @@ def placed(
         run: ``run(weights, carry, constants, inputs)``; it may be ``None`` where only
             the places are asked for.
     """
-    if program.space is None or loaded.replicated.mesh.size == 1:
+    runtime = loaded.ported.runtime
+    # On one TPU too, so that kernels see what chip they are for.
+    spreads = loaded.replicated.mesh.size > 1 or runtime.platform == "tpu"
+    if program.space is None or not spreads:
         return run, (loaded.replicated, loaded.replicated)
-    return spread(run, loaded.ported.runtime, program.space, args)
+    return spread(run, runtime, program.space, args)
 
 
 def lower(

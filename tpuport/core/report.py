@@ -72,6 +72,9 @@ class StageReport:
             :class:`tpuport.core.memory_report.CallMemory`.
         profile: ``folder`` and ``calls`` of the trace, where one was asked for and some
             call was steady.
+        tiling: whether it ran in tiles, and what that was decided from; see
+            :class:`tpuport.core.vae_tiling.TilingDecision`. ``None`` of a stage that
+            has no such choice.
     """
 
     stage: str
@@ -92,6 +95,7 @@ class StageReport:
     op_by_op: bool = False
     memory: tuple[dict[str, Any], ...] = ()
     profile: dict[str, Any] | None = None
+    tiling: dict[str, Any] | None = None
 
     @property
     def seconds_per_call(self) -> float | None:

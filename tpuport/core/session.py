@@ -22,6 +22,7 @@ from tpuport.core.result import latents_digest as latents_digest
 from tpuport.core.result import no_frames
 from tpuport.core.spec import ModelPort, Variant
 from tpuport.core.stage_runner import StageRunner
+from tpuport.core.vae_tiling import check_choice
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Session(StageRunner):
         executables: folder that ``tpuport compile`` made, whose programs are used in
             place of compiling; one that is for another run is refused.
         inspection: what the stages are looked at with.
+        vae_tiling: whether decode runs in tiles, as upstream's ``enable_tiling()``:
+            ``"on"``, ``"off"``, or ``"auto"`` where it would not fit otherwise.
         reporter: told what happens.
     """
 
@@ -71,6 +74,7 @@ class Session(StageRunner):
         compile_cache: Path | None = None,
         executables: Path | None = None,
         inspection: Inspection | None = None,
+        vae_tiling: str = "auto",
         reporter: Reporter | None = None,
     ) -> None:
         if encode_on not in ("device", "host"):
@@ -100,6 +104,7 @@ class Session(StageRunner):
             keep_loaded=keep_loaded,
             programs=made,
             inspection=inspection,
+            vae_tiling=vae_tiling,
         )
         self._check_heads()
         self.executor.programs.check()
@@ -157,6 +162,7 @@ class Session(StageRunner):
         backend: str = "tpuport",
         pixels: str = "float32",
         on_frames: Sink | None = None,
+        vae_tiling: str | None = None,
         **options: Any,
     ) -> Result:
         """Make videos, as one call of the upstream pipeline would.
@@ -188,6 +194,7 @@ class Session(StageRunner):
                 host never holds a whole video; :class:`Result` then has none. They
                 are checked when all are made: what was done with them before a
                 VideoError is to be thrown away.
+            vae_tiling: ``"auto"``, ``"on"`` or ``"off"`` in place of the session's.
             options: settings of this model, such as ``scheduler="ddim"``; also tensors
                 in place of prompts, by the names that the encode stage writes:
                 ``prompt_embeds``, ``negative_prompt_embeds`` and what belongs to them.
@@ -202,6 +209,8 @@ class Session(StageRunner):
         """
         started = time.perf_counter()
         delivery = Delivery(pixels, on_frames)
+        if vae_tiling is not None:
+            check_choice(vae_tiling)
         encode = self.port.stages[0]
         tensor_names = {spec.name for spec in encode.writes if spec.role}
         given = {k: options.pop(k) for k in list(options) if k in tensor_names}
@@ -249,7 +258,12 @@ class Session(StageRunner):
         tensors, report = self.run_stage("denoise", request, embeds, backend=backend)
         stages.append(report)
         decoded, report = self.run_stage(
-            "decode", request, tensors, backend=backend, delivery=delivery
+            "decode",
+            request,
+            tensors,
+            backend=backend,
+            delivery=delivery,
+            vae_tiling=vae_tiling,
         )
         stages.append(report)
         delivery.check()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tpuport.core.splitting import ForwardSplit
     from tpuport.core.stacking import StackedBlocks
     from tpuport.core.transforms import WeightTransform
+    from tpuport.core.vae_tiling import Footprint
 
 BLOCKS = ("native", "upstream")
 """What ``--blocks`` takes; the first one is the default."""
@@ -125,6 +126,10 @@ class Stage:
         loads: of a component, regexes of the stored weights this stage needs, where
             that is not all of them: a decoder needs no encoder. The others are checked
             but not loaded.
+        footprint: ``footprint(ctx, tiled, devices)`` estimates what each of the mesh's
+            devices holds at the peak, in tiles or not; never much below what the
+            compiler comes to. ``ctx`` has no inputs. With it, ``auto`` tiles where it
+            must: see :mod:`tpuport.core.vae_tiling`.
     """
 
     name: str
@@ -139,6 +144,7 @@ class Stage:
     require: Callable[[Checkpoint], None] | None = None
     needs: Callable[[Request], tuple[str, ...]] | None = None
     loads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    footprint: Callable[[StageContext, bool, Sequence[Any]], Footprint] | None = None
 
     def components_for(self, request: Request | None) -> tuple[str, ...]:
         """The components that a request needs; without a request, all of them."""

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from tpuport.core.arrays import to_numpy
 from tpuport.core.components import EVERYTHING, Components, Loaded
 from tpuport.core.delivery import Delivery
+from tpuport.core.device_memory import planned_bytes, refused_bytes
 from tpuport.core.programs import Ready
 from tpuport.core.report import CompileReport, Reporter
 from tpuport.core.spec import Program, Stage, Work
+from tpuport.core.vae_tiling import DoesNotFitError
 
 if TYPE_CHECKING:
     from tpuport.core.memory_report import MemoryLog
@@ -77,6 +79,8 @@ class StageRun:
         timing: what it took so far.
         memory: told each call that ended.
         trace: told when calls are steady.
+        room: bytes of a device that a compiled program may take; one that takes more
+            is refused before it runs. ``None`` to run whatever there is.
         done: calls of the batches before.
     """
 
@@ -90,6 +94,7 @@ class StageRun:
     timing: Timing
     memory: MemoryLog | None = None
     trace: SteadyTrace | None = None
+    room: int | None = None
     done: int = 0
     _frames: int = 0
     # Programs that have run once in this stage.
@@ -104,6 +109,10 @@ class StageRun:
 
         Returns:
             What the work finishes with; frames only where no sink took them.
+
+        Raises:
+            DoesNotFitError: a program takes more than ``room``. No frames were given
+                away when that is the first or the second call's.
         """
         import jax
 
@@ -113,6 +122,16 @@ class StageRun:
         carry = constants = None
         placed_on: Any = None
         steady_from: float | None = None
+        # What the first call made waits until the second call's program is weighed.
+        waiting: list[tuple[Any, Any]] | None = None
+        if self.room is not None and self.done == 0:
+            waiting = []
+
+        def give() -> None:
+            nonlocal waiting
+            given, waiting = waiting or [], None
+            for made, fetched in given:
+                self._take(stage, first_video, made, fetched)
 
         def settle(keep: int) -> None:
             while len(pending) > keep:
@@ -126,7 +145,9 @@ class StageRun:
                 if work.frames is not None:
                     fetched = jax.device_get(ended.output)
                     made = work.frames(ended.number, fetched)
-                    if made is not None:
+                    if made is not None and waiting is not None:
+                        waiting.append((made, fetched))
+                    elif made is not None:
                         self._take(stage, first_video, made, fetched)
                 elif work.to_host:
                     outputs[ended.number] = jax.device_get(ended.output)
@@ -146,6 +167,9 @@ class StageRun:
             if placed_on is None:
                 carry, constants = place((work.carry, work.constants), loaded)
                 placed_on = loaded.replicated
+            elif call.fresh:
+                # What was placed first may be gone: programs donate their carry.
+                carry = place(work.carry, loaded)
             inputs = place(call.inputs, loaded)
             args = (carry, constants, inputs)
             names = [call.program, *(work.programs if index == 0 else ())]
@@ -156,6 +180,8 @@ class StageRun:
                 for name in work.programs:
                     self._ready(stage, name, loaded, args)
             ready, fresh = self._ready(stage, call.program, loaded, args)
+            if index == 1:
+                give()
             if fresh and steady_from is not None:
                 # A new program in mid-stage: what ran so far is settled first, so
                 # that its time is not counted as this program's first call.
@@ -193,6 +219,7 @@ class StageRun:
                 settle(limit - 1)
             self.reporter.advanced(stage.name, self.done + index + 1, self.total)
         settle(0)
+        give()
         jax.block_until_ready(carry)
         if steady_from is not None:
             timing.steady += time.perf_counter() - steady_from
@@ -226,6 +253,11 @@ class StageRun:
             return nullcontext()
         return self.trace.call(stage.name, program, index)
 
+    @property
+    def delivered(self) -> int:
+        """Frames handed on so far."""
+        return self._frames
+
     def _take(self, stage: Stage, first_video: int, made: Any, output: Any) -> None:
         self._frames += self.delivery.take(first_video, made, output)
         total = self.request.num_frames * self.request.batches
@@ -236,11 +268,21 @@ class StageRun:
     ) -> tuple[Ready, float]:
         """The program for these shapes, and the seconds it took to get it just now."""
         started = time.perf_counter()
-        ready, report = self.programs.get(
-            stage.name, name, stage.programs[name], loaded, args, self.request
-        )
+        try:
+            ready, report = self.programs.get(
+                stage.name, name, stage.programs[name], loaded, args, self.request
+            )
+        except Exception as error:  # jaxlib raises one class for everything
+            needed = refused_bytes(str(error))
+            if self.room is None or needed is None:
+                raise
+            raise DoesNotFitError(f"{stage.name}/{name}", needed, self.room) from error
         timing = self.timing
         if ready not in timing.programs:
+            if self.room is not None:
+                needed = planned_bytes(ready.call)
+                if needed is not None and needed > self.room:
+                    raise DoesNotFitError(f"{stage.name}/{name}", needed, self.room)
             timing.programs.append(ready)
         if report is None:
             return ready, 0.0

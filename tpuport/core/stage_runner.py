@@ -78,6 +78,7 @@ class StageRunner(RequestBuilder):
         *,
         backend: str = "tpuport",
         delivery: Delivery | None = None,
+        vae_tiling: str | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run one stage on tensors in memory.
 
@@ -90,6 +91,8 @@ class StageRunner(RequestBuilder):
                 host or its GPU.
             delivery: takes the frames of decode, as bytes or one by one, and can check
                 them; without it they are float32 and returned.
+            vae_tiling: of decode, in place of the session's: ``"auto"``, ``"on"`` or
+                ``"off"``.
 
         Returns:
             The tensors the stage writes (decode: ``frames``, where no sink took them),
@@ -111,11 +114,13 @@ class StageRunner(RequestBuilder):
         if any(splits):
             self._check_backend(request, backend)
         if backend == "diffusers":
-            return self._run_upstream(stage, request, inputs, host_device(), delivery)
+            return self._run_upstream(
+                stage, request, inputs, host_device(), delivery, vae_tiling
+            )
         if stage is self.port.stages[0] and self.encode_on == "host":
             return self._run_upstream(stage, request, inputs, "cpu")
         with self.executor.programs.jax_cache():
-            return self.executor.run(stage, request, inputs, delivery)
+            return self.executor.run(stage, request, inputs, delivery, vae_tiling)
 
     def _run_upstream(
         self,
@@ -124,6 +129,7 @@ class StageRunner(RequestBuilder):
         inputs: Mapping[str, torch.Tensor],
         device: str,
         delivery: Delivery | None = None,
+        vae_tiling: str | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         if self.mesh.size > 1:
             self.reporter.say(
@@ -135,7 +141,9 @@ class StageRunner(RequestBuilder):
             # The same refusals as on the mesh; upstream would fill a missing tensor
             # with random numbers and warn.
             self.components.check_files(name)
-        return self.executor.run_upstream(stage, request, inputs, device, delivery)
+        return self.executor.run_upstream(
+            stage, request, inputs, device, delivery, vae_tiling
+        )
 
     # ---------------------------------------------------------- run directory
 

@@ -29,10 +29,18 @@ def _nothing(carry: Tree, outputs: list[Tree]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a program within a stage."""
+    """One call of a program within a stage.
+
+    Attributes:
+        program: its name in the stage.
+        inputs: of this call alone.
+        fresh: start from ``Work.carry`` again, in place of the carry of the call
+            before.
+    """
 
     program: str
     inputs: Tree
+    fresh: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,7 +48,7 @@ class Work:
     """What a stage does for one batch: calls in order, a carry handed along.
 
     Attributes:
-        carry: the initial carry.
+        carry: the initial carry; also of later calls that are ``fresh``.
         constants: inputs that are the same for every call; never compiled in.
         calls: made lazily, so that per-call inputs need not exist all at once.
         total: how many calls there are.
@@ -94,6 +102,8 @@ class StageContext:
         say: tells people something.
         pixels: what programs of decode should give: ``"float32"`` in [0, 1], or
             ``"uint8"``.
+        vae_tiling: whether decode runs in tiles: ``"on"`` or ``"off"``; ``"auto"``
+            where the stage has no ``footprint`` to decide by.
         upstream: ``upstream(name, load)`` is a component as upstream's own object:
             ``load()``, or what it returned before when weights are kept loaded.
     """
@@ -108,6 +118,7 @@ class StageContext:
     device: str = "cpu"
     say: Callable[[str], None] = lambda text: None
     pixels: str = "float32"
+    vae_tiling: str = "auto"
     upstream: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()
 
     @property

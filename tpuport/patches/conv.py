@@ -112,10 +112,6 @@ def plain_convolution(
     return out.astype(input.dtype)
 
 
-#: Of a core's VMEM, what a kernel may take.
-_VMEM_SHARE = 7 / 8
-
-
 def video_kernel(
     context: OpContext,
     input: jax.Array,
@@ -127,39 +123,39 @@ def video_kernel(
 
     Args:
         weight: [O, C, (K,) 3, 3].
-        padding: of every axis: none or 1 for rows and columns.
+        padding: of every axis.
 
     Raises:
         NotImplementedError: the kernel cannot.
     """
-    import jax
     import jax.numpy as jnp
 
-    from tpuport.core.chips import CHIPS
-    from tpuport.kernels.conv import pitch_of, video_convolution
-    from tpuport.kernels.selection import DEFAULT_CHIP
+    from tpuport.kernels.conv import video_convolution
+    from tpuport.kernels.conv_kernel import pitch_of
+    from tpuport.patches.video import convolve, kernel_options
 
+    if weight.shape[-2:] != (3, 3):
+        raise NotImplementedError(f"a kernel of {weight.shape[2:]}")
     flat = input.ndim == 4
     if flat:
         input, weight, padding = input[:, :, None], weight[:, :, None], [0, *padding]
     x = jnp.transpose(input, (0, 2, 3, 4, 1))
     frames, rows, columns = padding
-    if context.space is not None:
-        around = (rows, columns)
-        x = context.space.halo(x, (2, 3), around, around)
-        rows = columns = 0
-    size = x.shape[3] + 2 * columns
-    pitch = pitch_of(size - 2)
-    pads = [(0, 0), (frames, frames), (rows, rows), (columns, columns + pitch - size)]
-    out = video_convolution(
-        jnp.pad(x, [*pads, (0, 0)]),
-        jnp.transpose(weight, (2, 3, 4, 1, 0)),
-        bias,
-        size - 2,
-        vmem_limit=int(CHIPS[context.chip or DEFAULT_CHIP].vmem_bytes * _VMEM_SHARE),
-        # A mesh of other devices stands in for TPUs where a program is only traced.
-        interpret=context.chip is None and jax.default_backend() != "tpu",
-    )
+    if list(padding) == [0, 1, 1] and weight.shape[2] == 1:
+        out = convolve(context, x, None, weight, bias)
+    else:
+        if context.space is not None:
+            around = (rows, columns)
+            x = context.space.halo(x, (2, 3), around, around)
+            rows = columns = 0
+        size = x.shape[3] + 2 * columns
+        pitch = pitch_of(size - 2)
+        sides = (columns, columns + pitch - size)
+        pads = [(0, 0), (frames, frames), (rows, rows), sides, (0, 0)]
+        kernel = jnp.transpose(weight, (2, 3, 4, 1, 0))
+        out = video_convolution(
+            jnp.pad(x, pads), kernel, bias, size - 2, **kernel_options(context)
+        )
     out = jnp.transpose(out, (0, 4, 1, 2, 3))
     return out[:, :, 0] if flat else out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpuport.core.planning.measure import hbm_used
+from tpuport.core.device_memory import refused_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ from tpuport.core.planning.measure import hbm_used
 def test_the_size_is_read_from_the_compilers_words(
     message: str, size: int | None
 ) -> None:
-    assert hbm_used(message) == size
+    assert refused_bytes(message) == size

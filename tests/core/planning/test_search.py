@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,11 +13,14 @@ from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.account import Account, Row
 from tpuport.core.planning.measure import Measured, Memory
 from tpuport.core.planning.plan import Plan, StagePlan
+from tpuport.core.planning.planner import Planner
 from tpuport.core.planning.report import text
 from tpuport.core.planning.search import advise, rank
+from tpuport.core.report import Reporter
 from tpuport.core.request import Request
 from tpuport.core.spec import FrameRule, SizeRule
 from tpuport.core.topology import Topology, parse_topology
+from tpuport.core.vae_tiling import Footprint, decide
 from tpuport.errors import MeshError, UsageError
 
 V6E = chip("v6e")
@@ -326,3 +329,45 @@ def test_stages_add_up_to_the_run() -> None:
     assert found["compile_seconds"] == 4.0
     assert found["program_bytes"] == 2000
     assert found["utilization"] == pytest.approx(1e12 / (0.5 * 8 * V6E.peak_flops))
+
+
+class Retried(Planner):
+    """A planner whose plan in tiles is known."""
+
+    asked: ClassVar[list[tuple[str, Any]]] = []
+
+    def __post_init__(self) -> None:
+        self.say = (self.reporter or Reporter()).say
+        self._skeletons, self._tiling = {}, {}
+
+    def plan(self, spec: MeshSpec, **how: Any) -> Plan:
+        self.asked.append((self.vae_tiling, how["stages"]))
+        small = measured(2.0, 0.1, stage="decode", program="first tile")
+        return plan_of(spec, small, tiling={"decode": {}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "gib", "tiled"),
+    [("auto", 40.0, True), ("auto", 30.0, False), ("off", 40.0, False)],
+)
+def test_what_compiles_to_too_much_is_planned_in_tiles(
+    asked: str, gib: float, tiled: bool
+) -> None:
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("port", "variant", "checkpoint", "topology", "cache", "ask", "dtype")
+    )
+    planner = Retried(**nothing)
+    whole, cut = Footprint(bytes=GIB), Footprint(bytes=GIB // 4, tiles="2 x 3 tiles")
+    decided = decide("decode", asked, whole, cut, V6E.hbm_usable_bytes)
+    planner._tiling["decode"] = decided
+    program = measured(gib, 0.1, stage="decode", program="first uint8")
+    before = plan_of(MeshSpec(), program, tiling={"decode": decided.as_dict()})
+    Retried.asked.clear()
+    found = planner._in_tiles(before, REQUEST)
+    assert Retried.asked == ([("on", ["decode"])] if tiled else [])
+    assert [p.program for p in found.programs] == (
+        ["first tile"] if tiled else ["first uint8"]
+    )
+    assert found.fits == (tiled or gib == 30.0)
+    assert found.tiling["decode"]["tiled"] is tiled
+    assert found.tiling["decode"]["compiled"] == (40 * GIB if tiled else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tpuport.core.report import Reporter
     from tpuport.core.request import Request
     from tpuport.core.spec import ModelPort, Program, Variant
+    from tpuport.core.vae_tiling import TilingDecision
 
 
 @dataclass(kw_only=True, eq=False)
@@ -136,6 +137,8 @@ def abstract_programs(
     sharding: str = "default",
     stages: Sequence[str] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    vae_tiling: str = "auto",
+    decided: Callable[[TilingDecision], None] | None = None,
     reporter: Reporter | None = None,
 ) -> Iterator[AbstractProgram]:
     """Every distinct program of a run, in the order in which it would be compiled.
@@ -154,6 +157,8 @@ def abstract_programs(
         sharding: the layout of the weights.
         stages: names of those asked for; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
+        vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
+        decided: told what became of that.
         reporter: told what the plugin's plan says.
 
     Raises:
@@ -171,7 +176,10 @@ def abstract_programs(
         layout=sharding,
         reporter=reporter,
     )
-    walk = _Walk(Executor(components, keep_loaded=True, reporter=reporter), request)
+    executor = Executor(
+        components, keep_loaded=True, reporter=reporter, vae_tiling=vae_tiling
+    )
+    walk = _Walk(executor, request, decided)
     given: Mapping[str, Any] = inputs or {}
     for index, stage in enumerate(port.stages[: last + 1]):
         programs, given = walk.stage(stage, given, finish=index < last)
@@ -183,9 +191,15 @@ def abstract_programs(
 class _Walk:
     """Goes through the calls of a run without making them."""
 
-    def __init__(self, executor: Executor, request: Request) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        request: Request,
+        decided: Callable[[TilingDecision], None] | None = None,
+    ) -> None:
         self._executor = executor
         self._request = request
+        self._decided = decided
 
     def stage(
         self, stage: Stage, inputs: Mapping[str, Any], *, finish: bool
@@ -194,8 +208,16 @@ class _Walk:
         programs: dict[Any, AbstractProgram] = {}
         parts = []
         held = 0
+        tiling = self._executor.tiling(stage, self._request, alone=True)
+        asked = None
+        if tiling is not None:
+            asked = "on" if tiling.tiled else "off"
+            if self._decided is not None:
+                self._decided(tiling)
         for batch in range(self._request.batches):
-            context = self._executor.context(self._request, batch, inputs)
+            context = self._executor.context(
+                self._request, batch, inputs, vae_tiling=asked
+            )
             work = stage.plan(context)
             split, work = self._executor._cached(stage, work, self._request, Timing())
             carry, outputs = self._calls(split, work, programs)
@@ -224,6 +246,8 @@ class _Walk:
             if not placed:
                 carry, constants = abstract((carry, constants), loaded)
                 placed = True
+            elif call.fresh:
+                carry = abstract(work.carry, loaded)
             args = (carry, constants, abstract(call.inputs, loaded))
             key = (call.program, signature(args))
             if key not in programs:

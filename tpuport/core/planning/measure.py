@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.device_memory import refused_bytes
 from tpuport.core.planning.abstract import device_bytes
 from tpuport.core.planning.account import Account
 from tpuport.core.planning.cost import Kernels, account
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from tpuport.core.chips import Chip
     from tpuport.core.planning.abstract import AbstractProgram
     from tpuport.core.topology import Topology
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-#: How the compiler says that a program is too large, before and after it has tried to
-#: make it smaller.
-_TOO_LARGE = (
-    re.compile(r"memory space hbm\. Used ([\d.]+)([KMGT]?) of "),
-    re.compile(r"out of memory on HBM, .*\(([\d.]+)([KMGT]?)\) exceeds available HBM"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +134,7 @@ def measure(
     try:
         compiled = lowered.compile()
     except Exception as error:  # jaxlib raises one class for everything
-        used = hbm_used(str(error))
+        used = refused_bytes(str(error))
         if used is None:
             raise
         return Measured(
@@ -186,11 +178,3 @@ def _memory(found: Any, weights: int, resident: int) -> Memory:
         resident=resident,
         total=weights + inputs + temporaries + code + resident,
     )
-
-
-def hbm_used(message: str) -> int | None:
-    """Bytes of HBM a program would use, by the compiler's error; else ``None``."""
-    found = next((f for p in _TOO_LARGE if (f := p.search(message))), None)
-    if found is None:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]])

@@ -131,6 +131,8 @@ class Plan:
         meshes: with a search, what was found for each.
         files: what ``--dump`` wrote.
         notes: what could not be known.
+        tiling: of stages that have the choice, whether they run in tiles: a
+            :class:`tpuport.core.vae_tiling.TilingDecision`, JSON-ready.
     """
 
     model: str
@@ -152,6 +154,7 @@ class Plan:
     meshes: list[dict[str, Any]] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    tiling: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Measured, ...]:
@@ -208,6 +211,7 @@ class Plan:
             kernels=other.kernels,
             files=[*self.files, *(f for f in other.files if f not in self.files)],
             notes=[*self.notes, *other.notes],
+            tiling={**self.tiling, **other.tiling},
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -258,6 +262,7 @@ class Plan:
             "meshes": self.meshes,
             "files": self.files,
             "notes": self.notes,
+            "tiling": self.tiling,
         }
 
 

@@ -25,6 +25,7 @@ from tpuport.core.topology import (
     compile_environment,
     topology_devices,
 )
+from tpuport.core.vae_tiling import gibibytes
 from tpuport.errors import MeshError, ShardingError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.request import Request
     from tpuport.core.spec import ModelPort, Variant
+    from tpuport.core.vae_tiling import TilingDecision
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""
@@ -67,7 +69,7 @@ class Planner:
         topology: the slice.
         cache: a folder for the schedules of kernels.
         ask: makes the request; called for every mesh, since a mesh may refuse one.
-        dtype, attention, sharding, blocks: as ``generate`` takes them.
+        dtype, attention, sharding, blocks, vae_tiling: as ``generate`` takes them.
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
@@ -84,6 +86,7 @@ class Planner:
     attention: str = "auto"
     sharding: str = "default"
     blocks: str = "native"
+    vae_tiling: str = "auto"
     stages: Sequence[str] | None = None
     inputs: Mapping[str, Any] | None = None
     reporter: Reporter | None = None
@@ -98,6 +101,7 @@ class Planner:
             self.say(remark)
         self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
         self._skeletons: dict[str, Any] = {}
+        self._tiling: dict[str, TilingDecision] = {}
         self.kernels = KernelCosts(
             self.topology,
             self.cache,
@@ -233,7 +237,12 @@ class Planner:
             sharding=self.sharding,
             stages=stages,
             inputs=self.inputs,
+            vae_tiling=self.vae_tiling,
+            decided=self._decided,
         )
+
+    def _decided(self, tiling: TilingDecision) -> None:
+        self._tiling[tiling.stage] = tiling
 
     def plan(
         self,
@@ -286,7 +295,7 @@ class Planner:
             if p.account
             for note in p.account.notes
         ]
-        return Plan(
+        made = Plan(
             model=self.port.name,
             variant=self.variant.name,
             weights=self.checkpoint.source,
@@ -308,7 +317,25 @@ class Planner:
             kernels=tuple(use.as_dict() for use in self.kernels.uses.values()),
             files=files,
             notes=notes,
+            tiling={n: t.as_dict() for n, t in self._tiling.items() if found.get(n)},
         )
+        return self._in_tiles(made, asked)
+
+    def _in_tiles(self, made: Plan, asked: Request) -> Plan:
+        """``made``, in tiles where ``generate`` will find that it does not fit."""
+        for name in made.tiling:
+            decided, stage = self._tiling[name], made.stage(name)
+            if decided.room is None or stage is None or all(p.fits for p in stage):
+                continue
+            most = max(p.memory.total for p in stage)
+            self.say(f"{name} untiled takes {gibibytes(most)}: planning it in tiles")
+            other = replace(self, vae_tiling="on", reporter=None)
+            other._skeletons = self._skeletons
+            tiled = other.plan(made.mesh, request=asked, stages=[name])
+            tiled.tiling[name] = decided.in_tiles(most).as_dict()
+            left = [s for s in made.stages if s.name != name]
+            made = replace(made, stages=tuple(left)).joined(tiled)
+        return made
 
     def _flags(self, stages: Iterable[str]) -> tuple[str, ...]:
         """What tpuport sets for the programs of some stages, each once."""

@@ -106,6 +106,10 @@ def _memory(plan: Plan) -> Iterator[str]:
             row[2] = row[4] = "-"
         rows.append(tuple(row))
     yield from _table(rows)
+    for tiling in plan.tiling.values():
+        yield f"estimated before compiling: {tiling['line']}"
+        if tiling["alternative"]:
+            yield f"  {tiling['alternative']}"
 
 
 def _times(plan: Plan) -> Iterator[str]:

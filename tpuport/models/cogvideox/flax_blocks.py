@@ -26,6 +26,7 @@ from tpuport.models.cogvideox.flax_layers import (
     SpatialNorm,
     convolve,
     repeat_frames,
+    written_out,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class ResnetBlock(nnx.Module):
         grid: Grid,
     ) -> tuple[jax.Array, dict[str, Frames]]:
         """[N, T, Y, X, I] -> [N, T, Y, X, O]; z are the latents of a spatial norm."""
+        import jax
+
         cache = cache or {}
         given = () if z is None else (z,)
         kept: dict[str, Frames] = {}
@@ -85,7 +88,8 @@ class ResnetBlock(nnx.Module):
         h = norm2(h, grid.moments(h, self.groups), *given)
         short = x
         if hasattr(self, "conv_shortcut"):
-            short = self.conv_shortcut(x).astype(x.dtype)
+            # Written out, so that the sum is part of the convolution below.
+            short = jax.lax.optimization_barrier(self.conv_shortcut(x).astype(x.dtype))
         h, kept["conv2"] = self.conv2(h, cache.get("conv2"), grid, residual=short)
         return h, kept
 
@@ -150,18 +154,15 @@ class Upsample(FrameConv):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', 2Y, 2X, C]."""
-        import jax
         import jax.numpy as jnp
 
         count, frames, rows, columns, channels = x.shape
-        wide = jnp.broadcast_to(
-            x[:, :, :, None, :, None],
-            (count, frames, rows, 2, columns, 2, channels),
+        wide = written_out(
+            jnp.broadcast_to(
+                x[:, :, :, None, :, None],
+                (count, frames, rows, 2, columns, 2, channels),
+            )
         )
-        # A TPU writes a bare broadcast at less than half the speed of arithmetic that
-        # broadcasts; the barriers keep XLA from seeing that this is a product with one.
-        one = jax.lax.optimization_barrier(jnp.ones((channels,), x.dtype))
-        wide = jax.lax.optimization_barrier(wide * one)
         out = convolve(
             wide.reshape(count, frames, 2 * rows, 2 * columns, channels),
             self.kernel[...][None],

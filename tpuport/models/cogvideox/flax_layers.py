@@ -230,7 +230,7 @@ class GroupNorm(nnx.Module):
 
 
 class SpatialNorm(nnx.Module):
-    """A group norm whose result the latents scale and shift by pixel, and silu after it.
+    """A group norm whose result the latents scale and shift by pixel, then silu.
 
     Source: ``CogVideoXSpatialNorm3D``. Upstream enlarges the latents by nearest
     neighbours and convolves them with 1x1x1; here the other way round, which is the
@@ -273,6 +273,19 @@ def silu(x: jax.Array, dtype: Any) -> jax.Array:
     return (x * jax.nn.sigmoid(x)).astype(dtype)
 
 
+def written_out(x: jax.Array) -> jax.Array:
+    """A broadcast [..., C] that is to be an array, at the speed of memory.
+
+    A TPU writes a bare broadcast at less than half the speed of arithmetic that
+    broadcasts; the barriers keep XLA from seeing that this is a product with one.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    one = jax.lax.optimization_barrier(jnp.ones(x.shape[-1:], x.dtype))
+    return jax.lax.optimization_barrier(x * one)
+
+
 def repeat_frames(x: jax.Array, frames: int) -> jax.Array:
     """[N, T, ...] with every frame repeated to make ``frames``.
 
@@ -286,5 +299,8 @@ def repeat_frames(x: jax.Array, frames: int) -> jax.Array:
         return x
     single = frames % 2
     times = (frames - single) // (length - single)
-    rest = jnp.repeat(x[:, single:], times, axis=1)
+    rest = x[:, single:]
+    wide = (x.shape[0], length - single, times, *x.shape[2:])
+    rest = written_out(jnp.broadcast_to(rest[:, :, None], wide))
+    rest = rest.reshape(x.shape[0], frames - single, *x.shape[2:])
     return jnp.concatenate([x[:, :1], rest], axis=1) if single else rest

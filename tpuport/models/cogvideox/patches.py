@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.patching import Patch
+from tpuport.models.cogvideox import vae_native as native
+from tpuport.patches.video import LANES
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,12 @@ def _forget_pointwise_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: Any, inputs: torch.Tensor, conv_cache: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.time_kernel_size > 1 and native.applies(LANES):
+            try:
+                return native.causal_convolution(self, inputs, conv_cache)
+            except NotImplementedError:
+                # What the kernels cannot, the compiler's own convolution can.
+                pass
         output, cache = original(self, inputs, conv_cache)
         return output, None if self.time_kernel_size == 1 else cache
 
@@ -42,6 +50,9 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.conv_y.time_kernel_size != 1 or self.conv_b.time_kernel_size != 1:
             raise NotImplementedError("the norm's convolutions are not pointwise")
         channels = f.shape[1]
+        if native.applies(channels):
+            empty = {"conv_y": None, "conv_b": None}
+            return native.norm(self, f, zq, silu=False), empty
         modulation = torch.cat([self.conv_y.conv(zq), self.conv_b.conv(zq)], dim=1)
         if f.shape[2] > 1 and f.shape[2] % 2 == 1:
             # The first frame stands for itself, see the causal convolutions.
@@ -56,7 +67,44 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _resnet_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The block of kernels on a TPU; elsewhere upstream's."""
+
+    def forward(
+        self: Any,
+        inputs: torch.Tensor,
+        temb: torch.Tensor | None = None,
+        zq: torch.Tensor | None = None,
+        conv_cache: dict[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        narrow = min(self.in_channels, self.out_channels)
+        if temb is None and native.applies(narrow) and native.applies(inputs.shape[1]):
+            try:
+                return native.resnet_block(self, inputs, zq, conv_cache or {})
+            except NotImplementedError:
+                # What the kernels cannot, the compiler's own operations can.
+                pass
+        found: tuple[torch.Tensor, dict[str, torch.Tensor]] = original(
+            self, inputs, temb, zq, conv_cache
+        )
+        return found
+
+    return forward
+
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="cogvideox-resnet-block",
+        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+        ":CogVideoXResnetBlock3D.forward",
+        replacement=_resnet_block,
+        wraps=True,
+        reason="on a TPU norm, modulation and SiLU are one pass, and convolutions run "
+        "in the project's kernel; elsewhere nothing changes",
+        upstream="diffusers>=0.42,<0.43",
+        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+        "models/autoencoders/autoencoder_kl_cogvideox.py",
+    ),
     Patch(
         name="cogvideox-norm-at-latent-size",
         target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"

@@ -22,7 +22,14 @@ from tpuport.core.spatial import SpatialLayout
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
-from tpuport.models.cogvideox import conditioning, rotary, scheduler, upstream
+from tpuport.models.cogvideox import (
+    conditioning,
+    rotary,
+    scheduler,
+    upstream,
+    vae_memory,
+    vae_tiles,
+)
 from tpuport.models.cogvideox.inputs import (
     draw_noise,
     initial_latents,
@@ -32,12 +39,10 @@ from tpuport.models.cogvideox.inputs import (
     require_tokenizer,
     tokenize,
 )
+from tpuport.models.cogvideox.vae_tiles import chunk_lengths as chunk_lengths
 
 if TYPE_CHECKING:
     from tpuport.core.module import BoundModule
-
-#: Latent frames that upstream's VAE decodes at a time.
-FRAMES_PER_CHUNK = 2
 
 #: What a 1.5 image-to-video transformer takes as ``ofs``; fixed in upstream's pipeline.
 OFFSET = 2.0
@@ -260,28 +265,51 @@ def _decode_chunk(
     """
     import jax.numpy as jnp
 
+    cache, video = _decode_video(model, carry, inputs)
+    frames = video.astype(jnp.float32) * 0.5 + 0.5
+    return cache, encode_pixels(frames, pixels, model.space, planar=True)
+
+
+def _decode_tile(
+    model: BoundModule, carry: Any, constants: None, inputs: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Latents [B, C, T, Y, X] of a tile's chunk -> ``video`` [B, 3, F, H, W].
+
+    About [-1, 1], unclipped, in the weights' dtype: tiles are blended as floats.
+    """
+    cache, video = _decode_video(model, carry, inputs)
+    return cache, {"video": video}
+
+
+def _decode_video(
+    model: BoundModule, carry: Any, inputs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The decoder on a chunk: its new cache and its video."""
     z = inputs["latents"].astype(model.weights["decoder.conv_in.conv.weight"].dtype)
     if model.ported.module.post_quant_conv is not None:
         z = model(z, method="post_quant_conv")
     video, cache = model(z, conv_cache=carry, method="decoder")
-    frames = jnp.transpose(video.astype(jnp.float32) * 0.5 + 0.5, (0, 2, 3, 4, 1))
-    return cache, encode_pixels(frames, pixels, model.space)
-
-
-def chunk_lengths(latent_frames: int) -> list[int]:
-    """Latent frames per chunk: twos, and an odd one in the first chunk, as upstream."""
-    if latent_frames < FRAMES_PER_CHUNK:
-        return [latent_frames]
-    chunks = latent_frames // FRAMES_PER_CHUNK
-    first = FRAMES_PER_CHUNK + latent_frames % FRAMES_PER_CHUNK
-    return [first] + [FRAMES_PER_CHUNK] * (chunks - 1)
+    return cache, video
 
 
 def plan_decode(ctx: StageContext) -> Work:
-    """Decode chunk by chunk; one program for the first chunk, one for the others."""
+    """Decode chunk by chunk; one program for the first chunk, one for the others.
+
+    In tiles where that was chosen and upstream would: see
+    :mod:`tpuport.models.cogvideox.vae_tiles`.
+    """
+    import numpy as np
+
     z = latents_for_vae(ctx)
     lengths = chunk_lengths(z.shape[2])
     rows, columns = ctx.request.height, ctx.request.width
+    vae = ctx.module("vae")
+    tall, wide = z.shape[3:]
+    if vae_tiles.is_tiled(vae, tall, wide, tiling=ctx.vae_tiling == "on"):
+        axes = vae_tiles.decode_axes(vae, tall, wide, tiling=True)
+        ratio = int(vae.config.temporal_compression_ratio)
+        made = functools.partial(vae_tiles.frames_of_chunk, ratio)
+        return vae_tiles.tiled_work(z, axes, lengths, made, ctx.pixels)
 
     def calls() -> Iterator[Call]:
         start = 0
@@ -293,7 +321,8 @@ def plan_decode(ctx: StageContext) -> Work:
 
     def frames(index: int, output: Mapping[str, Any]) -> Any:
         # Split in space, a picture comes with phantom rows and columns.
-        return output["frames"][:, :, :rows, :columns]
+        planes = output["frames"][..., :rows, :columns]
+        return np.ascontiguousarray(np.moveaxis(planes, 1, -1))
 
     return Work(
         carry=None, constants=None, calls=calls(), total=len(lengths), frames=frames
@@ -304,19 +333,24 @@ def plan_decode(ctx: StageContext) -> Work:
 _DECODED = SpatialLayout(
     inputs={"latents": "BCTYX"},
     carry="BCTYX",
-    output={"frames": "BFYXC", "finite": "BF", "low": "BC", "high": "BC"},
+    output={"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"},
+)
+
+_DECODED_TILE = SpatialLayout(
+    inputs={"latents": "BCTYX"}, carry="BCTYX", output={"video": "BCFYX"}
 )
 
 
 def _decode_programs() -> dict[str, Program]:
-    return {
-        f"{place} {pixels}": Program(
-            component="vae",
-            fn=functools.partial(_decode_chunk, pixels=pixels),
-            space=_DECODED,
-        )
-        for place in ("first", "next")
+    forms: dict[str, tuple[Any, SpatialLayout]] = {
+        pixels: (functools.partial(_decode_chunk, pixels=pixels), _DECODED)
         for pixels in PIXELS
+    }
+    forms["tile"] = (_decode_tile, _DECODED_TILE)
+    return {
+        f"{place} {form}": Program(component="vae", fn=fn, space=space)
+        for place in ("first", "next")
+        for form, (fn, space) in forms.items()
     }
 
 
@@ -408,6 +442,7 @@ STAGES: tuple[Stage, ...] = (
         components=("vae",),
         loads={"vae": (r"decoder\..*", r"post_quant_conv\..*")},
         programs=_decode_programs(),
+        footprint=vae_memory.decode_footprint,
         plan=plan_decode,
         upstream=upstream.decode,
         writes=(),

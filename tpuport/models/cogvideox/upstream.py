@@ -203,7 +203,12 @@ def decode(ctx: StageContext) -> dict[str, Any]:
     spatial, _ = vae_strides(ctx.checkpoint)
     with torch.no_grad():
         z = latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
-        video = vae.decode(z).sample
+        # The encoder of the same object, where it is kept, stays as it was.
+        before, vae.use_tiling = vae.use_tiling, ctx.vae_tiling == "on"
+        try:
+            video = vae.decode(z).sample
+        finally:
+            vae.use_tiling = before
     frames = VideoProcessor(vae_scale_factor=spatial).postprocess_video(
         video.float(), output_type="np"
     )

@@ -11,12 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.frames import PIXELS, encode_on_host, encode_pixels
+from tpuport.core.chunking import chunk_lengths
+from tpuport.core.frames import PIXELS, encode_pixels
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
-from tpuport.models.hunyuanvideo.vae import plan_decode
-from tpuport.patches.tiling import TileJoin, TilePlan
+from tpuport.models.hunyuanvideo import vae
+from tpuport.patches.tiled_frames import JoinedFrames
+from tpuport.patches.tiling import TilePlan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 #: of upstream's tiles.
 UNTILED_PIXELS = 2**24
 
+#: Latent frames of 1.5 that are decoded at a time, where the video is not tiled. An
+#: activation at the size of the pixels is that of 8 frames; every chunk more gathers
+#: the keys and values of the whole video once more.
+FRAMES_PER_CHUNK = 2
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
@@ -138,11 +144,14 @@ def denoise_stage(
 def decode_stage(
     decode_tile: Callable[[BoundModule, Any], Any],
     upstream: Callable[[StageContext], dict[str, Any]],
+    decode_chunk: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Stage:
     """The decode stage of a form: ``decode_tile`` on each tile of the latents.
 
-    The program ``tile`` gives floats, which the host blends; ``whole float32`` and
-    ``whole uint8`` give the frames of latents that are one tile.
+    The program ``tile`` gives floats, which the host blends. Latents that are one tile
+    become frames by ``decode_chunk``, chunk by chunk, in the programs ``first`` and
+    ``next``; without it all at once, in ``whole``. Of these there is one for floats
+    and one for bytes, such as ``first uint8``.
     """
 
     def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
@@ -151,28 +160,48 @@ def decode_stage(
     def whole(
         pixels: str, model: BoundModule, carry: None, constants: None, given: Any
     ) -> Any:
-        import jax.numpy as jnp
+        return None, _pixels(model, decode_tile(model, given["latents"]), pixels)
 
-        video = decode_tile(model, given["latents"])
-        frames = jnp.transpose(video, (0, 2, 3, 4, 1)) * 0.5 + 0.5
-        return None, encode_pixels(frames, pixels)
+    def chunk(
+        pixels: str, model: BoundModule, carry: Any, constants: Any, given: Any
+    ) -> Any:
+        assert decode_chunk is not None
+        total = constants["frames"].shape[0]
+        carry, video = decode_chunk(
+            model, carry, given["latents"], given["start"], total
+        )
+        return carry, _pixels(model, video, pixels)
 
+    chunked = decode_chunk is not None
     return Stage(
         name="decode",
-        unit="tile",
+        unit="chunk" if chunked else "tile",
         components=("vae",),
         loads={"vae": DECODER},
         programs={
-            "tile": Program(component="vae", fn=run),
+            "tile": Program(component="vae", fn=run, space=vae.TILE),
             **{
-                f"whole {pixels}": Program(component="vae", fn=partial(whole, pixels))
+                f"{place} {pixels}": Program(
+                    component="vae",
+                    fn=partial(chunk if chunked else whole, pixels),
+                    space=vae.CHUNK if chunked else vae.WHOLE,
+                )
+                for place in (("first", "next") if chunked else ("whole",))
                 for pixels in PIXELS
             },
         },
-        plan=plan_tiles,
+        plan=partial(plan_frames, chunked=chunked),
         upstream=upstream,
         writes=(),
     )
+
+
+def _pixels(model: BoundModule, video: Any, pixels: str) -> dict[str, Any]:
+    """A float video [B, 3, F, H, W] of about [-1, 1] as it leaves the device."""
+    import jax.numpy as jnp
+
+    frames = jnp.transpose(video, (0, 2, 3, 4, 1)) * 0.5 + 0.5
+    return encode_pixels(frames, pixels, model.space)
 
 
 def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
@@ -222,26 +251,24 @@ def unscaled_latents(ctx: StageContext) -> torch.Tensor:
 
 def tiled(ctx: StageContext) -> bool:
     """Whether this run decodes in tiles."""
-    choice = ctx.request.options["vae_tiling"]
+    choice = ctx.vae_tiling
     if choice == "auto":
         request = ctx.request
         pixels = request.num_frames * request.height * request.width
         return bool(pixels > UNTILED_PIXELS)
-    return bool(choice == "on")
+    return choice == "on"
 
 
-def plan_tiles(ctx: StageContext) -> Work:
-    """Decode tile by tile with upstream's tile sizes and blending; or all at once."""
+def plan_frames(ctx: StageContext, *, chunked: bool) -> Work:
+    """Decode tile by tile with upstream's tile sizes and blending, or without tiles.
+
+    Args:
+        chunked: whether latents that are one tile are decoded chunk by chunk.
+    """
     z = unscaled_latents(ctx)
-    plan = plan_decode(ctx.module("vae"), tuple(z.shape), tiled(ctx))
+    plan = vae.plan_decode(ctx.module("vae"), tuple(z.shape), tiled(ctx))
     if len(plan.tiles) == 1:
-        return Work(
-            carry=None,
-            constants=None,
-            calls=[Call(f"whole {ctx.pixels}", {"latents": z.contiguous()})],
-            total=1,
-            frames=lambda index, output: output,
-        )
+        return _untiled(ctx, z, plan, chunked=chunked)
 
     def calls() -> Iterator[Call]:
         for tile in plan.tiles:
@@ -253,54 +280,50 @@ def plan_tiles(ctx: StageContext) -> Work:
         constants=None,
         calls=calls(),
         total=len(plan.tiles),
-        frames=lambda index, output: joined.add(output),
+        frames=lambda index, output: joined.add(without_phantoms(plan, index, output)),
     )
 
 
-class JoinedFrames:
-    """Tiles of a video as its frames: finished where the last tile of them is in.
+def without_phantoms(plan: TilePlan, index: int, output: np.ndarray) -> np.ndarray:
+    """A tile [B, 3, F, H, W] less the rows and columns that let it divide."""
+    places = plan.tiles[index].index[1:]
+    rows, columns = (
+        axis.spans[n].made for axis, n in zip(plan.axes[1:], places, strict=True)
+    )
+    return output[..., :rows, :columns]
 
-    A piece becomes pixels as soon as it is blended, so that of the floats one tile and
-    the seams are held, and of the pixels the frames of one row of tiles in time.
 
-    Args:
-        plan: the tiles.
-        pixels: ``"float32"`` or ``"uint8"``.
-    """
+def _untiled(
+    ctx: StageContext, z: torch.Tensor, plan: TilePlan, *, chunked: bool
+) -> Work:
+    """Decode latents [B, C, T, Y, X] at once, or chunk by chunk."""
+    import numpy as np
 
-    def __init__(self, plan: TilePlan, pixels: str) -> None:
-        self._plan = plan
-        self._pixels = pixels
-        self._join = TileJoin(plan)
-        self._row: dict[str, np.ndarray] | None = None
+    total = z.shape[2]
+    lengths = chunk_lengths(total, FRAMES_PER_CHUNK) if chunked else [total]
+    _, rows, columns = plan.output
 
-    def add(self, output: np.ndarray) -> dict[str, np.ndarray] | None:
-        """The next tile, [B, 3, F, H, W], about [-1, 1].
-
-        Returns:
-            The frames that it completes, as :func:`tpuport.core.frames.encode_pixels`
-            gives them, or ``None``.
-        """
-        import numpy as np
-
-        values, (frames, rows, columns), ends_row = self._join.add(output)
-        values *= np.float32(0.5)
-        values += np.float32(0.5)
-        piece = encode_on_host(values.transpose(0, 2, 3, 4, 1), self._pixels)
-        if self._row is None:
-            shape = (len(values), frames.stop - frames.start, *self._plan.output[1:], 3)
-            self._row = {
-                "frames": np.empty(shape, self._pixels),
-                "finite": np.zeros_like(piece["finite"]),
-                "low": piece["low"],
-                "high": piece["high"],
+    def calls() -> Iterator[Call]:
+        start = 0
+        for index, length in enumerate(lengths):
+            place = "whole" if not chunked else "next" if index else "first"
+            given: dict[str, Any] = {
+                "latents": z[:, :, start : start + length].contiguous()
             }
-        row = self._row
-        row["frames"][:, :, rows, columns] = piece["frames"]
-        row["finite"] += piece["finite"]
-        row["low"] = np.minimum(row["low"], piece["low"])
-        row["high"] = np.maximum(row["high"], piece["high"])
-        if not ends_row:
-            return None
-        self._row = None
-        return row
+            if chunked:
+                given["start"] = np.int32(start)
+            yield Call(f"{place} {ctx.pixels}", given)
+            start += length
+
+    def frames(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
+        # Split in space, a picture comes with phantom rows and columns.
+        return {**output, "frames": output["frames"][:, :, :rows, :columns]}
+
+    return Work(
+        carry=None,
+        # Its length is how many latent frames there are in all chunks.
+        constants={"frames": np.arange(total, dtype=np.int32)} if chunked else None,
+        calls=calls(),
+        total=len(lengths),
+        frames=frames,
+    )

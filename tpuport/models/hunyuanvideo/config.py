@@ -80,7 +80,7 @@ def _variant(
         dtype="bfloat16",
         frames=FrameRule(step=4),
         sizes=SizeRule(multiple=_MULTIPLE),
-        options={"flow_shift": shift, "vae_tiling": "auto"},
+        options={"flow_shift": shift},
         configs={
             **CONFIGS_15,
             "transformer": {
@@ -121,7 +121,7 @@ DEMO = _demo(
     FORM_15,
     DEMO_CONFIGS,
     title="a small checkpoint with random weights, made on first use",
-    options={"flow_shift": 5.0, "vae_tiling": "auto"},
+    options={"flow_shift": 5.0},
     tasks=("t2v", "i2v"),
     resolutions={"demo": 128, **TARGET_SIZES},
 )
@@ -131,7 +131,7 @@ DEMO_13B = _demo(
     FORM_13B,
     DEMO_CONFIGS_13B,
     title="the same of the 13b form",
-    options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
+    options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
 )
 
 VARIANTS_15 = (
@@ -201,7 +201,7 @@ VARIANT_13B = Variant(
     dtype="bfloat16",
     frames=FrameRule(step=4),
     sizes=SizeRule(multiple=_MULTIPLE),
-    options={"flow_shift": 7.0, "vae_tiling": "auto", "true_cfg_scale": 1.0},
+    options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
     configs=CONFIGS_13B,
     notes="the guidance scale is an input of the model, not two predictions",
     form=FORM_13B,
@@ -225,13 +225,6 @@ OPTIONS = (
         name="flow_shift",
         help="shift of the noise levels towards noise; the checkpoint's by default",
         parse=_parse_number,
-    ),
-    Option(
-        name="vae_tiling",
-        help="decode in overlapping tiles, as upstream's vae.enable_tiling(); auto "
-        "does so for more pixels than one pass is sure to have memory for",
-        parse=str,
-        choices=("auto", "on", "off"),
     ),
     Option(
         name="true_cfg_scale",
@@ -319,7 +312,7 @@ def detect_15(checkpoint: Checkpoint) -> Variant:
         dtype="bfloat16",
         frames=FrameRule(step=4),
         sizes=SizeRule(multiple=_MULTIPLE),
-        options={"flow_shift": shift, "vae_tiling": "auto"},
+        options={"flow_shift": shift},
         tasks=tasks,
         form=FORM_15,
         resolutions={f"{target}": target, **TARGET_SIZES},

@@ -27,6 +27,7 @@ from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.padding import PADDING
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -49,7 +50,6 @@ def _vae(class_name: str, rules: Any) -> Component:
         name="vae",
         class_path=f"diffusers:{class_name}",
         sharding=rules,
-        single_device=True,
     )
 
 
@@ -136,7 +136,13 @@ PORT_13B = ModelPort(
     stages=stages_13b.STAGES,
     variants=config.VARIANTS,
     patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_13B, *VAE_13B),
-    overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION),
+    overrides=(
+        *FLOAT32_NORMS,
+        GELU_ROUNDED_ONCE,
+        NEAREST_RESIZE,
+        CONVOLUTION,
+        PADDING,
+    ),
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect_13b,

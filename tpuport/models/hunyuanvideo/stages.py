@@ -39,7 +39,12 @@ from tpuport.models.hunyuanvideo.common import (
     rows_of,
     text_specs,
 )
-from tpuport.models.hunyuanvideo.vae import decode_tile_15, encode_mode_15
+from tpuport.models.hunyuanvideo.vae import (
+    ENCODE_15,
+    decode_chunk_15,
+    decode_tile_15,
+    encode_mode_15,
+)
 
 if TYPE_CHECKING:
     from tpuport.core.module import BoundModule
@@ -108,13 +113,17 @@ def plan_encode(ctx: StageContext) -> Work:
         }
         count = len(ctx.prompts)
         named = by_name(tensors, count, guided=ctx.request.guided)
+        if "condition" in made:
+            # Split in space, they come with phantom rows and columns.
+            rows, columns = latent_shape(ctx.request, ctx.checkpoint)[-2:]
+            made["condition"] = made["condition"][..., :rows, :columns]
         for program, name in (
             ("image", "image_embeds"),
             ("condition", "image_latents"),
         ):
             if program in made:
-                rows = made[program]
-                named[name] = rows.expand(count, *rows.shape[1:]).contiguous()
+                found = made[program]
+                named[name] = found.expand(count, *found.shape[1:]).contiguous()
         return named
 
     return Work(
@@ -283,7 +292,7 @@ STAGES: tuple[Stage, ...] = (
             "text": Program(component="text_encoder", fn=_text),
             "glyphs": Program(component="text_encoder_2", fn=_glyphs),
             "image": Program(component="image_encoder", fn=_image_tokens),
-            "condition": Program(component="vae", fn=_image_latents),
+            "condition": Program(component="vae", fn=_image_latents, space=ENCODE_15),
         },
         plan=plan_encode,
         upstream=upstream.encode_15,
@@ -313,5 +322,5 @@ STAGES: tuple[Stage, ...] = (
         upstream=upstream.denoise_15,
         batch_rows=_guided_rows,
     ),
-    decode_stage(decode_tile_15, upstream.decode),
+    decode_stage(decode_tile_15, upstream.decode, decode_chunk_15),
 )

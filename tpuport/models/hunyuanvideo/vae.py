@@ -1,7 +1,8 @@
-"""Encoding and decoding by tiles, for both HunyuanVideo autoencoders.
+"""Encoding and decoding by tiles and chunks, for both HunyuanVideo autoencoders.
 
 A plan follows upstream's tile settings, read from the module; a tile goes through one
 of the small programs below; :func:`tpuport.patches.tiling.assemble` joins the results.
+A 1.5 video that is no more than one tile is decoded by chunks of latent frames.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W frames,
 rows and columns of pixels. Videos are [B, 3, F, H, W], latents [B, C, T, Y, X].
@@ -15,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.chunking import run_chunk
+from tpuport.core.spatial import SpatialLayout
 from tpuport.errors import UsageError
 from tpuport.patches.tiling import Axis, TilePlan, tiled_axis, whole_axis
 
@@ -155,6 +158,23 @@ def _plan_13b(
 
 # -------------------------------------------------------------------- programs
 
+#: What becomes of the arrays where the picture is split over devices; see
+#: :mod:`tpuport.core.spatial`. All of the carry are pictures of some latent frames.
+TILE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output="BCFYX")
+_FRAMES = {"frames": "BFYXC", "finite": "BF", "low": "BC", "high": "BC"}
+WHOLE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output=_FRAMES)
+CHUNK = SpatialLayout(
+    inputs={"latents": "BCTYX", "start": ""}, carry="BCTYX", output=_FRAMES
+)
+ENCODE_15 = SpatialLayout(
+    inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=16
+)
+"""For ``spatial_compression_ratio=16``, as published."""
+ENCODE_13B = SpatialLayout(
+    inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=8
+)
+"""For ``spatial_compression_ratio=8``, as published."""
+
 
 def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
     """Latents [B, C, T, Y, X] of a tile -> float32 video, about [-1, 1], unclipped.
@@ -164,8 +184,39 @@ def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
     return _float32(model(_cast(model, z, "decoder.conv_in"), method="decoder"))
 
 
+def decode_chunk_15(
+    model: BoundModule, carry: Any, z: jax.Array, start: jax.Array, total: int
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """:func:`decode_tile_15` of some latent frames of a video, chunk after chunk.
+
+    Exact: each convolution goes on from the last two frames of its input before, and
+    the attention from the keys and values of all frames so far. What is kept is by
+    module path, in the weights' dtype: of a convolution [B, C', 2, Y', X'] at its own
+    size, of the attention twice [B, C', total, Y, X].
+
+    Args:
+        carry: what the chunk before left; ``None`` for the first.
+        z: [B, C, T, Y, X].
+        start: index of its first latent frame, int32.
+        total: latent frames of the video.
+
+    Returns:
+        what is left for the next chunk, and the video: 4T frames, three less in the
+        first chunk.
+    """
+    z = _cast(model, z, "decoder.conv_in")
+    left, video = run_chunk(model, carry, z, start=start, total=total, method="decoder")
+    return left, _float32(video)
+
+
 def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
-    """As :func:`decode_tile_15`, for the 13b autoencoder."""
+    """As :func:`decode_tile_15`, for the 13b autoencoder.
+
+    Its group norms take the mean and the variance of all frames that they are given,
+    so that no cut in time leaves its video as it was. Upstream cuts a long video all
+    the same, into tiles in time that overlap and are blended: they are its chunks, and
+    one program decodes those of one size.
+    """
     z = model(_cast(model, z, "post_quant_conv"), method="post_quant_conv")
     return _float32(model(z, method="decoder"))
 

@@ -2,35 +2,42 @@
 
 Both attend over all latent frames in their middle block, every token to its own frame
 and those before. Upstream builds a mask of all tokens by all tokens for it; here the
-frame of a token says it.
+frame of a token says it. Where the picture is split over devices, each has the queries
+of its part, and the keys and values of the whole picture are gathered.
+
+That of 1.5 looks back in time only and is decoded chunk by chunk: its causal
+convolutions keep the last two frames of their input, its attention the keys and values
+of all frames so far, and only the first chunk has the first frame, which upsampling in
+time treats by itself.
 
 Legend: B batch, C channels, T/Y/X latent frames, rows, columns, L = T * Y * X tokens, H
-heads, D head dim.
+heads, D head dim; t/y/x those of the queries: of a chunk, and of a device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.chunking import current_chunk
 from tpuport.core.patching import Patch
 
 if TYPE_CHECKING:
+    import jax
     import torch
+
+    from tpuport.core.active import Active
+    from tpuport.core.ops import OpContext
+
+
+# ------------------------------------------------------------------- attention
 
 
 def _attend_15(self: Any, x: torch.Tensor) -> torch.Tensor:
     """``HunyuanVideo15AttnBlock.forward`` of [B, C, T, Y, X]."""
-    from tpuport.patches.attention import attend
-
-    _, channels, frames, rows, columns = x.shape
     normed = self.norm(x)
-    query, key, value = (
-        layer(normed).flatten(2).transpose(1, 2).unsqueeze(1)
-        for layer in (self.to_q, self.to_k, self.to_v)
-    )
-    out = attend(query, key, value, frame_tokens=rows * columns)
-    out = out.squeeze(1).transpose(1, 2)
-    return self.proj_out(out.reshape(-1, channels, frames, rows, columns)) + x
+    query, key, value = (layer(normed) for layer in (self.to_q, self.to_k, self.to_v))
+    return self.proj_out(_attend_by_frames(self, query, key, value, heads=1)) + x
 
 
 def _mid_block_13b(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -38,27 +45,148 @@ def _mid_block_13b(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     hidden_states = self.resnets[0](hidden_states)
     for attention, resnet in zip(self.attentions, self.resnets[1:], strict=True):
         if attention is not None:
-            frames, rows, columns = hidden_states.shape[2:]
+            size = hidden_states.shape[2:]
             tokens = hidden_states.permute(0, 2, 3, 4, 1).flatten(1, 3)
-            tokens = _attend_13b(attention, tokens, rows * columns)
-            hidden_states = tokens.unflatten(1, (frames, rows, columns))
-            hidden_states = hidden_states.permute(0, 4, 1, 2, 3)
+            tokens = _attend_13b(attention, tokens, size)
+            hidden_states = tokens.unflatten(1, size).permute(0, 4, 1, 2, 3)
         hidden_states = resnet(hidden_states)
     return hidden_states
 
 
-def _attend_13b(attention: Any, tokens: torch.Tensor, per_frame: int) -> torch.Tensor:
-    """The ``Attention`` of the middle block on [B, L, C]."""
-    from tpuport.patches.attention import attend
+def _attend_13b(
+    attention: Any, tokens: torch.Tensor, size: tuple[int, int, int]
+) -> torch.Tensor:
+    """The ``Attention`` of the middle block on [B, L, C], of frames, rows, columns.
 
-    normed = attention.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
+    Its norm takes them as a picture, which where it is split is known as one: the same
+    groups of the same numbers.
+    """
+    normed = attention.group_norm(tokens.transpose(1, 2).unflatten(2, size))
+    normed = normed.flatten(2).transpose(1, 2)
     query, key, value = (
-        layer(normed).unflatten(2, (attention.heads, -1)).transpose(1, 2)
+        layer(normed).transpose(1, 2).unflatten(2, size)
         for layer in (attention.to_q, attention.to_k, attention.to_v)
     )
-    out = attend(query, key, value, frame_tokens=per_frame)
-    out = attention.to_out[0](out.transpose(1, 2).flatten(2))
+    out = _attend_by_frames(attention, query, key, value, heads=attention.heads)
+    out = attention.to_out[0](out.flatten(2).transpose(1, 2))
     return (out + tokens) / attention.rescale_output_factor
+
+
+def _attend_by_frames(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: int,
+) -> torch.Tensor:
+    """Attention of [B, H * D, t, y, x] to the frames of each query and before it."""
+    from tpuport.patches.attention import attend
+
+    active, chunk = _active(), current_chunk()
+    if active is None or (chunk is None and active.context.space is None):
+        per_frame = query.shape[3] * query.shape[4]
+        tokens = [
+            x.unflatten(1, (heads, -1)).flatten(3).transpose(2, 3)
+            for x in (query, key, value)
+        ]
+        out = attend(tokens[0], tokens[1], tokens[2], frame_tokens=per_frame)
+        return out.transpose(2, 3).reshape(query.shape)
+    start: Any = 0
+    if chunk is not None:
+        start = chunk.start
+        key = chunk.with_all_before(module, "keys", key)
+        value = chunk.with_all_before(module, "values", value)
+    arrays = [active.arrays(x) for x in (query, key, value)]
+    if (space := active.context.space) is not None:
+        arrays[1:] = [space.gather(x, (3, 4)) for x in arrays[1:]]
+    context, (q, k, v) = active.context, arrays
+    found: torch.Tensor = active.tensors(
+        _frame_by_frame(context, q, k, v, heads, start)
+    )
+    return found
+
+
+def _active() -> Active | None:
+    """What is being traced; ``None`` in plain torch."""
+    from tpuport.core.active import current
+
+    try:
+        return current()
+    except RuntimeError:
+        return None
+
+
+def _frame_by_frame(
+    context: OpContext,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    heads: int,
+    start: Any,
+) -> jax.Array:
+    """Attention of [B, H * D, t, y, x] to [B, H * D, T, Y, X]: no array has L x L.
+
+    Args:
+        start: the frame of the keys that the first one of the queries is.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.core.attention_lengths import length_attention
+
+    batch, _, frames, rows, columns = query.shape
+    per_frame = key.shape[3] * key.shape[4]
+    k, v = (
+        jnp.swapaxes(x.reshape(batch, heads, x.shape[1] // heads, -1), 2, 3)
+        for x in (key, value)
+    )
+    q = query.reshape(batch, heads, -1, frames, rows * columns)
+    ends = (start + jnp.arange(frames, dtype=jnp.int32) + 1) * per_frame
+    # As many queries as keys are one frame: neighbours of a window they are not.
+    alone = k.shape[2] if k.shape[2] == rows * columns else None
+
+    def one_frame(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, end = frame
+        lengths = jnp.broadcast_to(end, (batch,))
+        return length_attention(context, q, k, v, lengths, alone)
+
+    out = jax.lax.map(one_frame, (jnp.transpose(q, (3, 0, 1, 4, 2)), ends))
+    return jnp.transpose(out, (1, 2, 4, 0, 3)).reshape(query.shape)
+
+
+# ---------------------------------------------------------------------- chunks
+
+
+def _causal_convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In a chunk, the frames before it are those of the chunk before."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        import torch.nn.functional as F
+
+        chunk = current_chunk()
+        if chunk is None:
+            return original(self, hidden_states)
+        *around, before, after = self.time_causal_padding
+        mode = self.pad_mode
+        x = chunk.with_frames_before(self, hidden_states, before, mode)
+        return self.conv(F.pad(x, (*around, 0, after), mode=mode))
+
+    return forward
+
+
+def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A chunk that is not the first has no frame that stands for itself."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        chunk = current_chunk()
+        if chunk is None or chunk.is_first or not self.add_temporal_upsample:
+            return original(self, x)
+        spread = self._dcae_upsample_rearrange
+        shortcut = spread(x, r1=2, r2=2, r3=2)
+        shortcut = shortcut.repeat_interleave(repeats=self.repeats, dim=1)
+        return spread(self.conv(x), r1=2, r2=2, r3=2) + shortcut
+
+    return forward
 
 
 _UPSTREAM = "diffusers>=0.42,<0.43"
@@ -67,15 +195,36 @@ _SOURCE = (
     "autoencoders/"
 )
 
+_MODULE_15 = "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15"
+
 VAE_15: tuple[Patch, ...] = (
     Patch(
         name="hunyuanvideo15-vae-frame-causal-attention",
-        target="diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15"
-        ":HunyuanVideo15AttnBlock.forward",
+        target=_MODULE_15 + ":HunyuanVideo15AttnBlock.forward",
         replacement=_attend_15,
         reason="the mask is filled row by row in a Python loop, an operation a token, "
         "and has L x L entries; its batch dim meets the heads, so that more than one "
         "video fails",
+        upstream=_UPSTREAM,
+        link=_SOURCE + "autoencoder_kl_hunyuanvideo15.py",
+    ),
+    Patch(
+        name="hunyuanvideo15-vae-convolution-in-chunks",
+        target=_MODULE_15 + ":HunyuanVideo15CausalConv3d.forward",
+        replacement=_causal_convolution,
+        wraps=True,
+        reason="it repeats the first frame of whatever it is given; a later chunk of a "
+        "video goes on from the frames of the chunk before",
+        upstream=_UPSTREAM,
+        link=_SOURCE + "autoencoder_kl_hunyuanvideo15.py",
+    ),
+    Patch(
+        name="hunyuanvideo15-vae-upsampling-in-chunks",
+        target=_MODULE_15 + ":HunyuanVideo15Upsample.forward",
+        replacement=_upsample,
+        wraps=True,
+        reason="it makes one frame of the first and two of every other; a later chunk "
+        "of a video has no first one",
         upstream=_UPSTREAM,
         link=_SOURCE + "autoencoder_kl_hunyuanvideo15.py",
     ),

@@ -1,0 +1,72 @@
+"""The estimate that decides on tiles, against the compiler for a TPU v6e.
+
+In a process of its own: the TPU compiler reads its environment once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
+from tpuport.models.cogvideox.vae_memory import MARGIN
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from tpuport.core.device_memory import planned_bytes
+from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.planning.abstract import abstract_programs
+from tpuport.core.planning.configs import config_checkpoint
+from tpuport.core.planning.planner import Requests
+from tpuport.core.report import Reporter
+from tpuport.core.spec import with_blocks
+from tpuport.core.topology import parse_topology, topology_devices
+from tpuport.plugins import get_port
+
+port = with_blocks(get_port("cogvideox"), "native")
+variant = port.variant("5b")
+devices = topology_devices(parse_topology("v6e-8"))
+mesh = build_mesh(MeshSpec(sp=8), devices)
+with config_checkpoint(port.form_of(variant), variant, Path(sys.argv[1])) as checkpoint:
+    requests = Requests(port, variant, checkpoint, mesh, Reporter())
+    request = requests.request(prompt="a", height=192, width=256, num_frames=9)
+    decided = []
+    programs = abstract_programs(
+        port, variant, checkpoint, request, mesh, dtype="bfloat16", stages=["decode"],
+        vae_tiling="off", decided=decided.append,
+    )
+    compiled = [planned_bytes(p.lowered().compile()) for p in programs]
+print(json.dumps([decided[0].as_dict(), compiled]))
+"""
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+    ),
+    pytest.mark.slow,
+]
+
+
+def test_the_estimate_is_of_the_size_of_the_compiled_program(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    decided, compiled = json.loads(done.stdout.splitlines()[-1])
+    assert decided["limit"] == int(31.25 * 2**30)
+    assert not decided["tiled"]
+    estimate = decided["chosen"]["bytes"]
+    assert (1 - MARGIN) * max(compiled) <= estimate <= 2 * max(compiled)

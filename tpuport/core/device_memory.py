@@ -1,0 +1,103 @@
+"""How many bytes a program may use of a device, as far as anyone can tell."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.chips import chip as chip_named
+from tpuport.core.chips import chip_of
+from tpuport.core.memory_report import plan_of
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+#: How the compiler says that a program is too large, before and after it has tried to
+#: make it smaller.
+_TOO_LARGE = (
+    re.compile(r"memory space hbm\. Used ([\d.]+)([KMGT]?) of "),
+    re.compile(r"out of memory on HBM, .*\(([\d.]+)([KMGT]?)\) exceeds available HBM"),
+)
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def program_room(devices: Sequence[Any], held: int = 0, own: int = 0) -> int | None:
+    """Bytes of one device that a stage may use, its weights included.
+
+    A device that counts its memory tells; for a TPU that is only described, the table
+    of chips does; CPU devices share what the machine has left.
+
+    Args:
+        devices: those of the mesh.
+        held: bytes of a device that other components hold.
+        own: bytes of the stage's own weights that are on the device already.
+
+    Returns:
+        ``None`` where nothing is known.
+    """
+    device = devices[0]
+    if device.platform == "cpu":
+        left = host_memory()
+        return None if left is None else left // len(devices) + own
+    stats = _counted(device)
+    if stats is not None:
+        return int(stats["bytes_limit"]) - int(stats["bytes_in_use"]) + own
+    if device.platform == "tpu":
+        return chip_named(chip_of(device)).hbm_usable_bytes - held
+    return None
+
+
+def array_bytes(arrays: Iterable[Any]) -> int:
+    """What placed arrays, or ``ShapeDtypeStruct`` with a place, take on one device."""
+    return sum(
+        math.prod(a.sharding.shard_shape(tuple(a.shape))) * a.dtype.itemsize
+        for a in arrays
+    )
+
+
+def _counted(device: Any) -> dict[str, Any] | None:
+    """The device's own count; ``None`` where it keeps none."""
+    import jax
+
+    try:
+        stats = device.memory_stats()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None  # a device that is described only
+    return stats if stats and {"bytes_limit", "bytes_in_use"} <= set(stats) else None
+
+
+def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that this process may still take; ``None`` where the system is silent."""
+    found = []
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                found.append(int(value.split()[0]) * 1024)
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file():
+        text = limit.read_text().strip()
+        if text != "max":
+            found.append(max(int(text) - int(used.read_text()), 0))
+    return min(found, default=None)
+
+
+def refused_bytes(message: str) -> int | None:
+    """Bytes of HBM a program would use, by the compiler's error; else ``None``."""
+    found = next((f for p in _TOO_LARGE if (f := p.search(message))), None)
+    if found is None:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def planned_bytes(compiled: Any) -> int | None:
+    """Bytes of a device that a compiled program takes at its peak, weights included.
+
+    Args:
+        compiled: a ``jax.stages.Compiled``; of anything else nothing is known.
+    """
+    parts = plan_of(compiled)
+    return sum(parts.values()) - 2 * parts["shared"] if parts else None

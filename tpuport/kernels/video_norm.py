@@ -1,0 +1,198 @@
+"""Group norm of video for TPU, in two passes over it.
+
+The first gives mean and spread of every channel in blocks of rows, which a few numbers
+then join; the second applies norm, modulation and SiLU. XLA reads the video once more
+for the variance, and writes an enlarged modulation as large as the video.
+
+Legend: N batch, T frames, Y rows, X columns, C channels; t and y the frames and rows of
+the modulation, S channels of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+#: Elements of a step: what it costs besides is then small, and the program is short.
+STEP_ELEMENTS = 2**18
+
+
+def rows_per_step(rows: int, columns: int, channels: int) -> int:
+    """The largest divisor of ``rows`` whose block has at most STEP_ELEMENTS."""
+    most = max(STEP_ELEMENTS // (columns * channels), 1)
+    return max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
+
+
+def channel_moments(
+    x: jax.Array, *, vmem_limit: int, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Mean of every channel, and the sum of squares about it.
+
+    Args:
+        x: [N, T, Y, X, C].
+        vmem_limit: bytes of VMEM that the kernel may take.
+        interpret: run on the CPU, for tests.
+
+    Returns:
+        float32 [N, C] each. Blocks have their own, joined by Chan's formula: no
+        difference of large numbers anywhere.
+    """
+    count, frames, rows, columns, channels = x.shape
+    block = rows_per_step(rows, columns, channels)
+    blocks = rows // block
+    parts = pl.pallas_call(
+        _moments_body,
+        grid=(count, frames, blocks),
+        in_specs=[
+            pl.BlockSpec(
+                (1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0)
+            )
+        ],
+        out_specs=pl.BlockSpec((1, 1, 1, 2, channels), lambda n, t, y: (n, t, y, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct(
+            (count, frames, blocks, 2, channels), jnp.float32
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * x.size, transcendentals=0, bytes_accessed=x.nbytes
+        ),
+        interpret=interpret,
+        name="tpuport_moments",
+    )(x)
+    means, spreads = parts[..., 0, :], parts[..., 1, :]
+    mean = jnp.mean(means, axis=(1, 2))
+    apart = jnp.sum(jnp.square(means - mean[:, None, None]), axis=(1, 2))
+    return mean, jnp.sum(spreads, axis=(1, 2)) + block * columns * apart
+
+
+def _moments_body(x_ref: Any, out_ref: Any) -> None:
+    x = x_ref[0, 0].astype(jnp.float32)
+    size = x.shape[0] * x.shape[1]
+    mean = jnp.sum(x, axis=(0, 1), keepdims=True) / size
+    out_ref[0, 0, 0, 0:1] = mean[0]
+    out_ref[0, 0, 0, 1:2] = jnp.sum(jnp.square(x - mean), axis=(0, 1))[None]
+
+
+def apply_norm(
+    x: jax.Array,
+    mean: jax.Array,
+    scale: jax.Array,
+    shift: jax.Array,
+    modulation: jax.Array | None = None,
+    *,
+    silu: bool,
+    vmem_limit: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """``(x - mean) * scale + shift``, modulated, through SiLU.
+
+    Args:
+        x: [N, T, Y, X, C].
+        mean, scale, shift: float32 [N, C].
+        modulation: [N, t, y, X, 2 C]: factors and summands. Y is a multiple of y, and T
+            of t; where T is odd and more than 1, its first frame has the first of t,
+            and the others the rest.
+        silu: whether to end with it.
+        vmem_limit: bytes of VMEM that the kernel may take.
+        interpret: run on the CPU, for tests.
+
+    Returns:
+        of the shape and dtype of ``x``; in float32 until the end.
+
+    Raises:
+        ValueError: the modulation does not fit.
+    """
+    count, frames, rows, columns, channels = x.shape
+    vectors = jnp.stack([mean, scale, shift], axis=1)
+    in_specs = [pl.BlockSpec((1, 3, channels), lambda n, t, y: (n, 0, 0))]
+    arguments = [vectors]
+    if modulation is None:
+        repeats, block = 1, rows_per_step(rows, columns, channels)
+    else:
+        times, lines = modulation.shape[1:3]
+        wanted = (count, times, lines, columns, 2 * channels)
+        if modulation.shape != wanted or rows % lines:
+            raise ValueError(f"modulation {modulation.shape} of {x.shape}")
+        repeats = rows // lines
+        several = rows_per_step(lines, repeats * columns, channels)
+        block = several * repeats
+        in_specs.append(
+            pl.BlockSpec(
+                (1, 1, several, columns, 2 * channels),
+                lambda n, t, y: (n, latent_frame(t, frames, times), y, 0, 0),
+            )
+        )
+        arguments.append(modulation)
+    whole = pl.BlockSpec(
+        (1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0)
+    )
+    return pl.pallas_call(
+        functools.partial(
+            _apply_body, silu=silu, repeats=repeats, modulated=modulation is not None
+        ),
+        grid=(count, frames, rows // block),
+        in_specs=[*in_specs, whole],
+        out_specs=whole,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=8 * x.size,
+            transcendentals=x.size if silu else 0,
+            bytes_accessed=2 * x.nbytes,
+        ),
+        interpret=interpret,
+        name="tpuport_norm",
+    )(*arguments, x)
+
+
+def latent_frame(t: Any, frames: int, times: int) -> Any:
+    """Which of ``times`` frames of a modulation belongs to frame t of ``frames``.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if frames > 1 and frames % 2:
+        # The first one stands for itself.
+        if times < 2 or (frames - 1) % (times - 1):
+            raise ValueError(f"a modulation of {times} frames for {frames}")
+        each = (frames - 1) // (times - 1)
+        return (t + each - 1) // each
+    if frames % times:
+        raise ValueError(f"a modulation of {times} frames for {frames}")
+    return t // (frames // times)
+
+
+def _apply_body(
+    vectors_ref: Any, *refs: Any, silu: bool, repeats: int, modulated: bool
+) -> None:
+    *modulation, x_ref, out_ref = refs
+    mean, scale, shift = (vectors_ref[0, i][None, None] for i in range(3))
+    channels = x_ref.shape[-1]
+
+    def some(start: Any, count: int, line: Any) -> None:
+        """``count`` rows from ``start``, which share a line of the modulation."""
+        rows = pl.ds(start, count)
+        x = x_ref[0, 0, rows].astype(jnp.float32)
+        x = (x - mean) * scale + shift
+        if modulated:
+            both = modulation[0][0, 0, pl.ds(line, 1)].astype(jnp.float32)
+            x = x * both[..., :channels] + both[..., channels:]
+        if silu:
+            x = x / (1 + jnp.exp(-x))
+        out_ref[0, 0, rows] = x.astype(out_ref.dtype)
+
+    rows = x_ref.shape[2]
+    # A loop keeps the program short.
+    each = repeats if modulated else 1
+    body: Callable[[Any, None], None] = lambda i, _: some(i * each, each, i)  # noqa: E731
+    jax.lax.fori_loop(0, rows // each, body, None)

@@ -1,0 +1,181 @@
+"""CogVideoX's autoencoder blocks on TPU, from the project's kernels.
+
+The same computation as upstream's with upstream's weights, on tensors [B, C, T, Y, X]
+as upstream holds them; see :mod:`tpuport.patches.video`. Norm, modulation and SiLU are
+one pass, and a convolution reads the frames kept from the chunk before and the rows and
+columns of other devices without putting them together first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+    from tpuport.core.active import Active
+
+Cache = dict[str, Any]
+
+
+def applies(channels: int) -> bool:
+    """Whether blocks of so many channels have a native form where this is traced."""
+    from tpuport.core.active import current
+    from tpuport.patches.video import LANES
+
+    return current().context.platform == "tpu" and channels % LANES == 0
+
+
+def channels_last(x: jax.Array) -> jax.Array:
+    """[B, C, T, Y, X] -> [B, T, Y, X, C]."""
+    import jax.numpy as jnp
+
+    return jnp.transpose(x, (0, 2, 3, 4, 1))
+
+
+def channels_first(x: jax.Array) -> jax.Array:
+    """[B, T, Y, X, C] -> [B, C, T, Y, X]."""
+    import jax.numpy as jnp
+
+    return jnp.transpose(x, (0, 4, 1, 2, 3))
+
+
+def causal_convolution(
+    module: Any, inputs: torch.Tensor, cache: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``CogVideoXCausalConv3d.forward`` with a kernel of 3 x 3 x 3.
+
+    Raises:
+        NotImplementedError: the kernels cannot.
+    """
+    from tpuport.core.active import current
+
+    active = current()
+    x = channels_last(active.arrays(inputs))
+    kept = None if cache is None else channels_last(active.arrays(cache))
+    out, kept = _causal(active, module, x, kept)
+    first = (channels_first(array) for array in (out, kept))
+    output, cache = (active.tensors(array) for array in first)
+    assert cache is not None
+    return output, cache
+
+
+def _causal(
+    active: Active,
+    module: Any,
+    x: jax.Array,
+    cache: jax.Array | None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """On arrays [B, T, Y, X, C]: the output, and the frames for the next chunk."""
+    import jax.numpy as jnp
+
+    from tpuport.patches.video import convolve
+
+    conv = module.conv
+    frames = module.time_kernel_size - 1
+    if module.pad_mode == "replicate" or frames != 2 or conv.dilation[0] != 1:
+        raise NotImplementedError(f"{module.pad_mode} padding of {frames} frames")
+    if tuple(conv.stride) != (1, 1, 1):
+        raise NotImplementedError(f"a stride of {tuple(conv.stride)}")
+    before = jnp.repeat(x[:, :1], frames, axis=1) if cache is None else cache
+    weight, bias = active.arrays((conv.weight, conv.bias))
+    out = convolve(active.context, x, before, weight, bias, residual)
+    if x.shape[1] < frames:
+        return out, jnp.concatenate([before, x], axis=1)[:, -frames:]
+    return out, x[:, -frames:]
+
+
+def norm(
+    module: Any, features: torch.Tensor, latents: torch.Tensor | None, *, silu: bool
+) -> torch.Tensor:
+    """``CogVideoXSpatialNorm3D.forward``, or a group norm without ``latents``.
+
+    ``silu`` says whether to end with SiLU, which in upstream's code comes after it.
+    """
+    from tpuport.core.active import current
+
+    active = current()
+    x = channels_last(active.arrays(features))
+    z = None if latents is None else channels_last(active.arrays(latents))
+    out: torch.Tensor = active.tensors(
+        channels_first(_norm(active, module, x, z, silu=silu))
+    )
+    return out
+
+
+def _norm(
+    active: Active, module: Any, x: jax.Array, z: jax.Array | None, *, silu: bool
+) -> jax.Array:
+    from tpuport.patches.video import group_norm, modulation_maps
+
+    maps = None
+    layer = module
+    if z is not None:
+        layer = module.norm_layer
+        convs = (module.conv_y.conv, module.conv_b.conv)
+        weights, biases = (
+            tuple(active.arrays(getattr(conv, name)) for conv in convs)
+            for name in ("weight", "bias")
+        )
+        maps = modulation_maps(z, x.shape[3], weights, biases)
+    weight, bias = active.arrays((layer.weight, layer.bias))
+    return group_norm(
+        active.context,
+        x,
+        layer.num_groups,
+        weight,
+        bias,
+        layer.eps,
+        maps,
+        silu=silu,
+    )
+
+
+def resnet_block(
+    module: Any,
+    inputs: torch.Tensor,
+    latents: torch.Tensor | None,
+    cache: Cache,
+) -> tuple[torch.Tensor, Cache]:
+    """``CogVideoXResnetBlock3D.forward`` without a time embedding.
+
+    Raises:
+        NotImplementedError: the kernels cannot.
+    """
+    import torch
+
+    from tpuport.core.active import current
+
+    if not isinstance(module.nonlinearity, torch.nn.SiLU):
+        raise NotImplementedError(f"{type(module.nonlinearity).__name__} between")
+    if module.use_conv_shortcut and module.in_channels != module.out_channels:
+        raise NotImplementedError("a shortcut of 3 x 3 x 3")
+    active = current()
+    x = channels_last(active.arrays(inputs))
+    z = None if latents is None else channels_last(active.arrays(latents))
+    kept = {
+        name: channels_last(active.arrays(cache[name]))
+        for name in ("conv1", "conv2")
+        if name in cache
+    }
+    hidden = _norm(active, module.norm1, x, z, silu=True)
+    hidden, first = _causal(active, module.conv1, hidden, kept.get("conv1"))
+    hidden = _norm(active, module.norm2, hidden, z, silu=True)
+    if module.in_channels != module.out_channels:
+        x = _pointwise(active, module.conv_shortcut, x)
+    hidden, second = _causal(active, module.conv2, hidden, kept.get("conv2"), x)
+    output = active.tensors(channels_first(hidden))
+    found: Cache = {"conv1": first, "conv2": second}
+    return output, {k: active.tensors(channels_first(v)) for k, v in found.items()}
+
+
+def _pointwise(active: Active, conv: Any, x: jax.Array) -> jax.Array:
+    """A convolution of one element, of [B, T, Y, X, C]."""
+    import jax.numpy as jnp
+
+    weight, bias = active.arrays((conv.weight, conv.bias))
+    flat = weight.reshape(weight.shape[:2])
+    out = jnp.einsum("btyxc,oc->btyxo", x, flat, preferred_element_type=jnp.float32)
+    return (out + bias.astype(jnp.float32)).astype(x.dtype)

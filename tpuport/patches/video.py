@@ -1,0 +1,221 @@
+"""Layers of video autoencoders on TPU: the project's kernels on a device's part.
+
+Native forms of upstream's blocks are made of these. Arrays are channels-last, as the
+kernels want them; what upstream holds as [B, C, T, Y, X] is the same memory.
+
+Legend: B batch, T frames, Y rows, X columns of this device, C input channels, O output
+channels, K frames of a kernel; t, y, x frames, rows and columns of latents, Z channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.ops import OpContext
+    from tpuport.core.spatial import Space
+
+#: Of a core's VMEM, what a kernel may take.
+VMEM_SHARE = 7 / 8
+#: Channels that fill the lanes.
+LANES = 128
+_DIMS = (2, 3)
+
+
+def kernel_options(context: OpContext) -> dict[str, Any]:
+    """``vmem_limit`` and ``interpret`` of the project's kernels for a context."""
+    import jax
+
+    from tpuport.core.chips import CHIPS
+    from tpuport.kernels.selection import DEFAULT_CHIP
+
+    chip = CHIPS[context.chip or DEFAULT_CHIP]
+    return {
+        "vmem_limit": int(chip.vmem_bytes * VMEM_SHARE),
+        # A mesh of other devices stands in for TPUs where a program is only traced.
+        "interpret": context.chip is None and jax.default_backend() != "tpu",
+    }
+
+
+def convolve(
+    context: OpContext,
+    x: jax.Array,
+    before: jax.Array | None,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """A convolution with zeros around the picture, and frames before it.
+
+    Args:
+        x: [B, T, Y, X, C].
+        before: [B, K - 1, Y, X, C]; ``None`` with K = 1.
+        weight: [O, C, K, 3, 3], upstream's.
+        bias: [O], or ``None``.
+        residual: [B, T, Y, X, O], added to the result.
+
+    Returns:
+        [B, T, Y, X, O] in the dtype of ``x``.
+
+    Raises:
+        NotImplementedError: the kernels cannot: another size, or not enough VMEM.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.kernels.conv import edged_convolution, video_convolution
+    from tpuport.kernels.conv_kernel import pitch_of
+
+    options = kernel_options(context)
+    weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
+    space = context.space
+    if space is not None:
+        x = masked(space, x)
+        before = None if before is None else masked(space, before)
+        try:
+            sides, ends = _edges(space, x, before)
+            return edged_convolution(
+                x, before, sides, ends, weight, bias, residual, **options
+            )
+        except NotImplementedError:
+            # Narrow pictures: the other form copies them, which is cheap.
+            pass
+    whole = x if before is None else jnp.concatenate([before, x], axis=1)
+    columns = x.shape[3]
+    pads = [(0, 0)] * 5
+    if space is None:
+        pads[2] = (1, 1)
+        pads[3] = (1, pitch_of(columns) - columns - 1)
+    else:
+        whole = space.halo(whole, _DIMS, (1, 1), (1, 1))
+        pads[3] = (0, pitch_of(columns) - columns - 2)
+    out = video_convolution(jnp.pad(whole, pads), weight, bias, columns, **options)
+    return out if residual is None else out + residual
+
+
+def _edges(
+    space: Space, x: jax.Array, before: jax.Array | None
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """``sides`` and ``ends`` of :func:`edged_convolution`."""
+    import jax.numpy as jnp
+
+    parts = [x] if before is None else [before, x]
+    above, below, left, right = space.around(parts, _DIMS, 1)
+    return (left[..., 0, :], right[..., 0, :]), jnp.concatenate([above, below], axis=2)
+
+
+def masked(space: Space, x: jax.Array) -> jax.Array:
+    """[B, T, Y, X, C] with zeros in phantom rows and columns."""
+    import jax.numpy as jnp
+
+    real = space.mask(x.shape, _DIMS)
+    return x if real is None else jnp.where(real, x, 0)
+
+
+def group_norm(
+    context: OpContext,
+    x: jax.Array,
+    groups: int,
+    weight: jax.Array,
+    bias: jax.Array,
+    eps: float,
+    modulation: jax.Array | None = None,
+    *,
+    silu: bool,
+) -> jax.Array:
+    """Group norm of the whole picture, modulated, through SiLU; float32 until the end.
+
+    Args:
+        x: [B, T, Y, X, C], C a multiple of 128.
+        groups: of channels.
+        weight, bias: [C].
+        modulation: [B, t, y, X, 2 C] as :func:`apply_norm` takes it, or ``None``.
+        silu: whether to end with SiLU.
+
+    Returns:
+        of the shape and dtype of ``x``.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.kernels.video_norm import apply_norm
+
+    batch, *_, channels = x.shape
+    mean, variance = _channel_statistics(context, x)
+    grouped = (batch, groups, channels // groups)
+    means, variances = mean.reshape(grouped), variance.reshape(grouped)
+    mean = jnp.mean(means, axis=2, keepdims=True)
+    apart = jnp.square(means - mean)
+    variance = jnp.mean(variances + apart, axis=2, keepdims=True)
+    mean, variance = (
+        jnp.broadcast_to(v, grouped).reshape(batch, channels) for v in (mean, variance)
+    )
+    scale = weight.astype(jnp.float32) / jnp.sqrt(variance + eps)
+    shift = jnp.broadcast_to(bias.astype(jnp.float32), scale.shape)
+    return apply_norm(
+        x, mean, scale, shift, modulation, silu=silu, **kernel_options(context)
+    )
+
+
+def _channel_statistics(
+    context: OpContext, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of every channel over all devices, float32 [B, C] each."""
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.kernels.video_norm import channel_moments
+
+    batch, frames, rows, columns, channels = x.shape
+    space = context.space
+    if space is not None and space.mask(x.shape, _DIMS) is not None:
+        found = space.moments(x, _DIMS, (1, 2, 3))
+        mean, variance = (v.reshape(batch, channels) for v in found)
+        return mean, variance
+    count = frames * rows * columns
+    mean, spread = channel_moments(x, **kernel_options(context))
+    if space is None or not space.axes:
+        return mean, spread / count
+    # As many elements on each device: Chan's formula for equal parts.
+    parts = jax.lax.all_gather(jnp.stack([mean, spread]), space.axes)
+    means, spreads = parts[:, 0], parts[:, 1]
+    mean = jnp.mean(means, axis=0)
+    between = jnp.mean(jnp.square(means - mean), axis=0)
+    return mean, jnp.mean(spreads, axis=0) / count + between
+
+
+def modulation_maps(
+    latents: jax.Array,
+    columns: int,
+    weights: tuple[jax.Array, jax.Array],
+    biases: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """Factors and summands of a spatial norm, as wide as the video.
+
+    Pointwise products of latents enlarged by nearest neighbour: enlarging copies
+    elements, so its place in the order changes no number. Columns are enlarged here, by
+    a product with zeros and ones; rows and frames where they are read.
+
+    Args:
+        latents: [B, t, y, x, Z].
+        columns: X, a multiple of x.
+        weights: of the factors and of the summands, each [C, Z, 1, 1, 1].
+        biases: each [C].
+
+    Returns:
+        [B, t, y, X, 2 C] in the dtype of ``latents``.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    count = columns // latents.shape[3]
+    copies = jnp.repeat(jnp.eye(latents.shape[3], dtype=latents.dtype), count, axis=1)
+    # Of one product that is not zero, no precision is lost.
+    exact = jax.lax.Precision.HIGHEST if latents.dtype == jnp.float32 else None
+    wide = jnp.einsum("btyxz,xw->btywz", latents, copies, precision=exact)
+    weight = jnp.concatenate([w.reshape(w.shape[:2]) for w in weights])
+    out = jnp.einsum(
+        "btywz,cz->btywc", wide, weight, preferred_element_type=jnp.float32
+    )
+    out = out + jnp.concatenate([b.astype(jnp.float32) for b in biases])
+    return out.astype(latents.dtype)
