@@ -44,14 +44,20 @@ def _vae() -> Any:
     return AutoencoderKLCogVideoX(**CONFIG).eval()
 
 
-def _decoded(vae: Any, chunks: list[torch.Tensor], devices: int) -> list[np.ndarray]:
-    """Each chunk's video by the blocks that a TPU runs."""
+def _ported(vae: Any, devices: int, without: str = "") -> PortedModule:
     port = get_port("cogvideox")
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    patches = [patch for patch in port.patches if patch.name != without]
     runtime = Runtime(
-        mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides
+        mesh=mesh, platform="tpu", patches=patches, overrides=port.overrides
     )
-    ported = PortedModule(vae, runtime)
+    return PortedModule(vae, runtime)
+
+
+def _decoded(vae: Any, chunks: list[torch.Tensor], devices: int) -> list[np.ndarray]:
+    """Each chunk's video by the blocks that a TPU runs."""
+    ported = _ported(vae, devices)
+    runtime = ported.runtime
     tensors = {n: t.detach().numpy() for n, t in vae.state_dict().items()}
     weights = {name: jnp.asarray(tensors[name]) for name in ported.arrays}
 
@@ -87,6 +93,28 @@ def test_blocks_of_kernels_are_upstreams(rows: int, columns: int, devices: int) 
     for found, expected in zip(_decoded(vae, chunks, devices), wanted, strict=True):
         assert found.shape == expected.shape
         assert np.abs(found - expected).max() <= TOLERANCES["component float32"]
+
+
+@pytest.mark.parametrize("without", ["", "cogvideox-resnet-block"])
+def test_blocks_leave_no_activation_to_the_compiler(without: str) -> None:
+    """All of a block's are part of its norms; the decoder ends with one by itself."""
+    vae = _vae()
+    ported = _ported(vae, 1, without)
+    weights = {
+        name: jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.float32)
+        for name, tensor in vae.state_dict().items()
+    }
+
+    def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> Any:
+        model = ported.bind(weights)
+        out, cache = model(inputs["z"], conv_cache=carry, method="decoder")
+        return cache, {"video": out}
+
+    inputs = {"z": jax.ShapeDtypeStruct((1, 4, 2, 2, 16), jnp.float32)}
+    program, _ = spread(run, ported.runtime, LAYOUT, (None, None, inputs))
+    jaxpr = str(jax.make_jaxpr(program)(weights, None, None, inputs))
+    # Calls of one shape share a line.
+    assert (jaxpr.count(" logistic ") == 1) == (not without)
 
 
 PROGRAM = r"""
