@@ -62,11 +62,13 @@ def placed(
         run: ``run(weights, carry, constants, inputs)``; it may be ``None`` where only
             the places are asked for.
     """
+    whole = (loaded.replicated, loaded.replicated)
+    if program.space is None:
+        return run, whole
     runtime = loaded.ported.runtime
     # On one TPU too, so that kernels see what chip they are for.
-    spreads = loaded.replicated.mesh.size > 1 or runtime.platform == "tpu"
-    if program.space is None or not spreads:
-        return run, (loaded.replicated, loaded.replicated)
+    if loaded.replicated.mesh.size == 1 and runtime.platform != "tpu":
+        return run, whole
     return spread(run, runtime, program.space, args)
 
 
