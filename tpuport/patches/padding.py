@@ -14,7 +14,8 @@ from tpuport.core.ops import OpContext, OpOverride
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.spatial import Border, Space
+    from tpuport.core.halos import Border
+    from tpuport.core.spatial import Space
 
 _MODES = {
     "constant": "constant",

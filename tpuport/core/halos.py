@@ -1,0 +1,83 @@
+"""What devices that share a picture send each other along one of its sides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.spatial import Side
+
+Border = Literal["zeros", "edge"]
+"""What lies beyond the picture: zeros, or its outermost row or column again."""
+
+
+def passed(
+    side: Side, first: jax.Array, last: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The last element of the device before, and the first of the one after."""
+    import jax
+    import jax.numpy as jnp
+
+    if side.parts == 1:
+        return jnp.zeros_like(last), jnp.zeros_like(first)
+    up = [(i, i + 1) for i in range(side.parts - 1)]
+    down = [(i + 1, i) for i in range(side.parts - 1)]
+    # Who gets from nobody gets zeros.
+    before = jax.lax.ppermute(last, side.axis, up)
+    return before, jax.lax.ppermute(first, side.axis, down)
+
+
+def exchanged(
+    side: Side, x: jax.Array, dim: int, before: int, after: int, border: Border
+) -> jax.Array:
+    """One dim of :meth:`Space.halo`."""
+    import jax
+    import jax.numpy as jnp
+
+    if not before and not after:
+        return x
+    n = x.shape[dim]
+    if side.parts == 1:
+        pads = [(0, 0)] * x.ndim
+        pads[dim] = (before, after)
+        return jnp.pad(x, pads, mode="edge" if border == "edge" else "constant")
+    if max(before, after) > n:
+        raise ValueError(
+            f"a halo of {max(before, after)} {side.axis}, where a device has {n}"
+        )
+
+    def cut(start: int, stop: int) -> jax.Array:
+        return jax.lax.slice_in_dim(x, start, stop, axis=dim)
+
+    last: jax.Array | None = None
+    if not side.even:
+        # Phantom elements stand for what lies beyond the picture.
+        form = [1] * x.ndim
+        form[dim] = n
+        real = side.real(n).reshape(form)
+        if border == "edge":
+            at = jnp.clip(side.whole(n) - 1 - side.start(n), 0, n - 1)
+            last = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=dim)
+            x = jnp.where(real, x, last)
+        else:
+            x = jnp.where(real, x, 0)
+    place = jax.lax.axis_index(side.axis)
+    parts = []
+    if before:
+        pairs = [(i, i + 1) for i in range(side.parts - 1)]
+        # Who gets from nobody gets zeros.
+        got = jax.lax.ppermute(cut(n - before, n), side.axis, pairs)
+        if border == "edge":
+            got = jnp.where(place == 0, cut(0, 1), got)
+        parts.append(got)
+    parts.append(x)
+    if after:
+        pairs = [(i + 1, i) for i in range(side.parts - 1)]
+        got = jax.lax.ppermute(cut(0, after), side.axis, pairs)
+        if border == "edge":
+            ends = side.start(n) + n >= side.whole(n)
+            got = jnp.where(ends, cut(n - 1, n) if last is None else last, got)
+        parts.append(got)
+    return jnp.concatenate(parts, axis=dim)
