@@ -114,3 +114,22 @@ def _call(runtime: Runtime, module: torch.nn.Module, x: torch.Tensor) -> torch.T
     import numpy as np
 
     return torch.from_numpy(np.array(_trace(runtime, module, jnp.asarray(x.numpy()))))
+
+
+def test_a_mesh_without_a_split_is_left_to_the_compiler() -> None:
+    """It could not divide a kernel among the devices."""
+    module = torch.nn.Conv2d(4, 6, 3, padding=1)
+    arrays = [p.detach().numpy() for p in module.parameters()]
+    x = torch.zeros(1, 4, 6, 7).numpy()
+
+    def call(x: Any, weight: Any, bias: Any) -> Any:
+        return torch.nn.functional.conv2d(x, weight, bias, padding=1)
+
+    axis = (jax.sharding.AxisType.Auto,)
+    found = []
+    for devices in (1, 2):
+        mesh = jax.make_mesh((devices,), ("tp",), axis_types=axis)
+        runtime = Runtime(mesh=mesh, platform="tpu", overrides=[CONVOLUTION])
+        jaxpr = str(jax.make_jaxpr(traced(runtime, call))(x, *arrays))
+        found.append("pallas_call" in jaxpr)
+    assert found == [True, False]

@@ -21,6 +21,7 @@ def runtime() -> Runtime:
     return Runtime(mesh=None, platform="cpu", overrides=[NEAREST_RESIZE])
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize(
     ("shape", "arguments"),
     [
@@ -43,8 +44,9 @@ def runtime() -> Runtime:
     ],
 )
 def test_every_element_is_torchs(
-    shape: tuple[int, ...], arguments: dict[str, Any], runtime: Runtime
+    shape: tuple[int, ...], arguments: dict[str, Any], platform: str
 ) -> None:
+    runtime = Runtime(mesh=None, platform=platform, overrides=[NEAREST_RESIZE])
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with runtime.tracing() as env:
         found = F.interpolate(env.j2t_iso(jnp.asarray(x.numpy())), **arguments)

@@ -132,8 +132,10 @@ def video_kernel(
 
     from tpuport.kernels.conv import video_convolution
     from tpuport.kernels.conv_kernel import pitch_of
-    from tpuport.patches.video import convolve, kernel_options
+    from tpuport.patches.video import convolve, has_kernels, kernel_options
 
+    if not has_kernels(context):
+        raise NotImplementedError("a kernel on a mesh, without a split")
     if weight.shape[-2:] != (3, 3):
         raise NotImplementedError(f"a kernel of {weight.shape[2:]}")
     flat = input.ndim == 4

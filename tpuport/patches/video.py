@@ -39,6 +39,16 @@ def kernel_options(context: OpContext) -> dict[str, Any]:
     }
 
 
+def has_kernels(context: OpContext) -> bool:
+    """Whether the kernels can run: on TPU, where each device has arrays of its own.
+
+    The compiler cannot split a kernel over a mesh. In a program that is split in space
+    the context has no mesh.
+    """
+    alone = context.mesh is None or context.mesh.size == 1
+    return context.platform == "tpu" and alone
+
+
 def convolve(
     context: OpContext,
     x: jax.Array,

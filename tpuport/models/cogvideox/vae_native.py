@@ -22,9 +22,9 @@ Cache = dict[str, Any]
 def applies(channels: int) -> bool:
     """Whether blocks of so many channels have a native form where this is traced."""
     from tpuport.core.active import current
-    from tpuport.patches.video import LANES
+    from tpuport.patches.video import LANES, has_kernels
 
-    return current().context.platform == "tpu" and channels % LANES == 0
+    return has_kernels(current().context) and channels % LANES == 0
 
 
 def channels_last(x: jax.Array) -> jax.Array:
