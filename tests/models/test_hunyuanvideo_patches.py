@@ -110,9 +110,9 @@ def test_upstream_is_as_before_outside_of_the_patches() -> None:
     assert found() == before
 
 
-def without(name: str) -> tuple[Patch, ...]:
-    kept = tuple(p for p in PATCHES if p.name != name)
-    assert len(kept) == len(PATCHES) - 1
+def without(*names: str) -> tuple[Patch, ...]:
+    kept = tuple(p for p in PATCHES if p.name not in names)
+    assert len(kept) == len(PATCHES) - len(names)
     return kept
 
 
@@ -129,10 +129,17 @@ def test_without_its_patch_the_refiner_has_squares_of_its_text(
     text = inputs["encoder_hidden_states"].shape[1]
     program = Ported(
         module,
-        patches=without("hunyuanvideo15-token-refiner"),
+        patches=without("hunyuanvideo15-token-refiner", "hunyuanvideo15-refiner-block"),
         implementation="blockwise",
     )
     assert (1, 1, text, text) in squares(program.trace(inputs).jaxpr, text)
+
+
+def test_the_refiner_and_its_blocks_belong_together(module: torch.nn.Module) -> None:
+    # The one hands over what the other takes: a number of tokens, not a mask.
+    for name in ("hunyuanvideo15-token-refiner", "hunyuanvideo15-refiner-block"):
+        with pytest.raises((ValueError, TypeError)):
+            Ported(module, patches=without(name)).trace(inputs_of(2, "i2v"))
 
 
 class Attend(torch.nn.Module):

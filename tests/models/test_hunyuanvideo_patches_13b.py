@@ -64,9 +64,9 @@ def test_the_walk_sees_the_scores_of_the_formula(module: torch.nn.Module) -> Non
 # --- each patch: what it changes, that it is undone, what it cures
 
 
-def without(name: str) -> tuple[Patch, ...]:
-    kept = tuple(p for p in PATCHES if p.name != name)
-    assert len(kept) == len(PATCHES) - 1
+def without(*names: str) -> tuple[Patch, ...]:
+    kept = tuple(p for p in PATCHES if p.name not in names)
+    assert len(kept) == len(PATCHES) - len(names)
     return kept
 
 
@@ -112,10 +112,17 @@ def test_with_masks_no_fused_kernel_would_run(module: torch.nn.Module) -> None:
 def test_upstreams_refiner_builds_a_mask_of_text_squared(
     module: torch.nn.Module,
 ) -> None:
-    kept = without("hunyuanvideo-token-refiner")
+    kept = without("hunyuanvideo-token-refiner", "hunyuanvideo-refiner-block")
     ours = Ported(module, patches=kept, implementation="blockwise")
     found = squares(ours.trace(long_inputs()).jaxpr, LONG_TEXT)
     assert (1, 8, LONG_TEXT, LONG_TEXT) in found
+
+
+def test_the_refiner_and_its_blocks_belong_together(module: torch.nn.Module) -> None:
+    # The one hands over what the other takes: a number of tokens, not a mask.
+    for name in ("hunyuanvideo-token-refiner", "hunyuanvideo-refiner-block"):
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            Ported(module, patches=without(name)).trace(inputs_of(2))
 
 
 def test_the_forward_and_the_attention_belong_together(

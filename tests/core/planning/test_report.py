@@ -157,3 +157,10 @@ def test_the_demo_is_called_one() -> None:
 )
 def test_sizes_are_never_rounded_to_nothing(size: int, shown: str) -> None:
     assert gib(size) == shown
+
+
+def test_the_compiler_s_flags_are_told() -> None:
+    flags = ("--xla_a=1", "--xla_b=2")
+    assert "compiler flags" not in text(planned())
+    shown = text(replace(planned(), compiler_flags=flags)).splitlines()
+    assert "with compiler flags: --xla_a=1 --xla_b=2" in shown

@@ -39,6 +39,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{plan.model} {plan.variant} on {plan.topology} ({plan.mesh.size} of "
         f"{chip.title}), mesh {plan.mesh}, {plan.dtype}, sharding {plan.sharding}, "
         f"{plan.blocks} blocks"
+        + "".join(f", {name} {n}" for n, name in plan.implementations.items())
     )
     count = settings["batch_size"]
     yield (
@@ -129,6 +130,8 @@ def _times(plan: Plan) -> Iterator[str]:
         f"compile: {plan.compile_seconds:.1f} s on this machine, "
         f"{plan.program_bytes / 2**20:.1f} MiB of programs"
     )
+    if plan.compiler_flags:
+        yield f"with compiler flags: {' '.join(plan.compiler_flags)}"
 
 
 def _stage(stage: StagePlan) -> Iterator[str]:

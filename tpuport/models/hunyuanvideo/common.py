@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.chunking import chunk_lengths
-from tpuport.core.frames import PIXELS, encode_pixels
+from tpuport.core.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.errors import VideoError
@@ -198,10 +198,7 @@ def decode_stage(
 
 def _pixels(model: BoundModule, video: Any, pixels: str) -> dict[str, Any]:
     """A float video [B, 3, F, H, W] of about [-1, 1] as it leaves the device."""
-    import jax.numpy as jnp
-
-    frames = jnp.transpose(video, (0, 2, 3, 4, 1)) * 0.5 + 0.5
-    return encode_pixels(frames, pixels, model.space)
+    return encode_pixels(video * 0.5 + 0.5, pixels, model.space)
 
 
 def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
@@ -315,9 +312,8 @@ def _untiled(
             yield Call(f"{place} {ctx.pixels}", given)
             start += length
 
-    def frames(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
-        # Split in space, a picture comes with phantom rows and columns.
-        return {**output, "frames": output["frames"][:, :, :rows, :columns]}
+    def frames(index: int, output: Mapping[str, Any]) -> np.ndarray:
+        return as_frames(output["frames"], rows, columns)
 
     return Work(
         carry=None,

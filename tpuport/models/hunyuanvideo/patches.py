@@ -105,6 +105,36 @@ def _joint_attention(
     return drop(project(out[:, :count])), attn.to_add_out(out[:, count:])
 
 
+def _refiner_block(
+    self: Any,
+    hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In place of ``HunyuanVideo15IndividualTokenRefinerBlock.forward``.
+
+    Args:
+        self: the block.
+        hidden_states: [B, L, C], valid tokens first.
+        temb: [B, C].
+        attention_mask: the number of valid tokens of each item [B]; ``None`` for all.
+
+    Returns:
+        [B, L, C].
+    """
+    gate_attention, gate_mlp = self.norm_out(temb)
+    normed, attn = self.norm1(hidden_states), self.attn
+    out = _attend_tokens(
+        _heads(attn, attn.to_q(normed)),
+        _heads(attn, attn.to_k(normed)),
+        _heads(attn, attn.to_v(normed)),
+        attention_mask,
+    )
+    project, drop = attn.to_out
+    x = hidden_states + drop(project(out)) * gate_attention
+    return x + self.ff(self.norm2(x)) * gate_mlp
+
+
 def _refine(
     self: Any,
     hidden_states: torch.Tensor,
@@ -130,17 +160,7 @@ def _refine(
     order, lengths = valid_order(attention_mask)
     x = take_tokens(hidden_states, order)
     for block in self.refiner_blocks:
-        gate_attention, gate_mlp = block.norm_out(temb)
-        normed, attn = block.norm1(x), block.attn
-        out = _attend_tokens(
-            _heads(attn, attn.to_q(normed)),
-            _heads(attn, attn.to_k(normed)),
-            _heads(attn, attn.to_v(normed)),
-            lengths,
-        )
-        project, drop = attn.to_out
-        x = x + drop(project(out)) * gate_attention
-        x = x + block.ff(block.norm2(x)) * gate_mlp
+        x = block(x, temb, lengths)
     return take_tokens(x, order.argsort(dim=1))
 
 
@@ -285,6 +305,15 @@ TRANSFORMER_15: tuple[Patch, ...] = (
         target=f"{_MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
         replacement=_refine,
         reason="the same outer product over the tokens of the language model",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo15-refiner-block",
+        target=f"{_MODULE}:HunyuanVideo15IndividualTokenRefinerBlock.forward",
+        replacement=_refiner_block,
+        reason="takes that mask; with the number of valid tokens in its place both "
+        "blocks are one scan",
         upstream=_UPSTREAM,
         link=_LINK,
     ),

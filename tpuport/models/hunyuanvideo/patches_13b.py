@@ -61,6 +61,41 @@ def attend_tokens(
     return attend(q, k, v, key_lengths=attn_mask).transpose(1, 2)
 
 
+def _refiner_block(
+    self: Any,
+    hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    attention_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """In place of ``HunyuanVideoIndividualTokenRefinerBlock.forward``.
+
+    Args:
+        self: the block.
+        hidden_states: [B, L, C]; the first token, then the valid ones.
+        temb: [B, C].
+        attention_mask: how many keys each item has [B], and which tokens see them all
+            [B, L, 1, 1], the others see the first alone; ``None`` where all see all.
+
+    Returns:
+        [B, L, C].
+    """
+    import torch
+
+    gate_attention, gate_mlp = self.norm_out(temb)
+    normed, attn = self.norm1(hidden_states), self.attn
+    query, key, value = (
+        project(normed).unflatten(2, (attn.heads, -1))
+        for project in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    lengths, sees_all = (None, None) if attention_mask is None else attention_mask
+    out = attend_tokens(query, key, value, lengths)
+    if sees_all is not None:
+        out = torch.where(sees_all, out, value[:, :1])
+    project, drop = attn.to_out
+    x = hidden_states + drop(project(out.flatten(2, 3))) * gate_attention
+    return x + self.ff(self.norm2(x)) * gate_mlp
+
+
 def _refine(
     self: Any,
     hidden_states: torch.Tensor,
@@ -94,17 +129,7 @@ def _refine(
     x = take_tokens(hidden_states, order)
     sees_all = take_tokens(valid[:, :, None], order)[..., None]
     for block in self.refiner_blocks:
-        gate_attention, gate_mlp = block.norm_out(temb)
-        normed, attn = block.norm1(x), block.attn
-        query, key, value = (
-            project(normed).unflatten(2, (attn.heads, -1))
-            for project in (attn.to_q, attn.to_k, attn.to_v)
-        )
-        out = attend_tokens(query, key, value, lengths)
-        out = torch.where(sees_all, out, value[:, :1]).flatten(2, 3)
-        project, drop = attn.to_out
-        x = x + drop(project(out)) * gate_attention
-        x = x + block.ff(block.norm2(x)) * gate_mlp
+        x = block(x, temb, (lengths, sees_all))
     return take_tokens(x, order.argsort(dim=1))
 
 
@@ -209,6 +234,15 @@ TRANSFORMER_13B: tuple[Patch, ...] = (
         replacement=_refine,
         reason="builds a mask of text tokens squared, repeated for every head, with "
         "which no fused kernel runs",
+        upstream=_UPSTREAM,
+        link=_LINK,
+    ),
+    Patch(
+        name="hunyuanvideo-refiner-block",
+        target=f"{_MODULE}:HunyuanVideoIndividualTokenRefinerBlock.forward",
+        replacement=_refiner_block,
+        reason="takes that mask; with the number of valid tokens in its place both "
+        "blocks are one scan",
         upstream=_UPSTREAM,
         link=_LINK,
     ),

@@ -32,6 +32,9 @@ from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
 
+#: The two blocks that refine the text, in both forms of the model.
+REFINER = "context_embedder.token_refiner.refiner_blocks"
+
 
 def _make_demo(folder: Path, variant: str) -> None:
     if variant == config.DEMO_13B.name:
@@ -88,7 +91,7 @@ COMPONENTS_15 = {
         sharding=sharding.TRANSFORMER_15,
         layouts=sharding.LAYOUTS_15,
         split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
-        stacked=("transformer_blocks",),
+        stacked=(REFINER, "transformer_blocks"),
         heads=_heads(16),
         native=native.TRANSFORMER_15,
     ),
@@ -120,7 +123,7 @@ COMPONENTS_13B = {
             blocks=("transformer_blocks", "single_transformer_blocks"),
             head=("hidden_states",),
         ),
-        stacked=("transformer_blocks", "single_transformer_blocks"),
+        stacked=(REFINER, "transformer_blocks", "single_transformer_blocks"),
         heads=_heads(24),
         native=native_13b.TRANSFORMER_13B,
     ),

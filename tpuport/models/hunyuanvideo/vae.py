@@ -161,7 +161,7 @@ def _plan_13b(
 #: What becomes of the arrays where the picture is split over devices; see
 #: :mod:`tpuport.core.spatial`. All of the carry are pictures of some latent frames.
 TILE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output="BCFYX")
-_FRAMES = {"frames": "BFYXC", "finite": "BF", "low": "BC", "high": "BC"}
+_FRAMES = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
 WHOLE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output=_FRAMES)
 CHUNK = SpatialLayout(
     inputs={"latents": "BCTYX", "start": ""}, carry="BCTYX", output=_FRAMES
