@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from tests.tolerances import TOLERANCES
-from tpuport.kernels.conv import block_rows, edged_convolution, video_convolution
+from tpuport.kernels.conv import (
+    MARGIN_BYTES,
+    block_rows,
+    edged_convolution,
+    output_parts,
+    video_convolution,
+    vmem_bytes,
+)
 from tpuport.kernels.conv_kernel import pitch_of
+from tpuport.kernels.padding import round_up
 
 LIMIT = 100 * 2**20
 
@@ -170,3 +178,36 @@ def test_what_it_cannot_do_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="columns"):
         video_convolution(*arrays, None, 20, vmem_limit=LIMIT)
+
+
+@pytest.mark.parametrize(("outputs", "parts"), [(1024, 2), (1000, 4), (384, 3)])
+def test_where_vmem_is_short_outputs_are_made_in_parts(
+    outputs: int, parts: int
+) -> None:
+    frames, rows, columns, channels = 2, 4, 16, 128
+    x, weight, bias = _case(3, frames, rows, columns, channels, outputs)
+    whole, kernel = jnp.asarray(x), jnp.asarray(weight)
+    sizes = (rows, columns, channels)
+    each = round_up(outputs, 128) // parts
+    limit = vmem_bytes(*sizes, each, 3, 4) + MARGIN_BYTES
+    assert output_parts(*sizes, outputs, 3, 4, limit) == parts
+    assert output_parts(*sizes, outputs, 3, 4, LIMIT) == 1
+    residual = np.random.default_rng(1).normal(size=(2, frames, rows, columns, outputs))
+    inner = whole[:, :, 1:-1, 1 : columns + 1]
+    wanted = _expected(x, weight, bias, columns)
+    padded = video_convolution(
+        whole, kernel, jnp.asarray(bias), columns, vmem_limit=limit, interpret=True
+    )
+    assert jnp.abs(padded - wanted).max() <= TOLERANCES["module float32"]
+    edged = edged_convolution(
+        inner[:, 2:],
+        inner[:, :2],
+        (whole[..., 0, :], whole[..., columns + 1, :]),
+        whole[:, :, :: rows + 1, 1 : columns + 1],
+        kernel,
+        jnp.asarray(bias),
+        jnp.asarray(residual, jnp.float32),
+        vmem_limit=limit,
+        interpret=True,
+    )
+    assert jnp.abs(edged - wanted - residual).max() <= TOLERANCES["module float32"]

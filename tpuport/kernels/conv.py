@@ -5,7 +5,8 @@ that the matrix unit needs. Here a block of rows stays in VMEM while all taps of
 frame are applied: rows have a pitch of whole tiles, so that a tap of another row is an
 aligned slice, and the two taps beside the middle one are two shifted copies, made once.
 Frames come one after the other; each adds to the outputs of its own time and of the two
-after it, which wait in VMEM, so that every frame is read once.
+after it, which wait in VMEM, so that every frame is read once. Where the weights of all
+output channels are more than VMEM holds, channels are made in parts, one after the other.
 
 Legend: N batch, T frames, Y rows, X columns, P pitch (columns with padding), C input
 channels, O output channels, K frames of the kernel (1 or 3).
@@ -68,6 +69,31 @@ def vmem_bytes(
     return 2 * (weights + 2 * read + 2 * made * itemsize) + 4 * read + 3 * made * 4
 
 
+def output_parts(
+    rows: int,
+    columns: int,
+    channels: int,
+    outputs: int,
+    taps: int,
+    itemsize: int,
+    vmem_limit: int,
+) -> int:
+    """In how many parts output channels are made: as few as VMEM has room for.
+
+    Raises:
+        NotImplementedError: there is no room for the smallest part.
+    """
+    outputs = round_up(outputs, LANES)
+    tiles = outputs // (FULL if outputs % FULL == 0 else LANES)
+    needed = 0
+    for parts in (n for n in range(1, tiles + 1) if tiles % n == 0):
+        each = outputs // parts
+        needed = vmem_bytes(rows, columns, channels, each, taps, itemsize)
+        if needed + MARGIN_BYTES <= vmem_limit:
+            return parts
+    raise NotImplementedError(f"{needed:,} bytes of VMEM; there are {vmem_limit:,}")
+
+
 def video_convolution(
     x: jax.Array,
     weight: jax.Array,
@@ -109,14 +135,14 @@ def video_convolution(
         outputs=round_up(outputs, LANES),
         taps=taps,
         block=block_rows(rows, pitch, channels),
+        parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit),
     )
     if pitch != case.pitch or weight.shape[3] != channels or case.frames < 1:
         raise ValueError(f"input {x.shape}, kernel {weight.shape}, {columns} columns")
-    _check(case, weight, x.dtype.itemsize, vmem_limit)
     blocks = ceil_div(rows, case.block)
     x = pad_dim(pad_dim(x, 2, blocks * case.block + 2), 4, case.channels)
     window = tuple(map(pl.Element, (1, 1, case.block + 2, pitch, case.channels)))
-    spec = pl.BlockSpec(window, lambda n, y, t: (n, t, y * case.block, 0, 0))
+    spec = pl.BlockSpec(window, lambda o, n, y, t: (n, t, y * case.block, 0, 0))
     out = _call(
         functools.partial(padded_body, case=case),
         case,
@@ -176,12 +202,12 @@ def edged_convolution(
         outputs=round_up(outputs, LANES),
         taps=taps,
         block=block_rows(rows, pitch_of(columns), channels),
+        parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit),
     )
     if columns % TILE_ROWS or channels % LANES:
         raise NotImplementedError(f"{columns} columns of {channels} channels")
     if rows % case.block:
         raise NotImplementedError(f"{rows} rows in blocks of {case.block}")
-    _check(case, weight, x.dtype.itemsize, vmem_limit)
     side = (count, frames + lag, rows + 2, channels)
     wanted = {
         "left": (sides[0], side),
@@ -201,18 +227,20 @@ def edged_convolution(
 
     def rows_of(time: Callable[[Any], Any]) -> pl.BlockSpec:
         return pl.BlockSpec(
-            window, lambda n, y, t: (n, time(t), first_row(y, case), 0, 0)
+            window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
     beside = pl.BlockSpec(
-        (1, 1, 1, case.block + 2, channels), lambda n, y, t: (n, t, y, 0, 0)
+        (1, 1, 1, case.block + 2, channels), lambda o, n, y, t: (n, t, y, 0, 0)
     )
     inputs = [
         (x, rows_of(lambda t: jnp.maximum(t - lag, 0))),
         *((_windows(side, case), beside) for side in sides),
         (
             ends,
-            pl.BlockSpec((1, 1, 2, columns, channels), lambda n, y, t: (n, t, 0, 0, 0)),
+            pl.BlockSpec(
+                (1, 1, 2, columns, channels), lambda o, n, y, t: (n, t, 0, 0, 0)
+            ),
         ),
     ]
     if before is not None:
@@ -239,22 +267,21 @@ def edged_convolution(
     return out[..., :outputs]
 
 
-def _check(case: Case, weight: jax.Array, itemsize: int, vmem_limit: int) -> None:
+def _parts(
+    rows: int, columns: int, weight: jax.Array, itemsize: int, vmem_limit: int
+) -> int:
     taps, *sides, channels, outputs = weight.shape
     if taps not in (1, 3) or sides != [3, 3]:
         raise NotImplementedError(f"a kernel of {(taps, *sides)}; 3x3x3 and 1x3x3 can")
-    sizes = (case.rows, case.columns, channels, outputs, taps, itemsize)
-    needed = vmem_bytes(*sizes)
-    if needed + MARGIN_BYTES > vmem_limit:
-        raise NotImplementedError(f"{needed:,} bytes of VMEM; there are {vmem_limit:,}")
+    return output_parts(rows, columns, channels, outputs, taps, itemsize, vmem_limit)
 
 
 def _made(case: Case) -> pl.BlockSpec:
     """Of the output: nothing is written before the first frame is whole."""
     lag = case.taps - 1
     return pl.BlockSpec(
-        (1, 1, case.block, case.columns, case.outputs),
-        lambda n, y, t: (n, jnp.maximum(t - lag, 0), y, 0, 0),
+        (1, 1, case.block, case.columns, case.outputs // case.parts),
+        lambda o, n, y, t: (n, jnp.maximum(t - lag, 0), y, 0, o),
     )
 
 
@@ -270,22 +297,25 @@ def _call(
     vmem_limit: int,
     interpret: bool,
 ) -> jax.Array:
-    """The kernel over (videos, blocks of rows, frames)."""
+    """The kernel over (parts of the outputs, videos, blocks of rows, frames)."""
     dtype = inputs[0][0].dtype
     if bias is None:
         bias = jnp.zeros(weight.shape[4], jnp.float32)
     weight = _tiles(pad_dim(weight, 4, case.outputs), case)
     bias = pad_dim(bias.astype(jnp.float32)[None], 1, case.outputs)
+    times, tiles, deep, width = weight.shape
+    part = (times, tiles // case.parts, deep, width)
+    outputs = case.outputs // case.parts
     whole = [
-        (a, pl.BlockSpec(a.shape, lambda n, y, t, dims=a.ndim: (0,) * dims))
-        for a in (weight, bias)
+        (weight, pl.BlockSpec(part, lambda o, n, y, t: (0, o, 0, 0))),
+        (bias, pl.BlockSpec((1, outputs), lambda o, n, y, t: (0, o))),
     ]
     count = case.block * case.pitch
     made = (case.count, case.frames, blocks * case.block, case.columns, case.outputs)
-    sums = (3 if case.taps > 1 else 1, case.outputs // case.width, count, case.width)
+    sums = (3 if case.taps > 1 else 1, case.tiles, count, case.width)
     return pl.pallas_call(
         body,
-        grid=(case.count, blocks, case.frames + case.taps - 1),
+        grid=(case.parts, case.count, blocks, case.frames + case.taps - 1),
         in_specs=[spec for _, spec in (*whole, *inputs)],
         out_specs=_made(case),
         out_shape=jax.ShapeDtypeStruct(made, dtype),
@@ -295,7 +325,7 @@ def _call(
             *scratch,
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            dimension_semantics=("parallel",) * 3 + ("arbitrary",),
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(

@@ -32,7 +32,10 @@ def pitch_of(columns: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Sizes of a call; channels and outputs are whole lanes."""
+    """Sizes of a call; channels and outputs are whole lanes.
+
+    ``parts`` is how many parts the outputs are made in, of whole tiles each.
+    """
 
     count: int
     frames: int
@@ -42,6 +45,7 @@ class Case:
     outputs: int
     taps: int
     block: int
+    parts: int = 1
 
     @property
     def pitch(self) -> int:
@@ -56,6 +60,11 @@ class Case:
     def width(self) -> int:
         """Output channels of a tile."""
         return FULL if self.outputs % FULL == 0 else LANES
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of output channels in a part."""
+        return self.outputs // self.width // self.parts
 
 
 def first_row(y: Any, case: Case) -> Any:
@@ -101,7 +110,7 @@ def edged_body(
     residual_ref = extra[-1] if has_residual else None
     block, pitch, columns = case.block, case.pitch, case.columns
     channels, lag = case.channels, case.taps - 1
-    y, t = pl.program_id(1), pl.program_id(2)
+    y, t = pl.program_id(2), pl.program_id(3)
     # The row above the block is at 1. At the ends of the picture, where there is no
     # row beside the block to read, the window has moved by one.
     moved = first_row(y, case) - (y * block - 1)
@@ -173,10 +182,10 @@ def _accumulate(
     case: Case,
 ) -> None:
     """Add what the taps of a frame give to its time and to the two after it."""
-    t = pl.program_id(2)
+    t = pl.program_id(3)
     lag = case.taps - 1
     count = case.block * case.pitch
-    width, tiles = case.width, case.outputs // case.width
+    width, tiles = case.width, case.tiles
     exact = jax.lax.Precision.HIGHEST if taps_ref.dtype == jnp.float32 else None
     dot = functools.partial(
         jnp.dot, preferred_element_type=jnp.float32, precision=exact
