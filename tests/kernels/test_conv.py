@@ -211,3 +211,89 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
         interpret=True,
     )
     assert jnp.abs(edged - wanted - residual).max() <= TOLERANCES["module float32"]
+
+
+def _zeros(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def _edged(rows: int = 4, columns: int = 16, channels: int = 128) -> dict[str, Any]:
+    """Arguments of a convolution of 3 x 3 x 3 with surroundings, two frames."""
+    frames = 4
+    return {
+        "x": _zeros((1, 2, rows, columns, channels)),
+        "before": _zeros((1, 2, rows, columns, channels)),
+        "sides": (_zeros((1, frames, rows + 2, channels)),) * 2,
+        "ends": _zeros((1, frames, 2, columns, channels)),
+        "weight": _zeros((3, 3, 3, channels, 128)),
+        "bias": None,
+        "residual": _zeros((1, 2, rows, columns, 128)),
+        "vmem_limit": LIMIT,
+        "interpret": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "message"),
+    [
+        ({"columns": 20}, {}, "20 columns of 128 channels"),
+        ({"channels": 64}, {}, "16 columns of 64 channels"),
+        ({"rows": 67, "columns": 32}, {}, "67 rows in blocks of 23"),
+        ({}, {"weight": _zeros((3, 5, 5, 128, 128))}, r"a kernel of \(3, 5, 5\)"),
+        ({}, {"weight": _zeros((2, 3, 3, 128, 128))}, r"a kernel of \(2, 3, 3\)"),
+        ({}, {"vmem_limit": 2**20}, "bytes of VMEM; there are 1,048,576"),
+    ],
+    ids=["columns", "channels", "rows", "5 x 5", "2 frames", "vmem"],
+)
+def test_with_surroundings_too_what_it_cannot_do_is_refused(
+    sizes: dict[str, int], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        edged_convolution(**_edged(**sizes) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"before": None}, r"before of None; with \(1, 2, 4, 16, 128\) it is"),
+        ({"before": _zeros((1, 1, 4, 16, 128))}, "before of"),
+        ({"weight": _zeros((1, 3, 3, 128, 128))}, "left of"),
+        ({"sides": (_zeros((1, 4, 6, 128)), _zeros((1, 4, 4, 128)))}, "right of"),
+        ({"sides": (_zeros((1, 4, 4, 128)), _zeros((1, 4, 6, 128)))}, "left of"),
+        ({"ends": _zeros((1, 4, 2, 18, 128))}, "ends of"),
+        ({"residual": _zeros((1, 2, 4, 16, 64))}, "residual of"),
+    ],
+    ids=["none", "before", "frames", "right", "left", "ends", "residual"],
+)
+def test_surroundings_that_do_not_fit_are_named(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        edged_convolution(**_edged() | change)
+
+
+def test_frames_before_a_kernel_of_one_frame_are_refused() -> None:
+    given = _edged() | {
+        "weight": _zeros((1, 3, 3, 128, 128)),
+        "sides": (_zeros((1, 2, 6, 128)),) * 2,
+        "ends": _zeros((1, 2, 2, 16, 128)),
+    }
+    with pytest.raises(ValueError, match="before of"):
+        edged_convolution(**given)
+    assert edged_convolution(**given | {"before": None}).shape == (1, 2, 4, 16, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight"),
+    [
+        ((1, 3, 5, pitch_of(3), 4), (3, 3, 3, 5, 4)),
+        ((1, 2, 5, pitch_of(3), 4), (3, 3, 3, 4, 4)),
+        ((1, 3, 5, pitch_of(3) + 16, 4), (3, 3, 3, 4, 4)),
+    ],
+    ids=["channels", "frames", "pitch"],
+)
+def test_a_padded_video_that_does_not_fit_is_refused(
+    shape: tuple[int, ...], weight: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="3 columns"):
+        video_convolution(_zeros(shape), _zeros(weight), None, 3, vmem_limit=LIMIT)

@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpuport.kernels.conv_kernel import (
     FULL,
+    GROUP,
     LANES,
     TILE_ROWS,
     Case,
@@ -136,6 +137,7 @@ def video_convolution(
         taps=taps,
         block=block_rows(rows, pitch, channels),
         parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit),
+        packed=taps == 3 and outputs <= GROUP,
     )
     if pitch != case.pitch or weight.shape[3] != channels or case.frames < 1:
         raise ValueError(f"input {x.shape}, kernel {weight.shape}, {columns} columns")
@@ -203,6 +205,7 @@ def edged_convolution(
         taps=taps,
         block=block_rows(rows, pitch_of(columns), channels),
         parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit),
+        packed=taps == 3 and outputs <= GROUP,
     )
     if columns % TILE_ROWS or channels % LANES:
         raise NotImplementedError(f"{columns} columns of {channels} channels")
@@ -301,18 +304,19 @@ def _call(
     dtype = inputs[0][0].dtype
     if bias is None:
         bias = jnp.zeros(weight.shape[4], jnp.float32)
-    weight = _tiles(pad_dim(weight, 4, case.outputs), case)
+    weight = _flat(weight, case)
     bias = pad_dim(bias.astype(jnp.float32)[None], 1, case.outputs)
-    times, tiles, deep, width = weight.shape
-    part = (times, tiles // case.parts, deep, width)
+    times, deep, wide = weight.shape
+    part = (times, deep, wide // case.parts)
     outputs = case.outputs // case.parts
     whole = [
-        (weight, pl.BlockSpec(part, lambda o, n, y, t: (0, o, 0, 0))),
+        (weight, pl.BlockSpec(part, lambda o, n, y, t: (0, 0, o))),
         (bias, pl.BlockSpec((1, outputs), lambda o, n, y, t: (0, o))),
     ]
     count = case.block * case.pitch
     made = (case.count, case.frames, blocks * case.block, case.columns, case.outputs)
-    sums = (3 if case.taps > 1 else 1, case.tiles, count, case.width)
+    times = 3 if case.taps > 1 and not case.packed else 1
+    sums = (times, case.tiles, count, case.width)
     return pl.pallas_call(
         body,
         grid=(case.parts, case.count, blocks, case.frames + case.taps - 1),
@@ -339,19 +343,21 @@ def _call(
     )(*(array for array, _ in (*whole, *inputs)))
 
 
-def _tiles(weight: jax.Array, case: Case) -> jax.Array:
-    """[K, 3, 3, C, O] as [times, tiles, 9 C, channels]: the taps of a time together.
+def _flat(weight: jax.Array, case: Case) -> jax.Array:
+    """[K, 3, 3, C, O] as [times, 9 C, lanes]: the taps of a time together.
 
-    Of few output channels, the first two times side by side, and the third beside
-    nothing.
+    Of few output channels all times side by side, or the first two, and the third
+    beside nothing.
     """
-    flat = weight.reshape(case.taps, 9 * case.channels, case.outputs)
-    if case.paired:
-        pair = jnp.concatenate([flat[0], flat[1]], axis=1)
-        return jnp.stack([pair, pad_dim(flat[2], 1, 2 * LANES)])[:, None]
-    tiles = case.outputs // case.width
-    flat = flat.reshape(case.taps, 9 * case.channels, tiles, case.width)
-    return jnp.transpose(flat, (0, 2, 1, 3))
+    flat = weight.reshape(case.taps, 9 * case.channels, -1)
+    if case.packed:
+        times = [pad_dim(time, 1, GROUP) for time in flat]
+        return pad_dim(jnp.concatenate(times, axis=1), 1, LANES)[None]
+    flat = pad_dim(flat, 2, case.outputs)
+    if not case.paired:
+        return flat
+    pair = jnp.concatenate([flat[0], flat[1]], axis=1)
+    return jnp.stack([pair, pad_dim(flat[2], 1, 2 * LANES)])
 
 
 def _windows(side: jax.Array, case: Case) -> jax.Array:

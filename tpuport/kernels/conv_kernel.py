@@ -23,6 +23,8 @@ TILE_ROWS = 16
 LANES = 128
 #: Input channels, and output channels, that fill a matrix unit of 256 x 256.
 FULL = 256
+#: Channels that a time has of the lanes, where all three are side by side.
+GROUP = 32
 
 
 def pitch_of(columns: int) -> int:
@@ -34,7 +36,8 @@ def pitch_of(columns: int) -> int:
 class Case:
     """Sizes of a call; channels and outputs are whole lanes.
 
-    ``parts`` is how many parts the outputs are made in, of whole tiles each.
+    ``parts`` is how many parts the outputs are made in, of whole tiles each; ``packed``
+    whether they are so few that three times fit into the lanes of one.
     """
 
     count: int
@@ -46,6 +49,7 @@ class Case:
     taps: int
     block: int
     parts: int = 1
+    packed: bool = False
 
     @property
     def pitch(self) -> int:
@@ -54,7 +58,7 @@ class Case:
     @property
     def paired(self) -> bool:
         """Whether two times side by side fill the matrix unit."""
-        return self.taps == 3 and self.outputs == LANES
+        return self.taps == 3 and self.outputs == LANES and not self.packed
 
     @property
     def width(self) -> int:
@@ -195,22 +199,26 @@ def _accumulate(
         found: jax.Array = taps_ref[dy * case.pitch : dy * case.pitch + count]
         return found
 
-    def products(time: Any, tile: Any, lanes: slice = slice(None)) -> jax.Array:
-        """What this frame gives to one time, in a tile of output channels."""
+    def lanes_of(tile: Any) -> Any:
+        """A tile's output channels."""
+        start = pl.multiple_of(tile * width, LANES) if tiles > 1 else 0
+        return pl.ds(start, width)
+
+    def products(time: Any, lanes: Any) -> jax.Array:
+        """What this frame gives to one time, in some output channels."""
         if case.channels % FULL:
             # Narrow taps side by side fill the matrix unit.
             side_by_side = jnp.concatenate([row(dy) for dy in range(3)], 1)
-            return dot(side_by_side, weight_ref[time, tile, :, lanes])
+            return dot(side_by_side, weight_ref[time, :, lanes])
         each = 3 * case.channels
         parts = [
-            dot(row(dy), weight_ref[time, tile, dy * each : (dy + 1) * each, lanes])
+            dot(row(dy), weight_ref[time, dy * each : (dy + 1) * each, lanes])
             for dy in range(3)
         ]
         return parts[0] + parts[1] + parts[2]
 
     def finish(total: jax.Array, tile: Any) -> None:
-        start = pl.multiple_of(tile * width, LANES) if tiles > 1 else 0
-        lanes = pl.ds(start, width)
+        lanes = lanes_of(tile)
         out = total + bias_ref[0, lanes][None]
         out = out.reshape(case.block, case.pitch, width)[:, : case.columns]
         if residual_ref is not None:
@@ -218,17 +226,29 @@ def _accumulate(
         out_ref[0, 0, :, :, lanes] = out.astype(out_ref.dtype)
 
     # Held by names, as decorators are called at once.
+    whole: Callable[[Any], Any] = pl.when(t >= lag)
+    if case.packed:
+        # What waits moves on by a time, and nothing waits for the newest one.
+        newest = jax.lax.broadcasted_iota(jnp.int32, (count, LANES), 1) < GROUP
+        waiting = pltpu.roll(sums_ref[0, 0], GROUP, 1)
+        total = products(0, slice(None)) + jnp.where(newest | (t == 0), 0, waiting)
+        sums_ref[0, 0] = total
+
+        @whole
+        def _() -> None:
+            finish(pltpu.roll(total, LANES - lag * GROUP, 1), 0)
+
+        return
     if case.paired:
-        whole: Callable[[Any], Any] = pl.when(t >= lag)
         begun: Callable[[Any], Any] = pl.when(t <= case.frames)
 
         @whole
         def _() -> None:
-            finish(sums_ref[1, 0] + products(1, 0, slice(0, LANES)), 0)
+            finish(sums_ref[1, 0] + products(1, slice(0, LANES)), 0)
 
         @begun
         def _() -> None:
-            both = products(0, 0)
+            both = products(0, slice(None))
             sums_ref[1, 0] = sums_ref[0, 0] + both[:, LANES:]
             sums_ref[0, 0] = both[:, :LANES]
 
@@ -238,7 +258,7 @@ def _accumulate(
         """The turn of a loop over tiles, which keeps the program short."""
 
         def turn(tile: Any, _: None) -> None:
-            value = products(time, tile)
+            value = products(time, lanes_of(tile))
             # A place for each time that is not whole yet.
             place = (t - time) % 3
             if time == lag:

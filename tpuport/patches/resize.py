@@ -30,8 +30,8 @@ def nearest_resize(
     Args:
         output_size: the new sizes; ``None`` to go by ``scales``.
         scales: of each axis, or one sequence of them, or ``None``.
-        by_matrix: enlarge the last axis by a product with a matrix; exact where all
-            elements are finite.
+        by_matrix: enlarge the last axis by a product with a matrix, and the one before
+            it along with it; exact where all elements are finite.
 
     Returns:
         [N, C, *output_size], in the dtype of ``input``. Element i of an axis is element
@@ -53,21 +53,28 @@ def nearest_resize(
             math.floor(n * (f or 1.0))
             for n, f in zip(input.shape[2:], factors, strict=True)
         ]
+    counts = [
+        new // old if new % old == 0 and factor in (None, new / old) else None
+        for old, new, factor in zip(input.shape[2:], output_size, factors, strict=True)
+    ]
+    columns = counts[-1] or 1
+    rows = counts[-2] if len(counts) > 1 else None
+    alone = len(counts)
+    if by_matrix and columns > 1:
+        alone -= 1 if rows is None else 2
     out = input
-    todo = list(enumerate(zip(output_size, factors, strict=True), start=2))
     # The last axis first, while there is least of the others.
-    for axis, (size, factor) in reversed(todo):
-        old = input.shape[axis]
-        if size == old and factor in (None, 1.0):
-            continue
-        if size % old == 0 and factor in (None, size / old):
-            last = by_matrix and axis == out.ndim - 1
-            count = size // old
-            out = _repeat_by_matrix(out, count) if last else _repeat(out, count, axis)
-            continue
-        step = np.float32(1.0 / factor) if factor else np.float32(old) / size
-        source = np.floor(np.arange(size, dtype=np.float32) * step).astype(np.int32)
-        out = jnp.take(out, np.minimum(source, old - 1), axis=axis)
+    for index in reversed(range(alone)):
+        axis, count, factor = index + 2, counts[index], factors[index]
+        if count is None:
+            old, size = input.shape[axis], output_size[index]
+            step = np.float32(1.0 / factor) if factor else np.float32(old) / size
+            source = np.floor(np.arange(size, dtype=np.float32) * step).astype(np.int32)
+            out = jnp.take(out, np.minimum(source, old - 1), axis=axis)
+        elif count > 1:
+            out = _repeat(out, count, axis)
+    if alone < len(counts):
+        out = _repeat_by_matrix(out, rows or 1, columns)
     return out
 
 
@@ -82,21 +89,24 @@ def _repeat(x: jax.Array, count: int, axis: int) -> jax.Array:
     return wide.reshape(*x.shape[:axis], x.shape[axis] * count, *x.shape[axis + 1 :])
 
 
-def _repeat_by_matrix(x: jax.Array, count: int) -> jax.Array:
-    """Every element of the last axis ``count`` times, as a product with zeros and ones.
+def _repeat_by_matrix(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Every element ``columns`` times along the last axis, ``rows`` along the one
+    before it, as a product with zeros and ones.
 
     Exact for finite elements: of the terms of each sum one is not zero. On a TPU the
     elements of a picture's row lie in different rows of a tile; to move them there one
-    by one takes twenty times as long.
+    by one takes twenty times as long. The copies of a row come from the same product,
+    one after the other: as a broadcast they are read and written once more.
     """
     import jax
     import jax.numpy as jnp
 
-    size = x.shape[-1]
-    copies = jnp.repeat(jnp.eye(size, dtype=x.dtype), count, axis=1)
+    *outer, height, width = x.shape
+    copies = jnp.repeat(jnp.eye(width, dtype=x.dtype), columns, axis=1)
+    copies = jnp.tile(copies, (1, rows))
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out: jax.Array = jnp.einsum("...x,xz->...z", x, copies, precision=exact)
-    return out
+    out = jnp.einsum("...x,xz->...z", x, copies, precision=exact)
+    return out.reshape(*outer, height * rows, width * columns)
 
 
 def _make(context: OpContext) -> Callable[..., Any]:
