@@ -236,6 +236,16 @@ Blocks = Annotated[
         rich_help_panel=_WHERE,
     ),
 ]
+Vae = Annotated[
+    str | None,
+    typer.Option(
+        "--vae",
+        metavar="torchax|flax",
+        help="The autoencoder: upstream's class, or one in Flax on its weights, where "
+        "a model has it; see `tpuport models`. [default: torchax]",
+        rich_help_panel=_WHERE,
+    ),
+]
 VaeTiling = Annotated[
     str | None,
     typer.Option(

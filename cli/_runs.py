@@ -10,8 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import STAGES, RunDirectory, blocks_of, write_sidecar
+from tpuport.core.artifacts import (
+    STAGES,
+    RunDirectory,
+    blocks_of,
+    implementation_in,
+    write_sidecar,
+)
 from tpuport.core.artifacts import sidecar_path as sidecar_of
+from tpuport.core.implementations import choices
 from tpuport.core.media import Source
 from tpuport.core.report import RunReport, StageReport
 from tpuport.core.request import Request
@@ -127,6 +134,9 @@ def reusable(
     # A stage without native forms is the same with any blocks.
     components = session.port.stage(name).components
     native = any(session.port.components[c].native is not None for c in components)
+    # Nor have components that it does not use.
+    used = session.port.stage(name).components_for(Request.from_dict(run.settings))
+    chosen = choices(session.port, used)
     # Upstream's code has no other way to run.
     upstream = settings.backend == "diffusers" or (
         name == STAGES[0] and session.encode_on == "host"
@@ -141,6 +151,10 @@ def reusable(
             ),
             *((key, then.get(key), note[key]) for key in keys),
             *([("blocks", blocks_of(record), now["blocks"])] if native else []),
+            *(
+                (part, implementation_in(record, part), chosen[part])
+                for part in (() if upstream else chosen)
+            ),
             ("no_jit", record.get("op_by_op", False), op_by_op),
         ]
         if before != after
@@ -261,6 +275,7 @@ def resume_command(
         "attention": settings.attention,
         "sharding": settings.sharding,
         "blocks": settings.blocks,
+        "vae": settings.vae,
         "backend": settings.backend,
         "cache-dir": settings.cache_dir,
         "executables": settings.executables,

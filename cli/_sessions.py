@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
+from tpuport.core.implementations import check_chosen
 from tpuport.core.inspection import PROFILED_CALLS
 from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
 from tpuport.core.mesh import MeshSpec
@@ -19,7 +20,7 @@ from tpuport.core.request import (
     check_task,
     denoising_steps,
 )
-from tpuport.core.spec import BLOCKS, ModelPort, Variant
+from tpuport.core.spec import BLOCKS, TORCHAX, ModelPort, Variant
 from tpuport.core.step_cache import StepCache
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port
@@ -55,6 +56,7 @@ def check_early(settings: Settings) -> ModelPort:
     if settings.sharding is not None:
         form = port.form_of(variant) if variant else port
         form.rules(next(iter(form.components)), settings.sharding)
+    check_chosen(port, settings.implementations)
     if settings.cache is not None:
         StepCache.parse(settings.cache)
     if settings.aspect_ratio is not None:
@@ -78,6 +80,11 @@ def check_early(settings: Settings) -> ModelPort:
     if settings.cache not in (None, "none") and settings.backend == "diffusers":
         raise UsageError(
             "--cache is not upstream's: leave it out, or use --backend tpuport"
+        )
+    if settings.vae not in (None, TORCHAX) and settings.backend == "diffusers":
+        raise UsageError(
+            f"--vae {settings.vae} is not upstream's: leave it out, or use --backend "
+            "tpuport"
         )
     base = variant or port.variants[0]
     for seed in settings.seeds:
@@ -163,6 +170,7 @@ def open_session(
         attention=settings.attention or "auto",
         sharding=settings.sharding or "default",
         blocks=settings.blocks or BLOCKS[0],
+        vae=settings.vae or TORCHAX,
         keep_loaded=keep_loaded,
         cache_dir=cache,
         compile_cache=not settings.no_compile_cache,

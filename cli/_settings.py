@@ -49,6 +49,7 @@ class Settings:
     attention: str | None = None
     sharding: str | None = None
     blocks: str | None = None
+    vae: str | None = None
     vae_tiling: str | None = None
     encode_on: str | None = None
     backend: str | None = None
@@ -71,6 +72,11 @@ class Settings:
         """Prompt and seed of every video: each prompt with each seed."""
         pairs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
         return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Component -> the implementation asked for."""
+        return {} if self.vae is None else {"vae": self.vae}
 
     @property
     def op_by_op(self) -> tuple[str, ...]:
@@ -264,6 +270,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "attention": _text,
     "sharding": _text,
     "blocks": _choice(*BLOCKS),
+    "vae": _text,
     "vae_tiling": _on_off("auto", "on", "off"),
     "encode_on": _choice("device", "host"),
     "backend": _choice("tpuport", "diffusers"),

@@ -95,6 +95,7 @@ def _stage(run: RunDirectory, name: str) -> dict[str, Any]:
         "mesh": record.get("mesh"),
         "sharding": record.get("sharding", "default"),
         "blocks": blocks_of(record),
+        "implementations": record.get("implementations", {}),
         "platform": record.get("platform"),
         "weights": record.get("weights"),
         "versions": note.get("versions", {}),

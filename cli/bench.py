@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuport.core.implementations import choices
 from tpuport.core.report import Reporter, StageReport
 from tpuport.core.request import Request, denoising_steps
 from tpuport.core.step_cache import METHODS, StepCache
@@ -43,6 +44,7 @@ from ._options import (
     StepCaching,
     Steps,
     Strength,
+    Vae,
     VariantName,
     Weights,
     Width,
@@ -85,6 +87,7 @@ def bench(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae: Vae = None,
     image: Image = None,
     video: SourceVideo = None,
     strength: Strength = None,
@@ -256,6 +259,7 @@ def measure(
         "settings": request.as_dict(),
         "dtype": session.dtype,
         "blocks": session.port.blocks,
+        "implementations": choices(session.port),
         "mesh": report.mesh,
         "platform": report.platform,
         "devices": report.devices,
@@ -381,6 +385,7 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
         f"{request['height']}, {request['num_frames']} frames, "
         f"{request['num_inference_steps']} steps, {result['dtype']}, "
         f"{result['blocks']} blocks, "
+        f"{''.join(f'{f} {n}, ' for n, f in result['implementations'].items())}"
         f"{result['devices']} x {result['platform']} ({result['mesh']}), "
         f"median of {result['repeat']}",
         "",

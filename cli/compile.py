@@ -15,6 +15,7 @@ import typer
 
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
+from tpuport.core.implementations import choices, with_chosen
 from tpuport.core.report import Reporter
 from tpuport.core.spec import BLOCKS, with_blocks
 from tpuport.errors import UsageError
@@ -49,6 +50,7 @@ from ._options import (
     StepCaching,
     Steps,
     Strength,
+    Vae,
     VaeTiling,
     VariantName,
     Weights,
@@ -121,6 +123,7 @@ def compile_(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae: Vae = None,
     vae_tiling: VaeTiling = None,
     encode_on: EncodeOn = None,
     out: Annotated[
@@ -233,6 +236,7 @@ def _compile(
             "attention": settings.attention or "auto",
             "sharding": settings.sharding or "default",
             "blocks": session.port.blocks,
+            "implementations": choices(session.port),
             "encode_on": session.encode_on,
             "vae_tiling": session.executor.vae_tiling,
             "tiling": {tiling.stage: tiling.as_dict() for tiling in decided},
@@ -310,6 +314,7 @@ def _absent(
                 cache=cache,
                 reporter=reporter,
             )
+        form = with_chosen(form, settings.implementations)
         mesh = api.make_mesh(
             form,
             checkpoint,

@@ -25,6 +25,7 @@ from ._options import (
     ProfileCalls,
     RunDir,
     Sharding,
+    Vae,
     VaeTiling,
     Weights,
 )
@@ -43,6 +44,7 @@ def decode(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae: Vae = None,
     vae_tiling: VaeTiling = None,
     backend: Backend = None,
     cache_dir: CacheDir = None,

@@ -24,6 +24,7 @@ from ._options import (
     ProfileCalls,
     RunDir,
     Sharding,
+    Vae,
     Weights,
 )
 from ._settings import gather
@@ -40,6 +41,7 @@ def denoise(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae: Vae = None,
     backend: Backend = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,
@@ -51,7 +53,10 @@ def denoise(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Denoise in a run directory that `encode` made."""
+    """Denoise in a run directory that `encode` made.
+
+    It runs no autoencoder: --vae is for --executables, which are of one.
+    """
     with reported(debug=debug) as guard:
         settings = gather(context)
         guard.debug = settings.debug

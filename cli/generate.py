@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from tpuport.core.artifacts import RUN_FILE, STAGES
+from tpuport.core.implementations import choices
 from tpuport.core.report import RunReport, StageReport
 
 from ._cache import cache_folder, new_run_folder
@@ -54,6 +55,7 @@ from ._options import (
     StepCaching,
     Steps,
     Strength,
+    Vae,
     VaeTiling,
     VariantName,
     Weights,
@@ -114,6 +116,7 @@ def generate(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae: Vae = None,
     vae_tiling: VaeTiling = None,
     encode_on: EncodeOn = None,
     backend: Backend = None,
@@ -227,6 +230,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
             "mesh": report.mesh,
             "attention": settings.attention or "auto",
             "blocks": session.port.blocks,
+            "implementations": choices(session.port),
             "encode_on": session.encode_on,
             "backend": settings.backend or "tpuport",
             "run_dir": str(settings.run_dir) if settings.run_dir else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpuport.core.implementations import names_of
 from tpuport.core.spec import ModelPort, Variant
 from tpuport.core.step_cache import METHODS
 from tpuport.plugins import installed_plugins
@@ -41,6 +42,8 @@ def models(json: Json = False, debug: Debug = False) -> None:
                 print(f"  --resolution: {', '.join(sizes)}, with --aspect-ratio W:H")
             if any(len(form.layouts) > 1 for form in port.all_forms):
                 print(f"  --sharding: {', '.join(port.layouts)}")
+            for component, names in _implementations(port).items():
+                print(f"  --{component}: {', '.join(names)}")
             if any(c.split for f in port.all_forms for c in f.components.values()):
                 print(f"  --cache: {', '.join(METHODS)}; see docs/step-caching.md")
 
@@ -58,6 +61,16 @@ def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:
         f"{variant.guidance_scale:g}",
         options,
     )
+
+
+def _implementations(port: ModelPort) -> dict[str, tuple[str, ...]]:
+    """Of every component that has a choice."""
+    return {
+        name: names_of(component)
+        for form in port.all_forms
+        for name, component in form.components.items()
+        if component.implementations
+    }
 
 
 def _size_classes(port: ModelPort) -> list[str]:
@@ -78,6 +91,7 @@ def _document(port: ModelPort) -> dict[str, Any]:
         "model": port.name,
         "title": port.title,
         "sharding": list(port.layouts),
+        "implementations": {n: list(v) for n, v in _implementations(port).items()},
         "options": [
             {"name": o.name, "help": o.help, "choices": list(o.choices)}
             for o in port.options

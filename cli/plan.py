@@ -44,6 +44,7 @@ from ._options import (
     StepCaching,
     Steps,
     Strength,
+    Vae,
     VaeTiling,
     VariantName,
     Weights,
@@ -125,6 +126,7 @@ def plan(
     attention: Attention = None,
     sharding: Sharding = None,
     blocks: Blocks = None,
+    vae: Vae = None,
     vae_tiling: VaeTiling = None,
     dump: Annotated[
         str | None,
@@ -230,6 +232,7 @@ def _plan(
             attention=settings.attention or "auto",
             sharding=settings.sharding or "default",
             blocks=settings.blocks or BLOCKS[0],
+            implementations=settings.implementations,
             vae_tiling=settings.vae_tiling or "auto",
             stages=stages,
             inputs={source.kind: source.for_videos(batch)} if source else None,

@@ -12,7 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tpuport.core.artifacts import STAGES, RunDirectory, blocks_of, read_sidecar
+from tpuport.core.artifacts import (
+    STAGES,
+    RunDirectory,
+    blocks_of,
+    implementation_in,
+    read_sidecar,
+)
 from tpuport.core.checkpoint import Checkpoint
 from tpuport.core.media import Source, read_image, read_video
 from tpuport.core.report import Reporter, RunReport, StageReport
@@ -152,6 +158,7 @@ class _Sessions:
         # Runs recorded by 0.1.0 had one layout.
         changes["sharding"] = how.get("sharding", "default")
         changes["blocks"] = blocks_of(how)
+        changes["vae"] = implementation_in(how, "vae")
         # One for all stages, since it is of decode alone. Once it was an option of the
         # model, in the request.
         options = self._recorded["request"].get("options") or {}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from tpuport.core.implementations import check_chosen, with_chosen
 from tpuport.core.inspection import PROFILED_CALLS, Inspection
-from tpuport.core.spec import ModelPort, Variant, with_blocks
+from tpuport.core.spec import TORCHAX, ModelPort, Variant, with_blocks
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port
 
@@ -51,6 +52,7 @@ def load(
     attention: str = "auto",
     sharding: str = "default",
     blocks: str = "native",
+    vae: str = TORCHAX,
     keep_loaded: bool = True,
     cache_dir: str | Path | None = None,
     compile_cache: bool = True,
@@ -82,6 +84,8 @@ def load(
             such as ``"replicated-out"``.
         blocks: ``"native"`` for blocks written for the chip where the model has them,
             on upstream's weights; ``"upstream"`` for upstream's own everywhere.
+        vae: the implementation of the autoencoder: ``"torchax"`` for upstream's class,
+            or another that the model has, such as ``"flax"``; see docs/vae.md.
         keep_loaded: keep weights on the devices between calls of ``generate``.
         cache_dir: in place of the user's cache folder.
         compile_cache: keep compiled programs there.
@@ -113,6 +117,8 @@ def load(
 
     reporter = reporter or SilentReporter()
     found = with_blocks(get_port(model), blocks)
+    implementations = {"vae": vae}
+    check_chosen(found, implementations)
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     if dtype is not None:
         dtype = check_dtype(dtype_name(dtype))
@@ -123,6 +129,7 @@ def load(
     port, chosen, checkpoint = find_checkpoint(
         found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )
+    port = with_chosen(port, implementations)
     placed = make_mesh(port, checkpoint, asked, default_rows(port, chosen))
     platform = placed.devices.flat[0].platform
     if dtype is None:

@@ -75,6 +75,9 @@ def test_generate_uses_them_and_compiles_nothing(
     for stage in report["stages"]:
         assert stage["attention"] == before[stage["stage"]]["attention"]
         assert stage["patches"] == before[stage["stage"]]["patches"]
+        assert stage["convolutions"] == before[stage["stage"]]["convolutions"]
+    (told,) = before["decode"]["convolutions"]
+    assert told["implementation"] == "XLA"
 
 
 def test_another_size_is_refused_by_name(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.core.runs import SETTINGS
+from tests.core.upstream import UPSTREAM
 from tpuport.core.run_directory import RunDirectory
 
 
@@ -19,3 +24,16 @@ def run(tmp_path: Path) -> RunDirectory:
         settings=SETTINGS,
         weights={"encoder": "aa" * 32, "vae": None},
     )
+
+
+@pytest.fixture
+def up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fresh upstream module ``up``, and a check that every test leaves it whole."""
+    module = types.ModuleType("up")
+    exec(UPSTREAM, vars(module))
+    module.Block.__module__ = module.Base.__module__ = "up"
+    monkeypatch.setitem(sys.modules, "up", module)
+    owners = (module, module.Base, module.Block, module.Block.Inner)
+    before = [dict(vars(owner)) for owner in owners]
+    yield module
+    assert [dict(vars(owner)) for owner in owners] == before

@@ -16,7 +16,7 @@ from tests.core.toys import installed_toy
 from tpuport.core import executor as executors
 from tpuport.core.delivery import Delivery
 from tpuport.core.executor import Executor
-from tpuport.core.frames import encode_pixels
+from tpuport.core.frames import as_frames, encode_pixels
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.video import to_uint8
 from tpuport.errors import PluginError, UsageError, VideoError
@@ -36,6 +36,13 @@ def expected(batch: int) -> np.ndarray:
     rng = np.random.default_rng(batch)
     shape = (2, CHUNKS * LENGTH, SIDE, SIDE, 3)
     return rng.uniform(-0.1, 1.1, shape).astype(np.float32)
+
+
+def planes(x: Any, pixels: str) -> dict[str, Any]:
+    """What a program of decode gives of [B, F, Y, X, 3]."""
+    import jax.numpy as jnp
+
+    return encode_pixels(jnp.moveaxis(x, -1, 1), pixels)
 
 
 def stage(
@@ -60,9 +67,10 @@ def stage(
                 yield Call(ctx.pixels, {"x": video[:, i * LENGTH : (i + 1) * LENGTH]})
 
         def frames(index: int, output: Any) -> Any:
+            made = as_frames(output["frames"], SIDE, SIDE)
             if not pieces and every == 1:
-                return output
-            held.append(output["frames"])
+                return {**output, "frames": made}
+            held.append(made)
             if len(held) < every:
                 return None
             made = np.concatenate(held, axis=1)
@@ -79,9 +87,9 @@ def stage(
             component="vae",
             fn=lambda model, carry, constants, inputs: (
                 carry + 1,
-                {**encode_pixels(inputs["x"], pixels)}
+                {**planes(inputs["x"], pixels)}
                 if not pieces
-                else {"frames": encode_pixels(inputs["x"], pixels)["frames"]},
+                else {"frames": planes(inputs["x"], pixels)["frames"]},
             ),
         )
 

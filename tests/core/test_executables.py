@@ -31,6 +31,7 @@ from tpuport.errors import ArtifactError
 TRACED = Traced(
     attention=({"implementation": "reference", "split": ("dp", None)},),
     patches=({"name": "p", "applied": True},),
+    convolutions=({"call": "convolution", "implementation": "XLA", "count": 2},),
 )
 
 
@@ -111,6 +112,13 @@ def test_an_entry_reads_back_as_it_was_written(
     assert found.built_for == executables.HERE
     assert store.find(replace(KEY, chip="other")) is None
     assert list(store.folder.iterdir()) == [written.path]
+
+
+def test_an_entry_from_before_convolutions_were_noted_reads_back() -> None:
+    known = {"attention": [{"split": ["dp", None]}], "patches": []}
+    found = Traced.from_dict(known)
+    assert found.attention == ({"split": ("dp", None)},)
+    assert found.convolutions == ()
 
 
 @pytest.mark.parametrize(

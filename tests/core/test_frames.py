@@ -10,18 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuport.core.frames import FrameChecks, encode_pixels, measure
+from tpuport.core.frames import (
+    FrameChecks,
+    as_frames,
+    encode_on_host,
+    encode_pixels,
+    measure,
+)
 from tpuport.core.video import check_frames, to_uint8
 from tpuport.errors import UsageError, VideoError
 
 
 def encode(x: Any, pixels: str = "uint8") -> dict[str, np.ndarray]:
-    """On the device, under jit, as the programs of decode do."""
-    made = jax.jit(lambda x: encode_pixels(x, pixels))(jnp.asarray(x, jnp.float32))
-    return jax.device_get(made)
+    """Frames through the device, under jit, as the programs of decode do."""
+    planes = jnp.moveaxis(jnp.asarray(x, jnp.float32), -1, 1)
+    made = jax.device_get(jax.jit(lambda x: encode_pixels(x, pixels))(planes))
+    return {**made, "frames": as_frames(made["frames"], *x.shape[2:4])}
 
 
-def as_frames(values: Any) -> np.ndarray:
+def one_video(values: Any) -> np.ndarray:
     """A flat array as frames of one video, padded with its last value."""
     flat = np.asarray(values, np.float32).ravel()
     count = -(-flat.size // 48) * 48
@@ -43,7 +50,7 @@ def test_bytes_are_those_of_the_host_to_the_last_tie() -> None:
     products = np.clip(values, 0, 1) * np.float32(255)
     tied = products[products % 1 == 0.5]
     assert {int(np.rint(x)) - int(x) for x in tied} == {0, 1}
-    frames = as_frames(values)
+    frames = one_video(values)
     assert np.array_equal(encode(frames)["frames"], to_uint8(frames))
 
 
@@ -61,7 +68,7 @@ def test_floats_are_clipped_and_nothing_else() -> None:
     made = encode(frames, "float32")
     assert np.array_equal(made["frames"], np.clip(frames, 0, 1))
     with pytest.raises(UsageError, match="pixels 'int8': choose from float32, uint8"):
-        encode_pixels(jnp.zeros((1, 1, 2, 2, 3)), "int8")
+        encode_pixels(jnp.zeros((1, 3, 1, 2, 2)), "int8")
 
 
 @pytest.mark.parametrize("pixels", ["float32", "uint8"])
@@ -71,6 +78,26 @@ def test_statistics_are_those_of_the_floats(pixels: str) -> None:
     made = encode(frames, pixels)
     for name, value in measure(frames).items():
         assert np.array_equal(made[name], value), name
+
+
+@pytest.mark.parametrize("pixels", ["float32", "uint8"])
+def test_planes_of_the_host_are_those_of_the_device(pixels: str) -> None:
+    rng = np.random.default_rng(4)
+    planes = rng.uniform(-0.1, 1.1, (2, 3, 4, 6, 8)).astype(np.float32)
+    planes[1, 2, 3, 0, 0] = np.inf
+    made = encode_on_host(planes, pixels)
+    for name, value in encode_pixels(jnp.asarray(planes), pixels).items():
+        assert np.array_equal(made[name], value), name
+
+
+def test_frames_are_planes_with_colours_last_and_phantoms_cut_off() -> None:
+    planes = np.arange(2 * 3 * 2 * 4 * 5).reshape(2, 3, 2, 4, 5)
+    frames = as_frames(planes, 3, 2)
+    assert frames.shape == (2, 2, 3, 2, 3)
+    # The video encoder writes them as they lie in memory.
+    assert frames.flags.c_contiguous
+    for colour in range(3):
+        assert np.array_equal(frames[..., colour], planes[:, colour, :, :3, :2])
 
 
 def good() -> np.ndarray:

@@ -24,13 +24,14 @@ def test_moments_are_those_of_the_whole_video(shape: tuple[int, ...]) -> None:
     assert np.abs(variance / wide.var((1, 2, 3)) - 1).max() < 1e-4
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize(
     ("frames", "times", "rows", "lines"),
     [(1, 1, 4, 4), (8, 2, 16, 2), (9, 3, 8, 1), (3, 3, 6, 3), (0, 0, 0, 0)],
 )
 def test_norm_modulation_and_silu(
-    frames: int, times: int, rows: int, lines: int, silu: bool
+    frames: int, times: int, rows: int, lines: int, silu: bool, kept: int
 ) -> None:
     rng = np.random.default_rng(0)
     modulated = frames > 0
@@ -38,11 +39,13 @@ def test_norm_modulation_and_silu(
     x = rng.normal(size=(2, frames, rows, 5, 128)).astype(np.float32)
     mean, scale, shift = rng.normal(size=(3, 2, 128)).astype(np.float32)
     maps = rng.normal(size=(2, times, lines, 5, 256)).astype(np.float32)
-    found = apply_norm(
+    kept = min(kept, frames)
+    found, last = apply_norm(
         jnp.asarray(x),
         *map(jnp.asarray, (mean, scale, shift)),
         jnp.asarray(maps) if modulated else None,
         silu=silu,
+        kept=kept,
         vmem_limit=LIMIT,
         interpret=True,
     )
@@ -59,6 +62,26 @@ def test_norm_modulation_and_silu(
         wanted = wanted * np.asarray(jax.nn.sigmoid(wanted))
     assert found.shape == x.shape
     assert np.abs(found - wanted).max() <= ATOL
+    if kept:
+        assert last is not None
+        assert np.array_equal(last, found[:, frames - kept :])
+    else:
+        assert last is None
+
+
+def test_no_more_frames_are_kept_than_there_are() -> None:
+    x, vector = jnp.zeros((1, 1, 6, 4, 128)), jnp.zeros((1, 128))
+    with pytest.raises(ValueError, match="2 frames to keep of 1"):
+        apply_norm(
+            x,
+            vector,
+            vector,
+            vector,
+            silu=True,
+            kept=2,
+            vmem_limit=LIMIT,
+            interpret=True,
+        )
 
 
 def test_a_modulation_that_does_not_fit_is_refused() -> None:

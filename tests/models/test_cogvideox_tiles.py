@@ -195,7 +195,11 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
             vae_tiling="off",
             decided=decided.append,
         )
-        compiled = [planned_bytes(p.lowered().compile()) or 0 for p in programs]
+        listed = list(programs)
+        compiled = [planned_bytes(p.lowered().compile()) or 0 for p in listed]
+    told = [record for p in listed for record in p.convolutions()]
+    assert len(told) == len(listed)
+    assert all(r.implementation == "XLA" and r.count > 20 for r in told)
     (found,) = decided
     assert not found.tiled
     # Never much below, and no wild guess above.

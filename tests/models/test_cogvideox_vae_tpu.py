@@ -21,9 +21,13 @@ from diffusers import AutoencoderKLCogVideoX
 
 from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
 from tests.tolerances import TOLERANCES
+from tpuport.core.convolutions import counted
 from tpuport.core.module import PortedModule
 from tpuport.core.runtime import Runtime
 from tpuport.core.spatial import SpatialLayout, spread
+from tpuport.kernels.conv import MARGIN_BYTES, vmem_bytes
+from tpuport.patches import video
+from tpuport.patches.video import KERNEL, PRODUCT
 from tpuport.plugins import get_port
 
 # Channels that the kernels take, and few of everything else.
@@ -95,9 +99,11 @@ def test_blocks_of_kernels_are_upstreams(rows: int, columns: int, devices: int) 
         assert np.abs(found - expected).max() <= TOLERANCES["component float32"]
 
 
-@pytest.mark.parametrize("without", ["", "cogvideox-resnet-block"])
+@pytest.mark.parametrize(
+    "without", ["", "cogvideox-resnet-block", "cogvideox-activation-in-norm"]
+)
 def test_blocks_leave_no_activation_to_the_compiler(without: str) -> None:
-    """All of a block's are part of its norms; the decoder ends with one by itself."""
+    """All are part of norms: those of the blocks, and the one the decoder ends with."""
     vae = _vae()
     ported = _ported(vae, 1, without)
     weights = {
@@ -113,8 +119,71 @@ def test_blocks_leave_no_activation_to_the_compiler(without: str) -> None:
     inputs = {"z": jax.ShapeDtypeStruct((1, 4, 2, 2, 16), jnp.float32)}
     program, _ = spread(run, ported.runtime, LAYOUT, (None, None, inputs))
     jaxpr = str(jax.make_jaxpr(program)(weights, None, None, inputs))
-    # Calls of one shape share a line.
-    assert (jaxpr.count(" logistic ") == 1) == (not without)
+    assert (" logistic " in jaxpr) == bool(without)
+
+
+def _told(part: str) -> tuple[int, list[tuple[int, str, str, str]]]:
+    """Convolutions of the encoder or the decoder, and what a trace tells of them."""
+    vae = _vae()
+    ported = _ported(vae, 1)
+    module = getattr(vae, part)
+    weights = {
+        name: jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.float32)
+        for name, tensor in vae.state_dict().items()
+    }
+
+    def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> Any:
+        out, cache = ported.bind(weights)(inputs["z"], method=part)
+        return cache, {"video": out}
+
+    channels = CONFIG["latent_channels"] if part == "decoder" else 3
+    inputs = {"z": jax.ShapeDtypeStruct((1, channels, 2, 4, 32), jnp.float32)}
+    program, _ = spread(run, ported.runtime, LAYOUT, (None, None, inputs))
+    jax.make_jaxpr(program)(weights, None, None, inputs)
+    kinds = (torch.nn.Conv2d, torch.nn.Conv3d)
+    count = sum(isinstance(m, kinds) for m in module.modules())
+    found = counted(ported.runtime.convolutions)
+    return count, [(r.count, r.call, r.implementation, r.reason) for r in found]
+
+
+def test_reports_tell_of_every_convolution_once() -> None:
+    count, found = _told("decoder")
+    assert sum(n for n, *_ in found) == count
+    assert {entry[1] for entry in found} == {"convolution"}
+    # Of four channels there are no whole lanes.
+    copied = f"{KERNEL}, of a padded copy"
+    (first,) = (entry for entry in found if entry[3])
+    assert first == (1, "convolution", copied, "32 columns of 4 channels")
+    assert {entry[2] for entry in found} == {KERNEL, PRODUCT, copied}
+
+
+def test_what_a_kernel_refuses_is_told_and_what_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """256 to 256 does not fit; the first convolution of its block, 128 to 256, does."""
+    options = video.kernel_options
+
+    def less(context: Any) -> dict[str, Any]:
+        needed = vmem_bytes(4, 32, 128, 256, 3, 4)
+        return {**options(context), "vmem_limit": needed + MARGIN_BYTES}
+
+    monkeypatch.setattr(video, "kernel_options", less)
+    count, found = _told("encoder")
+    calls = [entry for entry in found if entry[1] == "convolution"]
+    # Also those of an attempt that was refused halfway.
+    assert sum(n for n, *_ in calls) == count
+    by = {(call, by): (n, why) for n, call, by, why in found if "VMEM" in why}
+    refused = {
+        ("resnet block", "upstream's code"),
+        ("causal convolution", "upstream's code"),
+        ("convolution", "XLA"),
+    }
+    assert set(by) == refused
+    # One block of 128 to 256 and two in the middle, with five convolutions to 256.
+    assert by["resnet block", "upstream's code"][0] == 3
+    assert by["convolution", "XLA"][0] == by["causal convolution", "upstream's code"][0]
+    assert by["convolution", "XLA"][0] == 5
+    assert (1, "convolution", "XLA", "a stride of (2, 2)") in found
 
 
 PROGRAM = r"""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.test_hunyuanvideo_vae import (
+from tests.models.hunyuanvideo_vaes import (
     frozen_vae,
     latents,
     shared_run,

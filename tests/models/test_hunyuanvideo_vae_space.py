@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.test_hunyuanvideo_vae import (
+from tests.models.hunyuanvideo_vaes import (
     Bound,
     decode_tile,
     encode_moments,
@@ -100,8 +100,8 @@ def test_decode(
 
     def fn(model: BoundModule, z: Any) -> Any:
         video = decode_tile(name)(model, z)
-        frames = video.transpose(0, 2, 3, 4, 1) * 0.5 + 0.5
-        return {"video": video, **encode_pixels(frames, "float32", model.space)}
+        planes = encode_pixels(video * 0.5 + 0.5, "float32", model.space)
+        return {"video": video, **planes}
 
     kinds: Any = {**ours.WHOLE.output, "video": ours.TILE.output}  # type: ignore[dict-item]
     layout = dataclasses.replace(ours.WHOLE, output=kinds)
@@ -109,6 +109,7 @@ def test_decode(
     one = shared_run(name)(decode_tile(name), z)
     assert farthest(found["video"], one) <= ATOL
     frames = one * 0.5 + 0.5
+    assert farthest(found["frames"], frames.clamp(0, 1)) <= ATOL
     assert found["finite"].tolist() == frames.isfinite().sum((1, 3, 4)).tolist()
     for end, expected in (
         ("low", frames.amin((2, 3, 4))),

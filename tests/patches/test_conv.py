@@ -11,8 +11,10 @@ import torch
 
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
+from tpuport.core.convolutions import counted
 from tpuport.core.runtime import Runtime
 from tpuport.patches.conv import CONVOLUTION
+from tpuport.patches.video import KERNEL, PRODUCT
 
 ATOL = TOLERANCES["module float32"]
 
@@ -98,6 +100,51 @@ def test_the_cpu_convolves_over_two_axes_and_without_the_override_over_three(
     assert axes_convolved(traced(tpu, call), x, *arrays) == ([] if dense else [3])
     jaxpr = str(jax.make_jaxpr(traced(tpu, call))(x, *arrays))
     assert ("pallas_call" in jaxpr) == dense
+
+
+#: Of each case on a TPU: what does it, and why not the kernel.
+TOLD = {
+    "plain": (KERNEL, ""),
+    "pointwise": (PRODUCT, ""),
+    "spatial stride and dilation": ("XLA", "a stride of (1, 2, 2), a dilation of"),
+    "groups fall back": ("XLA", "2 groups"),
+    "five by five": ("XLA", "a kernel of (3, 5, 5)"),
+    "too many channels": ("XLA", "bytes of VMEM; there are"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_a_convolution_runs_as_is_told_and_why(case: str) -> None:
+    more = {"five by five": {"kernel_size": (3, 5, 5)}, "too many channels": {}}
+    arguments = {"kernel_size": 3, **{**CASES, **more}[case]}
+    sizes = (4, 6) if case != "too many channels" else (2048, 2048)
+    module = torch.nn.Conv3d(*sizes, **arguments, device="meta")
+    names = [name for name, _ in module.named_parameters()]
+    arrays = [
+        jax.ShapeDtypeStruct(tuple(p.shape), "float32") for p in module.parameters()
+    ]
+    x = jax.ShapeDtypeStruct((1, sizes[0], 5, 8, 9), "float32")
+
+    def call(x: Any, *parameters: Any) -> Any:
+        weights = dict(zip(names, parameters, strict=True))
+        once = torch.func.functional_call(module, weights, (x,))
+        return once, torch.func.functional_call(module, weights, (x,))
+
+    runtime = Runtime(mesh=None, platform="tpu", overrides=[CONVOLUTION])
+    jax.make_jaxpr(traced(runtime, call))(x, *arrays)
+    (record,) = counted(runtime.convolutions)
+    implementation, reason = TOLD[case]
+    assert (record.implementation, record.count) == (implementation, 2)
+    assert reason in record.reason
+    assert bool(record.reason) == bool(reason)
+
+
+def test_on_a_cpu_no_kernel_is_passed_over() -> None:
+    module = torch.nn.Conv2d(4, 6, 3)
+    runtime = Runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
+    _call(runtime, module, torch.zeros(1, 4, 6, 7))
+    (record,) = runtime.convolutions
+    assert (record.implementation, record.reason) == ("XLA", "")
 
 
 def _trace(runtime: Runtime, module: torch.nn.Module, x: Any) -> Any:

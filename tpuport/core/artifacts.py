@@ -23,6 +23,7 @@ from tpuport.core.run_record import (
     STAGE_FILES,
     STAGES,
     blocks_of,
+    implementation_in,
 )
 from tpuport.core.tensors import TensorSpec, check_tensors, save_tensors
 
@@ -41,6 +42,7 @@ __all__ = [
     "blocks_of",
     "check_tensors",
     "fingerprint_files",
+    "implementation_in",
     "read_sidecar",
     "replacing",
     "save_tensors",

@@ -158,6 +158,7 @@ def _one(
             Traced(
                 attention=tuple(record.as_dict() for record in program.records()),
                 patches=patches_of(program.loaded.ported.runtime),
+                convolutions=tuple(r.as_dict() for r in program.convolutions()),
             ),
             lowered=lowered_hash(lowered),
             seconds=seconds + took,

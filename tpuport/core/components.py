@@ -12,6 +12,8 @@ from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.attention import check_implementation
 from tpuport.core.device_memory import array_bytes
 from tpuport.core.gathering import gathered, room_for_weights
+from tpuport.core.implementations import chosen_of, implementation_of
+from tpuport.core.jax_module import JaxModule
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.report import Reporter
@@ -24,7 +26,7 @@ from tpuport.core.sharding import (
 )
 from tpuport.core.spec import ModelPort
 from tpuport.core.transforms import transformer
-from tpuport.errors import WeightsError
+from tpuport.errors import UsageError, WeightsError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.implementations import WeightMap
 
 
 EVERYTHING = (".*",)
@@ -45,14 +48,14 @@ class Loaded:
     """A component with its weights on the devices.
 
     Attributes:
-        ported: the module.
+        ported: the module; upstream's, or of the implementation in place.
         weights: by the names in ``ported.arrays``: arrays, or ``ShapeDtypeStruct`` with
             shardings; see :meth:`Components.abstract`.
         plan: where they go.
         replicated: the sharding of everything that is not a weight.
     """
 
-    ported: PortedModule
+    ported: PortedModule | JaxModule
     weights: dict[str, Any]
     plan: ShardingPlan
     replicated: jax.sharding.NamedSharding
@@ -95,7 +98,8 @@ class Components:
         self.stack = stack
         self._reporter = reporter or Reporter()
         self._attention = check_implementation(attention, self.platform)
-        self._runtimes: dict[tuple[bool, str, str], Runtime] = {}
+        self._runtimes: dict[tuple[bool, str, str, bool], Runtime] = {}
+        self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
 
@@ -135,7 +139,9 @@ class Components:
         single_device = self.port.components[name].single_device
         dtype = self.dtype_of(name)
         attention = self._attention_of(name)
-        key = (single_device, dtype, attention)
+        # Upstream's code is patched; another implementation runs none of it.
+        plain = implementation_of(self.port, name) is not None
+        key = (single_device, dtype, attention, plain)
         if key not in self._runtimes:
             mesh = self.mesh
             if single_device:
@@ -149,8 +155,8 @@ class Components:
             self._runtimes[key] = Runtime(
                 mesh=mesh,
                 platform=self.platform,
-                patches=self.port.patches,
-                overrides=self.port.overrides,
+                patches=() if plain else self.port.patches,
+                overrides=() if plain else self.port.overrides,
                 attention=self.port.attention,
                 attention_implementation=attention,
                 # Float32 weights mean float32 products, on chips whose matrix units
@@ -158,6 +164,26 @@ class Components:
                 matmul_precision="highest" if dtype == "float32" else None,
             )
         return self._runtimes[key]
+
+    def weight_map(self, name: str) -> WeightMap | None:
+        """The weights of the implementation in place; ``None`` for upstream's class.
+
+        Raises:
+            UsageError: it cannot run the component's config.
+        """
+        implementation = implementation_of(self.port, name)
+        if implementation is None:
+            return None
+        if name not in self._maps:
+            config = self.checkpoint.config(name)
+            try:
+                self._maps[name] = implementation.weights(config)
+            except NotImplementedError as error:
+                chosen = chosen_of(self.port, name)
+                raise UsageError(
+                    f"{name} {chosen!r} cannot run {self.checkpoint.source}: {error}"
+                ) from error
+        return self._maps[name]
 
     def plan(self, name: str) -> ShardingPlan:
         """Where the weights of a component go; reads names and shapes only.
@@ -212,25 +238,28 @@ class Components:
         from jax.sharding import NamedSharding, PartitionSpec
 
         runtime = self.runtime(name)
-        stacked = self.port.components[name].stacked if self.stack else ()
-        ported = PortedModule(self.skeleton(name), runtime, stacked)
         assert runtime.mesh is not None
         plan = self.plan(name)
         floating = jax_dtype(self.dtype_of(name))
+        replicated = NamedSharding(runtime.mesh, PartitionSpec())
+
+        def is_used(weight: str) -> bool:
+            return checkpoints.is_used(used, weight)
+
+        weight_map = self.weight_map(name)
+        if weight_map is not None:
+            module = JaxModule(weight_map, runtime)
+            structs = module.abstract_weights(plan, runtime.mesh, floating, is_used)
+            return Loaded(module, structs, plan, replicated)
+        stacked = self.port.components[name].stacked if self.stack else ()
+        ported = PortedModule(self.skeleton(name), runtime, stacked)
         computed = set(ported.names.computed)
 
         def dtype(weight: str, tensor: torch.Tensor) -> Any:
             cast = tensor.is_floating_point() and weight not in computed
             return floating if cast else array_dtype(tensor)
 
-        weights = abstract_weights(
-            ported,
-            plan,
-            runtime.mesh,
-            dtype,
-            lambda weight: checkpoints.is_used(used, weight),
-        )
-        replicated = NamedSharding(runtime.mesh, PartitionSpec())
+        weights = abstract_weights(ported, plan, runtime.mesh, dtype, is_used)
         return Loaded(ported, weights, plan, replicated)
 
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
@@ -251,7 +280,9 @@ class Components:
             return self._loaded[name, used]
         self._reporter.loading(name)
         wanted = self.abstract(name, used)
-        ported, plan = wanted.ported, wanted.plan
+        module, plan = wanted.ported, wanted.plan
+        in_jax = isinstance(module, JaxModule)
+        ported = self._upstream(name) if isinstance(module, JaxModule) else module
         files, found = self._match(name, ported)
         if plan.layout == GATHERED and not plan.held and ported.stacks:
             self._reporter.say(f"sharding {GATHERED}: nothing of {name} is divided")
@@ -281,11 +312,14 @@ class Components:
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
                 yield target, to_numpy(transform(target, tensor))
-            for buffer in ported.names.computed:
+            for buffer in () if in_jax else ported.names.computed:
                 yield buffer, to_numpy(tensors[buffer])
 
-        weights = place_weights(ported, wanted.weights, stream())
-        loaded = Loaded(ported, weights, plan, wanted.replicated)
+        streamed = stream()
+        if isinstance(module, JaxModule):
+            streamed = module.converted(streamed)
+        weights = place_weights(module, wanted.weights, streamed)
+        loaded = Loaded(module, weights, plan, wanted.replicated)
         self._loaded[name, used] = loaded
         return loaded
 
@@ -294,8 +328,17 @@ class Components:
 
         Raises:
             WeightsError: files, names or shapes are off.
+            UsageError: the implementation in place cannot run the config.
         """
-        self._match(name, PortedModule(self.skeleton(name), self.runtime(name)))
+        ported = self._upstream(name)
+        self._match(name, ported)
+        weight_map = self.weight_map(name)
+        if weight_map is not None:
+            weight_map.check(ported.names.stored)
+
+    def _upstream(self, name: str) -> PortedModule:
+        """Upstream's class, whose tensors are those that files hold."""
+        return PortedModule(self.skeleton(name), self.runtime(name))
 
     def _match(
         self, name: str, ported: PortedModule
@@ -353,4 +396,5 @@ class Components:
         """Free weights, modules and tracing environments."""
         self.release()
         self._skeletons.clear()
+        self._maps.clear()
         self._runtimes.clear()

@@ -43,8 +43,8 @@ class Delivery:
 
         Args:
             first: the index of the first video.
-            made: an array [B, F, Y, X, 3], or what
-                :func:`tpuport.core.frames.encode_pixels` gives.
+            made: an array [B, F, Y, X, 3], or a mapping with it as ``frames`` and its
+                statistics.
             output: of the call they are of; may hold their statistics.
 
         Raises:
@@ -63,7 +63,7 @@ class Delivery:
             raise PluginError(
                 f"the decode stage gave {frames.dtype} frames of shape "
                 f"{list(frames.shape)} without {', '.join(STATISTICS)}; give what "
-                "tpuport.core.frames.encode_pixels returns"
+                "tpuport.core.frames.encode_pixels tells"
             )
         self.checks.add(first, frames.shape, statistics)
         if self.pixels == "uint8" and frames.dtype != np.uint8:

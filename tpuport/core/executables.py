@@ -20,7 +20,7 @@ import re
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -63,15 +63,22 @@ class Traced:
     Attributes:
         attention: what its attention calls run as.
         patches: which patches were applied.
+        convolutions: what its convolutions run as.
     """
 
     attention: tuple[dict[str, Any], ...] = ()
     patches: tuple[dict[str, Any], ...] = ()
+    convolutions: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Traced:
         """From a header; lists are tuples again."""
-        return cls(**{name: _tuples(data[name]) for name in ("attention", "patches")})
+        names = ("attention", "patches")
+        return cls(
+            **{name: _tuples(data[name]) for name in names},
+            # Older files do not have them.
+            convolutions=_tuples(data.get("convolutions", ())),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +242,7 @@ class ExecutableStore:
         header = canonical(
             {
                 "key": key.as_dict(),
-                "traced": {"attention": traced.attention, "patches": traced.patches},
+                "traced": asdict(traced),
                 "lowered": lowered,
                 "seconds": seconds,
                 "built_for": built_for,

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.components import Components
+from tpuport.core.convolutions import joined
 from tpuport.core.delivery import Delivery
 from tpuport.core.device_memory import program_room
 from tpuport.core.inspection import Inspection
 from tpuport.core.memory_report import MemoryLog
+from tpuport.core.module import BoundModule
 from tpuport.core.op_by_op import OpByOp
 from tpuport.core.programs import Programs
 from tpuport.core.report import Reporter, StageReport
@@ -279,6 +281,9 @@ class Executor:
             calls_in_flight_limit=self.calls_in_flight_limit,
             attention=_once(r for p in timing.programs for r in p.traced.attention),
             patches=_once(r for p in timing.programs for r in p.traced.patches),
+            convolutions=joined(
+                r for p in timing.programs for r in p.traced.convolutions
+            ),
             op_by_op=op_by_op,
             memory=memory.take() if memory else (),
             profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
@@ -356,6 +361,8 @@ class Executor:
             return stage, work
         loaded = load(self.components, stage, name, timing)
         model = loaded.ported.bind(loaded.weights)
+        # Only upstream's class can be cut: see ``with_chosen``.
+        assert isinstance(model, BoundModule)
         shapes = self.programs.kept_shapes(self._structs, stage, loaded, request)
         made = with_step_cache(stage, work, split, cache, model, shapes)
         self._structs.update(shapes)

@@ -1,8 +1,10 @@
 """Frames as a program gives them, and whether they can be a video at all.
 
-Letters: B videos of a batch, F frames of a call, Y rows, X columns; the last dimension
-is red, green, blue. Statistics are of the floats, before they become bytes, so that
-what is wrong with a video is found where only its bytes reach the host.
+Letters: B videos of a batch, F frames of a call, Y rows, X columns; 3 is red, green,
+blue. They leave a device as planes [B, 3, F, Y, X]: on a TPU three colours as the last
+dim take the memory of 128. The host makes frames [B, F, Y, X, 3] of them. Statistics
+are of the floats, before they become bytes, so that what is wrong with a video is found
+where only its bytes reach the host.
 """
 
 from __future__ import annotations
@@ -41,33 +43,35 @@ def check_pixels(pixels: str) -> str:
 
 
 def encode_pixels(
-    x: jax.Array, pixels: str, space: Space | None = None, *, planar: bool = False
+    x: jax.Array, pixels: str, space: Space | None = None
 ) -> dict[str, jax.Array]:
-    """Frames as they leave the device, with what :class:`FrameChecks` needs of them.
+    """Planes as they leave the device, with what :class:`FrameChecks` needs of them.
 
     Bytes are those of :func:`tpuport.core.video.to_uint8`: the same float32 product,
     rounded the same way, a tie to the even byte.
 
     Args:
-        x: float32 of shape [B, F, Y, X, 3]; values outside [0, 1] are clipped.
+        x: float32 of shape [B, 3, F, Y, X]; values outside [0, 1] are clipped.
         pixels: ``"float32"`` or ``"uint8"``.
         space: how the picture is split over devices, where it is; the statistics are
             then of the whole picture.
-        planar: ``x`` and ``frames`` are [B, 3, F, Y, X]: on a TPU, three colours as the
-            last dim take the memory of 128.
 
     Returns:
-        ``frames`` [B, F, Y, X, 3]; ``finite`` int32 [B, F], how many values of a frame
-        are finite (counted before the clip, which would hide an infinite one); ``low``
-        and ``high`` float32 [B, 3], the extremes of each colour after it.
+        ``frames`` [B, 3, F, Y, X], for :func:`as_frames`; ``finite`` int32 [B, F], how
+        many values of a frame are finite (counted before the clip, which would hide an
+        infinite one); ``low`` and ``high`` float32 [B, 3], the extremes of each colour
+        after it.
 
     Raises:
         UsageError: ``pixels`` is neither.
     """
+    import jax
     import jax.numpy as jnp
 
     check_pixels(pixels)
-    x = x.astype(jnp.float32)
+    # Planes once: each of what follows would else take its three colours out of the
+    # 128 that a TPU has of them, and turn them, by itself.
+    x = jax.lax.optimization_barrier(x.astype(jnp.float32))
     clipped = jnp.clip(x, 0.0, 1.0)
     frames = clipped
     if pixels == "uint8":
@@ -75,16 +79,13 @@ def encode_pixels(
         whole = jnp.nan_to_num(clipped, nan=0.0)
         frames = jnp.rint(whole * jnp.float32(255)).astype(jnp.uint8)
     finite, lows, highs = jnp.isfinite(x), clipped, clipped
-    frame, colour, *sides = (2, 1, 3, 4) if planar else (1, 4, 2, 3)
-    rows, columns = sides
-    real = None if space is None else space.mask(x.shape, (rows, columns))
+    real = None if space is None else space.mask(x.shape, (3, 4))
     if real is not None:
         finite = finite & real
         lows = jnp.where(real, lows, jnp.inf)
         highs = jnp.where(real, highs, -jnp.inf)
-    count = finite.sum(axis=(colour, rows, columns), dtype=jnp.int32)
-    whole_video = (frame, rows, columns)
-    low, high = lows.min(axis=whole_video), highs.max(axis=whole_video)
+    count = finite.sum(axis=(1, 3, 4), dtype=jnp.int32)
+    low, high = lows.min(axis=(2, 3, 4)), highs.max(axis=(2, 3, 4))
     if space is not None:
         count, low, high = space.sum(count), space.smallest(low), space.largest(high)
     return {"frames": frames, "finite": count, "low": low, "high": high}
@@ -93,8 +94,19 @@ def encode_pixels(
 # --- on the host
 
 
+def as_frames(planes: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Planes [B, 3, F, Y, X] as frames [B, F, rows, columns, 3].
+
+    Split in space, a picture comes with phantom rows and columns at the end: what is
+    beyond ``rows`` and ``columns`` is cut off.
+    """
+    import numpy as np
+
+    return np.ascontiguousarray(np.moveaxis(planes[..., :rows, :columns], 1, -1))
+
+
 def measure(frames: np.ndarray) -> dict[str, np.ndarray]:
-    """The statistics of :func:`encode_pixels`, of floats that are on the host.
+    """The statistics of :func:`encode_pixels`, of whole frames that are on the host.
 
     Args:
         frames: float of shape [B, F, Y, X, 3], in [0, 1].
@@ -110,7 +122,7 @@ def measure(frames: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def encode_on_host(x: np.ndarray, pixels: str) -> dict[str, np.ndarray]:
-    """:func:`encode_pixels` of floats that are on the host.
+    """:func:`encode_pixels` of planes [B, 3, F, Y, X] that are on the host.
 
     Raises:
         UsageError: ``pixels`` is neither.
@@ -120,9 +132,9 @@ def encode_on_host(x: np.ndarray, pixels: str) -> dict[str, np.ndarray]:
     from tpuport.core.video import to_uint8
 
     check_pixels(pixels)
-    finite = np.isfinite(x).sum(axis=(2, 3, 4), dtype=np.int32)
+    finite = np.isfinite(x).sum(axis=(1, 3, 4), dtype=np.int32)
     frames = np.clip(x, 0, 1)
-    low, high = frames.min(axis=(1, 2, 3)), frames.max(axis=(1, 2, 3))
+    low, high = frames.min(axis=(2, 3, 4)), frames.max(axis=(2, 3, 4))
     if pixels == "uint8":
         frames = to_uint8(np.nan_to_num(frames, nan=0.0, copy=False))
     return {"frames": frames, "finite": finite, "low": low, "high": high}

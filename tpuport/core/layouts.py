@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -22,3 +22,25 @@ def row_major(x: jax.Array, platform: str) -> jax.Array:
     layout = Layout(major_to_minor=tuple(range(x.ndim)))
     out: jax.Array = with_layout_constraint(x, layout)
     return out
+
+
+def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> Any:
+    """Where a weight of a shape goes, and the order in which a TPU holds it.
+
+    Args:
+        shape: of the weight, as torch has it.
+        sharding: over the mesh.
+
+    Returns:
+        ``sharding``, or a ``Format`` of it for a kernel of convolution, [O, C, taps]
+        over two axes and more, on TPUs: taps, then C, then O along the lanes, as
+        products with it want it. With C along them, as the runtime lays it by itself,
+        every call of a program turns it around in memory first.
+    """
+    from jax.experimental.layout import Format, Layout
+
+    platform = sharding.mesh.devices.flat[0].platform
+    if platform != "tpu" or len(shape) < 4 or set(shape[2:]) == {1}:
+        return sharding
+    order = (*range(2, len(shape)), 1, 0)
+    return Format(Layout(major_to_minor=order), sharding)

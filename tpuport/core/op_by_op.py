@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.executables import Traced
 from tpuport.core.lowering import placed
-from tpuport.core.programs import Ready, attention_of, patches_of
+from tpuport.core.programs import Ready, attention_of, traced_of
 
 if TYPE_CHECKING:
     from tpuport.core.components import Loaded
@@ -70,7 +70,7 @@ def _runner(program: Program, loaded: Loaded, ready: Ready) -> Callable[..., Any
         split, places = placed(program, run, loaded, (carry, constants, inputs))
         with jax.disable_jit(), attention_of(runtime) as attention:
             made = split(weights, carry, constants, inputs)
-        ready.traced = Traced(attention=tuple(attention), patches=patches_of(runtime))
+        ready.traced = traced_of(runtime, attention)
         out: tuple[Any, Any] = jax.device_put(tuple(made), places)
         return out
 

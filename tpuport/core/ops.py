@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import OpConflictError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import jax
 
     from tpuport.core.attention import AttentionPolicy, AttentionRecord
+    from tpuport.core.convolutions import ConvolutionRecord
     from tpuport.core.spatial import Space
 
 
@@ -39,6 +40,7 @@ class OpContext:
         space: how the picture is split over devices, in a program that is; the arrays
             are then a device's own and there is no mesh.
         records: attention calls traced so far append what ran here.
+        convolutions: as do convolutions, each of them.
     """
 
     mesh: jax.sharding.Mesh | None
@@ -48,6 +50,7 @@ class OpContext:
     chip: str | None = None
     space: Space | None = None
     records: list[AttentionRecord]
+    convolutions: list[ConvolutionRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.jax_module import JaxModule
+from tpuport.core.layouts import in_order
 from tpuport.core.module import PortedModule
 from tpuport.core.sharding import ShardingPlan, named_shardings
 from tpuport.errors import PluginError, ShardingError
@@ -31,7 +33,7 @@ def abstract_weights(
     dtype: Callable[[str, torch.Tensor], Any],
     used: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of the arrays of a module; nothing is read.
+    """Shape, dtype, sharding and layout of a module's arrays; nothing is read.
 
     A stack is split as its blocks are, its leading dim is whole. Buffers that no file
     holds are replicated. What the plan holds in more parts than it is used in is noted
@@ -77,9 +79,9 @@ def abstract_weights(
                 )
         if ported.leading(array):
             sharding = NamedSharding(mesh, PartitionSpec(None, *sharding.spec))
-        found[array] = jax.ShapeDtypeStruct(
-            structs[array].shape, structs[array].dtype, sharding=sharding
-        )
+        shape = structs[array].shape
+        place = sharding if ported.leading(array) else in_order(shape, sharding)
+        found[array] = jax.ShapeDtypeStruct(shape, structs[array].dtype, sharding=place)
     used_as = {
         array: NamedSharding(mesh, PartitionSpec(*plan.assignments[members[0]]))
         for array, members in ported.arrays.items()
@@ -90,7 +92,7 @@ def abstract_weights(
 
 
 def place_weights(
-    ported: PortedModule,
+    ported: PortedModule | JaxModule,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Iterable[tuple[str, np.ndarray]],
 ) -> dict[str, jax.Array]:
@@ -121,7 +123,7 @@ def place_weights(
         array, index = places.pop(name)
         struct, members = wanted[array], ported.arrays[array]
         if len(members) == 1:
-            weights[array] = jax.device_put(tensor, struct.sharding, may_alias=False)
+            weights[array] = jax.device_put(tensor, struct.format, may_alias=False)
         elif struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
             layers = gathered.setdefault(array, [None] * len(members))
             layers[index] = tensor

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.documents import canonical
+from tpuport.core.implementations import chosen_of, implementation_of
 from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.program_words import differing
 from tpuport.core.source_hash import port_packages, source_hash, upstream_versions
@@ -66,7 +67,7 @@ class ProgramKey:
         model, form: the port.
         stage, program, component: which of its programs, and whose weights it takes.
         options: static options: dtype, matmul precision, attention, sharding layout,
-            stacked blocks, step cache, donation.
+            stacked blocks, the component's implementation, step cache, donation.
         config: the component's config, upstream's bookkeeping left out.
         weights: name -> dtype, shape and split of every weight.
         arguments: the same for carry, constants and inputs, by path.
@@ -235,6 +236,7 @@ def surroundings(components: Components, stage: str, component: str) -> dict[str
             "sharding": components.layout,
             "stack": components.stack,
             "blocks": port.blocks,
+            "implementation": chosen_of(port, component),
         },
         "config": _config(components.skeleton(component)),
         "platform": str(devices[0].platform),
@@ -244,7 +246,7 @@ def surroundings(components: Components, stage: str, component: str) -> dict[str
         "devices": tuple(_device(device) for device in devices),
         "host": host_name() if devices[0].platform == "cpu" else "",
         "source": {name: source_hash(name) for name in port_packages(port)},
-        "versions": versions(components),
+        "versions": versions(components, component),
         "flags": tuple(
             sorted((*compat.compiler_flags(), *flags_for(devices[0], stage).texts))
         ),
@@ -252,14 +254,16 @@ def surroundings(components: Components, stage: str, component: str) -> dict[str
     }
 
 
-def versions(components: Components) -> dict[str, str]:
-    """The versions of what traces and compiles, Python's first."""
+def versions(components: Components, component: str) -> dict[str, str]:
+    """The versions of what traces and compiles a component, Python's first."""
     import importlib.metadata
 
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     packages = list(_PACKAGES)
     if components.platform == "tpu":
         packages.append("libtpu")
+    implementation = implementation_of(components.port, component)
+    packages += implementation.packages if implementation else ()
     for name in packages:
         try:
             found[name] = importlib.metadata.version(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core import compile as compiling
 from tpuport.core import executables as files
 from tpuport.core.built_folder import BuiltFolder
+from tpuport.core.convolutions import counted
 from tpuport.core.executables import ExecutableStore, NotSerialisable, Traced
 from tpuport.core.files import one_line
 from tpuport.core.kept_shapes import KeptShapes
@@ -388,7 +389,17 @@ def trace(
     runtime = loaded.ported.runtime
     with attention_of(runtime) as attention:
         lowered = lower(stage, name, program, loaded, args)
-    return lowered, Traced(attention=tuple(attention), patches=patches_of(runtime))
+    return lowered, traced_of(runtime, attention)
+
+
+def traced_of(runtime: Runtime, attention: Iterable[dict[str, Any]]) -> Traced:
+    """What the runtime told of the program that it traced last."""
+    convolutions = (record.as_dict() for record in counted(runtime.convolutions))
+    return Traced(
+        attention=tuple(attention),
+        patches=patches_of(runtime),
+        convolutions=tuple(convolutions),
+    )
 
 
 @contextmanager
@@ -396,8 +407,10 @@ def attention_of(runtime: Runtime) -> Iterator[list[dict[str, Any]]]:
     """What the attention calls traced in this block run as; filled when it ends.
 
     The runtime keeps its own list of all it ever traced, each once: it is emptied here,
-    or a call that an earlier program made too would not be seen.
+    or a call that an earlier program made too would not be seen. Its list of
+    convolutions is that of this block afterwards.
     """
+    runtime.convolutions.clear()
     found = runtime.records
     before = list(found)
     found.clear()

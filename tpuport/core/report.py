@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from tpuport.core.convolutions import words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,8 @@ class StageReport:
         total_seconds: wall time of the stage.
         sharding: the plan of each component, weights left out.
         attention: what attention ran as.
+        convolutions: what those of all its programs ran as, and why a kernel was passed
+            over; see :class:`tpuport.core.convolutions.ConvolutionRecord`.
         patches: which patches were applied while tracing, in this process or in the
             one that kept the executable.
         op_by_op: whether nothing was compiled: each op ran by itself.
@@ -91,6 +95,7 @@ class StageReport:
     calls_in_flight_limit: int = 0
     sharding: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
+    convolutions: tuple[dict[str, Any], ...] = ()
     patches: tuple[dict[str, Any], ...] = ()
     op_by_op: bool = False
     memory: tuple[dict[str, Any], ...] = ()
@@ -122,6 +127,7 @@ class RunReport:
         total_seconds: wall time.
         peak_host_bytes: the process's high-water mark, since it started.
         peak_device_bytes: the highest over the devices, where the backend tells.
+        implementations: what is in place of every component that has a choice.
     """
 
     model: str
@@ -136,6 +142,7 @@ class RunReport:
     total_seconds: float
     peak_host_bytes: int
     peak_device_bytes: int | None
+    implementations: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -194,8 +201,15 @@ class RunReport:
                         f"{stage.calls_in_flight_limit}"
                     )
             rows.append((stage.stage, text))
+        rows += [(n, f) for n, f in self.implementations.items() if f != "torchax"]
         if ran := self._attention_in_words():
             rows.append(("attention", ran))
+        rows += [
+            ("convolutions", f"{stage.stage}: {words(record)}")
+            for stage in self.stages
+            for record in stage.convolutions
+            if record["reason"]
+        ]
         rows.append(("total", f"{self.total_seconds:.2f} s"))
         memory = f"{self.peak_host_bytes / 2**30:.2f} GiB host"
         if self.peak_device_bytes is not None:

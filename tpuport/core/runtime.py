@@ -18,6 +18,7 @@ from tpuport.core.active import Active, activated
 from tpuport.core.attention import ATTENTION, AttentionPolicy, AttentionRecord
 from tpuport.core.attention_lengths import LENGTH_ATTENTION, define_attention_op
 from tpuport.core.chips import chip_of
+from tpuport.core.convolutions import ConvolutionRecord
 from tpuport.core.ops import OpContext, OpOverride, OpRegistry
 from tpuport.core.patching import Patch, PatchReport, applied
 
@@ -44,6 +45,7 @@ class Runtime:
             :class:`tpuport.kernels.choice.AttentionChoice` reads it.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: what the attention calls traced so far run as.
+        convolutions: what the convolutions of the program traced last run as.
         patch_report: what patching did, once something was traced.
     """
 
@@ -55,6 +57,7 @@ class Runtime:
     attention_implementation: str = "auto"
     matmul_precision: str | None = None
     records: list[AttentionRecord] = field(default_factory=list)
+    convolutions: list[ConvolutionRecord] = field(default_factory=list)
     patch_report: PatchReport | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class Runtime:
             chip=self._chip(),
             space=self._space,
             records=self.records,
+            convolutions=self.convolutions,
         )
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.components import Components
 from tpuport.core.delivery import Delivery, Sink
 from tpuport.core.executor import Executor
+from tpuport.core.implementations import choices
 from tpuport.core.inspection import Inspection
 from tpuport.core.programs import Programs
 from tpuport.core.report import Reporter, RunReport, StageReport
@@ -295,4 +296,5 @@ class Session(StageRunner):
             total_seconds=total_seconds,
             peak_host_bytes=reports.peak_host_bytes(),
             peak_device_bytes=reports.peak_device_bytes(list(self.mesh.devices.flat)),
+            implementations=choices(self.port),
         )

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.implementations import implementation_of
+
 if TYPE_CHECKING:
     from tpuport.core.spec import ModelPort
 
@@ -40,6 +42,8 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
         # Of the blocks in place: patches of native ones are among the form's.
         transforms = [t for c in form.components.values() for t in c.transforms]
         functions += [transform.apply for transform in transforms]
+        chosen = [implementation_of(form, name) for name in form.components]
+        functions += [found.weights for found in chosen if found is not None]
     names = {_package(function) for function in functions}
     for component in port.components.values():
         package = component.class_path.partition(":")[0].partition(".")[0]

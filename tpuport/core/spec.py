@@ -21,7 +21,7 @@ from tpuport.errors import UnknownModelError, UsageError
 if TYPE_CHECKING:
     from tpuport.core.attention import AttentionPolicy
     from tpuport.core.checkpoint import Checkpoint
-    from tpuport.core.module import BoundModule
+    from tpuport.core.implementations import Implementation
     from tpuport.core.ops import OpOverride
     from tpuport.core.patching import Patch
     from tpuport.core.spatial import SpatialLayout
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 BLOCKS = ("native", "upstream")
 """What ``--blocks`` takes; the first one is the default."""
+
+TORCHAX = "torchax"
+"""The implementation that every component has: upstream's own class, traced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +75,8 @@ class Component:
             the single blocks as ever. A ``StackedBlocks`` where not all are alike.
         native: the same computation written for the chip; ``None`` for upstream's own.
         transforms: of its weights as they are loaded; see :func:`with_blocks`.
+        implementations: others than upstream's class, by name; see
+            :mod:`tpuport.core.implementations`.
     """
 
     name: str
@@ -87,6 +92,7 @@ class Component:
     stacked: tuple[str | StackedBlocks, ...] = ()
     native: NativeForm | None = None
     transforms: tuple[WeightTransform, ...] = ()
+    implementations: Mapping[str, Implementation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +101,16 @@ class Program:
 
     Attributes:
         component: whose weights it takes.
-        fn: ``fn(model, carry, constants, inputs) -> (carry, output)`` on JAX arrays.
+        fn: ``fn(model, carry, constants, inputs) -> (carry, output)`` on JAX arrays;
+            the model is a :class:`~tpuport.core.module.BoundModule`, or what the
+            component's implementation binds.
         donate: whether the carry's memory may be reused for the new carry.
         space: how its arrays are split in space over the mesh; ``fn`` then has a
             device's own part of them. ``None`` where the mesh is the model's affair.
     """
 
     component: str
-    fn: Callable[[BoundModule, Tree, Tree, Tree], tuple[Tree, Tree]]
+    fn: Callable[[Any, Tree, Tree, Tree], tuple[Tree, Tree]]
     donate: bool = True
     space: SpatialLayout | None = None
 
@@ -294,6 +302,8 @@ class ModelPort:
         form: the name of this form, where a model has several architectures.
         forms: the other forms: ports of the same name and the same variants.
         blocks: which blocks are in place; see :func:`with_blocks`.
+        chosen: component -> the implementation in place, where that is another than
+            upstream's class; see :func:`tpuport.core.implementations.with_chosen`.
     """
 
     name: str
@@ -318,6 +328,7 @@ class ModelPort:
     form: str = ""
     forms: tuple[ModelPort, ...] = ()
     blocks: str = "upstream"
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_forms(self) -> tuple[ModelPort, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import host_device
 from tpuport.core.delivery import Delivery, Sink
+from tpuport.core.implementations import choices
 from tpuport.core.media import Source
 from tpuport.core.report import StageReport
 from tpuport.core.request import Request
@@ -114,13 +115,32 @@ class StageRunner(RequestBuilder):
         if any(splits):
             self._check_backend(request, backend)
         if backend == "diffusers":
+            self._refuse_chosen(stage, request)
             return self._run_upstream(
                 stage, request, inputs, host_device(), delivery, vae_tiling
             )
         if stage is self.port.stages[0] and self.encode_on == "host":
+            for name in self._chosen(stage, request):
+                self.reporter.say(
+                    f"{stage.name} runs on the host: its {name} is upstream's, not "
+                    f"{self.port.chosen[name]}"
+                )
             return self._run_upstream(stage, request, inputs, "cpu")
         with self.executor.programs.jax_cache():
             return self.executor.run(stage, request, inputs, delivery, vae_tiling)
+
+    def _chosen(self, stage: Stage, request: Request) -> list[str]:
+        """The components of a run of a stage that are not upstream's class."""
+        used = stage.components_for(request)
+        return [name for name in used if name in self.port.chosen]
+
+    def _refuse_chosen(self, stage: Stage, request: Request) -> None:
+        for name in self._chosen(stage, request):
+            raise UsageError(
+                f"{name} {self.port.chosen[name]!r} is not upstream's, which "
+                f"{stage.name} runs with backend diffusers: leave it out, or use "
+                "backend tpuport"
+            )
 
     def _run_upstream(
         self,
@@ -266,5 +286,8 @@ class StageRunner(RequestBuilder):
             "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
             "sharding": self.components.layout,
             "blocks": self.port.blocks,
+            "implementations": choices(
+                self.port, self.port.stage(report.stage).components
+            ),
             "platform": self.components.platform,
         }

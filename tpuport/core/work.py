@@ -62,10 +62,11 @@ class Work:
         frames: of a stage that makes videos: ``frames(index, output)`` are the frames
             that call ``index`` completes, or ``None``. Each output is fetched as its
             call completes, given to this as NumPy arrays, and let go; ``finish`` gets
-            no outputs. Frames are an array [B, F, Y, X, 3] in the order of the video,
-            or what :func:`tpuport.core.frames.encode_pixels` gives of them. An output
-            that is such a mapping also tells the statistics of an array that is
-            returned of it; without them those of float frames are taken on the host.
+            no outputs. Frames are an array [B, F, Y, X, 3] in the order of the video;
+            an output of :func:`tpuport.core.frames.encode_pixels` tells the statistics
+            of what :func:`tpuport.core.frames.as_frames` makes of it, and a mapping
+            with ``frames`` tells its own. Without them those of float frames are taken
+            on the host.
     """
 
     carry: Tree

@@ -6,7 +6,7 @@ frame are applied: rows have a pitch of whole tiles, so that a tap of another ro
 aligned slice, and the two taps beside the middle one are two shifted copies, made once.
 Frames come one after the other; each adds to the outputs of its own time and of the two
 after it, which wait in VMEM, so that every frame is read once. Where the weights of all
-output channels are more than VMEM holds, channels are made in parts, one after the other.
+output channels are more than VMEM holds, channels are made in parts, part after part.
 
 Legend: N batch, T frames, Y rows, X columns, P pitch (columns with padding), C input
 channels, O output channels, K frames of the kernel (1 or 3).

@@ -89,9 +89,10 @@ def apply_norm(
     modulation: jax.Array | None = None,
     *,
     silu: bool,
+    kept: int = 0,
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """``(x - mean) * scale + shift``, modulated, through SiLU.
 
     Args:
@@ -101,16 +102,21 @@ def apply_norm(
             of t; where T is odd and more than 1, its first frame has the first of t,
             and the others the rest.
         silu: whether to end with it.
+        kept: how many of the last frames to write once more, as an array of their own:
+            cut out afterwards they would be read first. At most T.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
 
     Returns:
-        of the shape and dtype of ``x``; in float32 until the end.
+        of the shape and dtype of ``x``, in float32 until the end; and
+        [N, kept, Y, X, C], ``None`` for none.
 
     Raises:
-        ValueError: the modulation does not fit.
+        ValueError: the modulation does not fit, or there are fewer frames.
     """
     count, frames, rows, columns, channels = x.shape
+    if kept > frames:
+        raise ValueError(f"{kept} frames to keep of {frames}")
     vectors = jnp.stack([mean, scale, shift], axis=1)
     in_specs = [pl.BlockSpec((1, 3, channels), lambda n, t, y: (n, 0, 0))]
     arguments = [vectors]
@@ -134,16 +140,34 @@ def apply_norm(
     whole = pl.BlockSpec(
         (1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0)
     )
-    return pl.pallas_call(
+    first = frames - kept
+
+    def place(n: Any, t: Any, y: Any) -> tuple[Any, ...]:
+        # One place until the first of them: nothing is written back before.
+        late = t >= first
+        return n, jnp.where(late, t - first, 0), jnp.where(late, y, 0), 0, 0
+
+    shapes = [x.shape, (count, kept, rows, columns, channels)]
+    specs = [whole, pl.BlockSpec(whole.block_shape, place)]
+    outputs = 2 if kept else 1
+    found = pl.pallas_call(
         functools.partial(
-            _apply_body, silu=silu, repeats=repeats, modulated=modulation is not None
+            _apply_body,
+            silu=silu,
+            repeats=repeats,
+            modulated=modulation is not None,
+            kept_from=first if kept else None,
         ),
         grid=(count, frames, rows // block),
         in_specs=[*in_specs, whole],
-        out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_specs=specs[:outputs],
+        out_shape=[jax.ShapeDtypeStruct(s, x.dtype) for s in shapes[:outputs]],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
+            dimension_semantics=(
+                "parallel",
+                *["arbitrary" if kept else "parallel"] * 2,
+            ),
+            vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
             flops=8 * x.size,
@@ -153,6 +177,7 @@ def apply_norm(
         interpret=interpret,
         name="tpuport_norm",
     )(*arguments, x)
+    return found[0], found[1] if kept else None
 
 
 def latent_frame(t: Any, frames: int, times: int) -> Any:
@@ -173,9 +198,18 @@ def latent_frame(t: Any, frames: int, times: int) -> Any:
 
 
 def _apply_body(
-    vectors_ref: Any, *refs: Any, silu: bool, repeats: int, modulated: bool
+    vectors_ref: Any,
+    *refs: Any,
+    silu: bool,
+    repeats: int,
+    modulated: bool,
+    kept_from: int | None,
 ) -> None:
-    *modulation, x_ref, out_ref = refs
+    *given, out_ref = refs
+    kept_ref: Any = None
+    if kept_from is not None:
+        *given, out_ref, kept_ref = refs
+    *modulation, x_ref = given
     mean, scale, shift = (vectors_ref[0, i][None, None] for i in range(3))
     channels = x_ref.shape[-1]
 
@@ -196,3 +230,11 @@ def _apply_body(
     each = repeats if modulated else 1
     body: Callable[[Any, None], None] = lambda i, _: some(i * each, each, i)  # noqa: E731
     jax.lax.fori_loop(0, rows // each, body, None)
+    if kept_from is None:
+        return
+    # Held by a name, as decorators are called at once.
+    late: Callable[[Any], Any] = pl.when(pl.program_id(1) >= kept_from)
+
+    @late
+    def _() -> None:
+        kept_ref[...] = out_ref[...]

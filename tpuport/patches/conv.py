@@ -130,9 +130,10 @@ def video_kernel(
     """
     import jax.numpy as jnp
 
+    from tpuport.core.convolutions import note
     from tpuport.kernels.conv import video_convolution
     from tpuport.kernels.conv_kernel import pitch_of
-    from tpuport.patches.video import convolve, has_kernels, kernel_options
+    from tpuport.patches.video import KERNEL, convolve, has_kernels, kernel_options
 
     if not has_kernels(context):
         raise NotImplementedError("a kernel on a mesh, without a split")
@@ -158,6 +159,7 @@ def video_kernel(
         out = video_convolution(
             jnp.pad(x, pads), kernel, bias, size - 2, **kernel_options(context)
         )
+        note(context, KERNEL)
     out = jnp.transpose(out, (0, 4, 1, 2, 3))
     return out[:, :, 0] if flat else out
 
@@ -177,8 +179,29 @@ def pointwise(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> ja
     return out.astype(input.dtype)
 
 
+def _beyond(
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    transposed: bool,
+    batched: bool,
+) -> str:
+    """What of a convolution no kernel of the project has, in words."""
+    found = {
+        f"a stride of {tuple(stride)}": set(stride) != {1},
+        f"a dilation of {tuple(dilation)}": set(dilation) != {1},
+        f"{groups} groups": groups != 1,
+        "transposed": transposed,
+        "no batch": not batched,
+    }
+    return ", ".join(text for text, true in found.items() if true)
+
+
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
+
+    from tpuport.core.convolutions import note, passed_over
+    from tpuport.patches.video import PRODUCT
 
     platform, space = context.platform, context.space
 
@@ -201,15 +224,26 @@ def _make(context: OpContext) -> Callable[..., Any]:
         )
         simple = batched and groups == 1 and not transposed
         dense = simple and set(steps) == set(apart) == {1}
-        if platform == "tpu" and dense:
-            if set(weight.shape[2:]) == {1} and set(pads) == {0}:
-                return pointwise(input, weight, bias)
+        if (
+            platform == "tpu"
+            and dense
+            and set(weight.shape[2:]) == {1}
+            and not any(pads)
+        ):
+            note(context, PRODUCT)
+            return pointwise(input, weight, bias)
+        if platform == "tpu" and axes > 1:
+            known = len(context.convolutions)
             try:
-                if axes > 1:
-                    return video_kernel(context, input, weight, bias, pads)
-            except NotImplementedError:
+                if not dense:
+                    asked = (steps, apart, groups, transposed, batched)
+                    raise NotImplementedError(_beyond(*asked))
+                return video_kernel(context, input, weight, bias, pads)
+            except NotImplementedError as error:
                 # XLA's own can: it takes longer to compile and to run.
-                pass
+                passed_over(context, known, "convolution", "XLA", error)
+        else:
+            note(context, "XLA")
         if space is not None and axes > 1:
             if transposed or not batched:
                 raise NotImplementedError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpuport.core.frames import encode_on_host
+from tpuport.core.frames import as_frames, encode_on_host
 from tpuport.patches.tiling import TileJoin, TilePlan
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class JoinedFrames:
         """The next tile, [B, 3, F, H, W], about [-1, 1].
 
         Returns:
-            The frames that it completes, as :func:`tpuport.core.frames.encode_pixels`
-            gives them, or ``None``.
+            The frames that it completes, [B, F, H, W, 3], with what
+            :func:`tpuport.core.frames.encode_pixels` tells of them, or ``None``.
 
         Raises:
             ValueError: see :meth:`tpuport.patches.tiling.TileJoin.add`.
@@ -46,7 +46,7 @@ class JoinedFrames:
         values, (frames, rows, columns), ends_row = self._join.add(output)
         values *= np.float32(0.5)
         values += np.float32(0.5)
-        piece = encode_on_host(values.transpose(0, 2, 3, 4, 1), self._pixels)
+        piece = encode_on_host(values, self._pixels)
         if self._row is None:
             shape = (len(values), frames.stop - frames.start, *self._plan.output[1:], 3)
             self._row = {
@@ -56,7 +56,9 @@ class JoinedFrames:
                 "high": piece["high"],
             }
         row = self._row
-        row["frames"][:, :, rows, columns] = piece["frames"]
+        row["frames"][:, :, rows, columns] = as_frames(
+            piece["frames"], *values.shape[3:]
+        )
         row["finite"] += piece["finite"]
         row["low"] = np.minimum(row["low"], piece["low"])
         row["high"] = np.maximum(row["high"], piece["high"])

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 #: Of a core's VMEM, what a kernel may take.
 VMEM_SHARE = 7 / 8
+#: The convolution kernel in reports, as in a profile.
+KERNEL = "tpuport_conv"
+#: What does convolutions of one element, in reports.
+PRODUCT = "a product of matrices"
 #: Channels that fill the lanes.
 LANES = 128
 _DIMS = (2, 3)
@@ -74,23 +78,27 @@ def convolve(
     """
     import jax.numpy as jnp
 
+    from tpuport.core.convolutions import note
     from tpuport.kernels.conv import edged_convolution, video_convolution
     from tpuport.kernels.conv_kernel import pitch_of
 
     options = kernel_options(context)
     weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
     space = context.space
+    copied = ""
     if space is not None:
         x = masked(space, x)
         before = None if before is None else masked(space, before)
         try:
             sides, ends = _edges(space, x, before)
-            return edged_convolution(
+            out = edged_convolution(
                 x, before, sides, ends, weight, bias, residual, **options
             )
-        except NotImplementedError:
+            note(context, KERNEL)
+            return out
+        except NotImplementedError as error:
             # Narrow pictures: the other form copies them, which is cheap.
-            pass
+            copied = str(error)
     whole = x if before is None else jnp.concatenate([before, x], axis=1)
     columns = x.shape[3]
     pads = [(0, 0)] * 5
@@ -101,6 +109,7 @@ def convolve(
         whole = space.halo(whole, _DIMS, (1, 1), (1, 1))
         pads[3] = (0, pitch_of(columns) - columns - 2)
     out = video_convolution(jnp.pad(whole, pads), weight, bias, columns, **options)
+    note(context, f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
     return out if residual is None else out + residual
 
 
@@ -133,7 +142,8 @@ def group_norm(
     modulation: jax.Array | None = None,
     *,
     silu: bool,
-) -> jax.Array:
+    kept: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
     """Group norm of the whole picture, modulated, through SiLU; float32 until the end.
 
     Args:
@@ -142,9 +152,10 @@ def group_norm(
         weight, bias: [C].
         modulation: [B, t, y, X, 2 C] as :func:`apply_norm` takes it, or ``None``.
         silu: whether to end with SiLU.
+        kept: how many of the last frames to give by themselves as well.
 
     Returns:
-        of the shape and dtype of ``x``.
+        of the shape and dtype of ``x``, and these frames.
     """
     import jax.numpy as jnp
 
@@ -163,7 +174,14 @@ def group_norm(
     scale = weight.astype(jnp.float32) / jnp.sqrt(variance + eps)
     shift = jnp.broadcast_to(bias.astype(jnp.float32), scale.shape)
     return apply_norm(
-        x, mean, scale, shift, modulation, silu=silu, **kernel_options(context)
+        x,
+        mean,
+        scale,
+        shift,
+        modulation,
+        silu=silu,
+        kept=kept,
+        **kernel_options(context),
     )
 
 

@@ -97,6 +97,29 @@ def test_a_call_that_several_programs_make_is_told_once() -> None:
     assert found[0].startswith("denoise/step, denoise/cached: splash")
 
 
+def test_convolutions_are_told_in_a_line_each_with_why() -> None:
+    told = [
+        {"call": "convolution", "implementation": "k", "reason": "", "count": 3},
+        {"call": "convolution", "implementation": "XLA", "reason": "wide", "count": 1},
+    ]
+    plan = planned(convolutions=told)
+    assert "convolutions of one call" not in text(planned())
+    (stage,) = plan.stages
+    (step,) = stage.programs
+    other = replace(step, program="other", convolutions=told[:1])
+    both = replace(plan, stages=(replace(stage, programs=(step, other)),))
+    found = lines(both)
+    first = found.index("convolutions of one call, by what they run as:") + 1
+    assert found[first : first + 2] == [
+        "denoise/step, denoise/other: 3 convolutions by k",
+        "denoise/step: 1 convolution by XLA: wide",
+    ]
+    assert (
+        step.convolutions
+        == both.as_dict()["stages"]["denoise"]["programs"][0]["convolutions"]
+    )
+
+
 def test_a_plan_without_attention_has_no_line_on_it() -> None:
     assert "attention calls" not in text(planned())
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.components import EVERYTHING, Components, Loaded
+from tpuport.core.convolutions import ConvolutionRecord, counted
 from tpuport.core.executor import Executor, Timing, merge
 from tpuport.core.lowering import placed, trace
 from tpuport.core.spec import Stage, Work
@@ -61,11 +62,14 @@ class AbstractProgram:
     _traced: jax.stages.Traced | None = field(default=None, repr=False)
     _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
     _records: tuple[AttentionRecord, ...] = field(default=(), repr=False)
+    _convolutions: tuple[ConvolutionRecord, ...] = field(default=(), repr=False)
 
     def traced(self) -> jax.stages.Traced:
         """Traced, once, whoever asks."""
         if self._traced is None:
-            found = self.loaded.ported.runtime.records
+            runtime = self.loaded.ported.runtime
+            runtime.convolutions.clear()
+            found = runtime.records
             before = list(found)
             found.clear()
             try:
@@ -73,6 +77,7 @@ class AbstractProgram:
                     self.stage, self.program, self.spec, self.loaded, self.args
                 )
                 self._records = tuple(found)
+                self._convolutions = counted(runtime.convolutions)
             finally:
                 found[:] = [*before, *(r for r in found if r not in before)]
         return self._traced
@@ -87,6 +92,11 @@ class AbstractProgram:
         """What the attention calls of this program run as."""
         self.traced()
         return self._records
+
+    def convolutions(self) -> tuple[ConvolutionRecord, ...]:
+        """What the convolutions of this program run as."""
+        self.traced()
+        return self._convolutions
 
     def outputs(self) -> tuple[Any, Any]:
         """Shapes and places of the carry and the output."""

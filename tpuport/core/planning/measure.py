@@ -62,6 +62,7 @@ class Measured:
         flops: model FLOPs of one call, on all devices together.
         devices: how many it runs on.
         attention: what its attention calls run as.
+        convolutions: what its convolutions run as.
         error: the compiler's words, where it did not compile for lack of memory.
         hlo: the text of the compiled program.
     """
@@ -79,6 +80,7 @@ class Measured:
     flops: float
     devices: int
     attention: list[dict[str, Any]] = field(default_factory=list)
+    convolutions: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     hlo: str = field(default="", repr=False)
 
@@ -129,6 +131,7 @@ def measure(
         "flops": model_flops(program.traced().jaxpr, program.records()),
         "devices": program.mesh.size,
         "attention": [record.as_dict() for record in program.records()],
+        "convolutions": [record.as_dict() for record in program.convolutions()],
     }
     before = time.perf_counter()
     try:

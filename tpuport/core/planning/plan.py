@@ -124,6 +124,7 @@ class Plan:
         dtype, attention, sharding: as ``generate`` takes them.
         blocks: those in place; ``"upstream"`` where the model has no others.
         stages: those planned, in order.
+        implementations: what is in place of every component that has a choice.
         compiler_flags: those that tpuport sets for these stages on the chip.
         sharding_plans: of the components on the mesh.
         kernels: the Pallas kernels met.
@@ -147,6 +148,7 @@ class Plan:
     sharding: str
     blocks: str
     stages: tuple[StagePlan, ...]
+    implementations: Mapping[str, str] = field(default_factory=dict)
     compiler_flags: tuple[str, ...] = ()
     sharding_plans: tuple[Any, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
@@ -230,6 +232,7 @@ class Plan:
             "attention": self.attention,
             "sharding": self.sharding,
             "blocks": self.blocks,
+            "implementations": dict(self.implementations),
             "compiler_flags": list(self.compiler_flags),
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
@@ -285,6 +288,7 @@ def _program(program: Measured, chip: Chip) -> dict[str, Any]:
         "model_flops": program.flops,
         "utilization": program.utilization(chip),
         "attention": program.attention,
+        "convolutions": program.convolutions,
         "error": program.error or None,
     }
 

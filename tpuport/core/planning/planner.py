@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.chips import chip as chip_named
 from tpuport.core.components import Components
 from tpuport.core.default_mesh import default_mesh
+from tpuport.core.implementations import choices, with_chosen
 from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.planning.abstract import AbstractProgram, abstract_programs
@@ -70,6 +71,7 @@ class Planner:
         cache: a folder for the schedules of kernels.
         ask: makes the request; called for every mesh, since a mesh may refuse one.
         dtype, attention, sharding, blocks, vae_tiling: as ``generate`` takes them.
+        implementations: those asked for, by component.
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
@@ -86,6 +88,7 @@ class Planner:
     attention: str = "auto"
     sharding: str = "default"
     blocks: str = "native"
+    implementations: Mapping[str, str] = field(default_factory=dict)
     vae_tiling: str = "auto"
     stages: Sequence[str] | None = None
     inputs: Mapping[str, Any] | None = None
@@ -94,6 +97,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.port = with_blocks(self.port, self.blocks)
+        self.port = with_chosen(self.port, self.implementations)
         self.say = (self.reporter or Reporter()).say
         self.chip = chip_named(self.topology.chip)
         self.devices = topology_devices(self.topology)
@@ -307,6 +311,7 @@ class Planner:
             attention=self.attention,
             sharding=self.sharding,
             blocks=self.port.blocks,
+            implementations=choices(self.port),
             compiler_flags=self._flags(found),
             stages=tuple(
                 StagePlan(name=name, programs=tuple(programs), chip=self.chip)

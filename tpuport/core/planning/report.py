@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tpuport.core.convolutions import words
 from tpuport.core.planning.measure import Measured
 from tpuport.core.planning.plan import DENOISE, STAGES, Plan, StagePlan
 
@@ -25,6 +26,7 @@ def text(plan: Plan) -> str:
             *_memory(plan),
             *_times(plan),
             *_attention(plan),
+            *_convolutions(plan),
             *_collectives(plan),
             *_sharding(plan),
             *(f"note: {note}" for note in dict.fromkeys(plan.notes)),
@@ -203,6 +205,18 @@ def _attention(plan: Plan) -> Iterator[str]:
         yield f"    {_shape(call)}"
         yield f"    {_split(call, plan.mesh.shape)}"
         yield f"    {call['reason']}"
+
+
+def _convolutions(plan: Plan) -> Iterator[str]:
+    """One line for all that run as one thing for one reason, with their programs."""
+    found: dict[str, list[str]] = {}
+    for program in plan.programs:
+        for record in program.convolutions:
+            found.setdefault(words(record), []).append(_name(program))
+    if found:
+        yield "convolutions of one call, by what they run as:"
+    for told, names in found.items():
+        yield f"  {', '.join(dict.fromkeys(names))}: {told}"
 
 
 def _implementation(record: Mapping[str, Any]) -> str:

@@ -156,6 +156,7 @@ def _last(
     model: Any, sequence: JointSequence, x: jax.Array, temb: torch.Tensor
 ) -> jax.Array:
     """The norms after the blocks and the projection to patches, [B, L, patch]."""
+    import jax
     import jax.numpy as jnp
 
     arrays = sequence.active.arrays
@@ -172,6 +173,8 @@ def _last(
     y = joint.layer_norm(x, given(norm.weight), given(norm.bias), norm.eps)
     y = joint.layer_norm(y, given(out.norm.weight), given(out.norm.bias), out.norm.eps)
     y = (y * (1 + scale[:, None]) + shift[:, None]).astype(x.dtype)
+    # Once, not within the projection, with which the compiler is long at work.
+    y = jax.lax.optimization_barrier(y)
     linear = model.proj_out
     y = joint.dense(sequence, y, arrays(linear.weight), given(linear.bias))
     return y.astype(x.dtype)

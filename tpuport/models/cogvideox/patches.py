@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.active import current
+from tpuport.core.convolutions import passed_over
 from tpuport.core.patching import Patch
 from tpuport.models.cogvideox import vae_native as native
 from tpuport.patches.video import LANES
 
 if TYPE_CHECKING:
     import torch
+
+
+#: What takes over, in reports; the convolutions in it are noted one by one.
+UPSTREAM = "upstream's code"
 
 
 def _forget_pointwise_cache(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,11 +26,14 @@ def _forget_pointwise_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, inputs: torch.Tensor, conv_cache: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.time_kernel_size > 1 and native.applies(LANES):
+            known = len(current().context.convolutions)
             try:
                 return native.causal_convolution(self, inputs, conv_cache)
-            except NotImplementedError:
+            except NotImplementedError as error:
                 # What the kernels cannot, the compiler's own convolution can.
-                pass
+                passed_over(
+                    current().context, known, "causal convolution", UPSTREAM, error
+                )
         output, cache = original(self, inputs, conv_cache)
         return output, None if self.time_kernel_size == 1 else cache
 
@@ -52,7 +61,8 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = f.shape[1]
         if native.applies(channels):
             empty = {"conv_y": None, "conv_b": None}
-            return native.norm(self, f, zq, silu=False), empty
+            silu = getattr(self, _WITH_SILU, False)
+            return native.norm(self, f, zq, silu=silu), empty
         modulation = torch.cat([self.conv_y.conv(zq), self.conv_b.conv(zq)], dim=1)
         if f.shape[2] > 1 and f.shape[2] % 2 == 1:
             # The first frame stands for itself, see the causal convolutions.
@@ -63,6 +73,31 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
             modulation = F.interpolate(modulation, size=f.shape[-3:])
         scaled = self.norm_layer(f) * modulation[:, :channels]
         return scaled + modulation[:, channels:], {"conv_y": None, "conv_b": None}
+
+    return forward
+
+
+#: Set on a norm while it is to end with the SiLU that follows it.
+_WITH_SILU = "tpuport_with_silu"
+
+
+def _activation_in_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the kernel of the decoder's last norm apply the SiLU after it as well."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        norm, activation = self.norm_out, self.conv_act
+        known = isinstance(activation, torch.nn.SiLU)
+        if not known or not native.applies(norm.norm_layer.num_channels):
+            return original(self, *args, **kwargs)
+        self.conv_act = torch.nn.Identity()
+        setattr(norm, _WITH_SILU, True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.conv_act = activation
+            delattr(norm, _WITH_SILU)
 
     return forward
 
@@ -79,11 +114,12 @@ def _resnet_block(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         narrow = min(self.in_channels, self.out_channels)
         if temb is None and native.applies(narrow) and native.applies(inputs.shape[1]):
+            known = len(current().context.convolutions)
             try:
                 return native.resnet_block(self, inputs, zq, conv_cache or {})
-            except NotImplementedError:
+            except NotImplementedError as error:
                 # What the kernels cannot, the compiler's own operations can.
-                pass
+                passed_over(current().context, known, "resnet block", UPSTREAM, error)
         found: tuple[torch.Tensor, dict[str, torch.Tensor]] = original(
             self, inputs, temb, zq, conv_cache
         )
@@ -101,6 +137,18 @@ PATCHES: tuple[Patch, ...] = (
         wraps=True,
         reason="on a TPU norm, modulation and SiLU are one pass, and convolutions run "
         "in the project's kernel; elsewhere nothing changes",
+        upstream="diffusers>=0.42,<0.43",
+        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+        "models/autoencoders/autoencoder_kl_cogvideox.py",
+    ),
+    Patch(
+        name="cogvideox-activation-in-norm",
+        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+        ":CogVideoXDecoder3D.forward",
+        replacement=_activation_in_norm,
+        wraps=True,
+        reason="on a TPU the last norm and the SiLU after it are one pass over frames "
+        "of the full size; elsewhere nothing changes",
         upstream="diffusers>=0.42,<0.43",
         link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
         "models/autoencoders/autoencoder_kl_cogvideox.py",

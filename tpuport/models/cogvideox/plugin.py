@@ -11,11 +11,13 @@ from tpuport.core.splitting import ForwardSplit
 from tpuport.core.stacking import StackedBlocks
 from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, inputs, native, sharding, stages
+from tpuport.models.cogvideox.flax_stages import FLAX
 from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
+from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -67,11 +69,12 @@ PORT = ModelPort(
             name="vae",
             class_path="diffusers:AutoencoderKLCogVideoX",
             sharding=sharding.VAE,
+            implementations={"flax": FLAX},
         ),
     },
     stages=stages.STAGES,
     variants=config.VARIANTS,
-    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *PATCHES),
+    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, MODULATED_NORMS[0], *PATCHES),
     overrides=(
         *FLOAT32_NORMS,
         GELU_ROUNDED_ONCE,

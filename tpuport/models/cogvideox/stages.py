@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.frames import PIXELS, encode_pixels
+from tpuport.core.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.request import Request, denoising_steps
 from tpuport.core.spatial import SpatialLayout
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
@@ -143,7 +143,8 @@ def _denoise_step(
         return_dict=False,
         **extra,
     )[0]
-    prediction = model.row_major(prediction).astype(jnp.float32)
+    # Whole everywhere: halves that lie apart would be selected by index.
+    prediction = model.row_major(model.constrain(prediction)).astype(jnp.float32)
     if guided:
         uncond, text = jnp.split(prediction, 2)
         prediction = uncond + inputs["guidance"] * (text - uncond)
@@ -267,7 +268,7 @@ def _decode_chunk(
 
     cache, video = _decode_video(model, carry, inputs)
     frames = video.astype(jnp.float32) * 0.5 + 0.5
-    return cache, encode_pixels(frames, pixels, model.space, planar=True)
+    return cache, encode_pixels(frames, pixels, model.space)
 
 
 def _decode_tile(
@@ -298,8 +299,6 @@ def plan_decode(ctx: StageContext) -> Work:
     In tiles where that was chosen and upstream would: see
     :mod:`tpuport.models.cogvideox.vae_tiles`.
     """
-    import numpy as np
-
     z = latents_for_vae(ctx)
     lengths = chunk_lengths(z.shape[2])
     rows, columns = ctx.request.height, ctx.request.width
@@ -320,9 +319,7 @@ def plan_decode(ctx: StageContext) -> Work:
             start += length
 
     def frames(index: int, output: Mapping[str, Any]) -> Any:
-        # Split in space, a picture comes with phantom rows and columns.
-        planes = output["frames"][..., :rows, :columns]
-        return np.ascontiguousarray(np.moveaxis(planes, 1, -1))
+        return as_frames(output["frames"], rows, columns)
 
     return Work(
         carry=None, constants=None, calls=calls(), total=len(lengths), frames=frames

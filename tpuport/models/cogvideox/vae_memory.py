@@ -28,6 +28,9 @@ CODE_ON_TPU = 64 * 2**20
 #: The compiler for CPUs keeps more of them, and computes in float32 whatever the
 #: weights are. Measured: up to 9.6 in the first chunk.
 ALIVE_ELSEWHERE = 10.0
+#: The same of the VAE in Flax.
+FLAX_ALIVE_ON_TPU = 6.0
+FLAX_ALIVE_ELSEWHERE = 6.5
 
 MARGIN = 0.15
 """By how much the compiled program may be above the estimate."""
@@ -37,6 +40,23 @@ def decode_footprint(
     ctx: StageContext, tiled: bool, devices: Sequence[Any]
 ) -> Footprint:
     """Bytes of one of ``devices`` that a chunk of decode takes, in tiles or not."""
+    return _footprint(ctx, tiled, devices, ALIVE_ON_TPU, ALIVE_ELSEWHERE)
+
+
+def flax_decode_footprint(
+    ctx: StageContext, tiled: bool, devices: Sequence[Any]
+) -> Footprint:
+    """The same of the VAE in Flax."""
+    return _footprint(ctx, tiled, devices, FLAX_ALIVE_ON_TPU, FLAX_ALIVE_ELSEWHERE)
+
+
+def _footprint(
+    ctx: StageContext,
+    tiled: bool,
+    devices: Sequence[Any],
+    alive_on_tpu: float,
+    alive_elsewhere: float,
+) -> Footprint:
     vae = ctx.module("vae")
     batch, frames, _, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
     longest = max(
@@ -54,7 +74,7 @@ def decode_footprint(
         (batch, longest, rows, columns),
         len(devices),
         itemsize if on_tpu else 4,
-        ALIVE_ON_TPU if on_tpu else ALIVE_ELSEWHERE,
+        alive_on_tpu if on_tpu else alive_elsewhere,
     )
     names = ("decoder.", "post_quant_conv.")
     weights = sum(

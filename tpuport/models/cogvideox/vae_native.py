@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Cache = dict[str, Any]
 
+#: Frames that a convolution of three looks back at.
+KEPT = 2
+
 
 def applies(channels: int) -> bool:
     """Whether blocks of so many channels have a native form where this is traced."""
@@ -67,8 +70,12 @@ def _causal(
     x: jax.Array,
     cache: jax.Array | None,
     residual: jax.Array | None = None,
+    kept: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """On arrays [B, T, Y, X, C]: the output, and the frames for the next chunk."""
+    """On arrays [B, T, Y, X, C]: the output, and the frames for the next chunk.
+
+    ``kept`` has the last frames of ``x``, where there is an array of them already.
+    """
     import jax.numpy as jnp
 
     from tpuport.patches.video import convolve
@@ -84,7 +91,7 @@ def _causal(
     out = convolve(active.context, x, before, weight, bias, residual)
     if x.shape[1] < frames:
         return out, jnp.concatenate([before, x], axis=1)[:, -frames:]
-    return out, x[:, -frames:]
+    return out, x[:, -frames:] if kept is None else kept
 
 
 def norm(
@@ -99,16 +106,23 @@ def norm(
     active = current()
     x = channels_last(active.arrays(features))
     z = None if latents is None else channels_last(active.arrays(latents))
-    out: torch.Tensor = active.tensors(
-        channels_first(_norm(active, module, x, z, silu=silu))
-    )
+    found, _ = _norm(active, module, x, z, silu=silu)
+    out: torch.Tensor = active.tensors(channels_first(found))
     return out
 
 
 def _norm(
-    active: Active, module: Any, x: jax.Array, z: jax.Array | None, *, silu: bool
-) -> jax.Array:
-    from tpuport.patches.video import group_norm, modulation_maps
+    active: Active,
+    module: Any,
+    x: jax.Array,
+    z: jax.Array | None,
+    *,
+    silu: bool,
+    kept: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """On arrays [B, T, Y, X, C]; and the last ``kept`` frames by themselves."""
+    from tpuport.core.convolutions import note
+    from tpuport.patches.video import PRODUCT, group_norm, modulation_maps
 
     maps = None
     layer = module
@@ -120,6 +134,8 @@ def _norm(
             for name in ("weight", "bias")
         )
         maps = modulation_maps(z, x.shape[3], weights, biases)
+        for _ in convs:
+            note(active.context, PRODUCT)
     weight, bias = active.arrays((layer.weight, layer.bias))
     return group_norm(
         active.context,
@@ -130,6 +146,7 @@ def _norm(
         layer.eps,
         maps,
         silu=silu,
+        kept=kept,
     )
 
 
@@ -160,12 +177,16 @@ def resnet_block(
         for name in ("conv1", "conv2")
         if name in cache
     }
-    hidden = _norm(active, module.norm1, x, z, silu=True)
-    hidden, first = _causal(active, module.conv1, hidden, kept.get("conv1"))
-    hidden = _norm(active, module.norm2, hidden, z, silu=True)
+    # What the convolutions hand on to the next chunk, where a chunk has as much.
+    last = KEPT if x.shape[1] >= KEPT else 0
+    hidden, frames = _norm(active, module.norm1, x, z, silu=True, kept=last)
+    before = kept.get("conv1")
+    hidden, first = _causal(active, module.conv1, hidden, before, kept=frames)
+    hidden, frames = _norm(active, module.norm2, hidden, z, silu=True, kept=last)
     if module.in_channels != module.out_channels:
         x = _pointwise(active, module.conv_shortcut, x)
-    hidden, second = _causal(active, module.conv2, hidden, kept.get("conv2"), x)
+    before = kept.get("conv2")
+    hidden, second = _causal(active, module.conv2, hidden, before, x, frames)
     output = active.tensors(channels_first(hidden))
     found: Cache = {"conv1": first, "conv2": second}
     return output, {k: active.tensors(channels_first(v)) for k, v in found.items()}
@@ -175,6 +196,10 @@ def _pointwise(active: Active, conv: Any, x: jax.Array) -> jax.Array:
     """A convolution of one element, of [B, T, Y, X, C]."""
     import jax.numpy as jnp
 
+    from tpuport.core.convolutions import note
+    from tpuport.patches.video import PRODUCT
+
+    note(active.context, PRODUCT)
     weight, bias = active.arrays((conv.weight, conv.bias))
     flat = weight.reshape(weight.shape[:2])
     out = jnp.einsum("btyxc,oc->btyxo", x, flat, preferred_element_type=jnp.float32)

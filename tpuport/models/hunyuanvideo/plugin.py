@@ -28,6 +28,7 @@ from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
+from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -138,7 +139,13 @@ PORT_13B = ModelPort(
     components=COMPONENTS_13B,
     stages=stages_13b.STAGES,
     variants=config.VARIANTS,
-    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_13B, *VAE_13B),
+    patches=(
+        *SLICE_ASSIGNMENT,
+        *TIMESTEP_EMBEDDING,
+        MODULATED_NORMS[1],
+        *TRANSFORMER_13B,
+        *VAE_13B,
+    ),
     overrides=(
         *FLOAT32_NORMS,
         GELU_ROUNDED_ONCE,
@@ -163,7 +170,13 @@ PORT = replace(
     pipelines=("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
     components=COMPONENTS_15,
     stages=stages.STAGES,
-    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_15, *VAE_15),
+    patches=(
+        *SLICE_ASSIGNMENT,
+        *TIMESTEP_EMBEDDING,
+        MODULATED_NORMS[1],
+        *TRANSFORMER_15,
+        *VAE_15,
+    ),
     detect=config.detect_15,
     check=config.check_15,
     check_variant=config.check_variant_15,

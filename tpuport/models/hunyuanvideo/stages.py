@@ -191,7 +191,8 @@ def _denoise_step(
         return_dict=False,
         **extra,
     )[0]
-    prediction = model.row_major(prediction).astype(jnp.float32)
+    # Whole everywhere: halves that lie apart would be selected by index.
+    prediction = model.row_major(model.constrain(prediction)).astype(jnp.float32)
     if guided:
         uncond, cond = jnp.split(prediction, 2)
         prediction = uncond + given["guidance"] * (cond - uncond)

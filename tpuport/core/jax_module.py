@@ -1,0 +1,129 @@
+"""A component in JAX alone: what :mod:`tpuport.core.module` is to a torch module.
+
+The component's sharding rules hold for its weights as they are stored; here each spec
+is turned with the dims of its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.layouts import row_major
+from tpuport.core.module import Weights, constrain
+from tpuport.core.sharding import ShardingPlan, named_shardings
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from tpuport.core.implementations import WeightMap
+    from tpuport.core.runtime import Runtime
+    from tpuport.core.spatial import Space
+
+
+class JaxModule:
+    """A module written in JAX whose weights live outside of it.
+
+    Args:
+        weights: of the implementation and the config.
+        runtime: of the component; nothing of torch is traced in it.
+
+    Attributes:
+        arrays: name here -> the tensors in it, which is the array itself: as
+            :attr:`tpuport.core.module.PortedModule.arrays`, with names here.
+    """
+
+    def __init__(self, weights: WeightMap, runtime: Runtime) -> None:
+        self.map = weights
+        self.runtime = runtime
+        self.arrays: Mapping[str, tuple[str, ...]] = {
+            weight.name: (weight.name,) for weight in weights.by_stored_name.values()
+        }
+
+    def bind(self, weights: Weights) -> BoundJaxModule:
+        """This module with ``weights`` filled in, for use inside a program."""
+        return BoundJaxModule(self, weights)
+
+    def abstract_weights(
+        self,
+        plan: ShardingPlan,
+        mesh: jax.sharding.Mesh,
+        dtype: Any,
+        used: Callable[[str], bool],
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of the arrays; nothing is read.
+
+        Args:
+            plan: of the stored tensors, by their names in upstream's module.
+            mesh: the devices.
+            dtype: of all of them.
+            used: which stored tensors, by name, there will be.
+
+        Raises:
+            WeightsError: the plan is of other tensors.
+            ShardingError: the plan has problems.
+        """
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        shardings = named_shardings(plan, mesh)
+        self.map.check(shardings)
+        found = {}
+        for stored, weight in self.map.by_stored_name.items():
+            if not used(stored):
+                continue
+            split = tuple(shardings[stored].spec)
+            split += (None,) * (len(weight.order) - len(split))
+            turned = PartitionSpec(*(split[dim] for dim in weight.order))
+            found[weight.name] = jax.ShapeDtypeStruct(
+                weight.shape, dtype, sharding=NamedSharding(mesh, turned)
+            )
+        return found
+
+    def converted(
+        self, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Stored tensors under the names and in the layouts of this module.
+
+        Raises:
+            WeightsError: one is not of this module.
+        """
+        for stored, tensor in tensors:
+            yield self.map.convert(stored, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundJaxModule:
+    """A module in JAX inside a program: ``model.module()`` is the implementation's."""
+
+    ported: JaxModule
+    weights: Weights
+
+    def module(self) -> Any:
+        """What the implementation binds: a module with these weights."""
+        return self.ported.map.bind(self.weights)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weights, all of which have one."""
+        return next(iter(self.weights.values())).dtype
+
+    @property
+    def platform(self) -> str:
+        """Where the program is lowered."""
+        return self.ported.runtime.platform
+
+    @property
+    def space(self) -> Space | None:
+        """How the picture is split over devices in the program being traced."""
+        return self.ported.runtime.space
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """See :meth:`tpuport.core.module.BoundModule.constrain`."""
+        return constrain(self.ported.runtime.mesh, x, *axes)
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """See :func:`tpuport.core.layouts.row_major`."""
+        return row_major(x, self.platform)

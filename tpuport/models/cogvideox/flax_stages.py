@@ -1,0 +1,133 @@
+"""The programs of the VAE in Flax: what :mod:`stages` and :mod:`conditioning` run.
+
+They take and give what upstream's class takes and gives, planes and channels before
+frames, so that everything between the stages is the same. The carry is the Flax cache.
+
+Legend: B videos of a batch, T/Y/X latent frames, rows, columns, C latent channels, F
+frames, H/W rows and columns of pixels, L blocks that are alike, N strips.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.frames import PIXELS, encode_pixels
+from tpuport.core.implementations import Implementation
+from tpuport.core.spatial import SpatialLayout
+from tpuport.core.spec import Program
+from tpuport.models.cogvideox import vae_memory
+from tpuport.models.cogvideox.flax_grid import Grid, choose_grid
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.jax_module import BoundJaxModule
+    from tpuport.models.cogvideox.flax_weights import FlaxWeights
+
+#: Rows and columns of pixels to one of latents, in every published checkpoint.
+GRANULE = 8
+
+#: [L, 2, Y, X, N, C]: the strips of a device's videos stand where its videos would.
+_CACHE = "LTYXBC"
+
+
+def _weights(config: Mapping[str, Any]) -> FlaxWeights:
+    from tpuport.models.cogvideox.flax_weights import FlaxWeights
+
+    return FlaxWeights(config)
+
+
+def _grid(model: BoundJaxModule, videos: int, rows: int, columns: int) -> Grid:
+    """The strips of latents of that many rows and columns on a device."""
+    return choose_grid(model.platform, videos, rows, columns, model.space)
+
+
+def encode_chunk(
+    model: BoundJaxModule, carry: Any, constants: None, inputs: Mapping[str, Any]
+) -> tuple[Any, jax.Array]:
+    """Frames [B, 3, F, H, W] of a chunk -> moments [B, 2C, T, Y, X].
+
+    As :func:`tpuport.models.cogvideox.conditioning.encode_chunk`.
+    """
+    x = inputs["pixels"].astype(model.dtype).transpose(0, 2, 3, 4, 1)
+    grid = _grid(model, x.shape[0], x.shape[2] // GRANULE, x.shape[3] // GRANULE)
+    moments, cache = model.module().encode(x, carry, grid)
+    return cache, moments.transpose(0, 4, 1, 2, 3)
+
+
+def _video(
+    model: BoundJaxModule, carry: Any, inputs: Mapping[str, Any]
+) -> tuple[Any, jax.Array]:
+    """Latents [B, C, T, Y, X] of a chunk -> the cache, and [B, 3, F, H, W]."""
+    z = inputs["latents"].astype(model.dtype).transpose(0, 2, 3, 4, 1)
+    grid = _grid(model, z.shape[0], z.shape[2], z.shape[3])
+    video, cache = model.module().decode(z, carry, grid)
+    return cache, video.transpose(0, 4, 1, 2, 3)
+
+
+def decode_chunk(
+    model: BoundJaxModule,
+    carry: Any,
+    constants: None,
+    inputs: Mapping[str, Any],
+    *,
+    pixels: str,
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Latents [B, C, T, Y, X] of a chunk -> frames, as ``encode_pixels`` gives them."""
+    import jax.numpy as jnp
+
+    cache, video = _video(model, carry, inputs)
+    frames = video.astype(jnp.float32) * 0.5 + 0.5
+    return cache, encode_pixels(frames, pixels, model.space)
+
+
+def decode_tile(
+    model: BoundJaxModule, carry: Any, constants: None, inputs: Mapping[str, Any]
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Latents [B, C, T, Y, X] of a tile's chunk -> ``video`` [B, 3, F, H, W].
+
+    About [-1, 1], unclipped, in the weights' dtype: tiles are blended as floats.
+    """
+    cache, video = _video(model, carry, inputs)
+    return cache, {"video": video}
+
+
+def _encode_programs() -> dict[str, Program]:
+    space = SpatialLayout(
+        inputs={"pixels": "BCFYX"}, carry=_CACHE, output="BCTYX", granule=GRANULE
+    )
+    return {
+        place: Program(component="vae", fn=encode_chunk, space=space)
+        for place in ("first", "next")
+    }
+
+
+def _decode_programs() -> dict[str, Program]:
+    frames = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
+    forms: dict[str, tuple[Any, Mapping[str, str]]] = {
+        pixels: (functools.partial(decode_chunk, pixels=pixels), frames)
+        for pixels in PIXELS
+    }
+    forms["tile"] = (decode_tile, {"video": "BCFYX"})
+    return {
+        f"{place} {form}": Program(
+            component="vae",
+            fn=fn,
+            space=SpatialLayout(
+                inputs={"latents": "BCTYX"}, carry=_CACHE, output=output
+            ),
+        )
+        for place in ("first", "next")
+        for form, (fn, output) in forms.items()
+    }
+
+
+FLAX = Implementation(
+    weights=_weights,
+    programs={"encode": _encode_programs(), "decode": _decode_programs()},
+    footprints={"decode": vae_memory.flax_decode_footprint},
+    packages=("flax",),
+)
+"""The VAE in Flax, for ``--vae flax``."""

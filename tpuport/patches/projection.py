@@ -1,0 +1,47 @@
+"""Norms after the last block that are computed once, before what they are projected by.
+
+XLA for TPU would compute such a norm within the projection's product, again for every
+part of it. That program alone is a fifth of what a transformer takes to compile; kept
+apart the norm is one reading and writing of the tokens, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tpuport.core.active import current
+from tpuport.core.patching import Patch
+
+
+def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose output is an array of its own, to the compiler as well."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import jax
+
+        active = current()
+        out = active.arrays(original(self, *args, **kwargs))
+        return active.tensors(jax.lax.optimization_barrier(out))
+
+    return forward
+
+
+MODULATED_NORMS = tuple(
+    Patch(
+        name=f"{name}-apart",
+        target=f"diffusers.models.normalization:{upstream}.forward",
+        replacement=_apart,
+        wraps=True,
+        reason="in one with the projection that follows the last block it takes a TPU "
+        "compiler as long as several blocks",
+        upstream="diffusers>=0.42,<0.43",
+        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+        "models/normalization.py",
+    )
+    for name, upstream in (
+        ("ada-layer-norm", "AdaLayerNorm"),
+        ("ada-layer-norm-continuous", "AdaLayerNormContinuous"),
+    )
+)
+"""For a transformer that ends in one of these norms and a projection."""
