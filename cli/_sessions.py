@@ -57,6 +57,7 @@ def check_early(settings: Settings) -> ModelPort:
         form = port.form_of(variant) if variant else port
         form.rules(next(iter(form.components)), settings.sharding)
     check_chosen(port, settings.implementations)
+    _check_attention(settings.attention)
     if settings.cache is not None:
         StepCache.parse(settings.cache)
     if settings.aspect_ratio is not None:
@@ -157,9 +158,8 @@ def open_session(
     """:func:`tpuport.load` with these settings.
 
     Raises:
-        TpuportError: as :func:`tpuport.load`; also an unknown attention implementation.
+        TpuportError: as :func:`tpuport.load`.
     """
-    _check_attention(settings.attention)
     return api.load(
         settings.model or DEFAULT_MODEL,
         weights=settings.weights,

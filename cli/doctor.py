@@ -210,6 +210,7 @@ def _flag_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
         if flag["yours"]:
             text = f"{flag['yours']}, yours, in place of {text}"
         rows.append(("compiler flag", text))
+        rows.append(("", f"source: {flag['source']}"))
     return rows
 
 

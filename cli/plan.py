@@ -112,8 +112,14 @@ def plan(
     frames: Frames = None,
     steps: Steps = None,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Videos denoised together.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            help="Videos of one prompt, denoised together. "
+            "[default: one of each --prompt]",
+        ),
+    ] = None,
     guidance: Guidance = None,
     image: Image = None,
     video: SourceVideo = None,
@@ -169,10 +175,13 @@ def plan(
         settings = replace(settings, mesh=None if search else settings.mesh)
         port = check_early(settings)
         stages = _stages(port, stage)
+        prompts = _prompts(settings, batch)
         if settings.variant is not None and settings.image is None:
             _check_run(port, settings)
         with make_display() as display:
-            made = _plan(settings, found, stages, batch, search, budget, dump, display)
+            made = _plan(
+                settings, found, stages, prompts, search, budget, dump, display
+            )
         if settings.json:
             print_json({"command": "plan", **made.as_dict()})
         else:
@@ -194,6 +203,19 @@ def _stages(port: ModelPort, asked: str) -> list[str]:
     return [name for name in names if name in wanted]
 
 
+def _prompts(settings: Settings, batch: int | None) -> list[str]:
+    """Of the videos of one batch."""
+    given = settings.prompts or (PROMPT,)
+    if batch is None:
+        return list(given)
+    if len(given) > 1:
+        raise UsageError(
+            f"{len(given)} prompts beside --batch {batch}: give one --prompt, or leave "
+            "--batch out to plan a video of each prompt"
+        )
+    return list(given) * batch
+
+
 def _check_run(port: ModelPort, settings: Settings) -> None:
     """What can be refused early; an image that is not given is stood in for later."""
     variant = known_variant(port, settings)
@@ -205,7 +227,7 @@ def _plan(
     settings: Settings,
     topology: Topology,
     stages: list[str],
-    batch: int,
+    prompts: list[str],
     search: bool,
     budget: float,
     dump: str | None,
@@ -219,7 +241,7 @@ def _plan(
         source = _source(settings, variant)
 
         def ask(requests: Requests) -> Request:
-            return _request(requests, settings, source, batch)
+            return _request(requests, settings, source, prompts)
 
         planner = Planner(
             port=form,
@@ -235,15 +257,17 @@ def _plan(
             implementations=settings.implementations,
             vae_tiling=settings.vae_tiling or "auto",
             stages=stages,
-            inputs={source.kind: source.for_videos(batch)} if source else None,
+            inputs={source.kind: source.for_videos(len(prompts))} if source else None,
             reporter=reporter,
             dump=Path(dump).expanduser() if dump else None,
         )
         ranked = rank(planner, budget=budget) if search else []
         made = _final(planner, settings, ranked, stages)
         made.meshes = [candidate.as_dict() for candidate in ranked]
+        # Of a search the dump has all meshes, and of a plan in tiles the whole too.
+        made.files = planner.written
         if not made.fits:
-            made.advice = advise(planner, made, budget=budget)
+            made.advice = advise(planner, made, ranked=ranked, budget=budget)
         return made
 
 
@@ -264,10 +288,10 @@ def _final(
 
 
 def _request(
-    requests: Requests, settings: Settings, source: Source | None, batch: int
+    requests: Requests, settings: Settings, source: Source | None, prompts: list[str]
 ) -> Request:
     return requests.request(
-        prompt=[(settings.prompts or (PROMPT,))[0]] * batch,
+        prompt=prompts,
         negative_prompt=settings.negative_prompt,
         height=settings.height,
         width=settings.width,

@@ -5,9 +5,10 @@ table of docs/vae.md.
 CogVideoX's decoder, and the statistics and the norm of its widest layer, each for one
 of eight chips that share 720x1280 by columns. It prints the cycles of the compiler's
 schedule, what the matrix units need at their peak, and what compiling took: CPU seconds
-of all threads, which other work on the machine changes little. With ``--xla`` three of
-the convolutions are compiled as XLA's own too, a minute or two each, with the cycles
-that it estimates itself. Each is compiled in a process of its own; no TPU is needed.
+of all threads, which other work on the machine changes less than the time of the clock.
+With ``--xla`` three of the convolutions are compiled as XLA's own too, half a minute
+each on an idle machine, with the cycles that it estimates itself. Each is compiled in a
+process of its own; no TPU is needed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ SHAPES = {
     "256-large": Shape(256, 256, 8, 360, 80),
     "256-128": Shape(256, 128, 8, 720, 160),
     "128": Shape(128, 128, 8, 720, 160),
+    "128-3": Shape(128, 3, 8, 720, 160),
 }
 #: Of those, what XLA is asked to compile too.
 BY_XLA = ("512", "256-large", "128")

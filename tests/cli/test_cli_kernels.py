@@ -151,6 +151,10 @@ def test_help_of_the_new_commands_imports_nothing_heavy() -> None:
     ("args", "said"),
     [
         (("bench", "attention", "--blocks", "1/2"), "blocks '1/2' are not Q/KV"),
+        (
+            ("bench", "attention", "--blocks", "100/100/100"),
+            "blocks '100/100/100': all three must be multiples of 128",
+        ),
         (("bench", "attention", "--chip", "v9"), "unknown TPU chip 'v9'"),
         (("bench", "attention", "--kernel", "x"), "unknown kernel 'x'; known are"),
         (("bench", "attention", "--head-dim", "0"), "--head-dim"),

@@ -64,6 +64,7 @@ def test_doctor_lists_compiler_flags_of_all_chips_where_there_is_none(cli: Cli) 
     for flag in FLAGS:
         where = f"{', '.join(flag.chips)}; {', '.join(flag.stages)}"
         assert f"{flag.text} ({where}): {flag.effect}" in text
+        assert f"source: {flag.source}" in text
 
 
 def test_doctor_shows_the_flags_of_the_chip_and_whose_they_are(

@@ -46,12 +46,19 @@ def test_the_key_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "encode", "bench", "compile", "plan"], ids=str
+    ("command", "more"),
+    [
+        ("generate", ()),
+        ("encode", ("--run-dir", "run")),
+        ("bench", ()),
+        ("compile", ("--out", "built")),
+        ("plan", ("--topology", "v6e-8")),
+    ],
+    ids=["generate", "encode", "bench", "compile", "plan"],
 )
 def test_what_a_model_does_not_have_is_refused_in_one_line(
-    command: str, cli: Cli
+    command: str, more: tuple[str, ...], cli: Cli
 ) -> None:
-    more = ("--topology", "v6e-8") if command == "plan" else ()
     for model, vae, has in (
         ("hunyuanvideo", "flax", "torchax"),
         ("cogvideox", "fast", "torchax, flax"),
@@ -182,18 +189,17 @@ def test_the_programs_of_one_are_no_programs_of_the_other(cli: Cli, run: Path) -
 
 
 @needs_libtpu
+@pytest.mark.slow
 @pytest.mark.parametrize("vae", ["torchax", "flax"])
 def test_a_plan_of_decode(vae: str, tmp_path: Path) -> None:
-    small = ("--size", "96x64", "--frames", "17", "--stage", "decode", "--json")
-    done = plan(tmp_path, "--topology", "v6e-4", *small, "--vae", vae)
+    # XLA's convolutions for a TPU take minutes, however small: one program.
+    small = ("--size", "48x32", "--frames", "9", "--stage", "decode", "--json")
+    done = plan(tmp_path, "--topology", "v6e-1", *small, "--vae", vae)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["implementations"] == {"vae": vae}
     programs = found["stages"]["decode"]["programs"]
-    assert [(p["program"], p["calls"]) for p in programs] == [
-        ("first uint8", 1),
-        ("next uint8", 1),
-    ]
+    assert [(p["program"], p["calls"]) for p in programs] == [("first uint8", 1)]
     assert found["fits"] is True
     assert found["stage_seconds"]["decode"] > 0
     (weights,) = found["sharding_plans"]

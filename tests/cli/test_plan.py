@@ -22,6 +22,9 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
+TWO_PROMPTS = ("--prompt", "a panda", "--prompt", "a red car on a bridge")
+
+
 def plan(cache: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, whose environment no test has set up for a TPU."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)}
@@ -139,10 +142,11 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
     done = plan(
         tmp_path,
         *("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--steps", "2"),
-        *("--attention", "reference", "--blocks", "upstream"),
+        *("--attention", "reference", "--blocks", "upstream", *TWO_PROMPTS),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for part in (
+        "2 videos of 96x64",
         "sharding default, upstream blocks",
         "fits: ",
         "memory per chip:",
@@ -199,6 +203,14 @@ def test_two_compile_at_once(tmp_path: Path) -> None:
         (("--topology", "v6e-8", "--frames", "10"), "10 frames asked for"),
         (("--topology", "v6e-8", "--mesh", "tp=x"), "not an integer"),
         (("--topology", "v6e-8", "--model", "x"), "x"),
+        (
+            ("--topology", "v6e-8", "--attention", "foo"),
+            "unknown attention implementation 'foo'",
+        ),
+        (
+            *(("--topology", "v6e-8", *TWO_PROMPTS, "--batch", "2"),),
+            "2 prompts beside --batch 2",
+        ),
         ((), "--topology"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",

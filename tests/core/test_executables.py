@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -232,11 +235,59 @@ def test_a_load_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> Non
         raise ValueError("refused")
     assert not mark.exists()
     # As a process leaves it that was gone before the block ended.
-    mark.touch()
+    load = "import os, sys; from pathlib import Path\n"
+    load += "from tpuport.core.load_guard import guarded\n"
+    load += "with guarded(Path(sys.argv[1]), 'a'): os._exit(3)\n"
+    command = [sys.executable, "-c", load, str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == 3
+    (mark,) = tmp_path.iterdir()
     with pytest.raises(DiedLoading, match=f"remove {mark}"), guarded(tmp_path, "a"):
         pytest.fail("it was tried again")
     with guarded(tmp_path, "b"):
         assert load_guard is not None
     mark.unlink()
     with guarded(tmp_path, "a"):
-        assert mark.exists()
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_processes_of_this_host_may_load_a_file_at_once(tmp_path: Path) -> None:
+    load = "import sys; from pathlib import Path\n"
+    load += "from tpuport.core.load_guard import guarded\n"
+    load += "with guarded(Path(sys.argv[1]), 'a'): print('in', flush=True); input()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", load, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        (theirs,) = tmp_path.iterdir()
+        with guarded(tmp_path, "a"):
+            assert len(list(tmp_path.iterdir())) == 2
+        assert list(tmp_path.iterdir()) == [theirs]
+        text = theirs.read_text()
+        other.communicate("\n")
+    assert other.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+    # The same mark once its process is gone.
+    theirs.write_text(text)
+    with (
+        pytest.raises(DiedLoading, match=rf"process {other.pid} on "),
+        guarded(tmp_path, "a"),
+    ):
+        pytest.fail("it was tried again")
+
+
+@pytest.mark.parametrize("changed", [{"host": "elsewhere"}, {"started": "1"}])
+def test_another_host_or_a_process_of_the_same_number_is_no_live_one(
+    tmp_path: Path, changed: dict[str, str]
+) -> None:
+    with guarded(tmp_path, "a"):
+        (mark,) = tmp_path.iterdir()
+        known = json.loads(mark.read_text())
+        with guarded(tmp_path, "a"):
+            assert known["pid"] == os.getpid()
+    mark.write_text(json.dumps({**known, **changed}))
+    with pytest.raises(DiedLoading, match="ended while"), guarded(tmp_path, "a"):
+        pytest.fail("it was tried again")

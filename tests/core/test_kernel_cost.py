@@ -180,6 +180,14 @@ def test_blocks_that_are_none_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ["100/100/100", "128/128/100", "64/128/128", "128/192/64", "128/384/256"]
+)
+def test_blocks_that_no_kernel_takes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="all three must be multiples of 128"):
+        Blocks.parse(text)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"implementation": "other"}, "unknown kernel 'other'"),

@@ -203,7 +203,8 @@ class TestValidate:
             batch=1,
         ) == (
             "mesh dp=1,sp=1,tp=4: tp=4 does not divide the 30 heads of transformer, "
-            "18 heads of refiner; legal tp values: 1, 2"
+            "18 heads of refiner; legal tp values: 1, 2 "
+            "(sp, which splits tokens, takes any degree)"
         )
 
     def test_a_batch_that_does_not_divide_is_named_with_its_reason(self) -> None:
@@ -219,7 +220,8 @@ class TestValidate:
             MeshSpec(dp=2, tp=4).validate, heads={"transformer": 30}, batch=1
         ) == (
             "mesh dp=2,sp=1,tp=4: tp=4 does not divide the 30 heads of transformer; "
-            "legal tp values: 1, 2, 3, 5, 6, 10, 15, 30; "
+            "legal tp values: 1, 2, 3, 5, 6, 10, 15, 30 "
+            "(sp, which splits tokens, takes any degree); "
             "dp=2 does not divide the batch of 1; legal dp values: 1"
         )
 

@@ -15,9 +15,11 @@ from tpuport.core.active import Active
 from tpuport.core.attention import AttentionPolicy
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.ops import OpContext
+from tpuport.core.ring import too_short
 from tpuport.core.sequence_parallel import (
     Degrees,
     degrees,
+    degrees_of,
     padded_length,
     sequence_attention,
 )
@@ -52,6 +54,44 @@ def test_padding_for_a_tpu_makes_whole_blocks(length: int, devices: int) -> None
         assert padded <= 1.08 * length
         blocks = default_blocks(padded, padded, 64, chip="v6e")
         assert padded % blocks.kv == 0
+
+
+@pytest.mark.parametrize("devices", [3, 32, 64, 128])
+def test_padding_makes_whole_blocks_of_what_a_ring_meets(devices: int) -> None:
+    ring = degrees(16, devices).ring
+    assert ring > 1
+    length = 113600
+    padded = padded_length(
+        length, devices, platform="tpu", head_dim=128, chip="v6e", ring=ring
+    )
+    assert length <= padded <= 1.02 * length
+    assert padded % (128 * devices) == 0
+    chunk = padded // ring
+    blocks = default_blocks(chunk, chunk, 128, chip="v6e")
+    assert chunk % blocks.q == chunk % blocks.kv == 0
+    assert blocks.kv_compute == 256
+    if devices == 32:
+        # Whole blocks of all tokens are none of a chunk: 37 of 3072, on two devices.
+        assert padded_length(length, 4, platform="tpu", head_dim=128, chip="v6e") % (
+            3072 * ring
+        )
+
+
+def test_chunks_too_short_for_a_ring_meet_whole_blocks_of_all_keys() -> None:
+    # Of 16 devices with two heads' worth of them, each has 2560 queries.
+    padded = padded_length(20480, 8, platform="tpu", head_dim=64, chip="v6e", ring=8)
+    assert padded == 20480
+    assert too_short(padded // 8, 64, 2, "v6e") is not None
+    blocks = default_blocks(padded // 8, padded, 64, chip="v6e")
+    assert (blocks.q, blocks.kv) == (2560, 2560)
+
+
+def test_padding_is_for_the_chunks_of_the_devices_that_share_heads() -> None:
+    """What a sequence asks for is what attention then runs on."""
+    active = active_on("dp=2,sp=4")
+    # Two heads on four devices: pairs share one. With another item they need not.
+    assert degrees_of(active, 2, 2) == Degrees(2, 2)
+    assert degrees_of(active, 4, 2) == Degrees(4, 1)
 
 
 def test_padding_elsewhere_makes_equal_parts() -> None:

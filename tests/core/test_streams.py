@@ -27,7 +27,13 @@ def sequence(devices: int, video: int, text: int) -> JointSequence:
     )
     active = Active(SimpleNamespace(), cast(Any, context))
     return JointSequence.of(
-        active, text=text, length=video + text, head_dim=4, text_first=False
+        active,
+        text=text,
+        length=video + text,
+        batch=2,
+        heads=3,
+        head_dim=4,
+        text_first=False,
     )
 
 

@@ -22,6 +22,7 @@ from tpuport.core.topology import (
     topology_devices,
 )
 from tpuport.errors import UsageError
+from tpuport.kernels.splash_blocks import VMEM_MIB
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -104,6 +105,13 @@ def test_a_chip_is_found_by_the_kind_of_a_device() -> None:
 def test_an_unknown_chip_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown TPU chip 'v9'; known are: v4, v5e"):
         chip("v9")
+
+
+def test_the_kernel_s_table_of_vmem_is_that_of_the_chips() -> None:
+    """Kernels import nothing of core, so the splash kernel has its own."""
+    assert {name: found.vmem_bytes for name, found in CHIPS.items()} == {
+        name: size << 20 for name, size in VMEM_MIB.items()
+    }
 
 
 @pytest.mark.parametrize("name", list(CHIPS))

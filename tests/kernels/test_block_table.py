@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tpuport.core.tuning import is_stale
 from tpuport.kernels.block_table import (
     TABLE,
     bucket,
@@ -96,11 +97,20 @@ def test_the_table_has_the_lengths_the_kernel_is_meant_for() -> None:
     } <= calls
 
 
-@pytest.mark.parametrize(
+each_entry = pytest.mark.parametrize(
     "row",
     ENTRIES,
     ids=[f"{e['chip']}-{e['head_dim']}-{e['measured']['q_len']}" for e in ENTRIES],
 )
+
+
+@each_entry
+def test_an_entry_was_found_for_the_kernel_as_it_is(row: dict[str, Any]) -> None:
+    """`tpuport tune --again --write` looks anew after an edit of the kernel."""
+    assert not is_stale(row)
+
+
+@each_entry
 def test_an_entry_is_legal_fits_and_is_the_best_of_what_was_tried(
     row: dict[str, Any],
 ) -> None:

@@ -64,15 +64,36 @@ def test_default_blocks_fit_and_waste_little(
 ) -> None:
     blocks = default_blocks(length, length, head_dim, chip=chip, itemsize=itemsize)
     assert vmem_bytes(blocks, head_dim, itemsize=itemsize) <= vmem_limit(chip)
-    for block in (blocks.q, blocks.kv):
-        waste = -(-length // block) * block - length
-        assert waste < max(128 * -(-length // block), length / 16 + 1)
+    # Parts of 128 keys would leave half the matrix unit idle, which wastes more.
+    part = 256 if length > 128 and blocks.kv >= 256 else 128
+    assert blocks.kv_compute == part
+    for block, least in ((blocks.q, 128), (blocks.kv, part)):
+        count = -(-length // block)
+        assert count * block - length < max(least * count, length / 16 + 1)
 
 
 @pytest.mark.parametrize("length", [39826, 113600])
 def test_default_blocks_at_the_lengths_that_matter(length: int) -> None:
     blocks = default_blocks(length, length, 64)
     assert (blocks.q, blocks.kv, blocks.kv_compute) == (3072, 3072, 256)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("chunk", "block"), [(14336, 2048), (28672, 2048), (20480, 2560), (39936, 3072)]
+)
+def test_a_chunk_of_whole_blocks_is_not_padded(
+    chunk: int, block: int, head_dim: int
+) -> None:
+    blocks = default_blocks(chunk, chunk, head_dim)
+    assert (blocks.q, blocks.kv, blocks.kv_compute) == (block, block, 256)
+    assert chunk % block == 0
+
+
+def test_keys_come_in_whole_parts_at_any_length() -> None:
+    for length in range(129, 40000, 97):
+        blocks = default_blocks(length, length, 128)
+        assert blocks.kv_compute == 256, length
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 64), (1, 0, 64), (1, 1, 0)])

@@ -182,13 +182,13 @@ def test_an_image_is_encoded_as_by_upstreams_class(
 
 
 def test_a_video_is_encoded_chunk_by_chunk(folder: Path, cache: Path) -> None:
-    video = torch.from_numpy(pictures(17, 48, 80))[None]
+    video = pictures(17, 48, 80)
     encoded = {}
     for vae in ("torchax", "flax"):
         with tpuport.load(weights=folder, cache_dir=cache, vae=vae) as session:
             request, given = session._requested(
                 None,
-                video.numpy(),
+                video,
                 17,
                 prompt="a fox",
                 height=48,

@@ -38,6 +38,7 @@ from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import WeightInfo, plan_sharding
 from tpuport.core.spec import with_blocks
 from tpuport.models.cogvideox.plugin import PORT
+from tests.models.compiled_layers import KERNEL, collectives, layer_body, moved
 
 port = with_blocks(PORT, sys.argv[2])
 devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
@@ -76,14 +77,13 @@ def run(weights, *args):
 compiled = jax.jit(run).lower(weights, carry, constants, inputs).compile()
 text = compiled.as_text()
 memory = compiled.memory_analysis()
-KERNEL = 'custom_call_target="tpu_custom_call"'
-# Of the one computation that has the kernel: the body of the loop over the layers.
-body = next(part for part in text.split("\\n\\n") if KERNEL in part)
-KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+# Of the loop over the layers.
+body = layer_body(text)
 print(json.dumps({
     "kernels": text.count(KERNEL),
     "loops": len(re.findall(r" while\\(", text)),
-    "in a layer": {k: len(re.findall(rf" {k}(-start)?\\(", body)) for k in KINDS},
+    "in a layer": collectives(body),
+    "moved in a layer": moved(body),
     "temporaries": memory.temp_size_in_bytes,
     "attention": [r.as_dict() for r in runtime.records],
     "weights": plan.bytes_per_device,
@@ -143,5 +143,8 @@ def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
         "collective-permute": 0,
     }
     assert found["loops"] == 1
+    # Four devices have so many elements of q, of k, of v and of what attention gives.
+    each = 48 * 64 * attention["padded"] // 4
+    assert each not in found["moved in a layer"]
     # Activations, and no copy of weights.
     assert found["temporaries"] < found["weights"] / 8

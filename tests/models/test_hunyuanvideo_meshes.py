@@ -61,7 +61,14 @@ def largest(many: Result, one: Result) -> float:
 
 @pytest.mark.parametrize(
     ("mesh", "videos"),
-    [((2, 1, 4), 1), ((2, 2, 2), 1), ((1, 8, 1), 1), ((4, 1, 2), 2)],
+    [
+        ((2, 1, 4), 1),
+        ((2, 2, 2), 1),
+        ((1, 3, 1), 1),
+        ((1, 5, 1), 1),
+        ((1, 8, 1), 1),
+        ((4, 1, 2), 2),
+    ],
     ids=str,
 )
 def test_15_from_an_image(
@@ -85,7 +92,7 @@ def test_15_from_an_image(
         assert split == {a: a if n > 1 else None for a, n in sizes.items()}
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 8), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (1, 2, 4), (1, 3, 1), (1, 5, 1)], ids=str)
 def test_13b(
     mesh: tuple[int, int, int],
     single: Callable[[str, int], Result],

@@ -28,12 +28,14 @@ from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights
 from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import WeightInfo, plan_sharding
+from tpuport.core.spec import with_blocks
 from tpuport.kernels.reference import reference_attention
 from tpuport.models.hunyuanvideo.plugin import PORT
+from tests.models.compiled_layers import collectives, layer_body, moved, token_pairs
 
 case = json.loads(sys.argv[1])
 variant = PORT.variant(case["variant"])
-port = PORT.form_of(variant)
+port = with_blocks(PORT.form_of(variant), case["blocks"])
 devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
 mesh = build_mesh(MeshSpec.parse(case["mesh"]), devices)
 component = port.components["transformer"]
@@ -65,14 +67,28 @@ def largest(text):
 compiled = jax.jit(run).lower(weights, *inputs).compile()
 text = compiled.as_text()
 memory = compiled.memory_analysis()
-one_head = array("bfloat16", 1, 1, case["tokens"], 128)
-plain = jax.jit(lambda q: reference_attention(q, q, q)).lower(one_head).compile()
-print(json.dumps({
+found = {
     "kernels": text.count('custom_call_target="tpu_custom_call"'),
     "attention": [r.as_dict() for r in runtime.records],
     "weights": plan.bytes_per_device,
     "arguments": memory.argument_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
+}
+if case["blocks"] == "native":
+    (record,) = [r for r in runtime.records if r.padded]
+    sp = mesh.shape["sp"]
+    counts = {case["tokens"], record.padded, record.padded // sp}
+    body = layer_body(text)
+    found |= {
+        "in a layer": collectives(body),
+        "moved in a layer": moved(body),
+        "token by token": token_pairs(text, counts),
+    }
+    print(json.dumps(found))
+    sys.exit()
+one_head = array("bfloat16", 1, 1, case["tokens"], 128)
+plain = jax.jit(lambda q: reference_attention(q, q, q)).lower(one_head).compile()
+print(json.dumps(found | {
     "largest": largest(text),
     "largest of plain attention": largest(plain.as_text()),
 }))
@@ -87,9 +103,10 @@ LAYERS = {
 WIDTH = {"1.5": 2048, "13b": 3072}
 
 
-def case_15(mesh: str, frames: int) -> dict[str, Any]:
+def case_15(
+    mesh: str, frames: int, rows: int = 32, columns: int = 36
+) -> dict[str, Any]:
     """Image to video of 512 x 576 pixels, both prompts in one batch."""
-    rows, columns = 32, 36
     video = frames * rows * columns
     low, full = "bfloat16", "float32"
     latents = (full, 1, 32, frames, rows, columns)
@@ -107,6 +124,7 @@ def case_15(mesh: str, frames: int) -> dict[str, Any]:
     return {
         "variant": "1.5-480p-i2v",
         "mesh": mesh,
+        "blocks": "upstream",
         "layers": LAYERS["1.5"],
         "inputs": [{"latents": latents}, constants, given],
         "tokens": video + IMAGE + GLYPHS + TEXT,
@@ -130,6 +148,7 @@ def case_13b(mesh: str, frames: int) -> dict[str, Any]:
     return {
         "variant": "13b",
         "mesh": mesh,
+        "blocks": "upstream",
         "layers": LAYERS["13b"],
         "inputs": [
             {"latents": (full, 1, 16, frames, rows, columns)},
@@ -140,10 +159,29 @@ def case_13b(mesh: str, frames: int) -> dict[str, Any]:
     }
 
 
-# Latent frames are so many that no weight has as many elements as S x S.
-@pytest.mark.skipif(
+needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
+
+
+def compiled(case: dict[str, Any]) -> dict[str, Any]:
+    """What the compiler says of a step."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(case)],
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# Latent frames are so many that no weight has as many elements as S x S.
+@needs_libtpu
 @pytest.mark.parametrize(
     ("form", "mesh", "frames"),
     [
@@ -158,17 +196,7 @@ def test_a_step_compiles_for_v6e_with_the_splash_kernel(
     form: str, mesh: str, frames: int
 ) -> None:
     case = {"1.5": case_15, "13b": case_13b}[form](mesh, frames)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(case)],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = compiled(case)
 
     tokens = case["tokens"]
     sizes = dict(part.split("=") for part in mesh.split(","))
@@ -191,3 +219,37 @@ def test_a_step_compiles_for_v6e_with_the_splash_kernel(
     assert found["arguments"] < found["weights"] * 1.1 + 2**25
     # A few times the hidden states of bfloat16: no copy of weights, no scores.
     assert 0 < found["temporaries"] < 5 * tokens * WIDTH[form] * 2
+
+
+@needs_libtpu
+def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
+    case = case_15("dp=2,sp=4", 4, rows=16, columns=18) | {"blocks": "native"}
+    found = compiled(case)
+    (attention,) = [r for r in found["attention"] if r["padded"]]
+    assert attention["implementation"] == "splash"
+    assert attention["key_lengths"]
+    assert (attention["ulysses"], attention["ring"]) == (4, 1)
+    assert attention["split"] == ["dp", None, "sp", None]
+    # The refiner's and the blocks'; two identical blocks are one loop.
+    assert found["kernels"] == 2
+    # Queries, keys and values to heads, what attention gives back to tokens. The sum is
+    # what reads the text out of the places it has on one device or two; weights are
+    # whole on every chip.
+    assert found["in a layer"] == {
+        "all-reduce": 1,
+        "all-gather": 0,
+        "all-to-all": 4,
+        "collective-permute": 0,
+    }
+    # Nothing of the size of q, k, v or of what attention gives is put elsewhere. The
+    # weights of both output projections, [E, heads, D], are turned.
+    width = WIDTH["1.5"]
+    each = width * attention["padded"] // 4
+    assert each != width**2
+    assert found["moved in a layer"] == [width**2] * 2
+    # No scores and no mask, whole or of one device's queries.
+    assert found["token by token"] == []
+    assert found["weights"] * 0.9 < found["arguments"]
+    assert found["arguments"] < found["weights"] * 1.1 + 2**25
+    # Activations, and no copy of weights.
+    assert found["temporaries"] < found["weights"] / 8

@@ -16,7 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.sequence_parallel import padded_length, sequence_attention
+from tpuport.core.sequence_parallel import (
+    degrees_of,
+    padded_length,
+    sequence_attention,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -51,10 +55,20 @@ class JointSequence:
         *,
         text: int,
         length: int,
+        batch: int,
+        heads: int,
         head_dim: int,
         text_first: bool = True,
     ) -> JointSequence:
-        """A sequence padded for the mesh and the chip that is being traced for."""
+        """A sequence padded for the mesh and the chip that is being traced for.
+
+        Args:
+            active: what is being traced.
+            text: tokens of text.
+            length: tokens in all.
+            batch, heads, head_dim: of its attention.
+            text_first: whether text comes before video.
+        """
         context = active.context
         padded = padded_length(
             length,
@@ -62,6 +76,7 @@ class JointSequence:
             platform=context.platform,
             head_dim=head_dim,
             chip=context.chip,
+            ring=degrees_of(active, batch, heads).ring,
         )
         return cls(active, text, length, padded, text_first)
 
@@ -71,11 +86,11 @@ class JointSequence:
         return self.active.context.platform == "tpu"
 
     @property
-    def row_parallel_dtype(self) -> Any:
-        """What products of split weights are summed up in; ``None`` for float32.
+    def sums_partial_products(self) -> bool:
+        """Whether products of weights whose columns are split are parts of a sum.
 
-        Partial products go through the network between the devices of the head axis:
-        in the weights' dtype, as those of any other linear layer.
+        These go through the network between the devices of the head axis: in the
+        weights' dtype, as those of any other linear layer, not in float32.
         """
         return self.active.axis_size(self.active.context.attention.heads) > 1
 
@@ -269,7 +284,7 @@ def dense(
     """
     import jax.numpy as jnp
 
-    narrow = row_parallel and sequence.row_parallel_dtype
+    narrow = row_parallel and sequence.sums_partial_products
     out = jnp.einsum(
         "...e,fe->...f",
         x,
@@ -302,18 +317,11 @@ def from_heads(
     heads = x.shape[1]
     split = weight.reshape(weight.shape[0], heads, -1)
     equation = "bhdl,ehd->ble" if sequence.feature_major else "bhld,ehd->ble"
-    kept = x.dtype if sequence.row_parallel_dtype else jnp.float32
+    kept = x.dtype if sequence.sums_partial_products else jnp.float32
     out = jnp.einsum(equation, x, split, preferred_element_type=kept)
     if bias is None:
         return out
     return out.astype(jnp.float32) + bias.astype(jnp.float32)
-
-
-def gelu(x: jax.Array, *, tanh: bool) -> jax.Array:
-    """GELU in the dtype of ``x``, in its tanh form if asked for."""
-    import jax
-
-    return jax.nn.gelu(x, approximate=tanh)
 
 
 @dataclass(frozen=True, eq=False)

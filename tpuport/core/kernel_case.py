@@ -14,6 +14,8 @@ from tpuport.errors import UsageError
 #: Implementation -> module of its kernel, or of what calls it, in tpuport.kernels.
 IMPLEMENTATIONS = {"tpuport": "splash", "jax": "jax_splash", "tokamax": None}
 
+#: Of a row of registers; tiles of every kernel are multiples of it.
+_LANES = 128
 _IMPORTS = re.compile(r"^\s*from tpuport\.kernels\.(\w+) import", re.MULTILINE)
 
 
@@ -30,14 +32,20 @@ class Blocks:
         """Of ``Q/KV/COMPUTE``, such as ``2048/2048/512``.
 
         Raises:
-            UsageError: it is not three positive numbers.
+            UsageError: it is not three positive numbers, or tiles that no kernel takes.
         """
         parts = text.split("/")
         if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
             raise UsageError(
                 f"blocks {text!r} are not Q/KV/COMPUTE, such as 2048/2048/512, or auto"
             )
-        return cls(q=int(parts[0]), kv=int(parts[1]), kv_compute=int(parts[2]))
+        q, kv, kv_compute = map(int, parts)
+        if q % _LANES or kv % _LANES or kv_compute % _LANES or kv % kv_compute:
+            raise UsageError(
+                f"blocks {text!r}: all three must be multiples of {_LANES}, and KV one "
+                "of COMPUTE"
+            )
+        return cls(q=q, kv=kv, kv_compute=kv_compute)
 
     def __str__(self) -> str:
         return f"{self.q}/{self.kv}/{self.kv_compute}"

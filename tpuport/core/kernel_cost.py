@@ -28,7 +28,13 @@ from tpuport.core.kernel_case import (
     padded,
     with_blocks,
 )
-from tpuport.core.schedule import Execution, KernelSchedule, dump_flags, read_dump
+from tpuport.core.schedule import (
+    Execution,
+    KernelSchedule,
+    dump_flags,
+    read_dump,
+    reader_hash,
+)
 from tpuport.core.topology import (
     TOPOLOGY_NAMES,
     TopologyError,
@@ -44,7 +50,10 @@ TILE = 1 << 20
 TIMEOUT = 600
 _PACKAGES = ("jax", "jaxlib", "libtpu", "tokamax")
 _FORMAT = 1
-_READERS = ("bundles", "scalar_logic", "schedule", "kernel_cost", "kernel_compile")
+#: What makes a cost of a schedule, beside what reads the schedule.
+_READERS = tuple(
+    Path(__file__).with_name(f"{name}.py") for name in ("kernel_cost", "kernel_compile")
+)
 
 
 class KernelCostError(TpuportError):
@@ -183,7 +192,7 @@ def kernel_cycles(case: AttentionCase, *, cache: Path | None = None) -> KernelCo
                 "case": case.as_dict(),
                 "versions": versions,
                 "source": kernel_source_hash(case.implementation),
-                "reader": _reader_hash(),
+                "reader": reader_hash(*_READERS),
             }
         )
     ).hexdigest()
@@ -331,11 +340,3 @@ def describe(case: AttentionCase) -> str:
         f"{case.implementation} attention, {case.heads} heads of {case.head_dim}, "
         f"{case.q_len} x {case.kv_len} for {case.chip}{blocks}"
     )
-
-
-def _reader_hash() -> str:
-    """Of the files that turn a schedule into a cost."""
-    digest = hashlib.sha256()
-    for name in _READERS:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    return digest.hexdigest()

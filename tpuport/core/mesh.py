@@ -202,6 +202,7 @@ class MeshSpec:
             problems.append(
                 f"tp={self.tp} does not divide the {listed}; "
                 f"legal tp values: {_listed(_divisors(math.gcd(*heads.values())))}"
+                " (sp, which splits tokens, takes any degree)"
             )
         if batch is not None and batch % shape["dp"]:
             note = f" ({batch_note})" if batch_note else ""

@@ -15,6 +15,7 @@ worked out for every grid step. What depends on data is tried both ways.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
@@ -34,6 +35,8 @@ from tpuport.errors import TpuportError
 #: dumps of libtpu 0.0.42.1: the regions that follow a branch begin after them.
 DELAY_SLOTS = {"v4": 1, "v5e": 4, "v5p": 4, "v6e": 4, "v7x": 1}
 
+_READERS = ("bundles", "scalar_logic", "schedule")
+
 #: Conditions on data that are tried both ways; more are all taken as "runs".
 MOST_CONDITIONS = 6
 
@@ -45,6 +48,17 @@ _FILE = re.compile(
 
 class ScheduleError(TpuportError):
     """A schedule is missing or is not in the form this reader knows."""
+
+
+def reader_hash(*more: Path) -> str:
+    """Sha256 of the files that turn a dump into cycles, and of others that do.
+
+    What is kept of a schedule is kept under it, so that it is read anew by new code.
+    """
+    digest = hashlib.sha256()
+    for path in (*(Path(__file__).with_name(f"{n}.py") for n in _READERS), *more):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def dump_flags(folder: Path) -> str:
@@ -102,11 +116,6 @@ class Execution:
     def steps(self) -> int:
         """Grid steps of one core."""
         return math.prod(self.grid)
-
-    @property
-    def cycles_per_step(self) -> float:
-        """Cycles of the call shared among its grid steps."""
-        return self.cycles / self.steps
 
     @property
     def utilization(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.attention import AttentionRecord
-from tpuport.core.ring import GATHERED, PASSED, keys_within
+from tpuport.core.ring import GATHERED, PASSED, keys_within, too_short
 
 if TYPE_CHECKING:
     import jax
@@ -56,13 +56,44 @@ def degrees(heads: int, devices: int) -> Degrees:
     return Degrees(ulysses, devices // ulysses)
 
 
+def degrees_of(active: Active, batch: int, heads: int) -> Degrees:
+    """How attention of ``heads`` of ``batch`` items is split over the sequence axis."""
+    *_, local = _placed(active, batch, heads)
+    return degrees(
+        math.prod(local), active.axis_size(active.context.attention.sequence)
+    )
+
+
+def _placed(
+    active: Active, batch: int, heads: int
+) -> tuple[str | None, str | None, tuple[int, int]]:
+    """The axes of the mesh that split items and heads, and how many a device has."""
+    policy = active.context.attention
+
+    def axis(name: str | None, count: int) -> str | None:
+        size = active.axis_size(name)
+        return name if size > 1 and count % size == 0 else None
+
+    batch_axis, head_axis = axis(policy.batch, batch), axis(policy.heads, heads)
+    local = batch // active.axis_size(batch_axis), heads // active.axis_size(head_axis)
+    return batch_axis, head_axis, local
+
+
 def padded_length(
-    length: int, devices: int, *, platform: str, head_dim: int, chip: str | None
+    length: int,
+    devices: int,
+    *,
+    platform: str,
+    head_dim: int,
+    chip: str | None,
+    ring: int = 1,
 ) -> int:
     """Tokens of a sequence of ``length`` with padding, a multiple of ``devices``.
 
-    For a TPU slices are whole lanes, and whole blocks of the kernel make up all of
-    them where that takes less than :data:`MOST_PADDING`.
+    For a TPU slices are whole lanes, and whole blocks of the kernel make up what it is
+    run on, where that takes less than :data:`MOST_PADDING`: of ``ring`` devices that
+    share heads each has its chunk of the queries and meets keys by the chunk, or all
+    keys where these are gathered.
     """
     from tpuport.kernels.padding import round_up
 
@@ -74,9 +105,13 @@ def padded_length(
     granule = math.lcm(TPU_TOKENS * devices, 256)
     first = round_up(length, granule)
     most = max(first, int(length * (1 + MOST_PADDING)))
+    chip = chip or DEFAULT_CHIP
     for padded in range(first, most + 1, granule):
-        blocks = default_blocks(padded, padded, head_dim, chip=chip or DEFAULT_CHIP)
-        if padded % blocks.kv == 0 and padded % blocks.q == 0:
+        queries = keys = padded // ring
+        if ring > 1 and too_short(queries, head_dim, 2, chip):
+            keys = padded
+        blocks = default_blocks(queries, keys, head_dim, chip=chip)
+        if queries % blocks.q == 0 and keys % blocks.kv == 0:
             return padded
     return first
 
@@ -123,20 +158,10 @@ def sequence_attention(
     policy = context.attention
     tokens = 3 if feature_major else 2
     batch, heads = q.shape[:2]
-
-    def axis(name: str | None, count: int) -> str | None:
-        size = active.axis_size(name)
-        return name if size > 1 and count % size == 0 else None
-
-    batch_axis, head_axis = axis(policy.batch, batch), axis(policy.heads, heads)
-    parts = active.axis_size(policy.sequence)
-    sequence_axis = policy.sequence if parts > 1 else None
-    local = [
-        batch // active.axis_size(batch_axis),
-        heads // active.axis_size(head_axis),
-    ]
-    count = local[0] * local[1]
-    split = degrees(count, parts)
+    batch_axis, head_axis, local = _placed(active, batch, heads)
+    sequence_axis = policy.sequence if active.axis_size(policy.sequence) > 1 else None
+    count = math.prod(local)
+    split = degrees_of(active, batch, heads)
     folded = round_up(count, split.ulysses)
     each = folded // split.ulysses
 
@@ -367,7 +392,7 @@ def _not_passed(
     """Why keys do not go round a ring, if they do not."""
     import jax
 
-    from tpuport.core.ring import ring_refusal, too_short
+    from tpuport.core.ring import ring_refusal
     from tpuport.kernels.selection import as_choice
 
     chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)

@@ -27,6 +27,7 @@ __all__ = [
     "chip_of",
     "compile_environment",
     "parse_topology",
+    "smallest_of",
     "topology_devices",
 ]
 
@@ -150,6 +151,17 @@ def parse_topology(name: str) -> Topology:
         if near:
             hint = f"did you mean {' or '.join(near)}? {hint}"
     raise UsageError(f"unknown TPU topology {name!r}; {hint}")
+
+
+def smallest_of(chip_name: str) -> Topology:
+    """The smallest slice of a chip, for what is compiled for one of them.
+
+    Raises:
+        UsageError: no chip has that name.
+    """
+    chip(chip_name)
+    found = (t for t in _TOPOLOGIES.values() if t.chip == chip_name)
+    return min(found, key=lambda topology: topology.devices)
 
 
 def compile_environment(topology: Topology) -> dict[str, str]:

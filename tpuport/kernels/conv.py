@@ -302,6 +302,7 @@ def _call(
 ) -> jax.Array:
     """The kernel over (parts of the outputs, videos, blocks of rows, frames)."""
     dtype = inputs[0][0].dtype
+    real = weight.shape[4]
     if bias is None:
         bias = jnp.zeros(weight.shape[4], jnp.float32)
     weight = _flat(weight, case)
@@ -333,7 +334,8 @@ def _call(
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * 9 * case.taps * math.prod(made) * case.channels,
+            # Of the real outputs, as utilisation is counted by it.
+            flops=2 * 9 * case.taps * math.prod(made[:-1]) * case.channels * real,
             transcendentals=0,
             bytes_accessed=sum(a.nbytes for a, _ in (*whole, *inputs))
             + math.prod(made) * dtype.itemsize,

@@ -96,10 +96,11 @@ def default_blocks(
 ) -> SplashBlocks:
     """Large tiles that waste little padding, from the sizes alone.
 
-    Few blocks of at most 3072 tokens that cover the length and leave little over, whole
-    numbers of 512 tokens, or fewer where these would waste more than a sixteenth; fewer
-    tokens where the blocks would not fit the chip's VMEM. The attached device is never
-    asked, so a program can be compiled for another one.
+    The largest blocks of whole 512 tokens, 2048 to 3072, that divide the length. Else
+    few blocks of at most 3072 that cover it and leave little over, whole numbers of 512
+    tokens, or of 256, or of 128 queries, where more would be wasted than a sixteenth.
+    Fewer tokens where the blocks would not fit the chip's VMEM. The attached device is
+    never asked, so a program can be compiled for another one.
 
     Args:
         q_len: queries.
@@ -120,8 +121,10 @@ def default_blocks(
     most = 3072 if itemsize <= 2 else 1024
     while True:
         q = _even_block(q_len, most, (512, 256, LANES))
-        # An odd number of 256 keys may have no divisor: its rounds would be short.
-        kv = _even_block(kv_len, most, (512, 256, LANES))
+        # An odd number of 256 keys may have no divisor: its rounds would be short. Of
+        # parts of 128 keys half the matrix unit is idle: padding wastes less.
+        whole = kv_len > LANES and most >= 256
+        kv = _even_block(kv_len, most, (512, 256) if whole else (LANES,))
         blocks = SplashBlocks(q=q, kv=kv, kv_compute=256 if kv % 256 == 0 else LANES)
         if most <= 128 or vmem_bytes(blocks, head_dim, itemsize=itemsize) <= limit:
             return blocks
@@ -172,8 +175,14 @@ def padded_dim(dim: int) -> int:
 def _even_block(length: int, most: int, granules: tuple[int, ...]) -> int:
     """A block of few that waste little, in the first granule that can.
 
-    A third more blocks than the fewest are taken where they leave less over.
+    One that divides the length, of whole numbers of the first granule and no less than
+    two thirds of ``most``, comes before all others. Else a third more blocks than the
+    fewest are taken where they leave less over.
     """
+    first = granules[0]
+    for size in range(most // first * first, max(2 * most // 3, 1) - 1, -first):
+        if length % size == 0:
+            return size
     fewest = ceil_div(length, most)
     counts = range(fewest, fewest + fewest // 3 + 1)
     sizes: list[int] = []

@@ -221,6 +221,53 @@ def test_a_collective_on_another_core_runs_beside_the_work() -> None:
     assert use.exposed_seconds == pytest.approx(link - 17500 / CLOCK)
 
 
+GATHER = "all-gather(%g.{0}), channel_id=5, replica_groups=[2,4]<=[8], dimensions={{1}}"
+PARTED = f"""HloModule jit_parted, is_scheduled=true
+
+%begin (g.1: f32[1024,256]) -> (f32[1024,256], f32[1024,1024]) {{
+  %g.1 = f32[1024,256]{{1,0:T(8,128)}} parameter(0)
+  %all.1 = f32[1024,1024]{{1,0:T(8,128)}} {GATHER.format(1)}
+  ROOT %begun = (f32[1024,256], f32[1024,1024]) custom-call(%g.1, %all.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%beside (g.2: f32[1024,256]) -> f32[1024,256] {{
+  %g.2 = f32[1024,256]{{1,0:T(8,128)}} parameter(0)
+  %all.2 = f32[1024,1024]{{1,0:T(8,128)}} {GATHER.format(2)}
+  ROOT %turned = f32[1024,256]{{0,1:T(8,128)}} copy(%g.2)
+}}
+
+%end (g.3: f32[1024,256]) -> f32[1024,1024] {{
+  %g.3 = f32[1024,256]{{1,0:T(8,128)}} parameter(0)
+  ROOT %all.3 = f32[1024,1024]{{1,0:T(8,128)}} {GATHER.format(3)}
+}}
+
+ENTRY %main (g: f32[1024,256]) -> f32[1024,1024] {{
+  %g = f32[1024,256]{{1,0:T(8,128)}} parameter(0)
+  %async-collective-start = (f32[1024,256], f32[1024,1024]) fusion(%g), kind=kCustom, calls=%begin
+  %work = f32[1024,256]{{0,1:T(8,128)}} fusion(%g), kind=kOutput, calls=%beside, {config(8750)}
+  %more = f32[1024,256]{{0,1:T(8,128)}} fusion(%g), kind=kOutput, calls=%beside, {config(8750)}
+  ROOT %async-collective-done = f32[1024,1024]{{1,0:T(8,128)}} fusion(%g), kind=kCustom, calls=%end
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("cycles", "waits"), [(8750, True), (87500, False)])
+def test_a_collective_in_several_fusions_is_one_that_work_runs_beside(
+    cycles: int, waits: bool
+) -> None:
+    """As v5e has it: each fusion has the same gather, and its own estimate."""
+    found = add_up(PARTED.replace('"8750"', f'"{cycles}"'))
+    (use,) = found.collectives()
+    link = (3 << 20) / 2 / V6E.ici_link_bandwidth + 2 * HOP_SECONDS
+    work = 2 * cycles / CLOCK
+    assert (use.kind, use.count, use.bytes) == ("all-gather", 1, 4 << 20)
+    assert use.seconds == pytest.approx(link)
+    assert use.exposed_seconds == pytest.approx(link - work if waits else 0)
+    assert found.seconds == pytest.approx(max(link, work))
+    assert sum(r.seconds for r in found.rows) == pytest.approx(found.seconds)
+    assert found.split()[COLLECTIVE] == pytest.approx(use.exposed_seconds)
+
+
 @pytest.mark.parametrize(
     ("opcode", "left", "right", "out", "attributes", "flops"),
     [

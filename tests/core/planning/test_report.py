@@ -9,7 +9,10 @@ import pytest
 
 from tests.core.planning.test_search import measured, plan_of
 from tpuport.core.attention import AttentionRecord
+from tpuport.core.chips import chip
 from tpuport.core.mesh import MeshSpec
+from tpuport.core.planning.account import Account, Row
+from tpuport.core.planning.collectives import Collective
 from tpuport.core.planning.plan import Plan
 from tpuport.core.planning.report import gib, text
 
@@ -161,6 +164,28 @@ def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
     assert "not planned: encode (--stage all plans them too)" in lines(two)
     every = two.joined(stages["encode"])
     assert "whole run: encode 2.000 s + denoise 2.000 s" in text(every)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "head", "what"),
+    [
+        ("v6e", MeshSpec(dp=8), "(8 of TPU v6e (Trillium))", "chip"),
+        ("v7x", MeshSpec(dp=8), "(8 devices on 4 chips of TPU7x (Ironwood))", "device"),
+        ("v7x", MeshSpec(dp=2), "(2 devices on 1 chip of TPU7x (Ironwood))", "device"),
+    ],
+)
+def test_figures_are_of_a_device_where_a_chip_has_two(
+    name: str, mesh: MeshSpec, head: str, what: str
+) -> None:
+    moved = Collective("all-gather", "dp", ((0, 1),), (), 1 << 20, 1e-5, {})
+    row = Row("op", "all-gather", "", "collective", 1, 1.0, 1e-5, collective=moved)
+    program = measured(10, 0.5, account=Account(0.5, [row]))
+    shown = text(replace(plan_of(mesh, program), chip=chip(name)))
+    assert head in shown.splitlines()[0]
+    assert f"GiB HBM per {what}" in shown
+    assert f"memory per {what}:" in shown
+    assert f"collectives of one call, per {what}:" in shown
+    assert shown.count("per chip") == (3 if what == "chip" else 0), shown
 
 
 def test_the_demo_is_called_one() -> None:

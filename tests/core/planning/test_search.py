@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,11 +12,13 @@ import pytest
 from tpuport.core.chips import chip
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.account import Account, Row
+from tpuport.core.planning.hlo import HloError
+from tpuport.core.planning.kernels import KernelError
 from tpuport.core.planning.measure import Measured, Memory
 from tpuport.core.planning.plan import Plan, StagePlan
 from tpuport.core.planning.planner import Planner
 from tpuport.core.planning.report import text
-from tpuport.core.planning.search import advise, rank
+from tpuport.core.planning.search import Candidate, advise, rank
 from tpuport.core.report import Reporter
 from tpuport.core.request import Request
 from tpuport.core.spec import FrameRule, SizeRule
@@ -151,6 +154,7 @@ class Fake:
         *,
         request: Request | None = None,
         stages: Sequence[str] | None = None,
+        keep: bool = True,
     ) -> Plan:
         asked = request or REQUEST
         self.compiled.append((str(spec), asked.num_frames, asked.height))
@@ -188,6 +192,98 @@ def test_without_time_left_only_the_first_mesh_is_compiled() -> None:
     found: Any = rank(fake, budget=0)  # type: ignore[arg-type]
     assert len(fake.compiled) == 1
     assert "not compiled" in found[-1].reason
+
+
+def test_a_mesh_that_is_skipped_for_its_weights_does_not_use_up_the_budget() -> None:
+    fake = Fake(
+        ["dp=2,sp=4,tp=1", "dp=2,tp=4", "tp=8"],
+        lambda spec, request: measured(10, 0.5),
+        weights=lambda spec: 40 * GIB / spec.tp,
+    )
+    found: Any = rank(fake, budget=0)  # type: ignore[arg-type]
+    assert [c[0] for c in fake.compiled] == ["dp=2,sp=1,tp=4"]
+    assert [c.left_out for c in found] == ["", "budget", "weights"]
+
+
+def test_what_was_compiled_comes_before_what_was_not() -> None:
+    """So that the plan of a run that fits nowhere is not compiled once more."""
+    fake = Fake(["dp=2,tp=4", "tp=8"], lambda spec, request: measured(40, 0.5))
+    found: Any = rank(fake, budget=0)  # type: ignore[arg-type]
+    assert [str(c.mesh) for c in found] == ["dp=2,sp=1,tp=4", "dp=1,sp=1,tp=8"]
+    assert [c.plan is None for c in found] == [False, True]
+
+
+@pytest.mark.parametrize("error", [KernelError("no\nschedule"), HloError("no count")])
+def test_a_mesh_that_cannot_be_read_is_listed_and_the_search_goes_on(
+    error: Exception,
+) -> None:
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        if spec.tp == 4:
+            raise error
+        return measured(10, 0.5)
+
+    fake = Fake(["dp=2,tp=4", "tp=8"], costs)
+    # Without time, too: nothing was compiled before the second.
+    found: Any = rank(fake, budget=0)  # type: ignore[arg-type]
+    assert [str(c.mesh) for c in found] == ["dp=1,sp=1,tp=8", "dp=2,sp=1,tp=4"]
+    assert found[-1].left_out == "error"
+    assert found[-1].reason == f"not read: {' '.join(str(error).split())}"
+    plan = plan_of(found[0].mesh, measured(10, 0.5))
+    plan.meshes = [c.as_dict() for c in found]
+    assert f"dp=2,sp=1,tp=4: {found[-1].reason}" in text(plan)
+
+
+def test_a_search_fails_where_no_mesh_is_left() -> None:
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        raise KernelError(f"not on {spec}")
+
+    fake = Fake(["dp=2,sp=4", "dp=2,tp=4", "tp=8"], costs)
+    fake.weights = lambda spec: 40 * GIB / spec.tp
+    with pytest.raises(KernelError, match="not on dp=2,sp=1,tp=4"):
+        rank(fake)  # type: ignore[arg-type]
+    assert len(fake.compiled) == 2
+
+
+def test_meshes_that_a_search_found_not_to_fit_are_not_tried_again() -> None:
+    """By estimate both others fit; one was compiled, one there was no time for."""
+
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        return measured(20 if spec.dp == 8 else 40, 0.5)
+
+    fake = Fake(["dp=2,tp=4", "dp=4,tp=2", "dp=8"], costs)
+    plan = fake.plan(fake.meshes[0])
+    known = [
+        Candidate(mesh=fake.meshes[0], weight_bytes=0, plan=plan),
+        Candidate(mesh=fake.meshes[1], weight_bytes=0, plan=fake.plan(fake.meshes[1])),
+        Candidate(mesh=fake.meshes[2], weight_bytes=0, left_out="budget"),
+    ]
+    fake.compiled.clear()
+    fake.weights = lambda spec: GIB
+    found: Any = advise(fake, plan, ranked=known)  # type: ignore[arg-type]
+    tried = [
+        mesh for mesh, frames, height in fake.compiled if (frames, height) == (33, 128)
+    ]
+    assert tried == ["dp=8,sp=1,tp=1"]
+    assert found[0] == {
+        "change": "mesh",
+        "to": "dp=8,sp=1,tp=1",
+        "hbm_bytes_per_chip": 20 * GIB,
+        "verified": True,
+    }
+
+
+def test_advice_goes_on_after_what_cannot_be_read() -> None:
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        if request.num_frames == 17:
+            raise KernelError("no schedule")
+        return measured(40 * request.num_frames / 33, 0.5)
+
+    fake = Fake(["dp=2,tp=4"], costs)
+    found: Any = advise(  # type: ignore[arg-type]
+        fake, fake.plan(MeshSpec.parse("dp=2,tp=4"))
+    )
+    assert ("9 frames", True) in {(a["to"], a["verified"]) for a in found}
+    assert "17 frames is left out: no schedule" in fake.said
 
 
 def test_advice_is_the_nearest_mesh_length_and_size_that_fit() -> None:
@@ -312,6 +408,22 @@ def test_a_plan_that_does_not_fit_has_no_time_and_says_what_to_change() -> None:
     assert "no time" in shown
 
 
+def test_the_kernels_of_a_plan_are_those_of_its_stages() -> None:
+    mesh = MeshSpec.parse("dp=2,tp=4")
+
+    def of(stage: str, *keys: str) -> Plan:
+        plan = plan_of(mesh, measured(10, 0.5, stage=stage))
+        kernels = tuple({"key": key} for key in keys)
+        return replace(plan, stages=(replace(plan.stages[0], kernels=kernels),))
+
+    both = of("denoise", "a", "b").joined(of("decode", "c", "b"))
+    assert [use["key"] for use in both.kernels] == ["a", "b", "c"]
+    assert both.as_dict()["kernels"] == list(both.kernels)
+    # A stage that another one takes the place of takes its kernels along.
+    left = replace(both, stages=both.stages[:1]).joined(of("decode", "d"))
+    assert [use["key"] for use in left.kernels] == ["a", "b", "d"]
+
+
 def test_stages_add_up_to_the_run() -> None:
     mesh = MeshSpec.parse("dp=2,tp=4")
     denoise = plan_of(mesh, measured(10, 0.5))
@@ -339,6 +451,8 @@ class Retried(Planner):
     def __post_init__(self) -> None:
         self.say = (self.reporter or Reporter()).say
         self._skeletons, self._tiling = {}, {}
+        self.kernels: Any = None
+        self.written = []
 
     def plan(self, spec: MeshSpec, **how: Any) -> Plan:
         self.asked.append((self.vae_tiling, how["stages"]))

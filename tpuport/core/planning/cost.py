@@ -11,6 +11,7 @@ same link, and those over HBM, run one after the other.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,17 @@ _FREE = {
 }
 #: Custom calls that name memory or places and move nothing.
 _FREE_TARGETS = {"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape"}
-#: Names that the ops of :mod:`tpuport.core.attention` have in a trace.
+#: What kernels of the project do that are no attention, by how their names begin; and
+#: names that the ops of :mod:`tpuport.core.attention` have in a trace.
+_KERNELS = {
+    "tpuport_conv": MATMUL,
+    "tpuport_moments": OTHER,
+    "tpuport_norm": OTHER,
+}
+#: How the fusions are named in which a collective begins and ends that the compiler has
+#: written into fusions of work between them, too; all have it with the same channel.
+_PART_START, _PART_DONE = "async-collective-start", "async-collective-done"
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _ATTENTION_SCOPES = ("/scaled_dot_product_attention/", "/attention/")
 
 Kernels = Callable[[Instruction, Sequence[Instruction]], KernelCost]
@@ -131,6 +142,7 @@ class _Walk:
         memory_free = 0.0
         links: dict[Link, float] = {}
         flights: dict[str, _Flight] = {}
+        parted: dict[str, _Flight] = {}
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in _FREE or instruction.target in _FREE_TARGETS:
@@ -140,6 +152,15 @@ class _Walk:
                 now = self._wait(instruction, flights, now, times)
                 continue
             moved = self._moved(instruction)
+            if moved is not None and _channel(moved[0]) in parted:
+                # A part of a collective that work runs beside, in one fusion with it.
+                flight = parted[_channel(moved[0])]
+                if not instruction.name.startswith(_PART_DONE):
+                    now += self._compute(instruction, operands, times)
+                    continue
+                now = self._held(flight, now, times)
+                del parted[_channel(moved[0])]
+                continue
             if moved is not None:
                 inner, given = moved
                 collective = read_collective(inner, given, self.mesh, self.network)
@@ -149,6 +170,9 @@ class _Walk:
                 )
                 ends = begins + collective.seconds
                 links.update(dict.fromkeys(collective.loads, ends))
+                if instruction.name.startswith(_PART_START) and _channel(inner):
+                    parted[_channel(inner)] = _Flight(row, ends)
+                    continue
                 if opcode.endswith("-start"):
                     flights[instruction.name] = _Flight(row, ends)
                     continue
@@ -183,25 +207,32 @@ class _Walk:
         flight = next((flights[n] for n in instruction.operands if n in flights), None)
         if flight is None or flight.ends <= now:
             return now
-        waited = (flight.ends - now) * times
         if flight.row is not None:
-            flight.row.seconds += waited
-            flight.row.floor += waited
-        else:
-            self.result.rows.append(
-                Row(
-                    name=instruction.name,
-                    opcode=instruction.opcode,
-                    source=instruction.op_name,
-                    category=OTHER,
-                    times=times,
-                    cycles=0.0,
-                    seconds=waited,
-                    floor=waited,
-                    bound=HBM,
-                )
+            return self._held(flight, now, times)
+        waited = (flight.ends - now) * times
+        self.result.rows.append(
+            Row(
+                name=instruction.name,
+                opcode=instruction.opcode,
+                source=instruction.op_name,
+                category=OTHER,
+                times=times,
+                cycles=0.0,
+                seconds=waited,
+                floor=waited,
+                bound=HBM,
             )
+        )
         return flight.ends
+
+    @staticmethod
+    def _held(flight: _Flight, now: float, times: int) -> float:
+        """When the core goes on that waits for a collective."""
+        waited = max(flight.ends - now, 0.0)
+        assert flight.row is not None
+        flight.row.seconds += waited * times
+        flight.row.floor += waited * times
+        return now + waited
 
     def _moved(
         self, instruction: Instruction
@@ -344,7 +375,10 @@ class _Walk:
 
     def _category(self, instruction: Instruction, flops: float) -> str:
         scope = instruction.op_name
-        if instruction.target == PALLAS or any(s in scope for s in _ATTENTION_SCOPES):
+        if instruction.target == PALLAS:
+            kinds = (k for n, k in _KERNELS.items() if instruction.name.startswith(n))
+            return next(kinds, ATTENTION)
+        if any(s in scope for s in _ATTENTION_SCOPES):
             return ATTENTION
         return MATMUL if flops else OTHER
 
@@ -355,6 +389,12 @@ class _Walk:
         }
         unit = max(shares, key=lambda name: shares[name])
         return unit if shares[unit] >= BUSY else VECTOR
+
+
+def _channel(collective: Instruction) -> str:
+    """What tells a collective from others; empty where its text does not say."""
+    found = _CHANNEL.search(collective.attributes)
+    return found[1] if found else ""
 
 
 def _is_scattered(outer: Instruction, inner: Instruction) -> bool:

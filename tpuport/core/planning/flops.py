@@ -2,7 +2,8 @@
 
 Counted from the traced program, before anything is padded, split or repeated for a
 mesh: matrix products and convolutions where they stand, attention kernels by their
-call's lengths. Elementwise work is not counted, as is usual for a utilisation.
+call's lengths, other kernels by what they say of themselves. Elementwise work is not
+counted, as is usual for a utilisation.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpuport.core.attention import AttentionRecord
 
+#: How the names of kernels begin whose FLOPs are products, and of those without any.
+PRODUCTS, ELEMENTWISE = ("tpuport_conv",), ("tpuport_norm", "tpuport_moments")
 #: Implementations that run as a kernel; the others are products in the trace.
 KERNELS = ("jax", "splash")
 
@@ -45,27 +48,33 @@ def attention_flops(record: AttentionRecord) -> float:
     return 4.0 * batch * heads * seen * width
 
 
-def _walk(jaxpr: Any, times: float, kernel: Callable[[Any], float]) -> float:
+def _walk(
+    jaxpr: Any, times: float, kernel: Callable[[Any], float], parts: int = 1
+) -> float:
+    """``parts`` is in how many different parts the jaxpr computes its result."""
     total = 0.0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "dot_general":
-            total += times * _dot(eqn)
+            total += times * parts * _dot(eqn)
         elif name == "conv_general_dilated":
-            total += times * _convolution(eqn)
+            total += times * parts * _convolution(eqn)
         elif name == "pallas_call":
-            total += times * kernel(eqn)
+            own = _own_flops(eqn)
+            # An attention call's lengths are those of all devices together.
+            total += times * (kernel(eqn) if own is None else parts * own)
         elif name == "shard_map":
-            inside = _walk(eqn.params["jaxpr"], times, kernel)
-            total += inside if _has_kernel(eqn) else inside * _parts(eqn)
+            inside = parts * _parts(eqn)
+            total += _walk(eqn.params["jaxpr"], times, kernel, inside)
         elif name == "scan":
             inner = eqn.params["jaxpr"].jaxpr
-            total += _walk(inner, times * eqn.params["length"], kernel)
+            total += _walk(inner, times * eqn.params["length"], kernel, parts)
         elif name == "cond":
-            total += max(_walk(b.jaxpr, times, kernel) for b in eqn.params["branches"])
+            branches = (b.jaxpr for b in eqn.params["branches"])
+            total += max(_walk(b, times, kernel, parts) for b in branches)
         else:
             for inner in _inner(eqn):
-                total += _walk(inner, times, kernel)
+                total += _walk(inner, times, kernel, parts)
     return total
 
 
@@ -78,12 +87,12 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield item.jaxpr
 
 
-def _has_kernel(eqn: Any) -> bool:
-    return any(
-        e.primitive.name == "pallas_call" or _has_kernel(e)
-        for inner in _inner(eqn)
-        for e in inner.eqns
-    )
+def _own_flops(eqn: Any) -> float | None:
+    """Of a kernel that is no attention; ``None`` for one that is."""
+    name = str(eqn.params["name"])
+    if name.startswith(ELEMENTWISE):
+        return 0.0
+    return float(eqn.params["cost_estimate"].flops) if name in PRODUCTS else None
 
 
 def _parts(eqn: Any) -> int:

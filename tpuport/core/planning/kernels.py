@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,15 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.planning.account import MXU, VECTOR, KernelCost
 from tpuport.core.planning.hlo import Array, Instruction
-from tpuport.core.schedule import dump_flags
+from tpuport.core.schedule import dump_flags, reader_hash
+from tpuport.core.topology import compile_environment, smallest_of
 from tpuport.errors import TpuportError
 
 if TYPE_CHECKING:
+    from tpuport.core.chips import Chip
     from tpuport.core.schedule import Execution
-    from tpuport.core.topology import Topology
 
 #: Raised when the meaning of what is kept on disk changes.
-_FORMAT = 2
+_FORMAT = 3
+#: What makes a cost of a schedule, beside what reads the schedule.
+_READERS = tuple(
+    Path(__file__).with_name(f"{name}.py") for name in ("kernels", "kernel_worker")
+)
 _TIMEOUT_SECONDS = 560
 _MATRIX_UNIT = "MXU"
 
@@ -77,37 +82,32 @@ class KernelUse:
 
 
 class KernelCosts:
-    """The costs of kernels for one topology.
+    """The costs of kernels for one chip.
+
+    Each is read once; :class:`KernelsMet` keeps which of them a stage calls.
 
     Args:
-        topology: whose chip they are compiled for.
+        chip: what they are compiled for.
         cache: where schedules are kept.
-        environment: variables of the compiling process; see
-            :func:`tpuport.core.topology.compile_environment`.
-        flops_per_cycle: of the chip, for the MXU's share as FLOPs.
         say: told before a kernel is compiled.
     """
 
     def __init__(
         self,
-        topology: Topology,
+        chip: Chip,
         cache: Path,
         *,
-        environment: Mapping[str, str],
-        flops_per_cycle: float,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._topology = topology
+        self._chip = chip
         self._cache = cache
-        self._environment = environment
-        self._flops_per_cycle = flops_per_cycle
         self._say = say
-        self.uses: dict[str, KernelUse] = {}
+        self._known: dict[str, KernelUse] = {}
 
-    def __call__(
+    def use(
         self, instruction: Instruction, operands: Sequence[Instruction]
-    ) -> KernelCost:
-        """What one call of a custom call takes.
+    ) -> KernelUse:
+        """A custom call, and what one call of it takes.
 
         Raises:
             KernelError: it does not compile by itself, or its schedule is not read.
@@ -115,21 +115,22 @@ class KernelCosts:
         request = self._request(instruction, operands)
         text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        if key not in self.uses:
+        if key not in self._known:
             folder = self._cache / key
             if not (folder / "cost.json").is_file():
                 self._compile(text, folder, instruction.name)
-            self.uses[key] = self._read(key, folder, instruction.name)
-        return self.uses[key].cost
+            self._known[key] = self._read(key, folder, instruction.name)
+        return self._known[key]
 
     def _request(
         self, instruction: Instruction, operands: Sequence[Instruction]
     ) -> dict[str, Any]:
-        """All that the kernel's schedule depends on."""
+        """All that the kernel's schedule, and what is read in it, depend on."""
         return {
             "format": _FORMAT,
             "libtpu": version("libtpu"),
-            "topology": self._topology.name,
+            "chip": self._chip.name,
+            "reader": reader_hash(*_READERS),
             "config": instruction.config["custom_call_config"],
             "operands": [_listed(a) for o in operands for a in o.arrays],
             "results": [_listed(a) for a in instruction.arrays],
@@ -143,7 +144,7 @@ class KernelCosts:
             (work / "schedule").mkdir(parents=True)
             (work / "request.json").write_text(request)
             variables = {
-                **self._environment,
+                **compile_environment(smallest_of(self._chip.name)),
                 "LIBTPU_INIT_ARGS": dump_flags(work / "schedule"),
                 "TF_CPP_MIN_LOG_LEVEL": "3",
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -188,21 +189,41 @@ class KernelCosts:
             cost=KernelCost(
                 cycles=cycles,
                 bound=MXU if found["busiest"] == _MATRIX_UNIT else VECTOR,
-                flops=busy * cycles * self._flops_per_cycle,
+                flops=busy * cycles * self._chip.flops_per_cycle,
             ),
             utilization=utilization,
             folder=folder,
             conditions=tuple(found["conditions"]),
         )
 
-    def keep(self, folder: Path) -> list[str]:
-        """Copy the schedules of all kernels met so far; returns the folder names."""
-        names = []
-        for use in self.uses.values():
-            name = f"{use.name}-{use.key[:8]}"
-            shutil.copytree(use.folder, folder / name, dirs_exist_ok=True)
-            names.append(name)
-        return names
+
+class KernelsMet:
+    """The costs of kernels, and a note of those that were asked for.
+
+    Attributes:
+        uses: by key, in the order in which they were met.
+    """
+
+    def __init__(self, costs: KernelCosts) -> None:
+        self._costs = costs
+        self.uses: dict[str, KernelUse] = {}
+
+    def __call__(
+        self, instruction: Instruction, operands: Sequence[Instruction]
+    ) -> KernelCost:
+        """What one call takes; see :meth:`KernelCosts.use`."""
+        use = self._costs.use(instruction, operands)
+        return self.uses.setdefault(use.key, use).cost
+
+
+def keep_schedules(uses: Iterable[KernelUse], folder: Path) -> list[str]:
+    """Copy the schedules of some kernels; returns the names of their folders."""
+    names = []
+    for use in uses:
+        name = f"{use.name}-{use.key[:8]}"
+        shutil.copytree(use.folder, folder / name, dirs_exist_ok=True)
+        names.append(name)
+    return names
 
 
 def usual(ways: Sequence[Execution]) -> Execution:

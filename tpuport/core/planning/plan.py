@@ -26,11 +26,13 @@ class StagePlan:
         name: of the stage.
         programs: that it compiles.
         chip: for utilisation.
+        kernels: the Pallas kernels that they call, JSON-ready.
     """
 
     name: str
     programs: tuple[Measured, ...]
     chip: Chip
+    kernels: tuple[dict[str, Any], ...] = ()
 
     @property
     def calls(self) -> int:
@@ -127,10 +129,9 @@ class Plan:
         implementations: what is in place of every component that has a choice.
         compiler_flags: those that tpuport sets for these stages on the chip.
         sharding_plans: of the components on the mesh.
-        kernels: the Pallas kernels met.
         advice: what to change where it does not fit.
         meshes: with a search, what was found for each.
-        files: what ``--dump`` wrote.
+        files: what it wrote to the dump; of a search, all that was written.
         notes: what could not be known.
         tiling: of stages that have the choice, whether they run in tiles: a
             :class:`tpuport.core.vae_tiling.TilingDecision`, JSON-ready.
@@ -151,7 +152,6 @@ class Plan:
     implementations: Mapping[str, str] = field(default_factory=dict)
     compiler_flags: tuple[str, ...] = ()
     sharding_plans: tuple[Any, ...] = ()
-    kernels: tuple[dict[str, Any], ...] = ()
     advice: list[dict[str, Any]] = field(default_factory=list)
     meshes: list[dict[str, Any]] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -162,6 +162,12 @@ class Plan:
     def programs(self) -> tuple[Measured, ...]:
         """Of all stages."""
         return tuple(p for stage in self.stages for p in stage.programs)
+
+    @property
+    def kernels(self) -> tuple[dict[str, Any], ...]:
+        """The Pallas kernels that the stages call, each once."""
+        found = {use["key"]: use for stage in self.stages for use in stage.kernels}
+        return tuple(found.values())
 
     @property
     def fits(self) -> bool:
@@ -210,7 +216,6 @@ class Plan:
                 dict.fromkeys((*self.compiler_flags, *other.compiler_flags))
             ),
             sharding_plans=other.sharding_plans,
-            kernels=other.kernels,
             files=[*self.files, *(f for f in other.files if f not in self.files)],
             notes=[*self.notes, *other.notes],
             tiling={**self.tiling, **other.tiling},

@@ -15,17 +15,13 @@ from tpuport.core.implementations import choices, with_chosen
 from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.planning.abstract import AbstractProgram, abstract_programs
-from tpuport.core.planning.kernels import KernelCosts
+from tpuport.core.planning.kernels import KernelCosts, KernelsMet, keep_schedules
 from tpuport.core.planning.measure import Measured, measure
 from tpuport.core.planning.plan import Plan, StagePlan
 from tpuport.core.report import Reporter
 from tpuport.core.request_builder import RequestBuilder
 from tpuport.core.spec import with_blocks
-from tpuport.core.topology import (
-    Topology,
-    compile_environment,
-    topology_devices,
-)
+from tpuport.core.topology import Topology, topology_devices
 from tpuport.core.vae_tiling import gibibytes
 from tpuport.errors import MeshError, ShardingError
 
@@ -33,6 +29,7 @@ if TYPE_CHECKING:
     import jax
 
     from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.chips import Chip
     from tpuport.core.request import Request
     from tpuport.core.spec import ModelPort, Variant
     from tpuport.core.vae_tiling import TilingDecision
@@ -75,7 +72,8 @@ class Planner:
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
-        dump: a folder for compiled programs, accounts and schedules.
+        dump: a folder for compiled programs, accounts and schedules; ``written`` are
+            the names of what all plans put there.
     """
 
     port: ModelPort
@@ -106,13 +104,8 @@ class Planner:
         self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
         self._skeletons: dict[str, Any] = {}
         self._tiling: dict[str, TilingDecision] = {}
-        self.kernels = KernelCosts(
-            self.topology,
-            self.cache,
-            environment=compile_environment(self.topology),
-            flops_per_cycle=self.chip.flops_per_cycle,
-            say=self.say,
-        )
+        self.kernels = KernelCosts(self.chip, self.cache, say=self.say)
+        self.written: list[str] = []
 
     def elsewhere(self, topology: Topology) -> Planner:
         """The planner of the same run on another slice."""
@@ -254,6 +247,7 @@ class Planner:
         *,
         request: Request | None = None,
         stages: Sequence[str] | None = None,
+        keep: bool = True,
     ) -> Plan:
         """Compile every program of the run on a mesh and add it up.
 
@@ -261,6 +255,7 @@ class Planner:
             spec: the mesh.
             request: in place of the planner's own.
             stages: in place of the planner's own.
+            keep: whether it goes to the dump, if there is one.
 
         Raises:
             MeshError, ShardingError, UsageError: the run is not legal on the mesh.
@@ -272,6 +267,8 @@ class Planner:
         names = list(stages) if stages is not None else [s.name for s in self._stages()]
         found: dict[str, list[Measured]] = {name: [] for name in names}
         files: list[str] = []
+        met = {name: KernelsMet(self.kernels) for name in names}
+        dump = self.dump if keep else None
         for program in self.programs(spec, asked, names):
             self.say(
                 f"compiling {program.stage}/{program.program} for {spec} of "
@@ -281,17 +278,18 @@ class Planner:
                 program,
                 self.topology,
                 self.chip,
-                self.kernels,
-                keep_text=self.dump is not None,
+                met[program.stage],
+                keep_text=dump is not None,
             )
             program.forget()
-            if self.dump is not None:
+            if dump is not None:
                 number = len(found[program.stage])
-                files += self._write(measured, number, spec)
+                files += self._noted(_write(dump, measured, number, spec, self.chip))
                 measured = replace(measured, hlo="")
             found[program.stage].append(measured)
-        if self.dump is not None:
-            files += self.kernels.keep(self.dump)
+        if dump is not None:
+            uses = {key: use for m in met.values() for key, use in m.uses.items()}
+            files += self._noted(keep_schedules(uses.values(), dump))
         notes = [
             note
             for programs in found.values()
@@ -314,19 +312,23 @@ class Planner:
             implementations=choices(self.port),
             compiler_flags=self._flags(found),
             stages=tuple(
-                StagePlan(name=name, programs=tuple(programs), chip=self.chip)
+                StagePlan(
+                    name=name,
+                    programs=tuple(programs),
+                    chip=self.chip,
+                    kernels=tuple(use.as_dict() for use in met[name].uses.values()),
+                )
                 for name, programs in found.items()
                 if programs
             ),
             sharding_plans=self.sharding_plans(spec),
-            kernels=tuple(use.as_dict() for use in self.kernels.uses.values()),
             files=files,
             notes=notes,
             tiling={n: t.as_dict() for n, t in self._tiling.items() if found.get(n)},
         )
-        return self._in_tiles(made, asked)
+        return self._in_tiles(made, asked, keep=keep)
 
-    def _in_tiles(self, made: Plan, asked: Request) -> Plan:
+    def _in_tiles(self, made: Plan, asked: Request, *, keep: bool = True) -> Plan:
         """``made``, in tiles where ``generate`` will find that it does not fit."""
         for name in made.tiling:
             decided, stage = self._tiling[name], made.stage(name)
@@ -335,41 +337,48 @@ class Planner:
             most = max(p.memory.total for p in stage)
             self.say(f"{name} untiled takes {gibibytes(most)}: planning it in tiles")
             other = replace(self, vae_tiling="on", reporter=None)
-            other._skeletons = self._skeletons
-            tiled = other.plan(made.mesh, request=asked, stages=[name])
+            other._skeletons, other.kernels = self._skeletons, self.kernels
+            other.written = self.written
+            tiled = other.plan(made.mesh, request=asked, stages=[name], keep=keep)
             tiled.tiling[name] = decided.in_tiles(most).as_dict()
             left = [s for s in made.stages if s.name != name]
             made = replace(made, stages=tuple(left)).joined(tiled)
         return made
+
+    def _noted(self, names: list[str]) -> list[str]:
+        self.written += [name for name in names if name not in self.written]
+        return names
 
     def _flags(self, stages: Iterable[str]) -> tuple[str, ...]:
         """What tpuport sets for the programs of some stages, each once."""
         chosen = [flags_for(self.devices[0], stage) for stage in stages]
         return tuple(dict.fromkeys(text for one in chosen for text in one.texts))
 
-    def _write(self, measured: Measured, number: int, spec: MeshSpec) -> list[str]:
-        """The compiled program and its account, as files of the dump."""
-        assert self.dump is not None
-        self.dump.mkdir(parents=True, exist_ok=True)
-        mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
-        name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
-        written = []
-        if measured.hlo:
-            (self.dump / f"{name}.hlo.txt").write_text(measured.hlo)
-            written.append(f"{name}.hlo.txt")
-        if measured.account is not None:
-            document = {
-                "stage": measured.stage,
-                "program": measured.program,
-                "calls": measured.calls,
-                "clock_hz": self.chip.clock_hz,
-                "seconds": measured.account.seconds,
-                "rows": [row.as_dict() for row in measured.account.rows],
-            }
-            path = self.dump / f"{name}.account.json"
-            path.write_text(json.dumps(document, indent=1) + "\n")
-            written.append(path.name)
-        return written
+
+def _write(
+    dump: Path, measured: Measured, number: int, spec: MeshSpec, chip: Chip
+) -> list[str]:
+    """The compiled program and its account, as files of the dump."""
+    dump.mkdir(parents=True, exist_ok=True)
+    mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
+    name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
+    written = []
+    if measured.hlo:
+        (dump / f"{name}.hlo.txt").write_text(measured.hlo)
+        written.append(f"{name}.hlo.txt")
+    if measured.account is not None:
+        document = {
+            "stage": measured.stage,
+            "program": measured.program,
+            "calls": measured.calls,
+            "clock_hz": chip.clock_hz,
+            "seconds": measured.account.seconds,
+            "rows": [row.as_dict() for row in measured.account.rows],
+        }
+        path = dump / f"{name}.account.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        written.append(path.name)
+    return written
 
 
 def _divisors(count: int) -> list[int]:

@@ -38,9 +38,8 @@ def _head(plan: Plan) -> Iterator[str]:
     settings = plan.settings
     chip = plan.chip
     yield (
-        f"{plan.model} {plan.variant} on {plan.topology} ({plan.mesh.size} of "
-        f"{chip.title}), mesh {plan.mesh}, {plan.dtype}, sharding {plan.sharding}, "
-        f"{plan.blocks} blocks"
+        f"{plan.model} {plan.variant} on {plan.topology} ({_devices(plan)}), mesh "
+        f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
         + "".join(f", {name} {n}" for n, name in plan.implementations.items())
     )
     count = settings["batch_size"]
@@ -60,7 +59,7 @@ def _head(plan: Plan) -> Iterator[str]:
     verdict = "fits" if plan.fits else "does not fit"
     if any(plan.stage(name) is None for name in STAGES):
         verdict = f"{', '.join(s.name for s in plan.stages)}: {verdict}"
-    yield f"{verdict}: {used} of {limit} HBM per chip"
+    yield f"{verdict}: {used} of {limit} HBM per {_device(plan)}"
     for advice in plan.advice:
         how = "compiled" if advice["verified"] else "an estimate, not compiled"
         on = f", mesh {mesh_name(advice['mesh'])}" if "mesh" in advice else ""
@@ -70,6 +69,19 @@ def _head(plan: Plan) -> Iterator[str]:
         )
     if not plan.fits and not plan.advice:
         yield "  no mesh, size or slice was found that fits"
+
+
+def _devices(plan: Plan) -> str:
+    chip, count = plan.chip, plan.mesh.size
+    if chip.devices_per_chip == 1:
+        return f"{count} of {chip.title}"
+    chips = count // chip.devices_per_chip
+    return f"{count} devices on {chips} chip{'s' * (chips > 1)} of {chip.title}"
+
+
+def _device(plan: Plan) -> str:
+    """What a figure is of: a chip has two devices on some generations."""
+    return "chip" if plan.chip.devices_per_chip == 1 else "device"
 
 
 def _meshes(plan: Plan) -> Iterator[str]:
@@ -89,7 +101,7 @@ def _meshes(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    yield "memory per chip:"
+    yield f"memory per {_device(plan)}:"
     rows: list[tuple[str, ...]] = [
         ("program", "weights", "inputs", "activations", "code", "resident", "total")
     ]
@@ -186,7 +198,7 @@ def _collectives(plan: Plan) -> Iterator[str]:
     if len(rows) == 1:
         yield "collectives: none"
         return
-    yield "collectives of one call, per chip:"
+    yield f"collectives of one call, per {_device(plan)}:"
     yield from _table(rows)
 
 

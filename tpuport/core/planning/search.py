@@ -7,11 +7,14 @@ bounded. What was compiled and what was estimated is said of each.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.files import one_line
 from tpuport.core.mesh import MeshSpec
+from tpuport.core.planning.hlo import HloError
+from tpuport.core.planning.kernels import KernelError
 from tpuport.core.planning.plan import DENOISE, Plan
 from tpuport.core.planning.report import duration
 from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
@@ -31,6 +34,11 @@ TRIES = 3
 MOST_SLICES = 4
 
 
+#: Why a mesh has no plan, the more promising first: there was no time for it, its
+#: weights are too large, what was compiled of it could not be read.
+LEFT_OUT = BUDGET, WEIGHTS, ERROR = "budget", "weights", "error"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """A mesh in a search.
@@ -38,13 +46,15 @@ class Candidate:
     Attributes:
         mesh: the mesh.
         weight_bytes: of one device.
-        plan: of the stage that decides; ``None`` where it was not compiled.
-        reason: why it was not.
+        plan: of the stage that decides; ``None`` where there is none.
+        left_out: why there is none: one of :data:`LEFT_OUT`.
+        reason: the same in words.
     """
 
     mesh: MeshSpec
     weight_bytes: int
     plan: Plan | None = None
+    left_out: str = ""
     reason: str = ""
 
     @property
@@ -66,6 +76,7 @@ class Candidate:
             "seconds_per_step": plan.seconds_per_step if plan is not None else None,
             "stage_seconds": plan.seconds if plan is not None else None,
             "compile_seconds": plan.compile_seconds if plan is not None else None,
+            "left_out": self.left_out or None,
             "reason": self.reason,
         }
 
@@ -74,36 +85,54 @@ def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]
     """The legal meshes, the fastest that fit first, then the others.
 
     The denoising stage decides, or the first of the stages planned where it is not
-    among them. Meshes whose weights alone are too large are not compiled, nor those
-    that the budget has no time for.
+    among them. Meshes whose weights alone are too large are not compiled, nor, once
+    one was, those that the budget has no time for. One that cannot be read is listed
+    with its error.
+
+    Raises:
+        KernelError, HloError: that of the first mesh, where no other one was compiled.
     """
     names = [s.name for s in planner._stages()]
     deciding = DENOISE if DENOISE in names else names[0]
     started = time.perf_counter()
     found: list[Candidate] = []
+    failed: list[KernelError | HloError] = []
     longest = 0.0
     for spec in sorted(planner.legal_meshes(), key=_likely):
-        weights = planner.weight_bytes(spec)
-        reason = ""
         spent = time.perf_counter() - started
+        weights = planner.weight_bytes(spec)
+        candidate = Candidate(mesh=spec, weight_bytes=weights)
+        compiled = any(c.plan is not None for c in found)
         if weights > planner.chip.hbm_usable_bytes:
             reason = "its weights alone are larger than the memory"
-        elif found and spent + longest > budget:
+            candidate = replace(candidate, left_out=WEIGHTS, reason=reason)
+        elif compiled and spent + longest > budget:
             reason = f"not compiled: the search may take {budget:.0f} s"
-        if reason:
-            planner.say(f"mesh {spec}: {reason}")
-            found.append(Candidate(mesh=spec, weight_bytes=weights, reason=reason))
-            continue
-        before = time.perf_counter()
-        plan = planner.plan(spec, stages=[deciding])
-        longest = max(longest, time.perf_counter() - before)
-        step = plan.seconds_per_step or plan.seconds
-        planner.say(
-            f"mesh {spec}: "
-            + (duration(step) if step is not None and plan.fits else "does not fit")
-        )
-        found.append(Candidate(mesh=spec, weight_bytes=weights, plan=plan))
+            candidate = replace(candidate, left_out=BUDGET, reason=reason)
+        else:
+            before = time.perf_counter()
+            try:
+                plan = planner.plan(spec, stages=[deciding])
+            except (KernelError, HloError) as error:
+                failed.append(error)
+                reason = f"not read: {one_line(error)}"
+                candidate = replace(candidate, left_out=ERROR, reason=reason)
+            else:
+                candidate = replace(candidate, plan=plan)
+            longest = max(longest, time.perf_counter() - before)
+        planner.say(f"mesh {spec}: {_outcome(candidate)}")
+        found.append(candidate)
+    if failed and all(c.plan is None for c in found):
+        raise failed[0]
     return sorted(found, key=_rank_key)
+
+
+def _outcome(candidate: Candidate) -> str:
+    plan = candidate.plan
+    if plan is None:
+        return candidate.reason
+    step = plan.seconds_per_step or plan.seconds
+    return duration(step) if step is not None and plan.fits else "does not fit"
 
 
 def _likely(spec: MeshSpec) -> tuple[int, int]:
@@ -117,24 +146,31 @@ def _likely(spec: MeshSpec) -> tuple[int, int]:
 def _rank_key(candidate: Candidate) -> tuple[int, float]:
     if candidate.seconds is not None:
         return (0, candidate.seconds)
-    if candidate.plan is None and "the search may take" not in candidate.reason:
-        return (2, float(candidate.weight_bytes))
-    return (1, float(candidate.plan.hbm_bytes if candidate.plan else 0))
+    if candidate.plan is not None:
+        return (1, float(candidate.plan.hbm_bytes))
+    return (2 + LEFT_OUT.index(candidate.left_out), float(candidate.weight_bytes))
 
 
 def advise(
-    planner: Planner, plan: Plan, *, budget: float = BUDGET_SECONDS
+    planner: Planner,
+    plan: Plan,
+    *,
+    ranked: Sequence[Candidate] = (),
+    budget: float = BUDGET_SECONDS,
 ) -> list[dict[str, Any]]:
     """What to change so that a run fits: a mesh, a shorter or smaller video, a slice.
 
     Each is the nearest one that was found to fit by compiling the programs that did not
     (``verified``), or, where none was within the budget, the nearest by estimate.
+    Meshes that a search found not to fit (``ranked``), or could not read, are not tried
+    again.
     """
     stages = [s.name for s in plan.stages if not all(p.fits for p in s.programs)]
+    known = {c.mesh for c in ranked if c.seconds is None and c.left_out != BUDGET}
     until = time.perf_counter() + budget
     advice = []
     for kind, changes in (
-        ("mesh", _meshes(planner, plan)),
+        ("mesh", _meshes(planner, plan, known)),
         ("frames", _frames(planner, plan)),
         ("size", _sizes(planner, plan)),
     ):
@@ -170,7 +206,14 @@ def _first_that_fits(
             break
         tried += 1
         planner.say(f"trying {change.text}")
-        plan = planner.plan(change.mesh, request=change.request, stages=stages)
+        # The dump has what was asked about, not what was tried in its place.
+        try:
+            plan = planner.plan(
+                change.mesh, request=change.request, stages=stages, keep=False
+            )
+        except (KernelError, HloError) as error:
+            planner.say(f"{change.text} is left out: {one_line(error)}")
+            continue
         if plan.fits:
             return _advice(kind, change, plan.hbm_bytes, verified=True)
     left = likely[tried:]
@@ -236,11 +279,13 @@ def _share(before: MeshSpec, after: MeshSpec) -> float:
     return share * (1 + before.tp / after.tp) / 2
 
 
-def _meshes(planner: Planner, plan: Plan) -> Iterator[_Change]:
-    """Other legal meshes, those that should take least memory first."""
+def _meshes(
+    planner: Planner, plan: Plan, known: Collection[MeshSpec]
+) -> Iterator[_Change]:
+    """Other legal meshes but the known ones, those that should take least first."""
     found = []
     for spec in planner.legal_meshes():
-        if spec == plan.mesh:
+        if spec == plan.mesh or spec in known:
             continue
         estimate = _estimate(
             planner, plan, _share(plan.mesh, spec), _weights(planner, spec)
@@ -295,8 +340,6 @@ def _changed(
     planner: Planner, plan: Plan, request: Request, **changes: Any
 ) -> Request | None:
     """The request with changes, where they are legal."""
-    from dataclasses import replace
-
     try:
         changed = replace(request, **changes)
         planner.requests(plan.mesh).check(changed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import joint
 from tpuport.core.active import current
+from tpuport.core.feed_forward import feed_forward
 from tpuport.core.joint import JointSequence
 from tpuport.core.patching import Patch
 from tpuport.core.spec import NativeForm
@@ -48,24 +49,22 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _feed_forward(ff: Any, sequence: JointSequence, y: jax.Array) -> jax.Array:
     """The feed-forward part; another activation than every checkpoint's is torch's."""
-    import jax
-
     arrays = sequence.active.arrays
     first, _, last = ff.net[:3]
     if type(first).__name__ != "GELU":
         return sequence.active.arrays(ff(sequence.active.tensors(y)))
 
-    def linear(module: Any, x: jax.Array, row_parallel: bool = False) -> jax.Array:
-        bias = None if module.bias is None else arrays(module.bias)
-        return joint.dense(
-            sequence, x, arrays(module.weight), bias, row_parallel=row_parallel
-        )
+    def parameters(linear: Any) -> tuple[jax.Array, jax.Array | None]:
+        bias = None if linear.bias is None else arrays(linear.bias)
+        return arrays(linear.weight), bias
 
-    inner = linear(first.proj, y)
-    inner = joint.gelu(inner, tanh=first.approximate == "tanh").astype(y.dtype)
-    # Without it the first product is computed anew within the second, per block of it.
-    inner = jax.lax.optimization_barrier(inner)
-    return linear(last, inner, row_parallel=True)
+    return feed_forward(
+        sequence,
+        y,
+        parameters(first.proj),
+        parameters(last),
+        tanh=first.approximate == "tanh",
+    )
 
 
 Pair = tuple["jax.Array", "jax.Array"]
@@ -212,6 +211,8 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             active,
             text=encoder_hidden_states.shape[1],
             length=tokens.shape[1],
+            batch=batch,
+            heads=self.config.num_attention_heads,
             head_dim=self.config.attention_head_dim,
         )
         tables = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import joint, streams
 from tpuport.core.active import current
+from tpuport.core.feed_forward import feed_forward, gelu_dense
 from tpuport.core.joint import JointSequence
 from tpuport.core.patching import Patch
 from tpuport.core.spec import NativeForm
@@ -89,19 +90,13 @@ class Stream:
 
     def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
         """Both layers with the approximate GELU between them, in float32."""
-        hidden = self.hidden(ff.net[0].proj, y)
-        return joint.dense(
-            self.tokens, hidden, *parameters(ff.net[2]), row_parallel=True
+        return feed_forward(
+            self.tokens, y, parameters(ff.net[0].proj), parameters(ff.net[2])
         )
 
     def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
         """A layer and the approximate GELU, rounded once."""
-        import jax
-
-        wide = joint.dense(self.tokens, y, *parameters(linear))
-        found = jax.nn.gelu(wide, approximate=True).astype(y.dtype)
-        # For v6e XLA would fuse both products and compute this one again and again.
-        return jax.lax.optimization_barrier(found)
+        return gelu_dense(self.tokens, y, *parameters(linear))
 
 
 def parameters(module: Any) -> tuple[Any, Any]:
@@ -274,6 +269,8 @@ def begin(
         active,
         text=text.shape[1],
         length=x.shape[1] + text.shape[1],
+        batch=x.shape[0],
+        heads=model.config.num_attention_heads,
         head_dim=model.config.attention_head_dim,
         text_first=False,
     )
