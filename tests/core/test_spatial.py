@@ -115,6 +115,11 @@ def test_what_lies_around_comes_with_corners(shape: tuple[int, ...]) -> None:
         # In two pieces along the channels, as frames of two chunks are.
         above, below, left, right = space.around([x, 2 * x], DIMS, 1)
         inner = jnp.concatenate([x, 2 * x], 1)
+        if above is None:
+            # Rows in one piece: nothing but zeros beyond.
+            assert space.rows.parts == 1
+            assert below is None
+            above = below = jnp.zeros_like(inner[:, :, :1])
         tall = jnp.concatenate([above, inner, below], 2)
         y = jnp.concatenate([left, tall, right], 3)
         y = y[:, : x.shape[1]] + y[:, x.shape[1] :]

@@ -76,6 +76,7 @@ def test_it_is_the_convolution(
     assert jnp.abs(found - wanted).max() <= TOLERANCES["module float32"]
 
 
+@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("taps", [1, 3])
@@ -91,9 +92,13 @@ def test_surroundings_may_come_by_themselves(
     outputs: int,
     dtype: Any,
     added: bool,
+    zeros: bool,
 ) -> None:
     channels, lag = 128, taps - 1
     x, weight, bias = _case(taps, frames, rows, columns, channels, outputs)
+    if zeros:
+        # As where rows are not split: nothing above the first and below the last.
+        x[:, :, :: rows + 1] = 0
     whole, kernel = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
     wanted = video_convolution(
         whole, kernel, jnp.asarray(bias), columns, vmem_limit=LIMIT, interpret=True
@@ -105,8 +110,8 @@ def test_surroundings_may_come_by_themselves(
     found = edged_convolution(
         inner[:, lag:],
         inner[:, :lag] if lag else None,
-        (whole[..., 0, :], whole[..., columns + 1, :]),
-        whole[:, :, :: rows + 1, 1 : columns + 1],
+        (whole[..., :1, :], whole[..., columns + 1 : columns + 2, :]),
+        None if zeros else whole[:, :, :: rows + 1, 1 : columns + 1],
         kernel,
         jnp.asarray(bias),
         residual if added else None,
@@ -129,7 +134,7 @@ def test_bfloat16_is_rounded_once() -> None:
     x, weight, bias = _case(3, 2, 6, 20, 128, 128)
     low = [jnp.asarray(a, jnp.bfloat16) for a in (x, weight)]
     found = video_convolution(
-        *low, jnp.asarray(bias), 20, vmem_limit=LIMIT, interpret=True
+        low[0], low[1], jnp.asarray(bias), 20, vmem_limit=LIMIT, interpret=True
     )
     exact = [np.asarray(a, np.float32) for a in low]
     wanted = _expected(exact[0], exact[1], bias, 20)
@@ -202,7 +207,7 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
     edged = edged_convolution(
         inner[:, 2:],
         inner[:, :2],
-        (whole[..., 0, :], whole[..., columns + 1, :]),
+        (whole[..., :1, :], whole[..., columns + 1 : columns + 2, :]),
         whole[:, :, :: rows + 1, 1 : columns + 1],
         kernel,
         jnp.asarray(bias),
@@ -223,7 +228,7 @@ def _edged(rows: int = 4, columns: int = 16, channels: int = 128) -> dict[str, A
     return {
         "x": _zeros((1, 2, rows, columns, channels)),
         "before": _zeros((1, 2, rows, columns, channels)),
-        "sides": (_zeros((1, frames, rows + 2, channels)),) * 2,
+        "sides": (_zeros((1, frames, rows + 2, 1, channels)),) * 2,
         "ends": _zeros((1, frames, 2, columns, channels)),
         "weight": _zeros((3, 3, 3, channels, 128)),
         "bias": None,
@@ -258,8 +263,8 @@ def test_with_surroundings_too_what_it_cannot_do_is_refused(
         ({"before": None}, r"before of None; with \(1, 2, 4, 16, 128\) it is"),
         ({"before": _zeros((1, 1, 4, 16, 128))}, "before of"),
         ({"weight": _zeros((1, 3, 3, 128, 128))}, "left of"),
-        ({"sides": (_zeros((1, 4, 6, 128)), _zeros((1, 4, 4, 128)))}, "right of"),
-        ({"sides": (_zeros((1, 4, 4, 128)), _zeros((1, 4, 6, 128)))}, "left of"),
+        ({"sides": (_zeros((1, 4, 6, 1, 128)), _zeros((1, 4, 4, 1, 128)))}, "right of"),
+        ({"sides": (_zeros((1, 4, 4, 1, 128)), _zeros((1, 4, 6, 1, 128)))}, "left of"),
         ({"ends": _zeros((1, 4, 2, 18, 128))}, "ends of"),
         ({"residual": _zeros((1, 2, 4, 16, 64))}, "residual of"),
     ],
@@ -275,7 +280,7 @@ def test_surroundings_that_do_not_fit_are_named(
 def test_frames_before_a_kernel_of_one_frame_are_refused() -> None:
     given = _edged() | {
         "weight": _zeros((1, 3, 3, 128, 128)),
-        "sides": (_zeros((1, 2, 6, 128)),) * 2,
+        "sides": (_zeros((1, 2, 6, 1, 128)),) * 2,
         "ends": _zeros((1, 2, 2, 16, 128)),
     }
     with pytest.raises(ValueError, match="before of"):

@@ -103,10 +103,9 @@ LAYERS = {
 WIDTH = {"1.5": 2048, "13b": 3072}
 
 
-def case_15(
-    mesh: str, frames: int, rows: int = 32, columns: int = 36
-) -> dict[str, Any]:
+def case_15(mesh: str, frames: int) -> dict[str, Any]:
     """Image to video of 512 x 576 pixels, both prompts in one batch."""
+    rows, columns = 32, 36
     video = frames * rows * columns
     low, full = "bfloat16", "float32"
     latents = (full, 1, 32, frames, rows, columns)
@@ -223,7 +222,9 @@ def test_a_step_compiles_for_v6e_with_the_splash_kernel(
 
 @needs_libtpu
 def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
-    case = case_15("dp=2,sp=4", 4, rows=16, columns=18) | {"blocks": "native"}
+    # A device has 896 tokens, more than there are of text (825), as in any real video:
+    # to write a longer text into its places, all of q, k and v are copied.
+    case = case_15("dp=2,sp=4", 2) | {"blocks": "native"}
     found = compiled(case)
     (attention,) = [r for r in found["attention"] if r["padded"]]
     assert attention["implementation"] == "splash"

@@ -127,7 +127,7 @@ class Space:
 
     def around(
         self, parts: Sequence[jax.Array], dims: tuple[int, int], along: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array]:
         """What lies around this device's part, zeros beyond the picture.
 
         Args:
@@ -136,8 +136,9 @@ class Space:
             dims: the dims of rows and of columns.
 
         Returns:
-            the rows above and below, of one row each; the columns left and right, of
-            one column each and two rows more: the corners are theirs.
+            the rows above and below, of one row each, ``None`` where rows are in one
+            piece and both are zeros; the columns left and right, of one column each and
+            two rows more: the corners are theirs.
         """
         import jax
         import jax.numpy as jnp
@@ -155,6 +156,10 @@ class Space:
             place = at % x.shape[columns]
             return jax.lax.slice_in_dim(x, place, place + 1, axis=columns)
 
+        if self.rows.parts == 1:
+            pads = [(int(dim == rows),) * 2 for dim in range(parts[0].ndim)]
+            sides = [jnp.pad(cut(columns, at), pads) for at in (0, -1)]
+            return (None, None, *passed(self.columns, *sides))
         above, below = passed(self.rows, cut(rows, 0), cut(rows, -1))
         sides = [
             jnp.concatenate(

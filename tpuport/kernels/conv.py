@@ -163,7 +163,7 @@ def edged_convolution(
     x: jax.Array,
     before: jax.Array | None,
     sides: tuple[jax.Array, jax.Array],
-    ends: jax.Array,
+    ends: jax.Array | None,
     weight: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None = None,
@@ -178,10 +178,10 @@ def edged_convolution(
     Args:
         x: [N, T, Y, X, C]; X a multiple of 16.
         before: [N, K - 1, Y, X, C], the frames before it; ``None`` with K = 1.
-        sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, C]
+        sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, 1, C]
             each; the rows above the first and below the last have some as well.
         ends: [N, T + K - 1, 2, X, C], the row above the first and the one below the
-            last.
+            last; ``None`` for zeros.
         weight, bias, vmem_limit, interpret: as for :func:`video_convolution`.
         residual: [N, T, Y, X, O], added before the result is rounded.
 
@@ -211,12 +211,13 @@ def edged_convolution(
         raise NotImplementedError(f"{columns} columns of {channels} channels")
     if rows % case.block:
         raise NotImplementedError(f"{rows} rows in blocks of {case.block}")
-    side = (count, frames + lag, rows + 2, channels)
-    wanted = {
+    side = (count, frames + lag, rows + 2, 1, channels)
+    wanted: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
         "left": (sides[0], side),
         "right": (sides[1], side),
-        "ends": (ends, (count, frames + lag, 2, columns, channels)),
     }
+    if ends is not None:
+        wanted["ends"] = (ends, (count, frames + lag, 2, columns, channels))
     if before is not None or lag:
         wanted["before"] = (before, (count, lag, *x.shape[2:]))
     if residual is not None:
@@ -233,19 +234,16 @@ def edged_convolution(
             window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
-    beside = pl.BlockSpec(
-        (1, 1, 1, case.block + 2, channels), lambda o, n, y, t: (n, t, y, 0, 0)
-    )
+    # Rows of a side are cut anywhere, so they are no rows of tiles.
+    line = tuple(map(pl.Element, (1, 1, case.block + 2, 1, channels)))
+    beside = pl.BlockSpec(line, lambda o, n, y, t: (n, t, y * case.block, 0, 0))
     inputs = [
         (x, rows_of(lambda t: jnp.maximum(t - lag, 0))),
-        *((_windows(side, case), beside) for side in sides),
-        (
-            ends,
-            pl.BlockSpec(
-                (1, 1, 2, columns, channels), lambda o, n, y, t: (n, t, 0, 0, 0)
-            ),
-        ),
+        *((side, beside) for side in sides),
     ]
+    if ends is not None:
+        both = (1, 1, 2, columns, channels)
+        inputs.append((ends, pl.BlockSpec(both, lambda o, n, y, t: (n, t, 0, 0, 0))))
     if before is not None:
         inputs.append((before, rows_of(lambda t: jnp.minimum(t, lag - 1))))
     if residual is not None:
@@ -255,6 +253,7 @@ def edged_convolution(
         functools.partial(
             edged_body,
             case=case,
+            has_ends=ends is not None,
             has_before=before is not None,
             has_residual=residual is not None,
         ),
@@ -360,12 +359,3 @@ def _flat(weight: jax.Array, case: Case) -> jax.Array:
         return flat
     pair = jnp.concatenate([flat[0], flat[1]], axis=1)
     return jnp.stack([pair, pad_dim(flat[2], 1, 2 * LANES)])
-
-
-def _windows(side: jax.Array, case: Case) -> jax.Array:
-    """[N, T, Y + 2, C] as [N, T, blocks, rows of a block and two more, C]."""
-    block = case.block
-    blocks = case.rows // block
-    whole = side[:, :, : case.rows].reshape(*side.shape[:2], blocks, block, -1)
-    more = [side[:, :, block + i :: block][:, :, :blocks, None] for i in range(2)]
-    return jnp.concatenate([whole, *more], axis=3)

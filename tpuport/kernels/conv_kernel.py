@@ -102,14 +102,15 @@ def edged_body(
     x_ref: Any,
     left_ref: Any,
     right_ref: Any,
-    ends_ref: Any,
     *refs: Any,
     case: Case,
+    has_ends: bool,
     has_before: bool,
     has_residual: bool,
 ) -> None:
     """One frame of one block of rows, put together from its parts."""
     *extra, out_ref, taps_ref, sums_ref, whole_ref = refs
+    ends_ref = extra.pop(0) if has_ends else None
     before_ref = extra[0] if has_before else None
     residual_ref = extra[-1] if has_residual else None
     block, pitch, columns = case.block, case.pitch, case.columns
@@ -136,23 +137,29 @@ def edged_body(
         def _() -> None:
             whole_ref[inner] = x_ref[0, 0]
 
+    def end(at: int) -> jax.Array:
+        if ends_ref is None:
+            return jnp.zeros((columns, channels), whole_ref.dtype)
+        row: jax.Array = ends_ref[0, 0, at]
+        return row
+
     @first
     def _() -> None:
-        whole_ref[1, :columns] = ends_ref[0, 0, 0]
+        whole_ref[1, :columns] = end(0)
 
     @last
     def _() -> None:
-        whole_ref[block + 2, :columns] = ends_ref[0, 0, 1]
+        whole_ref[block + 2, :columns] = end(1)
 
     # Behind each row what follows it, and at the pitch's end what precedes the next
     # one; what precedes the first is at the very end, as copies shift around it.
-    left = left_ref[0, 0, 0].astype(jnp.float32)
-    right = right_ref[0, 0, 0].astype(jnp.float32)
     place = jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, channels), 0)
     for row in range(block + 2):
         after = (row + 1) % (block + 2)
-        edge = jnp.where(place == 0, right[row : row + 1], 0)
-        edge = jnp.where(place == TILE_ROWS - 1, left[after : after + 1], edge)
+        follows = right_ref[0, 0, row].astype(jnp.float32)
+        precedes = left_ref[0, 0, after].astype(jnp.float32)
+        edge = jnp.where(place == 0, follows, 0)
+        edge = jnp.where(place == TILE_ROWS - 1, precedes, edge)
         whole_ref[1 + row, pitch - TILE_ROWS :] = edge.astype(whole_ref.dtype)
     flat = whole_ref[1 : block + 3].reshape((block + 2) * pitch, channels)
     taps_ref[:, :channels] = _shifted(flat, -1)

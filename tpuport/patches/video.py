@@ -115,13 +115,16 @@ def convolve(
 
 def _edges(
     space: Space, x: jax.Array, before: jax.Array | None
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
     """``sides`` and ``ends`` of :func:`edged_convolution`."""
     import jax.numpy as jnp
 
     parts = [x] if before is None else [before, x]
     above, below, left, right = space.around(parts, _DIMS, 1)
-    return (left[..., 0, :], right[..., 0, :]), jnp.concatenate([above, below], axis=2)
+    ends = None
+    if above is not None and below is not None:
+        ends = jnp.concatenate([above, below], axis=2)
+    return (left, right), ends
 
 
 def masked(space: Space, x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ frames, H and W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from tpuport.core.chunking import chunk_lengths
 from tpuport.core.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
+from tpuport.core.vae_tiling import Footprint
 from tpuport.errors import VideoError
-from tpuport.models.hunyuanvideo import vae
+from tpuport.models.hunyuanvideo import vae, vae_memory
 from tpuport.patches.tiled_frames import JoinedFrames
 from tpuport.patches.tiling import TilePlan
 
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.module import BoundModule
-
-#: Pixels that ``vae_tiling=auto`` decodes in one go: 129 frames of 384 x 320, about two
-#: of upstream's tiles.
-UNTILED_PIXELS = 2**24
-
-#: Latent frames of 1.5 that are decoded at a time, where the video is not tiled. An
-#: activation at the size of the pixels is that of 8 frames; every chunk more gathers
-#: the keys and values of the whole video once more.
-FRAMES_PER_CHUNK = 2
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
@@ -144,6 +136,7 @@ def denoise_stage(
 def decode_stage(
     decode_tile: Callable[[BoundModule, Any], Any],
     upstream: Callable[[StageContext], dict[str, Any]],
+    footprint: Callable[[StageContext, bool, Sequence[Any]], Footprint],
     decode_chunk: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Stage:
     """The decode stage of a form: ``decode_tile`` on each tile of the latents.
@@ -192,6 +185,7 @@ def decode_stage(
         },
         plan=partial(plan_frames, chunked=chunked),
         upstream=upstream,
+        footprint=footprint,
         writes=(),
     )
 
@@ -247,13 +241,8 @@ def unscaled_latents(ctx: StageContext) -> torch.Tensor:
 
 
 def tiled(ctx: StageContext) -> bool:
-    """Whether this run decodes in tiles."""
-    choice = ctx.vae_tiling
-    if choice == "auto":
-        request = ctx.request
-        pixels = request.num_frames * request.height * request.width
-        return bool(pixels > UNTILED_PIXELS)
-    return choice == "on"
+    """Whether this run decodes in tiles: ``auto`` was decided by the footprint."""
+    return ctx.vae_tiling == "on"
 
 
 def plan_frames(ctx: StageContext, *, chunked: bool) -> Work:
@@ -297,7 +286,7 @@ def _untiled(
     import numpy as np
 
     total = z.shape[2]
-    lengths = chunk_lengths(total, FRAMES_PER_CHUNK) if chunked else [total]
+    lengths = chunk_lengths(total, vae_memory.FRAMES_PER_CHUNK) if chunked else [total]
     _, rows, columns = plan.output
 
     def calls() -> Iterator[Call]:

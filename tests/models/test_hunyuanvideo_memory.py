@@ -1,0 +1,121 @@
+"""What decode is estimated to take of a device, for both HunyuanVideo autoencoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tpuport
+from tpuport.core.device_memory import planned_bytes, program_room
+from tpuport.core.planning.abstract import abstract_programs
+from tpuport.core.vae_tiling import TilingDecision, decide
+from tpuport.models.hunyuanvideo import published, vae_memory
+from tpuport.models.hunyuanvideo.vae_memory import MARGIN
+
+MIB = 2**20
+#: 8 x 40 latents of 1.5 and 16 x 80 of 13b: more than a tile, in columns.
+SHAPE = {"height": 128, "width": 640, "num_frames": 13}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,sp=4"])
+@pytest.mark.parametrize("form", ["1.5", "13b"])
+def test_the_estimate_is_of_the_size_of_the_compiled_program(
+    form: str,
+    mesh: str,
+    dtype: str,
+    hunyuanvideo_folders: dict[str, Path],
+    cache_dir: Path,
+) -> None:
+    decided: list[TilingDecision] = []
+    with tpuport.load(
+        "hunyuanvideo",
+        weights=hunyuanvideo_folders[form],
+        cache_dir=cache_dir,
+        mesh=mesh,
+    ) as session:
+        programs = abstract_programs(
+            session.port,
+            session.variant,
+            session.checkpoint,
+            session.request(prompt="a", **SHAPE),
+            session.mesh,
+            dtype=dtype,
+            stages=["decode"],
+            vae_tiling="off",
+            decided=decided.append,
+        )
+        # The chunk that is not the first, or all of the video.
+        *_, program = programs
+        compiled = planned_bytes(program.lowered().compile()) or 0
+    (found,) = decided
+    assert program.program == ("next uint8" if form == "1.5" else "whole uint8")
+    assert not found.tiled
+    # Never much below, and no wild guess above.
+    assert (1 - MARGIN) * compiled <= found.chosen.bytes <= 2 * compiled
+    assert found.other is not None
+    assert "1 x " in found.other.tiles
+
+
+# --- published sizes on chips that are not there
+
+
+def published_vae(form: str) -> Any:
+    """The autoencoder of a form without data."""
+    import diffusers
+
+    cls = (
+        "AutoencoderKLHunyuanVideo15" if form == "1.5" else "AutoencoderKLHunyuanVideo"
+    )
+    config = published.VAE_15 if form == "1.5" else published.VAE_13B
+    with torch.device("meta"):
+        return getattr(diffusers, cls)(
+            **{k: v for k, v in config.items() if not k.startswith("_")}
+        )
+
+
+def decision(
+    form: str, chips: int, height: int, width: int, frames: int
+) -> TilingDecision:
+    """What ``auto`` decides in bfloat16 on that many chips of v6e."""
+
+    def described() -> Any:
+        raise NotImplementedError
+
+    devices = [
+        SimpleNamespace(
+            platform="tpu", device_kind="TPU v6 lite", memory_stats=described
+        )
+    ] * chips
+    module = published_vae(form)
+    request = SimpleNamespace(
+        batch_size=1, num_frames=frames, height=height, width=width
+    )
+    context: Any = SimpleNamespace(
+        request=request, dtype="bfloat16", module=lambda name: module
+    )
+    footprint = vae_memory.footprint_15 if form == "1.5" else vae_memory.footprint_13b
+    untiled, tiled = (footprint(context, tiles, devices) for tiles in (False, True))
+    return decide("decode", "auto", untiled, tiled, program_room(devices))
+
+
+def test_720p_of_eight_chips_is_whole() -> None:
+    found = decision("1.5", 8, 720, 1280, 121)
+    assert not found.tiled
+    assert found.fits
+    # By the compiler for v6e.
+    compiled = 6357 * MIB
+    assert (1 - MARGIN) * compiled <= found.chosen.bytes <= 2 * compiled
+
+
+def test_720p_of_one_chip_is_tiled() -> None:
+    found = decision("1.5", 1, 720, 1280, 121)
+    assert found.tiled
+    assert found.other is not None
+    assert found.limit is not None
+    assert found.other.bytes > found.limit
+    assert found.chosen.tiles == "4 x 7 tiles of up to 256 x 256 pixels"
