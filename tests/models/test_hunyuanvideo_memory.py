@@ -17,12 +17,12 @@ from tpuport.models.hunyuanvideo import published, vae_memory
 from tpuport.models.hunyuanvideo.vae_memory import MARGIN
 
 MIB = 2**20
-#: 8 x 40 latents of 1.5 and 16 x 80 of 13b: more than a tile, in columns.
-SHAPE = {"height": 128, "width": 640, "num_frames": 13}
+#: More columns than a tile has: of eight devices each has 5 of the latents of 1.5.
+SIZES = {"dp=1": (64, 320), "sp=8": (128, 640)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,sp=4"])
+@pytest.mark.parametrize("mesh", ["dp=1", "sp=8"])
 @pytest.mark.parametrize("form", ["1.5", "13b"])
 def test_the_estimate_is_of_the_size_of_the_compiled_program(
     form: str,
@@ -32,6 +32,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
     cache_dir: Path,
 ) -> None:
     decided: list[TilingDecision] = []
+    height, width = SIZES[mesh]
     with tpuport.load(
         "hunyuanvideo",
         weights=hunyuanvideo_folders[form],
@@ -42,7 +43,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
             session.port,
             session.variant,
             session.checkpoint,
-            session.request(prompt="a", **SHAPE),
+            session.request(prompt="a", height=height, width=width, num_frames=13),
             session.mesh,
             dtype=dtype,
             stages=["decode"],
@@ -103,19 +104,33 @@ def decision(
     return decide("decode", "auto", untiled, tiled, program_room(devices))
 
 
-def test_720p_of_eight_chips_is_whole() -> None:
-    found = decision("1.5", 8, 720, 1280, 121)
+def test_the_estimate_is_of_the_size_of_a_program_for_v6e() -> None:
+    # By the compiler for eight chips.
+    for form, size, compiled in (
+        ("1.5", (720, 1280, 121), 6357 * MIB),
+        ("13b", (320, 1024, 9), 1374 * MIB),
+    ):
+        found = decision(form, 8, *size)
+        assert not found.tiled
+        assert (1 - MARGIN) * compiled <= found.chosen.bytes <= 2 * compiled
+
+
+@pytest.mark.parametrize("form", ["1.5", "13b"])
+def test_720p_is_whole_on_eight_chips_and_tiled_on_one(form: str) -> None:
+    eight, one = (decision(form, chips, 720, 1280, 121) for chips in (8, 1))
+    assert not eight.tiled
+    assert eight.fits
+    assert one.tiled
+    assert one.other is not None
+    assert one.limit is not None
+    assert one.other.bytes > one.limit
+    assert one.chosen.tiles == "4 x 7 tiles of up to 256 x 256 pixels"
+
+
+def test_480p_of_1_5_is_whole_on_one_chip() -> None:
+    found = decision("1.5", 1, 480, 832, 121)
     assert not found.tiled
     assert found.fits
-    # By the compiler for v6e.
-    compiled = 6357 * MIB
-    assert (1 - MARGIN) * compiled <= found.chosen.bytes <= 2 * compiled
-
-
-def test_720p_of_one_chip_is_tiled() -> None:
-    found = decision("1.5", 1, 720, 1280, 121)
-    assert found.tiled
+    # A tile is whole in time, and not the smaller program on one chip.
     assert found.other is not None
-    assert found.limit is not None
-    assert found.other.bytes > found.limit
-    assert found.chosen.tiles == "4 x 7 tiles of up to 256 x 256 pixels"
+    assert found.other.bytes > found.chosen.bytes

@@ -222,8 +222,8 @@ def test_a_step_compiles_for_v6e_with_the_splash_kernel(
 
 @needs_libtpu
 def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
-    # A device has 896 tokens, more than there are of text (825), as in any real video:
-    # to write a longer text into its places, all of q, k and v are copied.
+    # A device has 896 tokens, more than there are of text (825), as in a video on eight
+    # chips: to write a longer text into its places, all of q, k and v are copied.
     case = case_15("dp=2,sp=4", 2) | {"blocks": "native"}
     found = compiled(case)
     (attention,) = [r for r in found["attention"] if r["padded"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -220,3 +221,27 @@ def test_a_stage_in_tiles_has_its_own_kernels_beside_those_of_the_others(
     # 2000 are of decode untiled, which does not run.
     assert told(plan) == [1000.0, 3000.0]
     assert {path.name for path in (tmp_path / "dump").iterdir()} == set(small.written)
+
+
+def test_a_kernel_by_itself_may_take_what_it_may_in_its_program(
+    compiled: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its limit of VMEM, wherever that lies there; the compiler's own is less."""
+    limit = {"memory_space": "1", "offset": "2621440", "size": "117440512"}
+    text = json.dumps({**CALL.config, "scoped_memory_configs": [limit]})
+    cycles(tmp_path, call=replace(CALL, attributes=f"backend_config={text}"))
+    cycles(tmp_path)
+    assert [request["scoped"] for request in compiled] == [
+        [{"memory_space": "1", "offset": "0", "size": "117440512"}],
+        [],
+    ]
+
+
+def test_a_failed_compile_is_told_by_what_happened() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory",
+        "See https://openxla.org/xla/errors/error_1001 for more details.",
+    ]
+    assert kernels._reason(lines) == lines[1]
+    assert kernels._reason(["Killed"]) == "Killed"

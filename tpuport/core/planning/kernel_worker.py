@@ -81,7 +81,12 @@ def _compile(request: dict[str, Any], device: Any) -> str:
         "tpu_custom_call",
         [struct(*result) for result in request["results"]],
         custom_call_api_version=1,
-        legacy_backend_config=json.dumps({"custom_call_config": request["config"]}),
+        legacy_backend_config=json.dumps(
+            {
+                "custom_call_config": request["config"],
+                "scoped_memory_configs": request["scoped"],
+            }
+        ),
     )
     operands = [struct(*operand, sharding=whole) for operand in request["operands"]]
     compiled = jax.jit(lambda *args: call(*args)).lower(*operands).compile()

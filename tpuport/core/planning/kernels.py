@@ -132,6 +132,7 @@ class KernelCosts:
             "chip": self._chip.name,
             "reader": reader_hash(*_READERS),
             "config": instruction.config["custom_call_config"],
+            "scoped": _scoped(instruction.config),
             "operands": [_listed(a) for o in operands for a in o.arrays],
             "results": [_listed(a) for a in instruction.arrays],
         }
@@ -170,7 +171,7 @@ class KernelCosts:
                 raise KernelError(f"kernel {name} was not compiled: {error}") from error
             if done.returncode or not (work / "cost.json").is_file():
                 lines = done.stderr.strip().splitlines() or ["no message"]
-                raise KernelError(f"kernel {name} by itself: {lines[-1]}")
+                raise KernelError(f"kernel {name} by itself: {_reason(lines)}")
             try:
                 os.replace(work, folder)
             except OSError:
@@ -247,3 +248,19 @@ def usual(ways: Sequence[Execution]) -> Execution:
 
 def _listed(array: Array) -> list[Any]:
     return [array.dtype, list(array.shape)]
+
+
+def _scoped(config: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What a kernel may take of each memory, wherever that lies in its program.
+
+    Without it a kernel by itself has the compiler's default, which is less.
+    """
+    return [
+        {**given, "offset": "0"} for given in config.get("scoped_memory_configs", ())
+    ]
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The line of a traceback that says what happened; links may follow it."""
+    said = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return said[-1] if said else lines[-1]
