@@ -74,6 +74,11 @@ def test_the_words_and_the_json() -> None:
 
 
 def test_a_size_of_one_tile_is_no_choice() -> None:
+    # Tiles of the whole length may be the larger form: they would help nobody.
+    larger = Footprint(bytes=WHOLE.bytes + 1, tiles="2 x 2 tiles")
+    found = decide("decode", "auto", WHOLE, larger, GIB)
+    assert not found.tiled
+    assert not found.fits
     found = decide("decode", "on", WHOLE, WHOLE, GIB)
     assert (found.tiled, found.other, found.alternative()) == (False, None, "")
     with pytest.raises(UsageError, match="choose one of auto, on, off"):

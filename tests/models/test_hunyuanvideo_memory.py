@@ -125,6 +125,8 @@ def test_720p_is_whole_on_eight_chips_and_tiled_on_one(form: str) -> None:
     assert one.limit is not None
     assert one.other.bytes > one.limit
     assert one.chosen.tiles == "4 x 7 tiles of up to 256 x 256 pixels"
+    # The tiles of 1.5 are whole in time: 121 frames of them may not fit either.
+    assert one.fits == (form == "13b")
 
 
 def test_480p_of_1_5_is_whole_on_one_chip() -> None:

@@ -150,12 +150,14 @@ def decide(
     Args:
         untiled, tiled: the estimates; both without tiles where upstream has one tile
             for the size, which is then no choice.
-        limit: bytes of a device; without it, ``auto`` does not tile.
+        limit: bytes of a device; without it, ``auto`` does not tile. Where neither form
+            is within it, ``auto`` takes the smaller one.
     """
     known: dict[str, Any] = {"stage": stage, "asked": check_choice(asked)}
     if not tiled.tiles:
         return TilingDecision(**known, chosen=untiled, limit=limit)
-    full = limit is not None and untiled.bytes > limit
+    # Tiles that are whole in time may take more than chunks of the whole picture.
+    full = limit is not None and untiled.bytes > max(limit, tiled.bytes)
     wanted = asked == "on" or (asked == "auto" and full)
     chosen, other = (tiled, untiled) if wanted else (untiled, tiled)
     return TilingDecision(**known, chosen=chosen, other=other, limit=limit)

@@ -98,7 +98,7 @@ def default_blocks(
 
     The largest blocks of whole 512 tokens, 2048 to 3072, that divide the length. Else
     few blocks of at most 3072 that cover it and leave little over, whole numbers of 512
-    tokens, or of 256, or of 128 queries, where more would be wasted than a sixteenth.
+    tokens, or of 256, 384 keys or 128 queries, where more than a sixteenth is wasted.
     Fewer tokens where the blocks would not fit the chip's VMEM. The attached device is
     never asked, so a program can be compiled for another one.
 
@@ -125,7 +125,14 @@ def default_blocks(
         # parts of 128 keys half the matrix unit is idle: padding wastes less.
         whole = kv_len > LANES and most >= 256
         kv = _even_block(kv_len, most, (512, 256) if whole else (LANES,))
-        blocks = SplashBlocks(q=q, kv=kv, kv_compute=256 if kv % 256 == 0 else LANES)
+        compute = 256 if kv % 256 == 0 else LANES
+        if whole and most >= 384:
+            # Parts of 384 fill it as well: where they leave a sixteenth less over.
+            other = _even_block(kv_len, most, (384,))
+            padded = [ceil_div(kv_len, size) * size for size in (kv, other)]
+            if 17 * padded[1] < 16 * padded[0]:
+                kv, compute = other, 384
+        blocks = SplashBlocks(q=q, kv=kv, kv_compute=compute)
         if most <= 128 or vmem_bytes(blocks, head_dim, itemsize=itemsize) <= limit:
             return blocks
         most //= 2
