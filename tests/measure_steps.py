@@ -1,10 +1,11 @@
 """What each change is worth, and how time and memory scale: the tables of
 docs/performance.md.
 
-``python -m tests.measure_steps changes|chips|slices FOLDER`` runs ``tpuport plan`` once
-for each row that has no ``NAME.json`` in FOLDER yet (half a minute to two minutes each
-on two cores), keeps the document there, and prints the table. Nothing here is measured
-on a chip.
+``python -m tests.measure_steps changes|chips|slices FOLDER [WORD ...]`` runs ``tpuport
+plan`` once for each row that has no ``NAME.json`` in FOLDER yet (half a minute to two
+minutes each on two cores), keeps the document there, and prints the table and, below
+it, the command of each row. With words only rows whose command has all of them. Nothing
+here is measured on a chip.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ MODELS = {
     ),
 }
 TITLES = {"cogvideox": "CogVideoX1.5-5B", "hunyuanvideo": "HunyuanVideo-1.5"}
-# The compiler's own values, on v6e, of the flags that tpuport sets.
+# The compiler's own values of the flags that tpuport sets.
 PLAIN_FLAGS = (
-    "--xla_tpu_scoped_vmem_limit_kib=32768 --xla_tpu_enable_async_all_to_all=false"
+    "--xla_tpu_scoped_vmem_limit_kib=-1 --xla_tpu_enable_async_all_to_all=false"
 )
+# Devices of a slice of eight, as its name counts them.
+DEVICES = {"v6e-8": 8, "v5p-8": 4, "v7x-8": 8}
 
 
 @dataclass(frozen=True)
@@ -73,30 +76,37 @@ class Row:
 
 
 def changes() -> list[Row]:
-    """One change after the other, on eight v6e."""
-    steps = (
-        ("upstream's blocks, jax's kernel", "--blocks upstream --attention jax", True),
-        ("our kernel", "--blocks upstream", True),
-        ("one joint sequence, heads over tp", "--mesh dp=2,tp=4", True),
-        ("tokens over sp", "", True),
-        ("compiler flags: the default", "", False),
-        ("weights of blocks in parts", "--sharding gathered", False),
-    )
+    """One change after the other, on eight chips or cores of three generations."""
     plain = {"LIBTPU_INIT_ARGS": PLAIN_FLAGS}
+    upstream = "--blocks upstream"
+
+    def steps(devices: int) -> list[tuple[str, str, bool]]:
+        heads = f"--mesh dp=2,tp={devices // 2}"
+        return [
+            ("upstream's blocks, jax's kernel", f"{upstream} --attention jax", True),
+            ("our kernel", upstream, True),
+            ("one joint sequence, heads over tp", heads, True),
+            ("tokens over sp", "", True),
+            ("compiler flags: the default", "", False),
+            ("weights of blocks in parts", "--sharding gathered", False),
+        ]
+
     return [
-        Row(title, model, "v6e-8", args, plain if without_flags else {})
+        Row(title, model, topology, args, plain if without_flags else {})
+        for topology, devices in DEVICES.items()
         for model in MODELS
-        for title, args, without_flags in steps
+        for title, args, without_flags in steps(devices)
     ]
 
 
 def chips() -> list[Row]:
     """Upstream's blocks and native ones, on eight devices or cores of other chips."""
     return [
-        Row(title, model, f"{chip}-8", args)
+        Row(title, model, topology, args)
         for model in MODELS
-        for chip in ("v5p", "v7x")
+        for topology in DEVICES
         for title, args in (("upstream's", "--blocks upstream"), ("native", ""))
+        if topology != "v6e-8"
     ]
 
 
@@ -105,7 +115,7 @@ def slices() -> list[Row]:
     return [
         Row(title, model, f"v6e-{count}", args)
         for model in MODELS
-        for count in (1, 8, 64, 256)
+        for count in (1, 2, 4, 8, 16, 32, 64, 128, 256)
         for title, args in (
             ("1 video", ""),
             (
@@ -140,20 +150,21 @@ def cells(row: Row, plan: dict[str, Any]) -> list[str]:
         f"{seconds:.3f} s" if seconds else "-",
         f"{plan['hbm_bytes_per_chip'] / 2**30:.1f} GiB"
         + ("" if plan["fits"] else ", does not fit"),
-        f"`{row.command}`",
     ]
 
 
-def main(table: str, folder: Path) -> None:
-    """Print one of the tables."""
+def main(table: str, folder: Path, words: list[str]) -> None:
+    """Print one of the tables, and below it a command for each of its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     head = ["model", "slice", "mesh", "what", "attention", "products", "rest"]
-    head += ["collectives", "step", "memory per chip", "command"]
+    head += ["collectives", "step", "memory per chip"]
     print("|", " | ".join(head), "|")
     print("|", " | ".join("---" for _ in head), "|")
-    for row in TABLES[table]():
+    rows = [r for r in TABLES[table]() if all(w in r.command for w in words)]
+    for row in rows:
         print("|", " | ".join(cells(row, row.document(folder))), "|", flush=True)
+    print("\n```console", *(row.command for row in rows), "```", sep="\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
