@@ -1,11 +1,11 @@
 """What each change is worth, and how time and memory scale: the tables of
-docs/performance.md.
+docs/performance.md, and of decodes in docs/vae.md.
 
-``python -m tests.measure_steps changes|chips|slices FOLDER [WORD ...]`` runs ``tpuport
-plan`` once for each row that has no ``NAME.json`` in FOLDER yet (half a minute to two
-minutes each on two cores), keeps the document there, and prints the table and, below
-it, the command of each row. With words only rows whose command has all of them. Nothing
-here is measured on a chip.
+``python -m tests.measure_steps TABLE FOLDER [WORD ...]`` (``changes``, ``chips``,
+``slices``, ``decodes``) runs ``tpuport plan`` once for each row that has no
+``NAME.json`` in FOLDER yet (half a minute to some minutes each on two cores), keeps the
+document there, and prints the table and, below it, the command of each row. With words
+only rows whose command has all of them. Nothing here is measured on a chip.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TITLES = {"cogvideox": "CogVideoX1.5-5B", "hunyuanvideo": "HunyuanVideo-1.5"}
 PLAIN_FLAGS = (
     "--xla_tpu_scoped_vmem_limit_kib=-1 --xla_tpu_enable_async_all_to_all=false"
 )
+DECODE = "--stage decode --vae-tiling off"
 # Devices of a slice of eight, as its name counts them.
 DEVICES = {"v6e-8": 8, "v5p-8": 4, "v7x-8": 8}
 
@@ -127,7 +128,23 @@ def slices() -> list[Row]:
     ]
 
 
-TABLES = {"changes": changes, "chips": chips, "slices": slices}
+def decodes() -> list[Row]:
+    """The autoencoders, untiled, on one to eight chips."""
+    rows = [
+        Row("torchax", "cogvideox", f"v6e-{count}", DECODE) for count in (1, 2, 4, 8)
+    ]
+    rows.append(Row("flax", "cogvideox", "v6e-8", f"{DECODE} --vae flax"))
+    return [*rows, Row("torchax", "hunyuanvideo", "v6e-8", DECODE)]
+
+
+TABLES = {"changes": changes, "chips": chips, "slices": slices, "decodes": decodes}
+
+STEP_HEAD = [
+    *("model", "slice", "mesh", "what", "attention", "products", "rest"),
+    *("collectives", "step", "memory per chip"),
+]
+DECODE_HEAD = ["model", "slice", "what", "first chunk", "others", "decode"]
+DECODE_HEAD += ["memory per chip", "compile"]
 
 
 def cells(row: Row, plan: dict[str, Any]) -> list[str]:
@@ -153,16 +170,32 @@ def cells(row: Row, plan: dict[str, Any]) -> list[str]:
     ]
 
 
+def decode_cells(row: Row, plan: dict[str, Any]) -> list[str]:
+    """Seconds of a chunk and of all, memory, and what compiling took."""
+    first, other = plan["stages"]["decode"]["programs"]
+    return [
+        TITLES[row.model],
+        row.slice,
+        row.title,
+        f"{1000 * first['seconds']:.1f} ms",
+        f"{other['calls']} x {1000 * other['seconds']:.1f} ms",
+        f"{plan['stage_seconds']['decode']:.3f} s",
+        f"{plan['hbm_bytes_per_chip'] / 2**30:.1f} GiB"
+        + ("" if plan["fits"] else ", does not fit"),
+        f"{first['compile_seconds']:.0f} + {other['compile_seconds']:.0f} s",
+    ]
+
+
 def main(table: str, folder: Path, words: list[str]) -> None:
     """Print one of the tables, and below it a command for each of its rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = ["model", "slice", "mesh", "what", "attention", "products", "rest"]
-    head += ["collectives", "step", "memory per chip"]
+    decoding = table == "decodes"
+    head, line = (DECODE_HEAD, decode_cells) if decoding else (STEP_HEAD, cells)
     print("|", " | ".join(head), "|")
     print("|", " | ".join("---" for _ in head), "|")
     rows = [r for r in TABLES[table]() if all(w in r.command for w in words)]
     for row in rows:
-        print("|", " | ".join(cells(row, row.document(folder))), "|", flush=True)
+        print("|", " | ".join(line(row, row.document(folder))), "|", flush=True)
     print("\n```console", *(row.command for row in rows), "```", sep="\n")
 
 
