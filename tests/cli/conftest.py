@@ -65,5 +65,6 @@ def run(made: Made, tmp_path: Path) -> Path:
 @pytest.fixture
 def weights(made: Made, cache: Path, tmp_path: Path) -> Path:
     """A copy of the demo checkpoint, to be damaged."""
-    (demo,) = (cache / "demo").glob("cogvideox-*")
+    # Not of another variant, which other tests make.
+    (demo,) = (cache / "demo").glob("cogvideox-demo-[0-9]*")
     return Path(shutil.copytree(demo, tmp_path / "weights"))
