@@ -67,9 +67,11 @@ def test_default_blocks_fit_and_waste_little(
     # Parts of 128 keys would leave half the matrix unit idle, which wastes more.
     part = blocks.kv_compute
     assert part in ((256, 384) if length > 128 and blocks.kv >= 256 else (128,))
-    for block, least in ((blocks.q, 128), (blocks.kv, part)):
-        count = -(-length // block)
-        assert count * block - length < max(least * count, length / 16 + 1)
+    # Of small blocks of keys, of float32 or in little VMEM, parts may be left over.
+    least = 128 if blocks.kv >= 1024 else part
+    for block, each in ((blocks.q, 128), (blocks.kv, least)):
+        waste = -(-length // block) * block - length
+        assert waste < max(each * -(-length // block), length / 16 + 1)
 
 
 @pytest.mark.parametrize("length", [39826, 113600])
