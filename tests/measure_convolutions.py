@@ -265,7 +265,7 @@ def _convolution(chip: Chip, shape: Shape, mesh: Any) -> Forms:
     array, options = _arrays(mesh), _options(chip)
     inputs, outputs, frames, rows, columns = shape
     weights = [array(3, 3, 3, inputs, outputs), array(outputs, dtype="float32")]
-    side = array(1, frames + 2, rows + 2, 1, inputs)
+    side = array(1, frames + 2, rows + 2, inputs)
     ends = array(1, frames + 2, 2, columns, inputs)
 
     def edged(x: Any, before: Any, left: Any, right: Any, *more: Any) -> Any:

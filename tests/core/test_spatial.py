@@ -103,35 +103,6 @@ def test_a_halo_is_what_lies_beside_a_part(shape: tuple[int, ...], border: Any) 
     assert np.abs(split(run, x)["picture"] - wanted).max() <= 1e-5
 
 
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] == 1])
-def test_what_lies_around_comes_with_corners(shape: tuple[int, ...]) -> None:
-    x = pixels(shape)
-
-    def run(space: Any, x: Any) -> dict[str, Any]:
-        if x is None:
-            return {"picture": None}
-        real = space.mask(x.shape, DIMS)
-        x = x if real is None else jnp.where(real, x, 0)
-        # In two pieces along the channels, as frames of two chunks are.
-        above, below, left, right = space.around([x, 2 * x], DIMS, 1)
-        inner = jnp.concatenate([x, 2 * x], 1)
-        if above is None:
-            # Rows in one piece: nothing but zeros beyond.
-            assert space.rows.parts == 1
-            assert below is None
-            above = below = jnp.zeros_like(inner[:, :, :1])
-        tall = jnp.concatenate([above, inner, below], 2)
-        y = jnp.concatenate([left, tall, right], 3)
-        y = y[:, : x.shape[1]] + y[:, x.shape[1] :]
-        n, m = x.shape[2:]
-        return {"picture": y[:, :, :n, :m] - 5 * y[:, :, 2 : n + 2, 2 : m + 2]}
-
-    wide = 3 * np.pad(x, [(0, 0), (0, 0), (1, 1), (1, 1)])
-    n, m = shape[2:]
-    wanted = wide[:, :, :n, :m] - 5 * wide[:, :, 2 : n + 2, 2 : m + 2]
-    assert np.abs(split(run, x)["picture"] - wanted).max() <= 1e-5
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_statistics_are_of_the_whole_picture(shape: tuple[int, ...]) -> None:
     # Far from zero, where a difference of squares would have nothing left.

@@ -5,11 +5,6 @@ The kernels run in interpret mode here, on a mesh that stands in for TPUs.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -18,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
+from diffusers.models.upsampling import CogVideoXUpsample3D
 
-from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
 from tests.tolerances import TOLERANCES
+from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.convolutions import counted
 from tpuport.core.module import PortedModule
 from tpuport.core.runtime import Runtime
@@ -122,6 +118,37 @@ def test_blocks_leave_no_activation_to_the_compiler(without: str) -> None:
     assert (" logistic " in jaxpr) == bool(without)
 
 
+@pytest.mark.parametrize("in_time", [False, True])
+@pytest.mark.parametrize("frames", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "columns", "devices"), [(6, 10, 1), (3, 5, 2)])
+@torch.no_grad()
+def test_the_upsampler_of_kernels_is_upstreams(
+    rows: int, columns: int, devices: int, frames: int, in_time: bool
+) -> None:
+    """What the patch ``cogvideox-upsample`` makes of it."""
+    torch.manual_seed(0)
+    module = CogVideoXUpsample3D(128, 128, compress_time=in_time).eval()
+    x = torch.randn(1, 128, frames, rows, columns)
+    ported = _ported(module, devices)
+    weights = {
+        name: jnp.asarray(tensor.numpy())
+        for name, tensor in module.state_dict().items()
+    }
+
+    def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> Any:
+        return carry, {"video": ported.bind(weights)(inputs["z"])}
+
+    inputs = {"z": jnp.asarray(x.numpy())}
+    program, places = spread(run, ported.runtime, LAYOUT, (None, None, inputs))
+    _, out = jax.jit(program, out_shardings=places)(weights, None, None, inputs)
+    found = np.asarray(out["video"])[..., : 2 * rows, : 2 * columns]
+    wanted = module(x).numpy()
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= TOLERANCES["module float32"]
+    (record,) = counted(ported.runtime.convolutions)
+    assert (record.implementation, record.reason) == (KERNEL, "")
+
+
 def _told(part: str) -> tuple[int, list[tuple[int, str, str, str]]]:
     """Convolutions of the encoder or the decoder, and what a trace tells of them."""
     vae = _vae()
@@ -153,7 +180,7 @@ def test_reports_tell_of_every_convolution_once() -> None:
     # Of four channels there are no whole lanes.
     copied = f"{KERNEL}, of a padded copy"
     (first,) = (entry for entry in found if entry[3])
-    assert first == (1, "convolution", copied, "32 columns of 4 channels")
+    assert first == (1, "convolution", copied, "4 channels")
     assert {entry[2] for entry in found} == {KERNEL, PRODUCT, copied}
 
 
@@ -230,21 +257,10 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+@needs_libtpu
 def test_the_decoder_compiles_for_eight_chips_from_the_projects_kernels() -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kernels"] == ["tpuport_conv", "tpuport_moments", "tpuport_norm"]
+    found = run_json(PROGRAM)
+    names = ("conv", "moments", "norm", "sides")
+    assert found["kernels"] == [f"tpuport_{name}" for name in names]
     # None is left to the compiler.
     assert found["convolutions"] == 0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.halos import Border, exchanged, passed
+from tpuport.core.halos import Border, exchanged
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -124,51 +124,6 @@ class Space:
         ):
             x = exchanged(side, x, dim, n, m, border)
         return x
-
-    def around(
-        self, parts: Sequence[jax.Array], dims: tuple[int, int], along: int
-    ) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array]:
-        """What lies around this device's part, zeros beyond the picture.
-
-        Args:
-            parts: its part, in pieces along the dim ``along``; where sides are uneven,
-                zero in phantom elements.
-            dims: the dims of rows and of columns.
-
-        Returns:
-            the rows above and below, of one row each, ``None`` where rows are in one
-            piece and both are zeros; the columns left and right, of one column each and
-            two rows more: the corners are theirs.
-        """
-        import jax
-        import jax.numpy as jnp
-
-        rows, columns = dims
-
-        def cut(dim: int, at: int) -> jax.Array:
-            pieces = []
-            for part in parts:
-                place = at % part.shape[dim]
-                pieces.append(jax.lax.slice_in_dim(part, place, place + 1, axis=dim))
-            return jnp.concatenate(pieces, along)
-
-        def column(x: jax.Array, at: int) -> jax.Array:
-            place = at % x.shape[columns]
-            return jax.lax.slice_in_dim(x, place, place + 1, axis=columns)
-
-        if self.rows.parts == 1:
-            pads = [(int(dim == rows),) * 2 for dim in range(parts[0].ndim)]
-            sides = [jnp.pad(cut(columns, at), pads) for at in (0, -1)]
-            return (None, None, *passed(self.columns, *sides))
-        above, below = passed(self.rows, cut(rows, 0), cut(rows, -1))
-        sides = [
-            jnp.concatenate(
-                [column(above, at), cut(columns, at), column(below, at)], rows
-            )
-            for at in (0, -1)
-        ]
-        left, right = passed(self.columns, *sides)
-        return above, below, left, right
 
     def moments(
         self, x: jax.Array, dims: tuple[int, int], axes: Sequence[int]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,12 +29,14 @@ from tpuport.kernels.conv_kernel import (
     FULL,
     GROUP,
     LANES,
+    PLANES,
     TILE_ROWS,
     Case,
     edged_body,
     first_row,
     padded_body,
     pitch_of,
+    whole_rows,
 )
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
@@ -66,8 +69,10 @@ def vmem_bytes(
     read = (block + 2) * pitch * channels * itemsize
     made = block * pitch * outputs
     weights = 9 * channels * taps * outputs * itemsize
+    sides = 2 * round_up(rows + 2, TILE_ROWS) * channels * 4
     # The frame, those before, the taps, the residual, the sums of three times.
-    return 2 * (weights + 2 * read + 2 * made * itemsize) + 4 * read + 3 * made * 4
+    given = weights + 2 * read + 2 * made * itemsize + sides
+    return 2 * given + 4 * read + 3 * made * 4
 
 
 def output_parts(
@@ -167,7 +172,10 @@ def edged_convolution(
     weight: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None = None,
+    shortcut: tuple[jax.Array, jax.Array] | None = None,
     *,
+    scale: int = 1,
+    copies: int = 1,
     vmem_limit: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -176,25 +184,38 @@ def edged_convolution(
     The same as :func:`video_convolution` of all put together, without the copy.
 
     Args:
-        x: [N, T, Y, X, C]; X a multiple of 16.
+        x: [N, T, Y, X, C].
         before: [N, K - 1, Y, X, C], the frames before it; ``None`` with K = 1.
-        sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, 1, C]
+        sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, C]
             each; the rows above the first and below the last have some as well.
         ends: [N, T + K - 1, 2, X, C], the row above the first and the one below the
             last; ``None`` for zeros.
         weight, bias, vmem_limit, interpret: as for :func:`video_convolution`.
         residual: [N, T, Y, X, O], added before the result is rounded.
+        shortcut: [N, T, Y, X, I] and a matrix [I, O], whose product is added so; X is a
+            multiple of 16 and I of 128.
+        scale: 2 to repeat every row and column of the video, as nearest neighbours do,
+            before it is convolved; Y and X, here and below, are those of the result.
+            ``x``, ``sides`` and ``ends`` have half as many, K is 1.
+        copies: how often each frame of the result is written, one after the other.
 
     Returns:
-        [N, T, Y, X, O].
+        [N, copies T, Y, X, O].
 
     Raises:
-        ValueError, NotImplementedError: as :func:`video_convolution`; also X is no
-            multiple of 16, C none of 128, or no block of rows divides Y.
+        ValueError, NotImplementedError: as :func:`video_convolution`; also C is no
+            multiple of 128, or no block of rows divides Y.
     """
-    count, frames, rows, columns, channels = x.shape
+    count, frames, height, width, channels = x.shape
+    rows, columns = scale * height, scale * width
     taps, *_, outputs = weight.shape
     lag = taps - 1
+    # Whole input rows.
+    block = scale * block_rows(height, scale * pitch_of(columns), channels)
+    short = 0
+    if shortcut is not None:
+        given = block * columns + outputs
+        short = 2 * given * shortcut[0].shape[4] * x.dtype.itemsize
     case = Case(
         count=count,
         frames=frames,
@@ -203,30 +224,47 @@ def edged_convolution(
         channels=channels,
         outputs=round_up(outputs, LANES),
         taps=taps,
-        block=block_rows(rows, pitch_of(columns), channels),
-        parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit),
+        block=block,
+        parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit - short),
         packed=taps == 3 and outputs <= GROUP,
+        scale=scale,
+        copies=copies,
     )
-    if columns % TILE_ROWS or channels % LANES:
-        raise NotImplementedError(f"{columns} columns of {channels} channels")
+    # So few channels would leave rows of lanes next to empty.
+    few = case.packed and outputs <= PLANES
+    alone = residual is None and shortcut is None and copies == 1
+    planar = few and alone and (case.block % PLANES == 0 or case.block == rows)
+    if planar:
+        case = replace(case, planes=outputs)
+    if channels % LANES:
+        raise NotImplementedError(f"{channels} channels")
+    if shortcut is not None and (columns % TILE_ROWS or shortcut[0].shape[4] % LANES):
+        wide = shortcut[0].shape[4]
+        raise NotImplementedError(f"a shortcut of {columns} columns, {wide} channels")
+    if scale not in (1, 2) or (scale == 2 and taps > 1):
+        raise NotImplementedError(f"{taps} frames, enlarged {scale} times")
     if rows % case.block:
         raise NotImplementedError(f"{rows} rows in blocks of {case.block}")
-    side = (count, frames + lag, rows + 2, 1, channels)
+    side = (count, frames + lag, height + 2, channels)
     wanted: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
         "left": (sides[0], side),
         "right": (sides[1], side),
     }
     if ends is not None:
-        wanted["ends"] = (ends, (count, frames + lag, 2, columns, channels))
+        wanted["ends"] = (ends, (count, frames + lag, 2, width, channels))
     if before is not None or lag:
         wanted["before"] = (before, (count, lag, *x.shape[2:]))
     if residual is not None:
-        wanted["residual"] = (residual, (*x.shape[:4], outputs))
+        wanted["residual"] = (residual, (count, frames, rows, columns, outputs))
+    if shortcut is not None:
+        deep = shortcut[0].shape[4]
+        wanted["shortcut"] = (shortcut[0], (count, frames, rows, columns, deep))
+        wanted["matrix"] = (shortcut[1], (deep, outputs))
     for name, (array, shape) in wanted.items():
         if array is None or array.shape != shape:
             found = None if array is None else array.shape
             raise ValueError(f"{name} of {found}; with {x.shape} it is {shape}")
-    sizes = (1, 1, min(case.block + 2, rows), columns, channels)
+    sizes = (1, 1, min(case.block // scale + 2, height), width, channels)
     window = tuple(map(pl.Element, sizes))
 
     def rows_of(time: Callable[[Any], Any]) -> pl.BlockSpec:
@@ -234,21 +272,25 @@ def edged_convolution(
             window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
-    # Rows of a side are cut anywhere, so they are no rows of tiles.
-    line = tuple(map(pl.Element, (1, 1, case.block + 2, 1, channels)))
-    beside = pl.BlockSpec(line, lambda o, n, y, t: (n, t, y * case.block, 0, 0))
+    narrow = round_up(width, TILE_ROWS)
+    # Of sides a step has the whole frame: rows that begin anywhere in a tile can be
+    # read from VMEM, as words, but not be copied to it.
+    line = (1, 1, height + 2, channels)
+    beside = pl.BlockSpec(line, lambda o, n, y, t: (n, t, 0, 0))
     inputs = [
         (x, rows_of(lambda t: jnp.maximum(t - lag, 0))),
-        *((side, beside) for side in sides),
+        *((side.astype(jnp.float32), beside) for side in sides),
     ]
     if ends is not None:
-        both = (1, 1, 2, columns, channels)
+        both = (1, 1, 2, width, channels)
         inputs.append((ends, pl.BlockSpec(both, lambda o, n, y, t: (n, t, 0, 0, 0))))
     if before is not None:
         inputs.append((before, rows_of(lambda t: jnp.minimum(t, lag - 1))))
     if residual is not None:
         residual = pad_dim(residual, 4, case.outputs)
-        inputs.append((residual, _made(case)))
+        inputs.append((residual, _made(replace(case, copies=1))))
+    if shortcut is not None:
+        inputs += _shortcut(*shortcut, case)
     out = _call(
         functools.partial(
             edged_body,
@@ -256,17 +298,22 @@ def edged_convolution(
             has_ends=ends is not None,
             has_before=before is not None,
             has_residual=residual is not None,
+            has_shortcut=shortcut is not None,
         ),
         case,
         rows // case.block,
         inputs,
         weight,
         bias,
-        scratch=[pltpu.VMEM((case.block + 4, case.pitch, channels), x.dtype)],
+        scratch=[
+            *[pltpu.VMEM((block // 2 + 2, narrow, channels), x.dtype)] * (scale - 1),
+            pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
+        ],
+        deep=0 if shortcut is None else shortcut[0].shape[4],
         vmem_limit=vmem_limit,
         interpret=interpret,
     )
-    return out[..., :outputs]
+    return jnp.moveaxis(out, 2, 4) if planar else out[..., :outputs]
 
 
 def _parts(
@@ -281,10 +328,29 @@ def _parts(
 def _made(case: Case) -> pl.BlockSpec:
     """Of the output: nothing is written before the first frame is whole."""
     lag = case.taps - 1
+    if case.planes:
+        return pl.BlockSpec(
+            (1, 1, case.planes, case.block, case.columns),
+            lambda o, n, y, t: (n, jnp.maximum(t - lag, 0), 0, y, 0),
+        )
     return pl.BlockSpec(
-        (1, 1, case.block, case.columns, case.outputs // case.parts),
+        (1, case.copies, case.block, case.columns, case.outputs // case.parts),
         lambda o, n, y, t: (n, jnp.maximum(t - lag, 0), y, 0, o),
     )
+
+
+def _shortcut(
+    x: jax.Array, matrix: jax.Array, case: Case
+) -> list[tuple[jax.Array, pl.BlockSpec]]:
+    """The rows of the output's frame, and the matrix's part."""
+    deep, lag = x.shape[4], case.taps - 1
+    rows = pl.BlockSpec(
+        (1, 1, case.block, case.columns, deep),
+        lambda o, n, y, t: (n, jnp.maximum(t - lag, 0), y, 0, 0),
+    )
+    part = (deep, case.outputs // case.parts)
+    matrix = pad_dim(matrix, 1, case.outputs)
+    return [(x, rows), (matrix, pl.BlockSpec(part, lambda o, n, y, t: (0, o)))]
 
 
 def _call(
@@ -296,48 +362,61 @@ def _call(
     bias: jax.Array | None,
     *,
     scratch: list[Any],
+    deep: int = 0,
     vmem_limit: int,
     interpret: bool,
 ) -> jax.Array:
-    """The kernel over (parts of the outputs, videos, blocks of rows, frames)."""
+    """The kernel over (parts of the outputs, videos, blocks of rows, frames).
+
+    ``deep`` is how many channels a shortcut has.
+    """
     dtype = inputs[0][0].dtype
     real = weight.shape[4]
     if bias is None:
         bias = jnp.zeros(weight.shape[4], jnp.float32)
     weight = _flat(weight, case)
-    bias = pad_dim(bias.astype(jnp.float32)[None], 1, case.outputs)
+    if case.planes:
+        bias = pad_dim(bias.astype(jnp.float32)[:, None], 0, PLANES)
+        bias = jnp.broadcast_to(bias, (PLANES, LANES))
+    else:
+        bias = pad_dim(bias.astype(jnp.float32)[None], 1, case.outputs)
     times, deep, wide = weight.shape
     part = (times, deep, wide // case.parts)
     outputs = case.outputs // case.parts
     whole = [
         (weight, pl.BlockSpec(part, lambda o, n, y, t: (0, 0, o))),
-        (bias, pl.BlockSpec((1, outputs), lambda o, n, y, t: (0, o))),
+        (bias, pl.BlockSpec((bias.shape[0], outputs), lambda o, n, y, t: (0, o))),
     ]
     count = case.block * case.pitch
-    made = (case.count, case.frames, blocks * case.block, case.columns, case.outputs)
+    frames = case.copies * case.frames
+    made = (case.count, frames, blocks * case.block, case.columns, case.outputs)
+    planes = (case.count, case.frames, case.planes, case.rows, case.columns)
     times = 3 if case.taps > 1 and not case.packed else 1
-    sums = (times, case.tiles, count, case.width)
+    sums: tuple[int, ...] = (times, case.tiles, count, case.width)
+    first = pltpu.VMEM(((case.block + 2) * case.pitch, 3 * case.channels), dtype)
+    if case.planes:
+        sums = (2, PLANES, count)
+        first = pltpu.VMEM((case.planes, case.block, case.columns), jnp.float32)
     return pl.pallas_call(
         body,
         grid=(case.parts, case.count, blocks, case.frames + case.taps - 1),
         in_specs=[spec for _, spec in (*whole, *inputs)],
         out_specs=_made(case),
-        out_shape=jax.ShapeDtypeStruct(made, dtype),
-        scratch_shapes=[
-            pltpu.VMEM(((case.block + 2) * case.pitch, 3 * case.channels), dtype),
-            pltpu.VMEM(sums, jnp.float32),
-            *scratch,
-        ],
+        out_shape=jax.ShapeDtypeStruct(planes if case.planes else made, dtype),
+        scratch_shapes=[first, pltpu.VMEM(sums, jnp.float32), *scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3 + ("arbitrary",),
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
             # Of the real outputs, as utilisation is counted by it.
-            flops=2 * 9 * case.taps * math.prod(made[:-1]) * case.channels * real,
+            flops=2
+            * (math.prod(made[:-1]) // case.copies)
+            * real
+            * (9 * case.taps * case.channels + deep),
             transcendentals=0,
             bytes_accessed=sum(a.nbytes for a, _ in (*whole, *inputs))
-            + math.prod(made) * dtype.itemsize,
+            + math.prod(planes if case.planes else made) * dtype.itemsize,
         ),
         interpret=interpret,
         name="tpuport_conv",
@@ -348,8 +427,13 @@ def _flat(weight: jax.Array, case: Case) -> jax.Array:
     """[K, 3, 3, C, O] as [times, 9 C, lanes]: the taps of a time together.
 
     Of few output channels all times side by side, or the first two, and the third
-    beside nothing.
+    beside nothing; of very few [1, 3 C, lanes], the taps of a column and all times.
     """
+    if case.planes:
+        # [rows, C, columns, times, O]: what a pixel adds to those around it.
+        taps = pad_dim(jnp.transpose(weight, (1, 3, 2, 0, 4)), 4, PLANES)
+        taps = pad_dim(taps.reshape(3 * case.channels, 3, -1), 2, GROUP)
+        return pad_dim(taps.reshape(3 * case.channels, -1), 1, LANES)[None]
     flat = weight.reshape(case.taps, 9 * case.channels, -1)
     if case.packed:
         times = [pad_dim(time, 1, GROUP) for time in flat]

@@ -25,6 +25,8 @@ LANES = 128
 FULL = 256
 #: Channels that a time has of the lanes, where all three are side by side.
 GROUP = 32
+#: Output channels, at most, that are written as planes: sublanes of a tile of floats.
+PLANES = 8
 
 
 def pitch_of(columns: int) -> int:
@@ -37,7 +39,10 @@ class Case:
     """Sizes of a call; channels and outputs are whole lanes.
 
     ``parts`` is how many parts the outputs are made in, of whole tiles each; ``packed``
-    whether they are so few that three times fit into the lanes of one.
+    whether they are so few that three times fit into the lanes of one; ``planes`` how
+    many real ones there are where each is written as a plane of rows and columns, else
+    none; ``scale`` how often rows and columns of the input are repeated, 1 or 2;
+    ``copies`` how often a frame is written.
     """
 
     count: int
@@ -50,6 +55,9 @@ class Case:
     block: int
     parts: int = 1
     packed: bool = False
+    planes: int = 0
+    scale: int = 1
+    copies: int = 1
 
     @property
     def pitch(self) -> int:
@@ -72,9 +80,9 @@ class Case:
 
 
 def first_row(y: Any, case: Case) -> Any:
-    """The first row that block y reads: the one above it, where there is one."""
-    last = case.rows - min(case.block + 2, case.rows)
-    return jnp.clip(y * case.block - 1, 0, last)
+    """The first input row of block y: the one above it, where there is one."""
+    rows, block = case.rows // case.scale, case.block // case.scale
+    return jnp.clip(y * block - 1, 0, rows - min(block + 2, rows))
 
 
 def padded_body(
@@ -93,7 +101,8 @@ def padded_body(
     taps_ref[:, :channels] = x
     taps_ref[:, channels : 2 * channels] = _shifted(x, 1)
     taps_ref[:, 2 * channels :] = _shifted(x, 2)
-    _accumulate(weight_ref, bias_ref, None, out_ref, taps_ref, sums_ref, case)
+    added_refs = (None, None)
+    _accumulate(weight_ref, bias_ref, added_refs, out_ref, taps_ref, sums_ref, case)
 
 
 def edged_body(
@@ -107,65 +116,125 @@ def edged_body(
     has_ends: bool,
     has_before: bool,
     has_residual: bool,
+    has_shortcut: bool,
 ) -> None:
     """One frame of one block of rows, put together from its parts."""
-    *extra, out_ref, taps_ref, sums_ref, whole_ref = refs
+    *extra, whole_ref = refs
+    narrow_ref = extra.pop() if case.scale > 1 else None
+    *extra, out_ref, first_ref, sums_ref = extra
     ends_ref = extra.pop(0) if has_ends else None
-    before_ref = extra[0] if has_before else None
-    residual_ref = extra[-1] if has_residual else None
+    before_ref = extra.pop(0) if has_before else None
+    added_refs = (
+        extra.pop(0) if has_residual else None,
+        (extra[0], extra[1]) if has_shortcut else None,
+    )
+    around = (left_ref, right_ref, ends_ref, before_ref)
+    _put_together(x_ref, around, narrow_ref, whole_ref, case)
+    if case.planes:
+        _planes(weight_ref, bias_ref, out_ref, first_ref, sums_ref, whole_ref, case)
+        return
+    taps_ref, channels = first_ref, case.channels
+    size = (case.block + 2) * case.pitch
+    flat = whole_ref[1 : case.block + 3].reshape(size, channels)
+    taps_ref[:, :channels] = _shifted(flat, -1)
+    taps_ref[:, channels : 2 * channels] = flat
+    taps_ref[:, 2 * channels :] = _shifted(flat, 1)
+    _accumulate(weight_ref, bias_ref, added_refs, out_ref, taps_ref, sums_ref, case)
+
+
+def _put_together(
+    x_ref: Any,
+    around: tuple[Any, Any, Any | None, Any | None],
+    narrow_ref: Any | None,
+    whole_ref: Any,
+    case: Case,
+) -> None:
+    """A block of a frame with what lies around it, the row above the block at 1.
+
+    A frame to be enlarged is put together in ``narrow_ref`` first, its row above at 0.
+    """
+    left_ref, right_ref, ends_ref, before_ref = around
     block, pitch, columns = case.block, case.pitch, case.columns
-    channels, lag = case.channels, case.taps - 1
+    channels, lag, scale = case.channels, case.taps - 1, case.scale
     y, t = pl.program_id(2), pl.program_id(3)
-    # The row above the block is at 1. At the ends of the picture, where there is no
-    # row beside the block to read, the window has moved by one.
-    moved = first_row(y, case) - (y * block - 1)
-    inner = (pl.ds(1 + moved, x_ref.shape[2]), slice(0, columns))
+    rows, wide = block // scale, columns // scale
+    inner_ref, above = (whole_ref, 1) if narrow_ref is None else (narrow_ref, 0)
+    # At the ends of the picture, where there is no row beside the block to read, the
+    # window has moved by one.
+    moved = first_row(y, case) - (y * rows - 1)
+    inner = (pl.ds(above + moved, x_ref.shape[2]), slice(0, wide))
     # Held by names, as decorators are called at once.
     early: Callable[[Any], Any] = pl.when(t < lag)
     late: Callable[[Any], Any] = pl.when(t >= lag)
     first: Callable[[Any], Any] = pl.when(y == 0)
     last: Callable[[Any], Any] = pl.when(y == case.rows // block - 1)
     if before_ref is None:
-        whole_ref[inner] = x_ref[0, 0]
+        inner_ref[inner] = x_ref[0, 0]
     else:
 
         @early
         def _() -> None:
-            whole_ref[inner] = before_ref[0, 0]
+            inner_ref[inner] = before_ref[0, 0]
 
         @late
         def _() -> None:
-            whole_ref[inner] = x_ref[0, 0]
+            inner_ref[inner] = x_ref[0, 0]
 
     def end(at: int) -> jax.Array:
         if ends_ref is None:
-            return jnp.zeros((columns, channels), whole_ref.dtype)
+            return jnp.zeros((wide, channels), whole_ref.dtype)
         row: jax.Array = ends_ref[0, 0, at]
         return row
 
     @first
     def _() -> None:
-        whole_ref[1, :columns] = end(0)
+        inner_ref[above, :wide] = end(0)
 
     @last
     def _() -> None:
-        whole_ref[block + 2, :columns] = end(1)
+        inner_ref[above + rows + 1, :wide] = end(1)
+
+    if narrow_ref is not None:
+        for row in range(rows + 2):
+            twice = _doubled(narrow_ref[row])[:columns]
+            for place in (2 * row - 1, 2 * row):
+                if 0 <= place < block + 2:
+                    whole_ref[1 + place, :columns] = twice
 
     # Behind each row what follows it, and at the pitch's end what precedes the next
-    # one; what precedes the first is at the very end, as copies shift around it.
-    place = jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, channels), 0)
+    # one; what precedes the first is before it, and at the very end, as copies shift
+    # around it.
+    inside = columns % TILE_ROWS
+    tail = slice(columns - inside, pitch)
+    shape = (pitch - columns + inside, channels)
+    place = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+
+    def beside(ref: Any, row: int) -> jax.Array:
+        at = y * rows + (row if scale == 1 else (row + 1) // 2)
+        found: jax.Array = ref[0, 0, pl.ds(at, 1)]
+        return found
+
     for row in range(block + 2):
-        after = (row + 1) % (block + 2)
-        follows = right_ref[0, 0, row].astype(jnp.float32)
-        precedes = left_ref[0, 0, after].astype(jnp.float32)
-        edge = jnp.where(place == 0, follows, 0)
-        edge = jnp.where(place == TILE_ROWS - 1, precedes, edge)
-        whole_ref[1 + row, pitch - TILE_ROWS :] = edge.astype(whole_ref.dtype)
-    flat = whole_ref[1 : block + 3].reshape((block + 2) * pitch, channels)
-    taps_ref[:, :channels] = _shifted(flat, -1)
-    taps_ref[:, channels : 2 * channels] = flat
-    taps_ref[:, 2 * channels :] = _shifted(flat, 1)
-    _accumulate(weight_ref, bias_ref, residual_ref, out_ref, taps_ref, sums_ref, case)
+        follows = beside(right_ref, row)
+        precedes = beside(left_ref, (row + 1) % (block + 2))
+        edge = jnp.where(place == inside, follows, 0)
+        edge = jnp.where(place == shape[0] - 1, precedes, edge)
+        if inside:
+            # The tile's first columns are the picture's last ones.
+            known = whole_ref[1 + row, tail].astype(jnp.float32)
+            edge = jnp.where(place < inside, known, edge)
+        whole_ref[1 + row, tail] = edge.astype(whole_ref.dtype)
+    if case.planes:
+        whole_ref[0, tail] = edge.astype(whole_ref.dtype)
+
+
+def _doubled(x: jax.Array) -> jax.Array:
+    """Every row of [M, C] twice, one after the other."""
+    if x.dtype.itemsize == 4:
+        return jnp.repeat(x, 2, axis=0)
+    # A word holds two rows, here the same ones.
+    words = pltpu.bitcast(x.astype(jnp.float32), jnp.uint32)
+    return pltpu.bitcast(words | (words >> 16), x.dtype)
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
@@ -186,13 +255,14 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
 def _accumulate(
     weight_ref: Any,
     bias_ref: Any,
-    residual_ref: Any | None,
+    added_refs: tuple[Any | None, tuple[Any, Any] | None],
     out_ref: Any,
     taps_ref: Any,
     sums_ref: Any,
     case: Case,
 ) -> None:
     """Add what the taps of a frame give to its time and to the two after it."""
+    residual_ref, shortcut_refs = added_refs
     t = pl.program_id(3)
     lag = case.taps - 1
     count = case.block * case.pitch
@@ -230,7 +300,12 @@ def _accumulate(
         out = out.reshape(case.block, case.pitch, width)[:, : case.columns]
         if residual_ref is not None:
             out = out + residual_ref[0, 0, :, :, lanes].astype(jnp.float32)
-        out_ref[0, 0, :, :, lanes] = out.astype(out_ref.dtype)
+        if shortcut_refs is not None:
+            x_ref, matrix_ref = shortcut_refs
+            short = x_ref[0, 0].reshape(case.block * case.columns, x_ref.shape[-1])
+            out = out + dot(short, matrix_ref[:, lanes]).reshape(out.shape)
+        for copy in range(case.copies):
+            out_ref[0, copy, :, :, lanes] = out.astype(out_ref.dtype)
 
     # Held by names, as decorators are called at once.
     whole: Callable[[Any], Any] = pl.when(t >= lag)
@@ -283,3 +358,70 @@ def _accumulate(
         @counts
         def _(time: int = time) -> None:
             jax.lax.fori_loop(0, tiles, tile_of(time), None)
+
+
+def planar_length(case: Case) -> int:
+    """Columns of the turned products: a block, a tile on either side, whole lanes."""
+    return round_up(case.block * case.pitch + 2 * TILE_ROWS, LANES)
+
+
+def whole_rows(case: Case) -> int:
+    """Rows of a block put together: one on either side, and what is read beyond."""
+    beyond = planar_length(case) - case.block * case.pitch if case.planes else 0
+    return case.block + 4 + -(-beyond // case.pitch)
+
+
+def _planes(
+    weight_ref: Any,
+    bias_ref: Any,
+    out_ref: Any,
+    lines_ref: Any,
+    sums_ref: Any,
+    whole_ref: Any,
+    case: Case,
+) -> None:
+    """Of few output channels a plane each.
+
+    A product gives what a pixel adds to all it is beside of, 27 taps of 8 outputs in
+    the lanes; turned, taps are sublanes, and moving them costs next to nothing.
+    """
+    t = pl.program_id(3)
+    pitch, count = case.pitch, case.block * case.pitch
+    flat = whole_ref[...].reshape(whole_ref.shape[0] * pitch, case.channels)
+    exact = jax.lax.Precision.HIGHEST if flat.dtype == jnp.float32 else None
+    start, length = pitch - TILE_ROWS, planar_length(case)
+    rows = [flat[start + dy * pitch :][:length] for dy in range(3)]
+    products = jnp.dot(
+        jnp.concatenate(rows, 1),
+        weight_ref[0],
+        preferred_element_type=jnp.float32,
+        precision=exact,
+    )
+    # The lanes beyond are zeros. Without anything between, interpret mode would make
+    # one operation of both, which XLA's CPU backend does not have for bfloat16.
+    used = jax.lax.broadcasted_iota(jnp.int32, products.shape, 1) < 3 * GROUP
+    turned = jnp.transpose(jnp.where(used, products, 0))
+
+    def given(time: int) -> jax.Array:
+        """What this frame gives to one time: [8, M]."""
+        parts = []
+        for dx in range(3):
+            tap, at = dx * GROUP + time * PLANES, TILE_ROWS - 1 + dx
+            parts.append(turned[tap : tap + PLANES, at : at + count])
+        return parts[0] + parts[1] + parts[2]
+
+    lag = case.taps - 1
+    # Held by names, as decorators are called at once.
+    whole: Callable[[Any], Any] = pl.when(t >= lag)
+
+    @whole
+    def _() -> None:
+        total = sums_ref[1] + given(lag) + bias_ref[:, :1]
+        for row in range(case.block):
+            line = total[: case.planes, row * pitch : row * pitch + case.columns]
+            for plane in range(case.planes):
+                lines_ref[plane, row : row + 1] = line[plane : plane + 1]
+        out_ref[0, 0] = lines_ref[...].astype(out_ref.dtype)
+
+    sums_ref[1] = sums_ref[0] + given(1)
+    sums_ref[0] = given(0)

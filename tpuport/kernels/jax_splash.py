@@ -74,15 +74,20 @@ class BlockSizes:
 
 
 def default_blocks(
-    q_len: int, kv_len: int, head_dim: int, *, itemsize: int = 2
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    *,
+    itemsize: int = 2,
+    chip: str = "v6e",
 ) -> BlockSizes:
-    """Large blocks that waste little padding, from the sizes alone.
+    """Large blocks that waste little padding, from the sizes and the chip's name.
 
     The fewest blocks below a maximum that cover the length, and of those the
     smallest. The maxima are those, of a few tried, with the fewest bundles on v6e;
     beyond a width of 128, and for float32 (``itemsize`` 4 bytes), they are smaller so
-    that the blocks fit VMEM. The attached device is never asked, so a program can be
-    compiled for another one.
+    that the blocks fit VMEM, and on chips that give a kernel less of it. The attached
+    device is never asked, so a program can be compiled for another one.
 
     Raises:
         ValueError: a size below 1.
@@ -99,10 +104,20 @@ def default_blocks(
         shrink = ceil_div(head_dim, LANES) * ceil_div(itemsize, 2)
         most = max(256, round_up(2048 // shrink, 256))
         most_q, most_kv, computes = most, most, (1024, 512, 256, 128)
-    q = _even_block(q_len, most_q, LANES)
-    kv = _even_block(kv_len, most_kv, LANES if kv_len <= LANES else 256)
-    compute = next(size for size in computes if kv % size == 0)
-    return BlockSizes(q=q, kv=kv, kv_compute=compute)
+    while True:
+        q = _even_block(q_len, most_q, LANES)
+        kv = _even_block(kv_len, most_kv, LANES if kv_len <= LANES else 256)
+        compute = next(size for size in computes if kv % size == 0)
+        blocks = BlockSizes(q=q, kv=kv, kv_compute=compute)
+        taken = TAKEN * vmem_bytes(blocks, head_dim, head_dim, itemsize=itemsize)
+        if taken <= vmem_limit(chip) or max(q, kv) <= 256:
+            return blocks
+        most_q, most_kv = max(most_q - 256, 256), max(most_kv - 256, 256)
+
+
+#: What the compiler takes, over :func:`vmem_bytes`: seen were 2.0 for 3328/2816/256 at
+#: head dim 64 and 2.5 for 2048/2048/1024 at 128 (v5p, libtpu 0.0.42.1).
+TAKEN = 2.6
 
 
 def vmem_bytes(

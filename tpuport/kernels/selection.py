@@ -227,6 +227,7 @@ def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
         problem.kv_len,
         problem.head_dim,
         itemsize=jnp.dtype(problem.dtype).itemsize,
+        chip=chip,
     )
     return _kernel_blocks(problem, choice, _named_sizes(found))
 

@@ -9,6 +9,7 @@ channels, K frames of a kernel; t, y, x frames, rows and columns of latents, Z c
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ VMEM_SHARE = 7 / 8
 KERNEL = "tpuport_conv"
 #: What does convolutions of one element, in reports.
 PRODUCT = "a product of matrices"
-#: Channels that fill the lanes.
-LANES = 128
+#: Channels that fill the lanes, and columns that fill a tile.
+LANES, TILE_ROWS = 128, 16
 _DIMS = (2, 3)
 
 
@@ -60,6 +61,7 @@ def convolve(
     weight: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None = None,
+    shortcut: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """A convolution with zeros around the picture, and frames before it.
 
@@ -69,6 +71,8 @@ def convolve(
         weight: [O, C, K, 3, 3], upstream's.
         bias: [O], or ``None``.
         residual: [B, T, Y, X, O], added to the result.
+        shortcut: what to make it of: [B, T, Y, X, I] and upstream's convolution of one
+            element, [O, I, 1, 1, 1] and [O].
 
     Returns:
         [B, T, Y, X, O] in the dtype of ``x``.
@@ -85,19 +89,41 @@ def convolve(
     options = kernel_options(context)
     weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
     space = context.space
+    sides: tuple[jax.Array, jax.Array] | None = None
+    ends: jax.Array | None = None
     copied = ""
     if space is not None:
         x = masked(space, x)
         before = None if before is None else masked(space, before)
         try:
-            sides, ends = _edges(space, x, before)
+            sides, ends = _edges(space, x, before, options)
+        except NotImplementedError as error:
+            # Another number of channels: the other form copies the video.
+            copied = str(error)
+    if shortcut is not None:
+        if sides is not None and _fits(shortcut[0]):
+            short, matrix, more = shortcut
+            both = more.astype(jnp.float32)
+            both = both if bias is None else both + bias.astype(jnp.float32)
+            added = (short, matrix.reshape(matrix.shape[:2]).T)
+            # Where both do not fit into VMEM, one after the other may.
+            with contextlib.suppress(NotImplementedError):
+                out = edged_convolution(
+                    x, before, sides, ends, weight, both, shortcut=added, **options
+                )
+                # It and the convolution of one element.
+                note(context, KERNEL)
+                note(context, KERNEL)
+                return out
+        residual = pointwise(context, *shortcut)
+    if sides is not None:
+        try:
             out = edged_convolution(
                 x, before, sides, ends, weight, bias, residual, **options
             )
             note(context, KERNEL)
             return out
         except NotImplementedError as error:
-            # Narrow pictures: the other form copies them, which is cheap.
             copied = str(error)
     whole = x if before is None else jnp.concatenate([before, x], axis=1)
     columns = x.shape[3]
@@ -113,18 +139,96 @@ def convolve(
     return out if residual is None else out + residual
 
 
-def _edges(
-    space: Space, x: jax.Array, before: jax.Array | None
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
-    """``sides`` and ``ends`` of :func:`edged_convolution`."""
+def enlarged_convolution(
+    context: OpContext,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    copies: int = 1,
+) -> jax.Array:
+    """Twice the rows and columns by nearest neighbours, then a convolution of frames.
+
+    The enlarged video is never in memory.
+
+    Args:
+        x: [B, T, Y, X, C].
+        weight: [O, C, 3, 3], upstream's.
+        bias: [O], or ``None``.
+        copies: how often each frame of the result is wanted, one after the other.
+
+    Returns:
+        [B, copies T, 2 Y, 2 X, O] in the dtype of ``x``.
+
+    Raises:
+        NotImplementedError: the kernels cannot.
+    """
     import jax.numpy as jnp
 
+    from tpuport.core.convolutions import note
+    from tpuport.kernels.conv import edged_convolution
+
+    options, space = kernel_options(context), context.space
+    if space is None:
+        raise NotImplementedError("enlarging without a split in space")
+    x = masked(space, x)
+    sides, ends = _edges(space, x, None, options)
+    kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
+    options |= {"scale": 2, "copies": copies}
+    out = edged_convolution(x, None, sides, ends, kernel, bias, **options)
+    note(context, KERNEL)
+    return out
+
+
+def _edges(
+    space: Space, x: jax.Array, before: jax.Array | None, options: dict[str, Any]
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """``sides`` and ``ends`` of :func:`edged_convolution`: zeros beyond the picture.
+
+    Args:
+        x, before: of this device; where sides are uneven, zero in phantom elements.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.core.halos import passed
+    from tpuport.kernels.conv_sides import outer_columns
+
+    outer = outer_columns(x, before, **options)
+    if space.rows.parts == 1:
+        return passed(space.columns, *outer), None
     parts = [x] if before is None else [before, x]
-    above, below, left, right = space.around(parts, _DIMS, 1)
-    ends = None
-    if above is not None and below is not None:
-        ends = jnp.concatenate([above, below], axis=2)
-    return (left, right), ends
+
+    def row(at: int) -> jax.Array:
+        place = at % x.shape[2]
+        pieces = [jax.lax.slice_in_dim(p, place, place + 1, axis=2) for p in parts]
+        return jnp.concatenate(pieces, axis=1)
+
+    above, below = passed(space.rows, row(0), row(-1))
+    # Corners are of the columns, and come with a second exchange.
+    sides = [
+        jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)
+        for at, side in zip((0, -1), outer, strict=True)
+    ]
+    return passed(space.columns, *sides), jnp.concatenate([above, below], axis=2)
+
+
+def _fits(x: jax.Array) -> bool:
+    """Whether [B, T, Y, X, I] is whole tiles, for a product within the kernel."""
+    return x.shape[3] % TILE_ROWS == 0 and x.shape[4] % LANES == 0
+
+
+def pointwise(
+    context: OpContext, x: jax.Array, weight: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """A convolution of one element, [O, I, 1, 1, 1], of [B, T, Y, X, I]."""
+    import jax.numpy as jnp
+
+    from tpuport.core.convolutions import note
+
+    note(context, PRODUCT)
+    flat = weight.reshape(weight.shape[:2])
+    out = jnp.einsum("btyxc,oc->btyxo", x, flat, preferred_element_type=jnp.float32)
+    return (out + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def masked(space: Space, x: jax.Array) -> jax.Array:

@@ -128,7 +128,35 @@ def _resnet_block(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Enlarging within the convolution's kernel on a TPU; elsewhere upstream's."""
+
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        if native.applies(inputs.shape[1]):
+            known = len(current().context.convolutions)
+            try:
+                return native.upsample(self, inputs)
+            except NotImplementedError as error:
+                passed_over(current().context, known, "upsampler", UPSTREAM, error)
+        found: torch.Tensor = original(self, inputs)
+        return found
+
+    return forward
+
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="cogvideox-upsample",
+        target="diffusers.models.upsampling:CogVideoXUpsample3D.forward",
+        replacement=_upsample,
+        wraps=True,
+        reason="on a TPU rows and columns are repeated within the convolution's kernel "
+        "and frames after it, so that nothing is convolved or stored twice; elsewhere "
+        "nothing changes",
+        upstream="diffusers>=0.42,<0.43",
+        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
+        "models/upsampling.py",
+    ),
     Patch(
         name="cogvideox-resnet-block",
         target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"

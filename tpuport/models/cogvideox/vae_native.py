@@ -69,12 +69,13 @@ def _causal(
     module: Any,
     x: jax.Array,
     cache: jax.Array | None,
-    residual: jax.Array | None = None,
     kept: jax.Array | None = None,
+    **added: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """On arrays [B, T, Y, X, C]: the output, and the frames for the next chunk.
 
-    ``kept`` has the last frames of ``x``, where there is an array of them already.
+    ``kept`` has the last frames of ``x``, where there is an array of them already;
+    ``added`` is :func:`~tpuport.patches.video.convolve`'s ``residual`` or ``shortcut``.
     """
     import jax.numpy as jnp
 
@@ -88,7 +89,7 @@ def _causal(
         raise NotImplementedError(f"a stride of {tuple(conv.stride)}")
     before = jnp.repeat(x[:, :1], frames, axis=1) if cache is None else cache
     weight, bias = active.arrays((conv.weight, conv.bias))
-    out = convolve(active.context, x, before, weight, bias, residual)
+    out = convolve(active.context, x, before, weight, bias, **added)
     if x.shape[1] < frames:
         return out, jnp.concatenate([before, x], axis=1)[:, -frames:]
     return out, x[:, -frames:] if kept is None else kept
@@ -183,24 +184,41 @@ def resnet_block(
     before = kept.get("conv1")
     hidden, first = _causal(active, module.conv1, hidden, before, kept=frames)
     hidden, frames = _norm(active, module.norm2, hidden, z, silu=True, kept=last)
+    added: dict[str, Any] = {"residual": x}
     if module.in_channels != module.out_channels:
-        x = _pointwise(active, module.conv_shortcut, x)
+        short = module.conv_shortcut
+        added = {"shortcut": (x, *active.arrays((short.weight, short.bias)))}
     before = kept.get("conv2")
-    hidden, second = _causal(active, module.conv2, hidden, before, x, frames)
+    hidden, second = _causal(active, module.conv2, hidden, before, kept=frames, **added)
     output = active.tensors(channels_first(hidden))
     found: Cache = {"conv1": first, "conv2": second}
     return output, {k: active.tensors(channels_first(v)) for k, v in found.items()}
 
 
-def _pointwise(active: Active, conv: Any, x: jax.Array) -> jax.Array:
-    """A convolution of one element, of [B, T, Y, X, C]."""
-    import jax.numpy as jnp
+def upsample(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """``CogVideoXUpsample3D.forward``; frames are repeated once they are convolved.
 
-    from tpuport.core.convolutions import note
-    from tpuport.patches.video import PRODUCT
+    Upstream repeats them first: each is convolved by itself, so that it is the same
+    work twice.
 
-    note(active.context, PRODUCT)
+    Raises:
+        NotImplementedError: the kernels cannot.
+    """
+    from tpuport.core.active import current
+    from tpuport.patches.video import enlarged_convolution
+
+    conv = module.conv
+    known = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
+    if known != ((3, 3), (1, 1), (1, 1), (1, 1), 1):
+        raise NotImplementedError(f"a convolution of {known}")
+    active = current()
+    x = channels_last(active.arrays(inputs))
+    frames = x.shape[1]
+    copies = 2 if module.compress_time and frames > 1 else 1
     weight, bias = active.arrays((conv.weight, conv.bias))
-    flat = weight.reshape(weight.shape[:2])
-    out = jnp.einsum("btyxc,oc->btyxo", x, flat, preferred_element_type=jnp.float32)
-    return (out + bias.astype(jnp.float32)).astype(x.dtype)
+    out = enlarged_convolution(active.context, x, weight, bias, copies)
+    if copies > 1 and frames % 2:
+        # Of an odd number the first stands for itself.
+        out = out[:, 1:]
+    output: torch.Tensor = active.tensors(channels_first(out))
+    return output
