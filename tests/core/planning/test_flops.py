@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tpuport.kernels
 from tpuport.core.attention import AttentionRecord
 from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.planning.flops import attention_flops, model_flops
+from tpuport.core.planning.cost import _KERNELS
+from tpuport.core.planning.flops import (
+    ELEMENTWISE,
+    PRODUCTS,
+    attention_flops,
+    model_flops,
+)
 
 
 def record(**changes: object) -> AttentionRecord:
@@ -40,6 +50,15 @@ def test_products_convolutions_and_loops() -> None:
     )
     expected = 6 * 2 * 8 * 32 * 32 + 2 * 49 * 16 * 27
     assert model_flops(traced.jaxpr, ()) == expected
+
+
+def test_every_kernel_that_is_no_attention_is_known() -> None:
+    """One that is not would count as attention, in FLOPs and in time."""
+    sources = Path(tpuport.kernels.__path__[0]).glob("*.py")
+    text = "".join(path.read_text() for path in sources)
+    names = set(re.findall(r'name="(tpuport_(?!splash)\w+)"', text))
+    assert len(names) > 3
+    assert names == {*PRODUCTS, *ELEMENTWISE} == set(_KERNELS)
 
 
 def test_a_program_split_over_devices_counts_once() -> None:

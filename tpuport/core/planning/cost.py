@@ -69,6 +69,7 @@ _KERNELS = {
     "tpuport_conv": MATMUL,
     "tpuport_moments": OTHER,
     "tpuport_norm": OTHER,
+    "tpuport_sides": OTHER,
 }
 #: How the fusions are named in which a collective begins and ends that the compiler has
 #: written into fusions of work between them, too; all have it with the same channel.

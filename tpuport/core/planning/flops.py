@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tpuport.core.attention import AttentionRecord
 
 #: How the names of kernels begin whose FLOPs are products, and of those without any.
-PRODUCTS, ELEMENTWISE = ("tpuport_conv",), ("tpuport_norm", "tpuport_moments")
+PRODUCTS = ("tpuport_conv",)
+ELEMENTWISE = ("tpuport_norm", "tpuport_moments", "tpuport_sides")
 #: Implementations that run as a kernel; the others are products in the trace.
 KERNELS = ("jax", "splash")
 
