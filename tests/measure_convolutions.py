@@ -77,6 +77,12 @@ SHAPES = {
 BY_XLA = ("512", "256-large", "128")
 #: What the kernels besides convolutions are measured at.
 WIDEST = SHAPES["128"]
+BESIDE = {
+    "enlarged": "enlarging by 2 and 3 x 3",
+    "sides": "outer columns",
+    "moments": "statistics",
+    "norm": "norm, modulation, SiLU",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -99,7 +105,7 @@ def main(arguments: list[str]) -> int:
         failed |= "no" in cells
         cells += xla_cells(chip, name) if asked.xla and name in BY_XLA else ["-"] * 2
         print(f"| {' | '.join(cells)} |", flush=True)
-    for kind, what in (("moments", "statistics"), ("norm", "norm, modulation, SiLU")):
+    for kind, what in BESIDE.items():
         cells = [
             f"{what} of {WIDEST.inputs} channels",
             *kernel_cells(chip, kind, "128"),
@@ -282,6 +288,31 @@ def _convolution(chip: Chip, shape: Shape, mesh: Any) -> Forms:
     }
 
 
+def _enlarged(chip: Chip, shape: Shape, mesh: Any) -> Forms:
+    from tpuport.kernels.conv import edged_convolution
+
+    array, channels = _arrays(mesh), shape.inputs
+    small = (1, shape.frames, shape.rows // 2, shape.columns // 2, channels)
+    side = array(1, shape.frames, shape.rows // 2 + 2, channels)
+    weights = [array(1, 3, 3, channels, channels), array(channels, dtype="float32")]
+
+    def run(x: Any, left: Any, right: Any, *weights: Any) -> Any:
+        given = (x, None, (left, right), None, *weights)
+        return edged_convolution(*given, scale=2, **_options(chip))
+
+    return {"in place": (run, [array(*small), side, side, *weights])}
+
+
+def _sides(chip: Chip, shape: Shape, mesh: Any) -> Forms:
+    from tpuport.kernels.conv_sides import outer_columns
+
+    array = _arrays(mesh)
+    x, before = (
+        array(1, n, shape.rows, shape.columns, shape.inputs) for n in (shape.frames, 2)
+    )
+    return {"-": (lambda *given: outer_columns(*given, **_options(chip)), [x, before])}
+
+
 def _moments(chip: Chip, shape: Shape, mesh: Any) -> Forms:
     from tpuport.kernels.video_norm import channel_moments
 
@@ -319,6 +350,8 @@ def _xla(chip: Chip, shape: Shape, mesh: Any) -> Forms:
 
 BUILD: dict[str, Callable[[Chip, Shape, Any], Forms]] = {
     "conv": _convolution,
+    "enlarged": _enlarged,
+    "sides": _sides,
     "moments": _moments,
     "norm": _norm,
     "xla": _xla,

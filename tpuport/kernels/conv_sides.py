@@ -83,7 +83,7 @@ def outer_columns(
         out_shape=[jax.ShapeDtypeStruct(made, x.dtype)] * 2,
         scratch_shapes=[pltpu.VMEM((made[2], LANES), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "parallel"),
+            dimension_semantics=("parallel",) * 3,
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
