@@ -272,7 +272,7 @@ def edged_convolution(
             window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
-    narrow = round_up(width, TILE_ROWS)
+    narrow, onto = round_up(width, TILE_ROWS), None
     # Of sides a step has the whole frame: rows that begin anywhere in a tile can be
     # read from VMEM, as words, but not be copied to it.
     line = (1, 1, height + 2, channels)
@@ -288,6 +288,8 @@ def edged_convolution(
         inputs.append((before, rows_of(lambda t: jnp.minimum(t, lag - 1))))
     if residual is not None:
         residual = pad_dim(residual, 4, case.outputs)
+        # Each block of it is read before the result's is written.
+        onto = len(inputs) if copies == 1 else None
         inputs.append((residual, _made(replace(case, copies=1))))
     if shortcut is not None:
         inputs += _shortcut(*shortcut, case)
@@ -309,7 +311,8 @@ def edged_convolution(
             *[pltpu.VMEM((block // 2 + 2, narrow, channels), x.dtype)] * (scale - 1),
             pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
         ],
-        deep=0 if shortcut is None else shortcut[0].shape[4],
+        shortcut=0 if shortcut is None else shortcut[0].shape[4],
+        onto=onto,
         vmem_limit=vmem_limit,
         interpret=interpret,
     )
@@ -362,13 +365,15 @@ def _call(
     bias: jax.Array | None,
     *,
     scratch: list[Any],
-    deep: int = 0,
+    shortcut: int = 0,
+    onto: int | None = None,
     vmem_limit: int,
     interpret: bool,
 ) -> jax.Array:
     """The kernel over (parts of the outputs, videos, blocks of rows, frames).
 
-    ``deep`` is how many channels a shortcut has.
+    ``shortcut`` is how many channels a shortcut has; ``onto`` which of the inputs the
+    result may overwrite.
     """
     dtype = inputs[0][0].dtype
     real = weight.shape[4]
@@ -413,11 +418,12 @@ def _call(
             flops=2
             * (math.prod(made[:-1]) // case.copies)
             * real
-            * (9 * case.taps * case.channels + deep),
+            * (9 * case.taps * case.channels + shortcut),
             transcendentals=0,
             bytes_accessed=sum(a.nbytes for a, _ in (*whole, *inputs))
             + math.prod(planes if case.planes else made) * dtype.itemsize,
         ),
+        input_output_aliases={} if onto is None else {len(whole) + onto: 0},
         interpret=interpret,
         name="tpuport_conv",
     )(*(array for array, _ in (*whole, *inputs)))
