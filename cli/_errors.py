@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 import traceback
@@ -85,7 +86,25 @@ def as_usage_error(error: Exception) -> str | None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "tpuport"
     message = one_line(error.format_message()).rstrip(".")
+    if name := getattr(error, "option_name", None):
+        known = getattr(error, "possibilities", None) or ()
+        near = difflib.get_close_matches(name, known, 1, 0.75)
+        message = f"No such option: {name}"
+        if near:
+            message += f" (did you mean {near[0]}?)"
+    value = _refused_value(error)
+    if value is not None and repr(value) not in message:
+        message += f", got {value!r}"
     return f"{message}; see `{command} --help`"
+
+
+def _refused_value(error: Exception) -> str | None:
+    """What was given where the parser of a value refused it and does not repeat it."""
+    entries = getattr(error.__cause__, "errors", None)
+    if not callable(entries):
+        return None
+    given = entries()[0].get("input")
+    return given if isinstance(given, str) else None
 
 
 def one_line(text: object) -> str:

@@ -9,6 +9,8 @@ import typer
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.inspection import PROFILED_CALLS
 
+from ._settings import take_own_options
+
 _WHAT = "What to make"
 _WHERE = "How to run it"
 _FILES = "Files"
@@ -18,7 +20,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help=f"Model plugin; see `tpuport models`. [default: {DEFAULT_MODEL}]",
+        help=f"Model plugin; see `tpuport models`. (default: {DEFAULT_MODEL})",
     ),
 ]
 VariantName = Annotated[
@@ -32,7 +34,7 @@ VariantName = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        "--weights", help="Hub id or diffusers folder. [default: the demo checkpoint]"
+        "--weights", help="Hub id or diffusers folder. (default: the demo checkpoint)"
     ),
 ]
 Prompt = Annotated[
@@ -64,13 +66,13 @@ Size = Annotated[
 Height = Annotated[
     int | None,
     typer.Option(
-        "--height", help="Pixels. [default: the variant's]", rich_help_panel=_WHAT
+        "--height", help="Pixels. (default: the variant's)", rich_help_panel=_WHAT
     ),
 ]
 Width = Annotated[
     int | None,
     typer.Option(
-        "--width", help="Pixels. [default: the variant's]", rich_help_panel=_WHAT
+        "--width", help="Pixels. (default: the variant's)", rich_help_panel=_WHAT
     ),
 ]
 Frames = Annotated[
@@ -78,7 +80,7 @@ Frames = Annotated[
     typer.Option(
         "--frames",
         "--num-frames",
-        help="Of the video; 4n+1, 8n+1 or 16n+1 by model. [default: the variant's]",
+        help="Of the video; 4n+1, 8n+1 or 16n+1 by model. (default: the variant's)",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -91,7 +93,7 @@ Steps = Annotated[
     typer.Option(
         "--steps",
         "--num-inference-steps",
-        help="Denoising steps. [default: the variant's]",
+        help="Denoising steps. (default: the variant's)",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -100,7 +102,7 @@ Guidance = Annotated[
     typer.Option(
         "--guidance",
         "--guidance-scale",
-        help="Guidance scale; at most 1 turns it off. [default: the variant's]",
+        help="Guidance scale; at most 1 turns it off. (default: the variant's)",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -109,7 +111,7 @@ Seed = Annotated[
     typer.Option(
         "--seed",
         metavar="INT",
-        help='May be repeated, or "1,2,3". [default: 0]',
+        help='May be repeated, or "1,2,3". (default: 0)',
         rich_help_panel=_WHAT,
     ),
 ]
@@ -145,8 +147,8 @@ Strength = Annotated[
     float | None,
     typer.Option(
         "--strength",
-        help="With --video: share of the steps that is run, in (0, 1]. [default: the "
-        "variant's]",
+        help="With --video: share of the steps that is run, in (0, 1]. (default: the "
+        "variant's)",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -164,8 +166,8 @@ AspectRatio = Annotated[
     typer.Option(
         "--aspect-ratio",
         metavar="W:H",
-        help="Such as 16:9, within the size class. [default: the image's, or the "
-        "variant's]",
+        help="Such as 16:9, within the size class. (default: the image's, or the "
+        "variant's)",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -175,7 +177,7 @@ StepCaching = Annotated[
         "--cache",
         metavar="METHOD[:NAME=VALUE,...]",
         help="Reuse work between steps: deepcache or taylorseer, such as "
-        "deepcache:start=11,end=45,interval=4. Faster, not exact. [default: none]",
+        "deepcache:start=11,end=45,interval=4. Faster, not exact. (default: none)",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -193,7 +195,7 @@ Mesh = Annotated[
     typer.Option(
         "--mesh",
         help="Devices for data (dp), sequence (sp) and tensor (tp) parallelism, such "
-        "as dp=2,tp=4; one may be -1. [default: one CPU, or all TPU chips]",
+        "as dp=2,tp=4; one may be -1. (default: one CPU, or all TPU chips)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -201,8 +203,8 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="Of the weights: float32 or bfloat16. [default: float32 on CPU, else the "
-        "variant's]",
+        help="Of the weights: float32 or bfloat16. (default: float32 on CPU, else the "
+        "variant's)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -213,7 +215,7 @@ Attention = Annotated[
         metavar="NAME[:OPTIONS]",
         help="auto, splash or jax (TPU only), reference or blockwise; for the denoiser "
         "also options, as in 'splash:window=512,512;k_smooth=on;block_q=1024;"
-        "block_kv=1024;block_kv_compute=256'. [default: auto]",
+        "block_kv=1024;block_kv_compute=256'. (default: auto)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -222,7 +224,7 @@ Sharding = Annotated[
     typer.Option(
         "--sharding",
         metavar="LAYOUT",
-        help="How weights are split; see `tpuport models`. [default: default]",
+        help="How weights are split; see `tpuport models`. (default: default)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -232,7 +234,7 @@ Blocks = Annotated[
         "--blocks",
         metavar="native|upstream",
         help="native blocks are written for the chip, on upstream's weights, where a "
-        "model has them; upstream runs its own. [default: native]",
+        "model has them; upstream runs its own. (default: native)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -242,7 +244,7 @@ Vae = Annotated[
         "--vae",
         metavar="torchax|flax",
         help="The autoencoder: upstream's class, or one in Flax on its weights, where "
-        "a model has it; see `tpuport models`. [default: torchax]",
+        "a model has it; see `tpuport models`. (default: torchax)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -253,7 +255,7 @@ VaeTiling = Annotated[
         metavar="auto|on|off",
         help="Decode in overlapping tiles, as upstream's vae.enable_tiling(); another "
         "video, a little. auto does where a device would not hold it otherwise. "
-        "[default: auto]",
+        "(default: auto)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -262,7 +264,7 @@ EncodeOn = Annotated[
     typer.Option(
         "--encode-on",
         metavar="device|host",
-        help="Where the text encoder runs. [default: device]",
+        help="Where the text encoder runs. (default: device)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -271,7 +273,7 @@ Backend = Annotated[
     typer.Option(
         "--backend",
         metavar="tpuport|diffusers",
-        help="diffusers runs plain upstream code. [default: tpuport]",
+        help="diffusers runs plain upstream code. (default: tpuport)",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -281,7 +283,7 @@ Out = Annotated[
         "--out",
         metavar="PATH",
         help=".mp4, .webm, .gif, or a folder of PNGs; several videos are numbered. "
-        "[default: MODEL-VARIANT-seedN.mp4]",
+        "(default: MODEL-VARIANT-seedN.mp4)",
         rich_help_panel=_FILES,
     ),
 ]
@@ -328,6 +330,8 @@ Config = Annotated[
         "--config",
         metavar="FILE",
         help="YAML file with any of these options; flags win.",
+        callback=take_own_options,
+        is_eager=True,
         rich_help_panel=_FILES,
     ),
 ]
@@ -335,8 +339,9 @@ MemoryReport = Annotated[
     bool,
     typer.Option(
         "--memory-report",
-        help="After the run, bytes in use and peak on each device, for every call of "
-        "each stage: live where the backend counts them, else planned.",
+        help="After the run, or where it fails, bytes in use and peak on each device, "
+        "for every call of each stage: live where the backend counts them, else "
+        "planned.",
         rich_help_panel=_INSIDE,
     ),
 ]
@@ -355,7 +360,7 @@ ProfileCalls = Annotated[
     typer.Option(
         "--profile-calls",
         metavar="N",
-        help=f"With --profile: calls of each stage. [default: {PROFILED_CALLS}]",
+        help=f"With --profile: calls of each stage. (default: {PROFILED_CALLS})",
         rich_help_panel=_INSIDE,
     ),
 ]

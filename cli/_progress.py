@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.memory_report import EXPLAINED, table
+from tpuport.core.memory_report import lines
 from tpuport.core.report import CompileReport, Reporter, RunReport, StageReport
 
 from ._output import columns, plural, say
@@ -51,6 +51,10 @@ class PlainDisplay(Display):
         self._units[stage] = unit
         self._last_line = time.monotonic()
         say(f"{stage}: started, {plural(total, unit)}")
+
+    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
+        self._units[stage] = unit
+        say(f"{stage}: started again, {plural(total, unit)}")
 
     def loading(self, component: str) -> None:
         say(f"loading {component}")
@@ -118,6 +122,11 @@ class BarDisplay(Display):
         bars = self._bars()
         self._tasks[stage] = bars.add_task(stage, total=total, doing="")
 
+    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
+        self._frames = ""
+        if stage in self._tasks:
+            self._bars().update(self._tasks[stage], total=total, completed=0, doing="")
+
     def loading(self, component: str) -> None:
         self._doing(f"loading {component} ...")
 
@@ -160,11 +169,8 @@ def print_summary(report: RunReport) -> None:
     stages = [(s.stage, s.unit, s.memory) for s in report.stages if s.memory]
     if stages:
         say("")
-        for line in columns(table(stages), indent="  "):
+        for line in lines(stages):
             say(line)
-        sources = dict.fromkeys(c["source"] for _, _, calls in stages for c in calls)
-        for source in sources:
-            say(f"  {EXPLAINED[source]}")
 
 
 def _compiled(report: CompileReport) -> str:

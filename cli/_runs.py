@@ -279,6 +279,8 @@ def resume_command(
         "backend": settings.backend,
         "cache-dir": settings.cache_dir,
         "executables": settings.executables,
+        "profile": settings.profile,
+        "profile-calls": settings.profile_calls,
     }
     lines = []
     for stage in stages:
@@ -288,6 +290,10 @@ def resume_command(
                 words += [f"--{name}", str(value)]
         if settings.no_compile_cache:
             words.append("--no-compile-cache")
+        if settings.memory_report:
+            words.append("--memory-report")
+        if stage in settings.op_by_op:
+            words.append("--no-jit")
         if stage == STAGES[2]:
             if settings.vae_tiling is not None:
                 words += ["--vae-tiling", settings.vae_tiling]

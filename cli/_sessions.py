@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
+from tpuport.core.checkpoint import local_folder
 from tpuport.core.implementations import check_chosen
 from tpuport.core.inspection import PROFILED_CALLS
 from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
@@ -22,9 +26,11 @@ from tpuport.core.request import (
 )
 from tpuport.core.spec import BLOCKS, TORCHAX, ModelPort, Variant
 from tpuport.core.step_cache import StepCache
-from tpuport.errors import UsageError
+from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
+from tpuport.errors import AttentionError, MeshError, UsageError
 from tpuport.plugins import get_port
 
+from ._output import plural
 from ._settings import Settings
 
 if TYPE_CHECKING:
@@ -46,6 +52,7 @@ def check_early(settings: Settings) -> ModelPort:
     Raises:
         UsageError: an unknown model, variant, dtype or option, a malformed mesh, or a
             value off its rule.
+        MissingWeightsError, MissingArtifactError: a folder named is not there.
     """
     port = get_port(settings.model or DEFAULT_MODEL)
     variant = known_variant(port, settings)
@@ -67,7 +74,13 @@ def check_early(settings: Settings) -> ModelPort:
     if settings.profile is None and settings.profile_calls is not None:
         raise UsageError("--profile-calls goes with --profile only")
     if settings.profile is not None:
-        _check_folder(settings.profile)
+        check_folder("--profile", settings.profile)
+    if settings.weights not in (None, "", "demo"):
+        local_folder(str(settings.weights))
+    if settings.executables is not None:
+        from tpuport.core.built_folder import check_built
+
+        check_built(settings.executables)
     names = [option.name for option in port.options]
     for name in settings.options:
         if name == "vae_tiling":
@@ -78,6 +91,22 @@ def check_early(settings: Settings) -> ModelPort:
             raise UsageError(
                 f"model {port.name!r} has no option {name!r}; it has {', '.join(names)}"
             )
+    for option in port.options:
+        value = settings.options.get(option.name)
+        if value is None or not option.choices:
+            continue
+        if option.parse(value) not in option.choices:
+            raise UsageError(
+                f"option {option.name}={value!r}: choose one of "
+                + ", ".join(option.choices)
+            )
+    if (settings.resolution or settings.aspect_ratio) and (
+        settings.height or settings.width
+    ):
+        raise UsageError(
+            "resolution and aspect_ratio exclude height, width and size; give one or "
+            "the other"
+        )
     if settings.cache not in (None, "none") and settings.backend == "diffusers":
         raise UsageError(
             "--cache is not upstream's: leave it out, or use --backend tpuport"
@@ -128,9 +157,11 @@ def check_run_early(port: ModelPort, settings: Settings) -> None:
     source = read_source(settings, variant)
     check_task(source.task if source else "t2v", variant, port.variants)
     if settings.resolution not in (None, *variant.resolutions):
-        known = ", ".join(variant.resolutions) or "no size classes"
+        known = "no size classes; use --size"
+        if variant.resolutions:
+            known = f"the size classes {', '.join(variant.resolutions)}"
         raise UsageError(
-            f"resolution {settings.resolution!r}: {variant.name} has {known}"
+            f"resolution {settings.resolution!r}: variant {variant.name} has {known}"
         )
     request = _plain_request(settings, variant, 0)
     if source is not None:
@@ -160,6 +191,10 @@ def open_session(
     Raises:
         TpuportError: as :func:`tpuport.load`.
     """
+    if "jax" not in sys.modules:
+        reporter.say("importing torch and jax ...")
+    if settings.mesh is not None:
+        _check_mesh_here(settings.mesh)
     return api.load(
         settings.model or DEFAULT_MODEL,
         weights=settings.weights,
@@ -182,6 +217,31 @@ def open_session(
         vae_tiling=settings.vae_tiling or "auto",
         reporter=reporter,
     )
+
+
+def _check_mesh_here(mesh: str) -> None:
+    """Refuse a mesh that CPU devices do not suffice for, and say where it would do.
+
+    Raises:
+        MeshError: it needs more devices.
+    """
+    import jax
+
+    spec, devices = MeshSpec.parse(mesh), jax.devices()
+    try:
+        spec.resolve(len(devices))
+    except MeshError as error:
+        sizes = [size for size in (spec.dp, spec.sp, spec.tp) if size > 0]
+        needed = math.prod(sizes)
+        if devices[0].platform != "cpu" or needed <= len(devices):
+            raise
+        slices = (parse_topology(n) for n in TOPOLOGY_NAMES if n.startswith("v6e-"))
+        fits = next((s.name for s in slices if s.devices >= needed), None)
+        planned = f"; tpuport plan --topology {fits} plans it" if fits else ""
+        raise MeshError(
+            f"{error}. XLA_FLAGS=--xla_force_host_platform_device_count={needed} "
+            f"tries it on this machine{planned}"
+        ) from None
 
 
 def read_source(settings: Settings, variant: Variant | None) -> Source | None:
@@ -232,13 +292,15 @@ def make_request(
 def in_words(request: Request) -> str:
     """What will be made, so that a wrong setting is seen before an hour is spent."""
     count = len(request.prompts)
+    frames = plural(request.num_frames, "frame")
+    steps = plural(denoising_steps(request), "step")
     made_from = {"t2v": "text", "i2v": "an image", "v2v": "a video"}[request.task]
     seeds = ", ".join(str(s) for batch in request.seeds for s in batch)
     cache = "" if request.step_cache == "none" else f", cache {request.step_cache}"
     return (
         f"making {count} video{'s' * (count > 1)} from {made_from}: "
-        f"{request.width}x{request.height}, {request.num_frames} frames at "
-        f"{request.fps:g} fps, {denoising_steps(request)} steps, guidance "
+        f"{request.width}x{request.height}, {frames} at "
+        f"{request.fps:g} fps, {steps}, guidance "
         f"{request.guidance_scale:g}, seed {seeds}{cache}"
     )
 
@@ -253,13 +315,42 @@ def check_prompts(settings: Settings) -> None:
         raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder for a profile that is a file, or that a file is in the way of."""
+def check_folder(flag: str, folder: Path) -> None:
+    """Refuse a folder to write to that cannot be one; creates nothing.
+
+    Raises:
+        UsageError: it is a file, a file is in its way, or it may not be written.
+    """
     for path in (folder, *folder.absolute().parents):
         if path.exists():
             if not path.is_dir():
-                raise UsageError(f"--profile {folder}: {path} is not a folder")
+                raise UsageError(f"{flag} {folder}: {path} is not a folder")
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise UsageError(f"{flag} {folder}: {path} may not be written")
             return
+
+
+def check_attention_here(settings: Settings) -> None:
+    """Refuse a kernel that does not run on this machine's devices; starts jax.
+
+    Raises:
+        AttentionError: which one, and where it runs.
+    """
+    if settings.attention is None or settings.backend == "diffusers":
+        return
+    import jax
+
+    from tpuport.kernels.choice import AttentionChoice
+    from tpuport.kernels.selection import IMPLEMENTATIONS
+
+    name = AttentionChoice.parse(settings.attention).name
+    needed = next((one.platform for one in IMPLEMENTATIONS if one.name == name), None)
+    found = jax.devices()[0].platform
+    if needed is not None and needed != found:
+        raise AttentionError(
+            f"attention {name} is for TPU only; the platform here is {found!r}. Use "
+            "auto, or blockwise or reference"
+        )
 
 
 def _check_attention(name: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,30 @@ _INSTEAD = (
 )
 
 
+def take_own_options(context: typer.Context, file: str | None) -> str | None:
+    """Let a file also hold the options that only this command has.
+
+    Called for ``--config`` before the command's other options are looked at: what it
+    finds becomes their default, as if it were the flag's text.
+
+    Raises:
+        UsageError: the file cannot be read, or a key is none that the command knows.
+    """
+    if file:
+        own_names = _own_options(context)
+        used = [str(parameter.name) for parameter in context.command.params]
+        found = _read_yaml(file, own_names, used)
+        own = {name: value for name, value in found.items() if name not in _KINDS}
+        context.default_map = {**(context.default_map or {}), **own}
+    return file
+
+
+def _own_options(context: typer.Context) -> list[str]:
+    """The options of a command that are not among :data:`_KINDS`."""
+    names = [str(parameter.name) for parameter in context.command.params]
+    return [n for n in names if n not in _KINDS and n not in ("config", "help")]
+
+
 def gather(context: typer.Context) -> Settings:
     """The settings of the command that ``context`` is of.
 
@@ -114,7 +138,11 @@ def gather(context: typer.Context) -> Settings:
             environment[name] = value
     config = flags.pop("config", None)
     given = _checked(flags, "")
-    in_file = _checked(_read_yaml(config), f"{config}: ") if config else {}
+    in_file: dict[str, Any] = {}
+    if config:
+        read = _read_yaml(config, _own_options(context))
+        shared = {name: value for name, value in read.items() if name in _KINDS}
+        in_file = _checked(shared, f"{config}: ")
     # A flag replaces what the file says about the same thing in other words.
     for flags_, replaced in _INSTEAD:
         if given.keys() & flags_:
@@ -194,7 +222,10 @@ def _size(value: Any) -> tuple[int, int]:
     match = re.fullmatch(r"\s*([0-9]+)\s*[xX×]\s*([0-9]+)\s*", _text(value))
     if match is None:
         raise ValueError("is not WIDTHxHEIGHT, such as 720x480")
-    return int(match[1]), int(match[2])
+    width, height = int(match[1]), int(match[2])
+    if not width or not height:
+        raise ValueError("is empty; width and height are at least 1")
+    return width, height
 
 
 def _mesh(value: Any) -> str:
@@ -355,8 +386,13 @@ def _read_prompts(path: Path) -> tuple[str, ...]:
     return prompts
 
 
-def _read_yaml(file: str) -> dict[str, Any]:
-    """The keys of a YAML file, by the name of the flag; null is "not given"."""
+def _read_yaml(
+    file: str, own: Sequence[str] = (), used: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The keys of a YAML file, by the name of the flag; null is "not given".
+
+    ``own`` are names beside :data:`_KINDS`; ``used`` are offered where one is unknown.
+    """
     import yaml
 
     text = _read_text(Path(file).expanduser(), "config file")
@@ -377,8 +413,9 @@ def _read_yaml(file: str) -> dict[str, Any]:
     for key, value in data.items():
         name = str(key).replace("-", "_")
         name = _ALIASES.get(name, name)
-        if name not in _KINDS:
-            raise UsageError(f"config file {file}: unknown key {key!r}{_closest(key)}")
+        if name not in _KINDS and name not in own:
+            hint = _closest(key, [n for n in used if n not in ("config", "help")])
+            raise UsageError(f"config file {file}: unknown key {key!r}{hint}")
         if value is None:
             continue
         if name in values:
@@ -387,12 +424,12 @@ def _read_yaml(file: str) -> dict[str, Any]:
     return values
 
 
-def _closest(key: Any) -> str:
-    known = [*_KINDS, *_ALIASES]
+def _closest(key: Any, used: Sequence[str]) -> str:
+    known = [*used, *(other for other, name in _ALIASES.items() if name in used)]
     found = difflib.get_close_matches(str(key).replace("-", "_"), known, 1, 0.5)
     if found:
         return f"; did you mean {found[0]}?"
-    return f"; known keys: {', '.join(_KINDS)}"
+    return f"; known keys: {', '.join(used)}"
 
 
 def _read_text(path: Path, what: str) -> str:

@@ -31,7 +31,7 @@ Chip = Annotated[
 HeadDim = Annotated[int, typer.Option("--head-dim", min=1, help="Width of a head.")]
 QLen = Annotated[int, typer.Option("--q-len", min=1, help="Queries.")]
 KvLen = Annotated[
-    int | None, typer.Option("--kv-len", min=1, help="Keys. [default: as queries]")
+    int | None, typer.Option("--kv-len", min=1, help="Keys. (default: as queries)")
 ]
 Heads = Annotated[int, typer.Option("--heads", min=1, help="Of one chip.")]
 
@@ -55,7 +55,7 @@ def bench_attention(
         list[str] | None,
         typer.Option(
             "--kernel",
-            help="tpuport, jax or tokamax; may be repeated. [default: all installed]",
+            help="tpuport, jax or tokamax; may be repeated. (default: all installed)",
         ),
     ] = None,
     cache_dir: CacheDir = None,

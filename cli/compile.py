@@ -60,6 +60,7 @@ from ._output import gibibytes, plural, print_json, say
 from ._progress import make_display
 from ._sessions import (
     check_early,
+    check_folder,
     check_run_early,
     in_words,
     known_variant,
@@ -99,7 +100,7 @@ def compile_(
         typer.Option(
             "--stage",
             metavar="encode|denoise|decode",
-            help="Compile these stages alone; may be repeated. [default: all]",
+            help="Compile these stages alone; may be repeated. (default: all)",
         ),
     ] = None,
     prompt: Prompt = None,
@@ -165,7 +166,7 @@ def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
         prepare(debug=debug)
         return None
-    found = parse_topology(name)
+    found = parse_topology(name, others="local, or cpu-8")
     prepare_topology(found)
     prepare(debug=debug)
     return found
@@ -178,6 +179,7 @@ def _compile(
     if not settings.out:
         raise UsageError("--out is missing; name the folder for the executables")
     folder = Path(settings.out).expanduser()
+    check_folder("--out", folder)
     port = check_early(settings)
     names = [s.name for s in port.stages]
     for asked in stages or ():

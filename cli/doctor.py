@@ -198,15 +198,13 @@ def _size(folder: Path) -> int:
 
 
 def _flag_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The compiler's flags: for the chip here, or of all chips and for which."""
+    """The compiler's flags for the chip here."""
     rows: list[tuple[str, str]] = []
+    if found and not found["chip"]:
+        return [("compiler flags", "no TPU here; --json has those of every chip")]
     for flag in found["flags"] if found else ():
-        where = [", ".join(flag["stages"])]
-        if found and not found["chip"]:
-            where.insert(0, ", ".join(flag["chips"]))
-        text = (
-            f"--{flag['name']}={flag['value']} ({'; '.join(where)}): {flag['effect']}"
-        )
+        where = ", ".join(flag["stages"])
+        text = f"--{flag['name']}={flag['value']} ({where}): {flag['effect']}"
         if flag["yours"]:
             text = f"{flag['yours']}, yours, in place of {text}"
         rows.append(("compiler flag", text))
@@ -218,7 +216,10 @@ def _text(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     torchax, devices = report["torchax"], report["devices"]
     ffmpeg, cache = report["ffmpeg"], report["cache"]
-    rows = [("system", f"{report['system']}, {report['cpus']} CPUs")]
+    problems = report["problems"]
+    rows = [("problems", problems[0] if problems else "none found")]
+    rows += [("", problem) for problem in problems[1:]]
+    rows.append(("system", f"{report['system']}, {report['cpus']} CPUs"))
     rows += [(name, v or "not installed") for name, v in report["versions"].items()]
     if torchax:
         declared = torchax["overloads_declared"]
@@ -226,10 +227,9 @@ def _text(report: dict[str, Any]) -> list[str]:
             (
                 "torch/torchax",
                 f"imports; {len(declared)} of {torchax['overloads_known']} removed "
-                "overloads declared",
+                "overloads declared (--json names them)",
             )
         )
-        rows += [("", name) for name in declared]
     if devices:
         rows.append(
             (
@@ -249,7 +249,4 @@ def _text(report: dict[str, Any]) -> list[str]:
         rows.append(("kept runs", str(cache["unfinished_runs"])))
         rows.append(("free disk", gibibytes(cache["free_bytes"])))
     rows += [(name, value) for name, value in report["environment"].items()]
-    problems = report["problems"]
-    rows.append(("problems", problems[0] if problems else "none found"))
-    rows += [("", problem) for problem in problems[1:]]
     return columns(rows)

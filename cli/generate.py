@@ -75,6 +75,7 @@ from ._runs import (
     video_files,
 )
 from ._sessions import (
+    check_attention_here,
     check_early,
     check_prompts,
     check_run_early,
@@ -160,6 +161,8 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
     guess = known_variant(port, settings)
     name = default_out(port.name, guess.name if guess else "video", seeds)
     plan_outputs(settings.out or name, len(prompts))
+    if settings.run_dir is None:  # else denoise may be finished in it
+        check_attention_here(settings)
     cache = cache_folder(settings.cache_dir)
     noise = read_noise(settings.latents)
     if noise is not None:
@@ -181,6 +184,10 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
             settings.out or default_out(port.name, session.variant.name, seeds),
             len(prompts),
         )
+        if settings.out is None:
+            for path in outputs.paths:
+                if path.exists():
+                    display.say(f"overwrites {path}; --out names another file")
         run = session.open_run(settings.run_dir or new_run_folder(cache), request)
         check_noise(session, run, noise)
         temporary = settings.run_dir is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpuport.api import DEFAULT_MODEL
 from tpuport.core.implementations import names_of
 from tpuport.core.spec import ModelPort, Variant
 from tpuport.core.step_cache import METHODS
@@ -32,6 +33,7 @@ def models(json: Json = False, debug: Debug = False) -> None:
         rows: list[tuple[str, ...]] = [_HEAD]
         rows += [_row(port, variant) for port in ports for variant in port.variants]
         print("\n".join(columns(rows)))
+        print(f"\nwithout --model: {DEFAULT_MODEL}")
         for port in ports:
             print(f"\n{port.name}: {port.title}")
             print("\n".join(columns([_about(v) for v in port.variants], indent="  ")))

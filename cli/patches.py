@@ -28,7 +28,7 @@ from ._versions import version
 
 OnlyModel = Annotated[
     str | None,
-    typer.Option("--model", help="Only what this model uses. [default: all models]"),
+    typer.Option("--model", help="Only what this model uses. (default: all models)"),
 ]
 
 _WIDTH = 100

@@ -93,7 +93,7 @@ def plan(
             "--mesh",
             metavar="MESH|auto",
             help="Such as dp=2,tp=4; auto compiles the legal meshes and ranks them. "
-            "[default: what generate takes on all chips]",
+            "(default: what generate takes on all chips)",
         ),
     ] = None,
     stage: Annotated[
@@ -117,7 +117,7 @@ def plan(
             "--batch",
             min=1,
             help="Videos of one prompt, denoised together. "
-            "[default: one of each --prompt]",
+            "(default: one of each --prompt)",
         ),
     ] = None,
     guidance: Guidance = None,
@@ -174,6 +174,9 @@ def plan(
         search = settings.mesh == AUTO
         settings = replace(settings, mesh=None if search else settings.mesh)
         port = check_early(settings)
+        if settings.mesh is not None:
+            # The table of slices knows how many there are; nothing need be loaded.
+            MeshSpec.parse(settings.mesh).resolve(found.devices)
         stages = _stages(port, stage)
         prompts = _prompts(settings, batch)
         if settings.variant is not None and settings.image is None:
@@ -283,8 +286,13 @@ def _final(
             return best.plan
         rest = planner.plan(best.mesh, stages=others)
         return best.plan.joined(rest)
-    asked = MeshSpec.parse(settings.mesh) if settings.mesh else planner.default_mesh()
-    return planner.plan(asked)
+    default = planner.default_mesh()
+    if not settings.mesh:
+        return planner.plan(default)
+    made = planner.plan(MeshSpec.parse(settings.mesh))
+    if made.mesh != default:
+        made.notes.append(f"default mesh here: {default}; --mesh auto compares")
+    return made
 
 
 def _request(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +46,7 @@ def tune(
     table: Annotated[
         str | None,
         typer.Option(
-            "--table", metavar="FILE", help="The table. [default: the kernel's own]"
+            "--table", metavar="FILE", help="The table. (default: the kernel's own)"
         ),
     ] = None,
     cache_dir: CacheDir = None,
@@ -119,7 +121,7 @@ def _search(
         fits=lambda blocks: fits(case, blocks),
         limit=limit,
         cache=folder,
-        on_tried=_say,
+        on_tried=_teller(limit),
     )
     return found, table_entry(found, _command(case, limit), limit)
 
@@ -135,11 +137,24 @@ def _command(case: AttentionCase, limit: int) -> str:
     )
 
 
-def _say(tried: Tried) -> None:
-    if tried.cycles is None:
-        say(f"{tried.blocks}: {tried.refused}")
-    else:
-        say(f"{tried.blocks}: {tried.cycles:,.0f} cycles")
+def _teller(limit: int) -> Callable[[Tried], None]:
+    """Says what was tried, and how long the rest of at most ``limit`` may take."""
+    started, count = time.monotonic(), 0
+
+    def tell(tried: Tried) -> None:
+        nonlocal count
+        count += 1
+        found = tried.refused
+        if tried.cycles is not None:
+            found = f"{tried.cycles:,.0f} cycles"
+        each = (time.monotonic() - started) / count
+        left = max(limit - count, 0) * each / 60
+        say(
+            f"candidate {count} of at most {limit}, at most about {left:.0f} min left: "
+            f"{tried.blocks}: {found}"
+        )
+
+    return tell
 
 
 def _text(found: Tuning) -> list[str]:

@@ -8,16 +8,34 @@ import sys
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could set it up")
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+# XLA's optimisations for CPUs take most of a test's time and nearly none of what is
+# tested; models/test_optimised.py runs programs compiled as they are for users. Flags
+# that the user has set come later and win.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+        *os.environ.get("XLA_FLAGS", "").split(),
+        "--xla_force_host_platform_device_count=8",
+    ]
+)
+# A test process for each core: threads of torch would only wait for one another.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
 # A hub that is never asked: every checkpoint of the tests is made by the tests.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import gc
 from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_finish() -> None:
+    """What the libraries made at import stays: the collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from tpuport.core.implementations import check_chosen, with_chosen
 from tpuport.core.inspection import PROFILED_CALLS, Inspection
 from tpuport.core.spec import TORCHAX, ModelPort, Variant, with_blocks
 from tpuport.errors import UsageError, WeightsError
-from tpuport.plugins import get_port
+from tpuport.plugins import get_port, reader_of
 
 if TYPE_CHECKING:
     import jax
@@ -60,7 +60,7 @@ def load(
     memory_report: bool = False,
     profile: str | Path | None = None,
     profile_calls: int = PROFILED_CALLS,
-    no_jit: Sequence[str] = (),
+    no_jit: str | Sequence[str] = (),
     vae_tiling: str = "auto",
     reporter: Reporter | None = None,
 ) -> Session:
@@ -94,7 +94,7 @@ def load(
             report of each stage (``memory``); see docs/debugging.md.
         profile: folder for a trace of calls in steady state, one for each stage.
         profile_calls: how many calls of a stage are in it.
-        no_jit: names of stages that run op by op, for debugging.
+        no_jit: the stage that runs op by op, for debugging, or several.
         vae_tiling: whether decode runs in overlapping tiles, as after upstream's
             ``vae.enable_tiling()``: ``"on"``, ``"off"``, or ``"auto"`` for where the
             device would not hold it otherwise; see docs/vae.md.
@@ -150,7 +150,7 @@ def load(
             memory=memory_report,
             profile=Path(profile).expanduser() if profile else None,
             profile_calls=profile_calls,
-            no_jit=tuple(no_jit),
+            no_jit=(no_jit,) if isinstance(no_jit, str) else tuple(no_jit),
         ),
         vae_tiling=vae_tiling,
         reporter=reporter,
@@ -261,6 +261,7 @@ def find_checkpoint(
         pipelines=[name for form in port.all_forms for name in form.pipelines],
         model=port.name,
         say=reporter.say,
+        reader=reader_of,
     )
     form = port.form_of_pipeline(str(checkpoint.index["_class_name"]))
     if named is not None and named.form != form.form:

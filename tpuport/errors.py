@@ -36,6 +36,10 @@ class WeightsError(TpuportError):
     """A checkpoint is missing, incomplete, truncated or not what its config says."""
 
 
+class MissingWeightsError(WeightsError, UsageError):
+    """What was named as weights is no folder, nor the name of any on the hub."""
+
+
 class HubError(WeightsError):
     """A hub id could not be resolved to files."""
 
@@ -58,6 +62,10 @@ class AttentionError(TpuportError, NotImplementedError):
 
 class ArtifactError(TpuportError):
     """A file of a run directory is missing, altered, truncated or of another run."""
+
+
+class MissingArtifactError(ArtifactError, UsageError):
+    """A run directory, sidecar or folder of executables that was named is not there."""
 
 
 class OutputError(UsageError):

@@ -114,6 +114,14 @@ def installed_plugins() -> dict[str, Plugin]:
     return load_plugins(importlib.metadata.entry_points(group=hookspecs.GROUP))
 
 
+def reader_of(pipeline: str) -> str | None:
+    """The installed model that reads checkpoints of an upstream pipeline class."""
+    for name, plugin in installed_plugins().items():
+        if any(pipeline in form.pipelines for form in plugin.port.all_forms):
+            return name
+    return None
+
+
 def get_port(model: str) -> ModelPort:
     """The port of a model.
 

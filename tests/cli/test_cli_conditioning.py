@@ -86,6 +86,12 @@ def test_video_to_video(cli: Cli, clip: Path) -> None:
     assert ran.code == 0, ran.err
     assert ran.json["settings"]["task"] == "v2v"
     assert ran.json["settings"]["strength"] == 0.5
+    # The texts of a batch are a call, and so is every chunk of the video.
+    (started,) = [x for x in ran.err.splitlines() if x.startswith("encode: started")]
+    assert started.endswith(" calls")
+    encode = ran.json["report"]["stages"][0]
+    assert encode["unit"] == "call"
+    assert encode["steady_calls"] + len(encode["compiles"]) > 1
     denoise = ran.json["report"]["stages"][1]
     # Half of the four steps.
     assert denoise["steady_calls"] + 1 == 2
@@ -145,7 +151,10 @@ BAD = {
     "tiny image": (("--image", "tiny.png"), "tiny.png is 8x8; each side needs"),
     "both": (("--image", "a", "--video", "b"), "exclude each other"),
     "strength alone": (("--strength", "0.5"), "--strength goes with --video only"),
-    "size class": (("--resolution", "4k"), "resolution '4k': demo has demo, 480p"),
+    "size class": (
+        ("--resolution", "4k"),
+        "'4k': variant demo has the size classes demo, 480p",
+    ),
     "aspect": (("--aspect-ratio", "16"), "'16' is not WIDTH:HEIGHT"),
     "bucket and size": (("--aspect-ratio", "1:1", "--size", "64x64"), "exclude"),
     "cache name": (("--cache", "deepcash"), "did you mean deepcache"),
@@ -230,7 +239,10 @@ EARLY = {
         ("--variant", "1.5-480p-t2v-cfg-distilled", "--guidance", "6"),
         "takes no other than 1",
     ),
-    "size class": (("--variant", "13b", "--resolution", "720p"), "no size classes"),
+    "size class": (
+        ("--variant", "13b", "--resolution", "720p"),
+        "no size classes; use --size",
+    ),
     "cache": (
         ("--variant", "13b", "--steps", "2", "--cache", "deepcache"),
         "none of 2",

@@ -56,8 +56,8 @@ def test_plain_lines_say_what_happens(made: Made) -> None:
     assert any(line.startswith("compiled denoise/step in ") for line in lines)
     assert any("s/step" in line for line in lines if "denoise: finished" in line)
     summary = [line.split()[0] for line in lines if line.startswith("  ")]
-    wanted = ["load", "compile", "encode", "denoise", "decode"]
-    wanted += ["attention", "total", "peak"]
+    wanted = ["start-up", "encode", "denoise", "decode", "total", "of", "of"]
+    wanted += ["attention", "peak"]
     assert summary == wanted
 
 
@@ -309,6 +309,21 @@ def test_bad_input_is_refused_in_one_line(
     assert os.listdir() == ["file"]
 
 
+def test_a_kernel_for_tpus_is_refused_before_anything_is_opened(cli: Cli) -> None:
+    ran = cli(*PANDA, "--attention", "splash:block_q=128")
+    assert ran.code == 1
+    assert ran.last.startswith("error: attention splash is for TPU only")
+    assert "demo checkpoint" not in ran.err
+
+
+def test_a_mesh_too_large_for_these_cpus_is_told_where_it_would_do(cli: Cli) -> None:
+    ran = cli(*PANDA, "--mesh", "dp=2,tp=8")
+    assert ran.code == 2
+    assert "needs 16 devices, there are 8" in ran.last
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 tries it" in ran.last
+    assert ran.last.endswith("tpuport plan --topology v6e-16 plans it")
+
+
 def test_no_prompt_is_refused(cli: Cli) -> None:
     ran = cli("generate", *SMALL)
     assert ran.code == 2
@@ -325,8 +340,11 @@ def test_a_prompt_over_the_limit_is_warned_of(cli: Cli) -> None:
 
 def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     ran = cli(*PANDA, "--weights", "./none")
-    assert ran.code == 1
+    assert ran.code == 2
     assert "does not exist" in ran.last
+    ran = cli(*PANDA, "--executables", "none")
+    assert ran.code == 2
+    assert "none/manifest.json: is missing" in ran.last
     ran = cli(*PANDA, "--weights", "nobody/nothing")
     assert ran.code == 1
     assert "hub id 'nobody/nothing' could not be fetched" in ran.last

@@ -79,6 +79,10 @@ def test_nothing_asked_shows_the_help(cli: Cli) -> None:
     ("args", "said"),
     [
         (("--bogus",), "No such option: --bogus"),
+        (("generate", "--step", "2"), "--step (did you mean --steps?)"),
+        (("bench", "--vae-tiling", "on"), "No such option: --vae-tiling; see"),
+        (("generate", "--steps", "abc"), "got 'abc'"),
+        (("bench", "attention", "--q-len", "0"), "got '0'"),
         (("generat",), "No such command 'generat'"),
         (("generate", "--promt", "x"), "--prompt"),
         (("generate", "--steps", "many"), "'--steps'"),
@@ -97,3 +101,10 @@ def test_the_parser_answers_in_one_line(
     assert ran.err.startswith("error: ")
     assert said in ran.err
     assert "--help`" in ran.err
+
+
+def test_the_help_has_the_defaults(cli: Cli) -> None:
+    from tpuport.api import DEFAULT_MODEL
+
+    said = " ".join(cli("generate", "--help").out.replace("│", " ").split())
+    assert f"(default: {DEFAULT_MODEL})" in said

@@ -6,14 +6,20 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 import tpuport
+from tests.cli.test_cli_settings import parse
 from tests.cli.tools import SMALL, Cli
 from tests.tolerances import TOLERANCES
+from tpuport.cli._runs import resume_command
+from tpuport.cli._settings import Settings
+from tpuport.core.artifacts import STAGES
+from tpuport.core.delivery import Delivery
 from tpuport.core.frames import FrameChecks
 from tpuport.core.video import to_uint8
 from tpuport.errors import VideoError
@@ -42,6 +48,48 @@ def test_denoise_op_by_op_gives_the_same_latents(cli: Cli, run: Path) -> None:
     assert ran.code == 0, ran.err
     assert "denoise: was finished with no_jit True, now False" in ran.err
     assert ran.json["reused"] == ["encode"]
+
+
+def test_how_to_go_on_looks_in_the_same_way() -> None:
+    settings = Settings(
+        memory_report=True,
+        profile=Path("trace"),
+        profile_calls=2,
+        no_jit_stages=("decode",),
+    )
+    line = resume_command(Path("r"), ["denoise", "decode"], settings, "v.mp4")
+    denoise, decode = line.split(" && ")
+    for command in (denoise, decode):
+        assert " --memory-report" in command
+        assert " --profile trace --profile-calls 2" in command
+    assert "--no-jit" not in denoise
+    assert " --no-jit" in decode
+    # What it names is what the commands take.
+    assert parse(*decode.split()[2:]).op_by_op == STAGES
+    both = resume_command(
+        Path("r"), ["denoise", "decode"], Settings(no_jit=True), "v.mp4"
+    )
+    assert both.count(" --no-jit") == 2
+    plain = resume_command(Path("r"), ["denoise"], Settings(), "v.mp4")
+    assert not any(x in plain for x in ("--memory", "--profile", "--no-jit"))
+
+
+def test_what_was_gathered_is_told_where_a_stage_fails(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stage gets as far as its first frames.
+    def broken(*args: Any) -> int:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Delivery, "take", broken)
+    ran = cli("decode", "--run-dir", run, "--memory-report")
+    assert ran.code == 1
+    lines = ran.err.splitlines()
+    place = next(i for i, x in enumerate(lines) if "the disk is gone" in x)
+    assert lines[place + 1] == "memory until then:"
+    assert lines[place + 2].split()[:2] == ["stage", "call"]
+    assert lines[place + 3].split()[:3] == ["decode", "chunk", "1"]
+    assert lines[place + 4].lstrip().startswith("planned: ")
 
 
 def test_decode_tells_its_memory_and_is_profiled(

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.tools import Cli, Ran, call
+from tpuport.cli.tune import _teller
+from tpuport.core.kernel_case import Blocks
+from tpuport.core.tuning import Tried
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -225,3 +229,21 @@ def test_tune_writes_what_it_tried_to_the_table_it_is_given(
     assert anew.code == 0, anew.err
     assert anew.json == [ran.json]
     assert table.read_bytes() == before
+
+
+def test_a_search_tells_how_long_it_may_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 60.0, 120.0])
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("tpuport.cli.tune.time", clock)
+    tell = _teller(4)
+    blocks = Blocks(q=128, kv=256, kv_compute=128)
+    tell(Tried(blocks=blocks, cycles=1234.0))
+    tell(Tried(blocks=blocks, refused="too large"))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "candidate 1 of at most 4, at most about 3 min left: 128/256/128: 1,234 cycles"
+    )
+    assert second.startswith("candidate 2 of at most 4, at most about 2 min left: ")
+    assert second.endswith(": too large")

@@ -30,10 +30,12 @@ def run_through(display: Display) -> None:
     )
     with display:
         display.say("a [bold]line[/bold]")
-        display.stage_started("denoise", 3, "step")
+        display.stage_started("denoise", 7, "step")
         display.loading("transformer")
         display.compiling("denoise", "step")
         display.compiled(compiled)
+        display.advanced("denoise", 1, 7)
+        display.stage_restarted("denoise", 3, "step")
         for done in (1, 2, 3):
             display.advanced("denoise", done, 3)
             display.delivered("denoise", 4 * done, 12)
@@ -62,10 +64,12 @@ def test_lines_where_there_is_no_terminal(
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "a [bold]line[/bold]",
-        "denoise: started, 3 steps",
+        "denoise: started, 7 steps",
         "loading transformer",
         "compiling denoise/step ...",
         "compiled denoise/step in 3.0 s (from the compile cache)",
+        "denoise: 1 of 7 steps",
+        "denoise: started again, 3 steps",
         "denoise: 1 of 3 steps",
         "denoise: 4 of 12 frames",
         "denoise: 2 of 3 steps",
@@ -86,7 +90,10 @@ def test_bars_on_a_terminal(
     run_through(display)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "a [bold]line[/bold]" in shown
+    # What began again counts to its own total, in the same bar.
+    assert "1/7" in shown or "0/7" in shown
     assert "3/3" in shown
+    assert "3/7" not in shown
     assert "12 of 12 frames" in shown
     assert "compile 3.0 s, cached, 0.500 s/step" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back

@@ -66,7 +66,9 @@ def test_other_weights_are_refused_before_the_work(
 
 
 def test_a_sidecar_that_is_no_sidecar_is_refused(cli: Cli, sidecar: Path) -> None:
-    assert "is missing" in cli("replay", "none.json").last
+    ran = cli("replay", "none.json")
+    assert ran.code == 2
+    assert "is missing" in ran.last
     Path("text.json").write_text("{")
     assert cli("replay", "text.json").code == 1
     Path("edited.json").write_text(sidecar.read_text().replace("a fox", "a dog"))

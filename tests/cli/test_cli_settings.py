@@ -78,6 +78,11 @@ def test_a_size_of_another_form_is_refused(size: str) -> None:
     assert "WIDTHxHEIGHT" in refused("--size", size)
 
 
+@pytest.mark.parametrize("size", ["0x64", "96x0"])
+def test_a_size_of_nothing_is_refused(size: str) -> None:
+    assert f"--size: '{size}' is empty" in refused("--size", size)
+
+
 def test_size_and_height_exclude_each_other() -> None:
     assert "--size and --height" in refused("--size", "96x64", "--height", "64")
 

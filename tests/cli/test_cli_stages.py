@@ -95,7 +95,7 @@ def test_what_is_not_finished_is_asked_for(cli: Cli, run: Path) -> None:
         assert ran.code == 2
         assert "--run-dir is missing" in ran.last
     ran = cli("denoise", "--run-dir", "none")
-    assert ran.code == 1
+    assert ran.code == 2
     assert "does not exist" in ran.last
     (run / "latents.safetensors").unlink()
     ran = cli("decode", "--run-dir", run)

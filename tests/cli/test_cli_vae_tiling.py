@@ -53,7 +53,11 @@ def test_decode_of_a_finished_run_with_another_setting(cli: Cli, run: Path) -> N
     assert (tiling["asked"], tiling["tiled"], tiling["other"]) == ("on", False, None)
     assert 0 < tiling["chosen"]["bytes"] < tiling["limit"]
     assert tiling["line"] in ran.err
-    assert tiling["line"].endswith("a device, untiled")
+    assert tiling["line"].endswith(
+        "a device, untiled, as the picture is one of upstream's tiles"
+    )
+    # What the compiler says of so small a picture is far from what the machine has.
+    assert 0 < tiling["needed"] < 2**27
     sidecar = json.loads(Path(ran.json["videos"][0]["sidecar"]).read_text())
     assert sidecar["stages"]["decode"]["vae_tiling"] == "off"
 

@@ -138,8 +138,9 @@ def test_what_cannot_be_compiled_is_refused(
 def test_a_file_in_the_place_of_the_folder(cli: Cli) -> None:
     Path("file").touch()
     ran = cli("compile", *SMALL, "--stage", "encode", "--out", "file")
-    assert ran.code == 1
-    assert "file" in ran.last
+    assert ran.code == 2
+    assert ran.last == "error: --out file: file is not a folder"
+    assert "compil" not in ran.err
 
 
 @pytest.mark.parametrize(

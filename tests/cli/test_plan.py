@@ -8,12 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.cli.tools import Cli
+from tpuport.cli._settings import Settings
+from tpuport.cli.plan import _final
 from tpuport.core.libtpu_flags import flags_of_chip
+from tpuport.core.mesh import MeshSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,6 +197,44 @@ def test_two_compile_at_once(tmp_path: Path) -> None:
         assert found["fits"]
         assert found["compile_seconds"] > 0
     assert [json.loads(out)["topology"] for out, _ in ended] == ["v6e-1", "v6e-4"]
+
+
+def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
+    Path("p.yaml").write_text("topology: v6e-8\nstage: sing\n")
+    ran = cli("plan", "--config", "p.yaml")
+    assert ran.code == 2
+    assert "--stage 'sing'" in ran.last
+    # Flags win.
+    ran = cli("plan", "--config", "p.yaml", "--topology", "v6e-7")
+    assert "unknown TPU topology 'v6e-7'" in ran.last
+    Path("p.yaml").write_text("qqq: 1\n")
+    ran = cli("plan", "--config", "p.yaml")
+    assert ran.code == 2
+    known = ran.last.partition("known keys: ")[2].split(", ")
+    assert {"topology", "budget", "steps"} <= set(known)
+    assert not {"run_dir", "seed", "fps", "no_jit", "config"} & set(known)
+
+
+def test_a_mesh_too_large_for_the_slice_is_refused_before_anything_is_loaded(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpuport.cli.plan._plan", None)
+    ran = cli("plan", "--topology", "v6e-8", "--mesh", "dp=2,tp=8")
+    assert ran.code == 2
+    assert "needs 16 devices, there are 8" in ran.last
+
+
+@pytest.mark.parametrize("asked", [None, "dp=2,tp=4", "dp=2,sp=4"])
+def test_a_plan_of_another_mesh_names_the_default(asked: str | None) -> None:
+    default = MeshSpec(dp=2, sp=4)
+    planner: Any = SimpleNamespace(
+        default_mesh=lambda: default,
+        plan=lambda spec: SimpleNamespace(mesh=spec, notes=[]),
+    )
+    made = _final(planner, Settings(mesh=asked), [], ["denoise"])
+    told = ["default mesh here: dp=2,sp=4,tp=1; --mesh auto compares"]
+    assert made.notes == (told if made.mesh != default else [])
+    assert (made.mesh == default) == (asked != "dp=2,tp=4")
 
 
 @pytest.mark.parametrize(

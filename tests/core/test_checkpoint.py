@@ -64,13 +64,13 @@ def load(folder: Path) -> Iterator[Callable[[str], Any]]:
         session.close()
 
 
-def refusal(action: Callable[..., Any], *args: Any) -> str:
+def refusal(action: Callable[..., Any], *args: Any, code: int = 1) -> str:
     """The message of the WeightsError that ``action`` raises: one line, with a path."""
     with pytest.raises(WeightsError) as caught:
         action(*args)
     message = str(caught.value)
     assert "\n" not in message
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == code
     return message
 
 
@@ -176,10 +176,10 @@ def test_a_fingerprint_is_of_the_content(folder: Path, demo_folder: Path) -> Non
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    message = refusal(open_session, tmp_path / "none")
+    message = refusal(open_session, tmp_path / "none", code=2)
     assert f"weights folder '{tmp_path / 'none'}' does not exist" in message
     (tmp_path / "file").touch()
-    message = refusal(open_session, tmp_path / "file")
+    message = refusal(open_session, tmp_path / "file", code=2)
     assert "is a file; a folder in the diffusers layout is needed" in message
 
 
@@ -208,6 +208,12 @@ def test_a_checkpoint_of_another_pipeline(folder: Path) -> None:
         " CogVideoXPipeline, CogVideoXImageToVideoPipeline,"
         " CogVideoXVideoToVideoPipeline"
     )
+
+
+def test_the_model_that_reads_a_pipeline_is_named(folder: Path) -> None:
+    edit_json(folder / "model_index.json", _class_name="HunyuanVideo15Pipeline")
+    message = refusal(open_session, folder)
+    assert message.endswith(". Use --model hunyuanvideo")
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.tpu_process import needs_libtpu, run_program
 from tpuport.core import compile as compiling
 from tpuport.core.compile import cache_hits, persistent_cache, uncached
 from tpuport.core.topology import compile_environment, parse_topology
@@ -131,19 +128,11 @@ for place in ("a", "deep/b"):
 """
 
 
+@needs_libtpu
 def test_a_kernel_has_the_same_name_wherever_its_source_lies(tmp_path: Path) -> None:
     """Pallas puts the paths of the source into a kernel, which is hashed as it is."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu, the TPU compiler, is not installed")
-    environment = compile_environment(parse_topology("v6e-8"))
-    subprocess.run(
-        [sys.executable, "-c", KERNEL, str(tmp_path)],
-        check=True,
-        capture_output=True,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-        timeout=300,
-    )
+    variables = compile_environment(parse_topology("v6e-8"))
+    run_program(KERNEL, str(tmp_path), timeout=300, **variables)
     first, second = (names(tmp_path / place / "cache") for place in ("a", "deep/b"))
     assert len(first) == 1
     assert first == second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from tests.core.toys import installed_toy
 from tpuport.core import executor as executors
 from tpuport.core.executables import Traced
 from tpuport.core.executor import CALLS_IN_FLIGHT, Executor
+from tpuport.core.inspection import Inspection
 from tpuport.core.programs import Programs, Ready
 from tpuport.core.report import CompileReport, StageReport
 from tpuport.core.spec import Call, Program, Stage, Work
+from tpuport.core.steady_trace import SteadyTrace
 
 CALLS = 23
 
@@ -76,7 +79,9 @@ def _report(stage: str, program: str) -> CompileReport:
     )
 
 
-def run(session: Any, call: Any) -> tuple[StageReport, list[int]]:
+def run(
+    session: Any, call: Any, inspection: Inspection | None = None
+) -> tuple[StageReport, list[int]]:
     """A stage of many calls; the report, and which outputs were watched, in order."""
     watched: list[int] = []
     work = Work(
@@ -104,6 +109,7 @@ def run(session: Any, call: Any) -> tuple[StageReport, list[int]]:
         session.components,
         keep_loaded=True,
         programs=Instant(session.components, call),
+        inspection=inspection,
     )
     _, report = executor.run(stage, session.request(prompt="a cat"), {})
     return report, watched
@@ -137,6 +143,28 @@ def test_calls_without_an_output_are_bounded_too(
     assert max(device.depths) == limit
     assert watched == list(range(CALLS))
     assert report.calls_in_flight == limit
+
+
+def test_what_runs_has_ended_before_a_recording_begins(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(executors.CALLS_IN_FLIGHT, "cpu", 4)
+    device = Device()
+    under_way: list[int] = []
+
+    def turns(self: SteadyTrace, stage: str, steady: bool) -> bool:
+        # Once the pipeline is full.
+        return device.dispatched in (9, 15)
+
+    def turn(self: SteadyTrace, stage: str) -> None:
+        under_way.append(device.dispatched - device.finished)
+
+    monkeypatch.setattr(SteadyTrace, "turns", turns)
+    monkeypatch.setattr(SteadyTrace, "turn", turn)
+    report, watched = run(session, device.call, Inspection(profile=tmp_path))
+    assert under_way == [0, 0]
+    assert report.calls_in_flight == 4
+    assert watched == list(range(CALLS))
 
 
 def test_chips_are_kept_busy_and_cpus_run_one_program_at_a_time() -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.core.test_spatial import runtime as spatial_runtime
 from tpuport.core.frames import (
     FrameChecks,
     as_frames,
@@ -17,6 +18,7 @@ from tpuport.core.frames import (
     encode_pixels,
     measure,
 )
+from tpuport.core.spatial import SpatialLayout, spread
 from tpuport.core.video import check_frames, to_uint8
 from tpuport.errors import UsageError, VideoError
 
@@ -78,6 +80,40 @@ def test_statistics_are_those_of_the_floats(pixels: str) -> None:
     made = encode(frames, pixels)
     for name, value in measure(frames).items():
         assert np.array_equal(made[name], value), name
+
+
+PLANES = SpatialLayout(
+    inputs={"x": "BCFYX"},
+    carry="B",
+    output={"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"},
+)
+
+
+@pytest.mark.parametrize("phantom", [0.0, 1.0, np.nan])
+@pytest.mark.parametrize("size", [(3, 5), (9, 13), (1, 17)])
+def test_statistics_leave_phantom_rows_and_columns_out(
+    size: tuple[int, int], phantom: float
+) -> None:
+    """They are neither counted nor among the extremes, whatever is in them."""
+    rng = np.random.default_rng(5)
+    x = rng.uniform(0.3, 0.6, (1, 3, 2, *size)).astype(np.float32)
+    x[0, 1, 1, 0, 2] = np.inf
+    runtime = spatial_runtime()
+
+    def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> Any:
+        space = runtime.space
+        assert space is not None
+        real = space.mask(inputs["x"].shape, (3, 4))
+        assert real is not None
+        planes = jnp.where(real, inputs["x"], phantom)
+        return carry, encode_pixels(planes, "float32", space)
+
+    program, places = spread(run, runtime, PLANES, (None, None, {"x": x}))
+    _, made = jax.jit(program, out_shardings=places)(None, None, None, {"x": x})
+    assert np.array_equal(made["finite"], np.isfinite(x).sum((1, 3, 4)))
+    wanted = np.clip(x, 0, 1)
+    assert np.array_equal(made["low"], wanted.min((2, 3, 4)))
+    assert np.array_equal(made["high"], wanted.max((2, 3, 4)))
 
 
 @pytest.mark.parametrize("pixels", ["float32", "uint8"])

@@ -12,7 +12,7 @@ import pytest
 import tpuport
 from tests.core.toys import installed_toy
 from tpuport.core.executables import Traced
-from tpuport.core.memory_report import MemoryLog, plan_of, table
+from tpuport.core.memory_report import MemoryLog, RunMemory, plan_of, table
 from tpuport.core.programs import Ready
 
 MIB = 2**20
@@ -120,6 +120,53 @@ def test_a_session_tells_it_for_every_call(mesh: str | None, tmp_path: Path) -> 
     for name, stage in made.items():
         assert again[name].memory == stage.memory
         assert stage.memory[0]["devices"][0]["in_use"] > 0
+
+
+def test_an_error_tells_what_was_gathered_until_then(tmp_path: Path) -> None:
+    def full(first: int, frames: Any) -> None:
+        raise OSError("disk full")
+
+    def notes(**options: Any) -> list[str]:
+        with pytest.raises(OSError, match="disk full") as caught:
+            session.generate("a cat", on_frames=full, **options)
+        return [n for n in getattr(caught.value, "__notes__", []) if "memory" in n]
+
+    with (
+        installed_toy(),
+        tpuport.load("toy", cache_dir=tmp_path, memory_report=True) as session,
+    ):
+        (note,) = notes()
+        lines = note.splitlines()
+        assert lines[0] == "memory until then:"
+        # The stages that ended well, and the one that did not.
+        names = [line.split()[0] for line in lines[2:-1]]
+        assert names == ["encode", "denoise", "decode"]
+        assert "step 1-3" in note
+        assert lines[-1].lstrip().startswith("planned: ")
+        # The same run again tells of itself, and a good one leaves nothing behind.
+        assert notes() == [note]
+        session.generate("a cat")
+        assert session.executor._memory.text() == ""
+    with installed_toy(), tpuport.load("toy", cache_dir=tmp_path) as session:
+        assert notes() == []
+
+
+def test_a_run_forgets_what_is_not_of_it() -> None:
+    call = {"stage": "s", "program": "p", "call": 0, "source": "unknown"}
+    call |= {"devices": ()}
+    memory = RunMemory()
+    for stage in ("encode", "denoise", "decode"):
+        memory.begins("a run", stage)
+        memory.ended(stage, "step", [call])
+    assert [x in memory.text() for x in ("encode", "denoise", "decode")] == [True] * 3
+    memory.begins("a run", "denoise")
+    assert [x in memory.text() for x in ("encode", "denoise", "decode")] == [
+        True,
+        False,
+        False,
+    ]
+    memory.begins("another run", "decode")
+    assert memory.text() == ""
 
 
 def test_nothing_is_told_that_was_not_asked_for(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class TestParse:
             ({"tp": True}, "mesh {'tp': True}: axis 'tp' is True, not an integer"),
             ("dp=2,4", "mesh 'dp=2,4': '4' is not axis=size"),
             ("dp=2,", "mesh 'dp=2,': '' is not axis=size"),
-            ("", "mesh '' gives 1 of 3 sizes"),
+            ("", "mesh '' is not understood"),
             ("2,4", "mesh '2,4' gives 2 of 3 sizes"),
             ((1, 1, 1, 1), "mesh (1, 1, 1, 1) gives 4 of 3 sizes"),
             (8, "mesh 8 cannot be read"),
@@ -301,3 +301,15 @@ class TestBuildMesh:
         assert message(build_mesh, MeshSpec(tp=16)) == (
             "mesh dp=1,sp=1,tp=16 needs 16 devices, there are 8; try dp=1,sp=1,tp=8"
         )
+
+
+def test_no_tp_is_offered_that_is_more_than_the_devices() -> None:
+    with pytest.raises(MeshError, match=r"legal tp values: 1, 2, 4, 8 \("):
+        MeshSpec(tp=5).validate(heads={"t": 16}, devices=8)
+
+
+def test_a_mesh_of_another_form_is_not_counted() -> None:
+    with pytest.raises(MeshError, match="mesh '2x4' is not understood; write"):
+        MeshSpec.parse("2x4")
+    with pytest.raises(MeshError, match="gives 1 of 3 sizes"):
+        MeshSpec.parse("8")

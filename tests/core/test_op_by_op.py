@@ -65,6 +65,8 @@ def test_the_other_stages_are_compiled(cache: Path) -> None:
     assert heard.about("compiling") == ["compiling encode/run", "compiling decode/run"]
     with pytest.raises(UsageError, match="no stage is called 'denose'; there are"):
         tpuport.load("toy", cache_dir=cache, no_jit=["denose"])
+    with tpuport.load("toy", cache_dir=cache, no_jit="denoise") as session:
+        assert session.executor.inspection.no_jit == ("denoise",)
 
 
 def run(

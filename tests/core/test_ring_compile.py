@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.topology import compile_environment, parse_topology
 
-ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+pytestmark = needs_libtpu
 
 # Two heads on 16 devices: rings of 8, chunks of 512 tokens, which are short.
 PROGRAM = """
@@ -79,18 +70,8 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    environment = {**os.environ, **compile_environment(parse_topology("v6e-16"))}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = compile_environment(parse_topology("v6e-16"))
+    return run_json(PROGRAM, timeout=300, **variables)
 
 
 def test_chunks_are_on_the_way_while_the_kernel_runs(found: Any) -> None:

@@ -304,6 +304,11 @@ class TestReport:
             "  total 1.1 KiB, 736 B per device, of that 608 B replicated",
         ]
 
+    def test_a_rule_without_weights_is_shown_where_a_weight_has_none(self) -> None:
+        spare = ShardRule(pattern="of another config", spec=(), optional=True)
+        assert "of another config" not in plan((*RULES, spare)).format_table()
+        assert "of another config" in plan((*RULES[1:], spare)).format_table()
+
     def test_table_ends_with_the_problems(self) -> None:
         done = plan(RULES[1:])
         last = done.format_table().splitlines()[-1]

@@ -58,6 +58,7 @@ def test_a_name_counts_chips_or_cores_as_google_does(
         ("v6e-7", "v6e-4, v6e-8, v6e-16"),
         ("v5p-4", "counts TensorCores"),
         ("v6e8", "did you mean v6e-8"),
+        ("v6-8", "did you mean v6e-8"),
         ("h100-8", "generations are v4, v5e, v5p, v6e, v7x"),
         ("", "generations are"),
     ],
@@ -66,6 +67,13 @@ def test_an_unknown_name_is_answered_with_near_ones(name: str, said: str) -> Non
     with pytest.raises(UsageError, match="unknown TPU topology") as caught:
         parse_topology(name)
     assert said in str(caught.value)
+
+
+def test_a_size_alone_makes_no_name_near() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_topology("gpu-8", others="local, or cpu-8")
+    assert "did you mean" not in str(caught.value)
+    assert str(caught.value).endswith("such as v6e-8, or local, or cpu-8")
 
 
 @pytest.mark.parametrize(

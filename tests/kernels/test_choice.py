@@ -57,6 +57,15 @@ def test_text_and_choice_are_the_same_thing() -> None:
         ("jax:block_kv=384;block_kv_compute=256", "block_kv=384: must be a multiple"),
         ("blockwise:block_q=0", "block_q=0: must be at least 1"),
         ("auto:window=1,1;window=2,2", "window appears twice"),
+        (
+            "reference:block_q=128",
+            "attention reference has no block_q; blockwise, splash and jax have",
+        ),
+        (
+            "blockwise:block_kv_compute=128",
+            "blockwise has no block_kv_compute; splash and jax have",
+        ),
+        ("jax:running_max=on", "jax has no running_max; splash has"),
     ],
 )
 def test_what_is_not_a_choice_is_named(text: str, message: str) -> None:
@@ -111,7 +120,8 @@ def test_an_option_changes_the_program_and_only_a_window_the_result(
 def test_an_option_that_an_implementation_lacks_is_refused(
     name: str, option: str
 ) -> None:
-    with pytest.raises(AttentionError, match=f"{name!r} cannot do this call"):
+    lacking = option.partition("=")[0]
+    with pytest.raises(UsageError, match=f"attention {name} has no {lacking}; "):
         run(f"{name}:{option}")
 
 
@@ -225,6 +235,11 @@ def test_the_next_takes_over_where_one_refuses_and_says_so() -> None:
     found = select(masked, "splash", fall_back=True)
     assert found.implementation == "blockwise"
     assert [name for name, _ in found.passed_over] == ["splash", "jax", "reference"]
+    why = found.passed_over[0][1]
+    assert found.notice == f"splash passed over ({why}); blockwise runs"
+    blocks = select(masked, "jax:block_q=128;block_kv=256", fall_back=True)
+    assert blocks.notice.startswith("jax passed over (")
+    assert blocks.notice.endswith("; blockwise runs, without block_q=128, block_kv=256")
     # A kernel for another platform is a mistake, not a refusal of one call.
     with pytest.raises(AttentionError, match="TPU only"):
         select(problem(platform="cpu"), "jax", fall_back=True)
@@ -262,5 +277,5 @@ def test_auto_goes_on_without_an_option_that_nobody_has() -> None:
     assert found.implementation == "blockwise"
     assert "without options that it does not have" in found.reason
     assert ("blockwise", "running_max is an option of splash") in found.passed_over
-    with pytest.raises(AttentionError, match="running_max is an option of splash"):
-        select(problem, "blockwise:running_max=on")
+    assert found.notice == "blockwise runs, without running_max=on"
+    assert not select(problem, "auto:block_q=128").notice

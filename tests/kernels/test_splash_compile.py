@@ -6,24 +6,8 @@ see the settings of the tests or leave its own behind.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.tpu_process import needs_libtpu, run_program
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-# What jax.experimental.topologies and libtpu want where there is no TPU; the last one
-# lets two compilers run on one machine.
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-}
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
@@ -55,21 +39,10 @@ compile(64, True, jnp.float32, 8191)
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+@needs_libtpu
 def test_compiles_for_v6e() -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [
+    lines = run_program(PROGRAM, timeout=300, TPU_ACCELERATOR_TYPE="v6e-4")
+    assert lines == [
         "compiled 64 False bfloat16",
         "compiled 128 False bfloat16",
         "compiled 64 True bfloat16",

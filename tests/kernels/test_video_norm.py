@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,52 @@ def test_moments_are_those_of_the_whole_video(shape: tuple[int, ...]) -> None:
     assert np.abs(mean - wide.mean((1, 2, 3))).max() < 1e-3
     variance = spread / np.prod(shape[1:4])
     assert np.abs(variance / wide.var((1, 2, 3)) - 1).max() < 1e-4
+
+
+# All rows of a block, none of it, and none at all; ints stand for a whole side.
+@pytest.mark.parametrize(
+    ("shape", "real"),
+    [
+        ((2, 3, 6, 5, 128), (4, 3)),
+        ((1, 1, 90, 20, 256), (45, 11)),
+        ((1, 2, 90, 20, 256), (71, None)),
+        ((1, 2, 6, 20, 128), (None, 19)),
+        ((1, 2, 6, 5, 128), (6, 5)),
+    ],
+)
+def test_moments_leave_out_what_is_not_real(
+    shape: tuple[int, ...], real: tuple[int | None, int | None]
+) -> None:
+    x = np.random.default_rng(0).normal(30.0, 2.0, shape).astype(np.float32)
+    rows, columns = (n or m for n, m in zip(real, shape[2:4], strict=True))
+    wide = x[:, :, :rows, :columns].astype(np.float64)
+    x[:, :, rows:] = np.nan
+    x[:, :, :, columns:] = np.inf
+
+    def moments(x: jax.Array, n: Any, m: Any) -> Any:
+        # Those of the whole side are known while it is traced.
+        sides = (rows if real[0] is None else n, columns if real[1] is None else m)
+        return channel_moments(x, sides, vmem_limit=LIMIT, interpret=True)
+
+    mean, spread = jax.jit(moments)(jnp.asarray(x), rows, columns)
+    assert np.abs(mean / wide.mean((1, 2, 3)) - 1).max() <= ATOL
+    wanted = wide.var((1, 2, 3)) * wide[0, ..., 0].size
+    assert np.abs(spread / wanted - 1).max() <= ATOL
+
+
+@pytest.mark.parametrize("real", [(0, 5), (6, 0), (0, 0)])
+def test_moments_of_nothing_are_zeros(real: tuple[int, int]) -> None:
+    x = jnp.full((1, 2, 6, 5, 128), jnp.nan)
+    sides = jnp.asarray(real[0]), jnp.asarray(real[1])
+    found = channel_moments(x, sides, vmem_limit=LIMIT, interpret=True)
+    assert [array.shape for array in found] == [(1, 128)] * 2
+    assert all((array == 0).all() for array in found)
+
+
+def test_a_number_for_every_device_is_that_of_the_side() -> None:
+    x = jnp.zeros((1, 2, 6, 5, 128))
+    with pytest.raises(ValueError, match="4 real of 5, for every device"):
+        channel_moments(x, (6, 4), vmem_limit=LIMIT, interpret=True)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])

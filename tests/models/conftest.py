@@ -13,6 +13,14 @@ import torch
 
 from tpuport.models.cogvideox import demo
 
+#: How programs are compiled for users, as ``compiler_options``: XLA's own defaults,
+#: which ``tests/conftest.py`` turns off. What memory a program takes depends on them.
+FULL: dict[str, bool | int | str] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
+
 #: The three forms of the transformer, as published: 2b, 5b and 1.5-5b.
 FORMS: dict[str, dict[str, Any]] = {
     "2b": {"use_rotary_positional_embeddings": False},
@@ -181,3 +189,18 @@ def generators_of(seeds: int | list[int]) -> Any:
     if isinstance(seeds, list):
         return [torch.Generator().manual_seed(seed) for seed in seeds]
     return torch.Generator().manual_seed(seeds)
+
+
+def frames_and_latents(pipe: Any, **asked: Any) -> tuple[np.ndarray, torch.Tensor]:
+    """What one run of an upstream pipeline gives, and the latents it decoded.
+
+    They are those after its last step, which are also its own output of that type.
+    """
+    after: dict[str, Any] = {}
+
+    def keep(pipe: Any, step: int, timestep: Any, given: Any) -> dict[str, Any]:
+        after.update(given)
+        return {}
+
+    frames = pipe(**asked, callback_on_step_end=keep, output_type="np").frames
+    return frames, after["latents"]

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tests.tolerances import TOLERANCES
 from tpuport.core.spatial import AXES, COLUMNS, ROWS, VIDEOS, Side, Space, padded
 from tpuport.models.cogvideox import conditioning, stages
-from tpuport.models.cogvideox.flax_grid import Grid, choose_grid
+from tpuport.models.cogvideox.flax_grid import Grid
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
 CONFIG: dict[str, Any] = {
@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 }
 #: Rows and columns of pixels to one of latents.
 STRIDE = 4
-ONE = Grid(fold_taps=True)
+ONE = Grid()
 
 
 @pytest.fixture(scope="module")
@@ -110,51 +110,33 @@ def farthest(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "grid"),
-    [
-        ((1, 1, 3, 4, 4), ONE),
-        ((1, 4, 5, 3, 4), ONE),
-        ((2, 7, 3, 4, 4), ONE),
-        ((1, 5, 4, 6, 4), Grid()),
-        ((2, 3, 4, 6, 4), Grid(rows=2, columns=3)),
-        ((1, 2, 4, 6, 4), Grid(rows=4, fold_taps=True)),
-    ],
-    ids=str,
+    "shape", [(1, 1, 3, 4, 4), (1, 4, 5, 3, 4), (2, 7, 3, 4, 4)], ids=str
 )
 def test_decoding_is_upstreams(
     shape: tuple[int, ...],
-    grid: Grid,
     upstream: AutoencoderKLCogVideoX,
     weights: FlaxWeights,
     arrays: Any,
 ) -> None:
     z = drawn(*shape)
     truth = last(upstream.decode(first(z)).sample)
-    run = decoder(weights, arrays, grid)
+    run = decoder(weights, arrays, ONE)
     found = in_chunks(run, z, stages.chunk_lengths(shape[1]))
     assert farthest(found, truth) <= TOLERANCES["component float32"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "grid"),
-    [
-        ((1, 1, 12, 16, 3), ONE),
-        ((1, 13, 12, 8, 3), ONE),
-        ((2, 25, 8, 12, 3), ONE),
-        ((1, 17, 8, 12, 3), Grid(rows=2, columns=3)),
-    ],
-    ids=str,
+    "shape", [(1, 1, 12, 16, 3), (1, 13, 12, 8, 3), (2, 25, 8, 12, 3)], ids=str
 )
 def test_encoding_is_upstreams(
     shape: tuple[int, ...],
-    grid: Grid,
     upstream: AutoencoderKLCogVideoX,
     weights: FlaxWeights,
     arrays: Any,
 ) -> None:
     x = drawn(*shape)
     truth = last(upstream.encode(first(x)).latent_dist.parameters)
-    run = encoder(weights, arrays, grid)
+    run = encoder(weights, arrays, ONE)
     found = in_chunks(run, x, conditioning.chunk_lengths(shape[1]))
     assert farthest(found, truth) <= TOLERANCES["component float32"]
 
@@ -184,14 +166,13 @@ def test_convolutions_of_the_moments_and_the_latents() -> None:
 def test_bfloat16_is_no_worse_than_upstreams(
     upstream: AutoencoderKLCogVideoX, weights: FlaxWeights, arrays: Any
 ) -> None:
-    grid = Grid(rows=2, columns=2, fold_taps=True)
     z = drawn(1, 3, 6, 8, 4)
     rounded = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
     # The truth is of the same rounded weights and latents, in float32.
     widened = {name: x.astype(jnp.float32) for name, x in rounded.items()}
     z = np.asarray(jnp.asarray(z, jnp.bfloat16), np.float32)
     truth = in_chunks(decoder(weights, widened, ONE), z, [3])
-    ours = in_chunks(decoder(weights, rounded, grid), z, [3], jnp.bfloat16)
+    ours = in_chunks(decoder(weights, rounded, ONE), z, [3], jnp.bfloat16)
     twin = AutoencoderKLCogVideoX(**CONFIG).eval().requires_grad_(False)
     twin.load_state_dict(upstream.state_dict())
     twin = twin.to(torch.bfloat16)
@@ -210,7 +191,6 @@ def split_run(
     method: str,
     parts: tuple[int, int, int],
     size: tuple[int, int],
-    strips: tuple[int, int],
     granule: int,
 ) -> Callable[..., Any]:
     """``run(chunk, cache)`` of whole pictures, over ``parts`` virtual devices."""
@@ -219,9 +199,9 @@ def split_run(
         rows=Side(axis=ROWS, parts=parts[1], size=size[0]),
         columns=Side(axis=COLUMNS, parts=parts[2], size=size[1]),
     )
-    grid = Grid(rows=strips[0], columns=strips[1], space=space, fold_taps=True)
+    grid = Grid(space=space)
     picture = PartitionSpec(VIDEOS, None, ROWS, COLUMNS, None)
-    kept = PartitionSpec(None, None, ROWS, COLUMNS, VIDEOS, None)
+    kept = PartitionSpec(None, VIDEOS, None, ROWS, COLUMNS, None)
 
     def local(a: Any, x: Any, cache: Any) -> Any:
         return getattr(weights.bind(a), method)(x, cache, grid)
@@ -245,41 +225,39 @@ def split_run(
 
 
 SPLITS = [
-    ((1, 2, 4), (4, 8), (1, 2)),
+    ((1, 2, 4), (4, 8)),
     # Neither side divides: phantom rows and columns.
-    ((1, 2, 4), (5, 11), (1, 1)),
-    ((2, 2, 2), (5, 7), (3, 2)),
+    ((1, 2, 4), (5, 11)),
+    ((2, 2, 2), (5, 7)),
     # The last device has nothing but phantom columns.
-    ((1, 1, 8), (3, 14), (1, 2)),
+    ((1, 1, 8), (3, 14)),
 ]
 
 
-@pytest.mark.parametrize(("parts", "size", "strips"), SPLITS, ids=str)
+@pytest.mark.parametrize(("parts", "size"), SPLITS, ids=str)
 def test_decoding_over_devices_is_that_of_one(
     parts: tuple[int, int, int],
     size: tuple[int, int],
-    strips: tuple[int, int],
     weights: FlaxWeights,
     arrays: Any,
 ) -> None:
     z = drawn(parts[0], 5, *size, 4)
     truth = in_chunks(decoder(weights, arrays, ONE), z, [3, 2])
-    run = split_run(weights, arrays, "decode", parts, size, strips, 1)
+    run = split_run(weights, arrays, "decode", parts, size, 1)
     found = in_chunks(run, z, [3, 2])
     assert farthest(found, truth) <= TOLERANCES["mesh float32"]
 
 
-@pytest.mark.parametrize(("parts", "size", "strips"), SPLITS[1:3], ids=str)
+@pytest.mark.parametrize(("parts", "size"), SPLITS[1:3], ids=str)
 def test_encoding_over_devices_is_that_of_one(
     parts: tuple[int, int, int],
     size: tuple[int, int],
-    strips: tuple[int, int],
     weights: FlaxWeights,
     arrays: Any,
 ) -> None:
     x = drawn(parts[0], 17, size[0] * STRIDE, size[1] * STRIDE, 3)
     truth = in_chunks(encoder(weights, arrays, ONE), x, [9, 8])
-    run = split_run(weights, arrays, "encode", parts, size, strips, STRIDE)
+    run = split_run(weights, arrays, "encode", parts, size, STRIDE)
     found = in_chunks(run, x, [9, 8])
     assert farthest(found, truth) <= TOLERANCES["mesh float32"]
 
@@ -298,7 +276,7 @@ def test_the_cache_is_of_the_causal_convolutions_and_nothing_else(
     ]
     frames = jax.tree.leaves(cache)
     assert sum(x.shape[0] for x in frames) == len(kernels) > 10
-    assert {x.shape[1] for x in frames} == {2}
+    assert {x.shape[1:3] for x in frames} == {(1, 2)}
 
 
 def test_statistics_of_a_large_mean() -> None:
@@ -315,7 +293,7 @@ def test_statistics_of_a_large_mean() -> None:
 def test_statistics_of_bfloat16_lose_less_than_its_rounding() -> None:
     wide = drawn(1, 3, 32, 32, 8) + 30
     x = jnp.asarray(wide, jnp.bfloat16)
-    _, variance = Grid(rows=2, columns=4).moments(Grid(rows=2, columns=4).split(x), 2)
+    _, variance = ONE.moments(x, 2)
 
     def true(values: Any) -> np.ndarray:
         values = np.asarray(values, np.float64).reshape(3, 32, 32, 2, 4)
@@ -323,16 +301,3 @@ def test_statistics_of_bfloat16_lose_less_than_its_rounding() -> None:
 
     found = np.asarray(variance, np.float64)[0, 0, 0, 0]
     assert np.abs(found - true(x)).max() < np.abs(true(x) - true(wide)).min()
-
-
-def test_strips_fill_the_registers_of_a_tpu() -> None:
-    grid = choose_grid("tpu", 1, 90, 20)
-    assert grid.strips % 8 == 0
-    assert (90 % grid.rows, 20 % grid.columns) == (0, 0)
-    assert choose_grid("tpu", 8, 90, 20).strips == 1
-    assert choose_grid("cpu", 1, 90, 20) == ONE
-
-
-def test_strips_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 x 4 pixels on a device cannot be cut"):
-        Grid(rows=2).split(jnp.zeros((1, 1, 3, 4, 2)))

@@ -13,7 +13,12 @@ from diffusers import CogVideoXImageToVideoPipeline
 from PIL import Image
 
 import tpuport
-from tests.models.conftest import IMAGE_FORMS, generators_of, pictures
+from tests.models.conftest import (
+    IMAGE_FORMS,
+    frames_and_latents,
+    generators_of,
+    pictures,
+)
 from tests.tolerances import TOLERANCES
 from tpuport.core.media import read_image
 from tpuport.core.run_directory import RunDirectory
@@ -43,17 +48,13 @@ def upstream(
         **SHAPE,
         **asked,
     }
-    frames, latents = (
-        pipe(
-            [Image.fromarray(image) for image in images],
-            **settings,
-            generator=generators_of(seeds),
-            max_sequence_length=TOKENS,
-            output_type=output,
-        ).frames
-        for output in ("np", "latent")
+    return frames_and_latents(
+        pipe,
+        image=[Image.fromarray(image) for image in images],
+        **settings,
+        generator=generators_of(seeds),
+        max_sequence_length=TOKENS,
     )
-    return frames, latents
 
 
 @pytest.fixture(scope="module", params=IMAGE_FORMS)

@@ -14,6 +14,7 @@ import torch
 
 import tpuport
 from tests.core.toys import Heard
+from tests.models.conftest import FULL
 from tests.tolerances import TOLERANCES
 from tpuport.core.delivery import Delivery
 from tpuport.core.device_memory import planned_bytes
@@ -196,7 +197,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
             decided=decided.append,
         )
         listed = list(programs)
-        compiled = [planned_bytes(p.lowered().compile()) or 0 for p in listed]
+        compiled = [planned_bytes(p.lowered().compile(FULL)) or 0 for p in listed]
     told = [record for p in listed for record in p.convolutions()]
     assert len(told) == len(listed)
     assert all(r.implementation == "XLA" and r.count > 20 for r in told)

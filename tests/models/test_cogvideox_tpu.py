@@ -7,24 +7,14 @@ environment once.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-}
+from tests.tpu_process import ENVIRONMENT, ROOT, needs_libtpu, run_json
+
+__all__ = ["ENVIRONMENT", "ROOT"]
+
 PROGRAM = """
 import json, re, sys
 import jax, jax.numpy as jnp
@@ -92,24 +82,9 @@ print(json.dumps({
 """
 
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
-
-
 def compiled(mesh: str, blocks: str) -> dict[str, Any]:
     """What the compiler says of a step of two full-width layers."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mesh, blocks],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = run_json(PROGRAM, mesh, blocks)
     assert {r["implementation"] for r in found["attention"]} == {"splash"}
     # Both layers are one loop.
     assert found["kernels"] == 1

@@ -13,7 +13,7 @@ from diffusers import CogVideoXVideoToVideoPipeline
 from PIL import Image
 
 import tpuport
-from tests.models.conftest import generators_of, pictures
+from tests.models.conftest import frames_and_latents, generators_of, pictures
 from tests.tolerances import TOLERANCES
 from tpuport.core.media import read_video
 from tpuport.core.session import Session
@@ -41,16 +41,12 @@ def upstream(
     folder: Path, seeds: int | list[int] = 7, **asked: Any
 ) -> tuple[np.ndarray, torch.Tensor]:
     """Frames and latents of the upstream pipeline."""
-    frames, latents = (
-        pipeline(folder)(
-            **{"prompt": PROMPT, "guidance_scale": 6.0, **SIZE, **asked},
-            generator=generators_of(seeds),
-            max_sequence_length=TOKENS,
-            output_type=output,
-        ).frames
-        for output in ("np", "latent")
+    return frames_and_latents(
+        pipeline(folder),
+        **{"prompt": PROMPT, "guidance_scale": 6.0, **SIZE, **asked},
+        generator=generators_of(seeds),
+        max_sequence_length=TOKENS,
     )
-    return frames, latents
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from diffusers import CogVideoXPipeline
 
 import tpuport
+from tests.models.conftest import frames_and_latents, generators_of
 from tests.tolerances import TOLERANCES
 from tpuport.errors import UsageError
 
@@ -27,22 +28,13 @@ def upstream(
     """Frames and latents of the upstream pipeline."""
     pipe = CogVideoXPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    results = []
-    for output in ("np", "latent"):
-        generator: Any = (
-            [torch.Generator().manual_seed(s) for s in seeds]
-            if isinstance(seeds, list)
-            else torch.Generator().manual_seed(seeds)
-        )
-        result = pipe(
-            **{**SHAPE, "num_inference_steps": 4, "guidance_scale": 6.0, **kwargs},
-            use_dynamic_cfg=dynamic,
-            generator=generator,
-            max_sequence_length=TOKENS,
-            output_type=output,
-        )
-        results.append(result.frames)
-    return results[0], results[1]
+    return frames_and_latents(
+        pipe,
+        **{**SHAPE, "num_inference_steps": 4, "guidance_scale": 6.0, **kwargs},
+        use_dynamic_cfg=dynamic,
+        generator=generators_of(seeds),
+        max_sequence_length=TOKENS,
+    )
 
 
 @pytest.fixture

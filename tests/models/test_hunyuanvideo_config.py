@@ -96,7 +96,10 @@ def test_size_classes_and_aspect_ratios(
 def test_sizes_that_do_not_exist(load: Open) -> None:
     with load("demo") as session:
         for asked, words in (
-            ({"resolution": "999p"}, "resolution '999p': demo has demo, 480p, 720p"),
+            (
+                {"resolution": "999p"},
+                "'999p': variant demo has the size classes demo, 480p, 720p",
+            ),
             ({"aspect_ratio": "5:1"}, "buckets go from 1:4 to 4:1"),
             ({"aspect_ratio": "wide"}, "'wide' is not WIDTH:HEIGHT"),
             ({"resolution": "480p", "height": 480}, "exclude height, width"),

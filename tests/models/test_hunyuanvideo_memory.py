@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tpuport
+from tests.models.conftest import FULL
 from tpuport.core.device_memory import planned_bytes, program_room
 from tpuport.core.planning.abstract import abstract_programs
 from tpuport.core.vae_tiling import TilingDecision, decide
@@ -52,7 +53,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
         )
         # The chunk that is not the first, or all of the video.
         *_, program = programs
-        compiled = planned_bytes(program.lowered().compile()) or 0
+        compiled = planned_bytes(program.lowered().compile(FULL)) or 0
     (found,) = decided
     assert program.program == ("next uint8" if form == "1.5" else "whole uint8")
     assert not found.tiled

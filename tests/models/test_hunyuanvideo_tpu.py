@@ -6,16 +6,12 @@ for the devices of a topology, in a process of its own. Full width, few of the l
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
+from tests.tpu_process import needs_libtpu, run_json
 
 PROGRAM = r"""
 import json, math, re, sys
@@ -158,25 +154,9 @@ def case_13b(mesh: str, frames: int) -> dict[str, Any]:
     }
 
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
-
-
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """What the compiler says of a step."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(case)],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_json(PROGRAM, json.dumps(case))
 
 
 # Latent frames are so many that no weight has as many elements as S x S.

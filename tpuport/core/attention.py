@@ -64,6 +64,7 @@ class AttentionRecord:
         ring: devices that share heads and have a part of the queries each.
         ring_keys: how these meet each other's keys, ``"passed"`` round a ring or
             ``"gathered"``; ``None`` where there is one device only.
+        notice: where it is not what the user chose, what became of that.
     """
 
     query: tuple[int, ...]
@@ -83,6 +84,7 @@ class AttentionRecord:
     ulysses: int = 1
     ring: int = 1
     ring_keys: str | None = None
+    notice: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -442,6 +444,7 @@ def _record(
         running_max=choice.running_max and selection.implementation == "splash",
         causal=is_causal,
         dtype=str(q.dtype),
+        notice=selection.notice,
     )
     if record not in context.records:
         context.records.append(record)

@@ -20,7 +20,7 @@ from tpuport.core.documents import read_document, write_document
 from tpuport.core.executables import Entry, read_entry, read_payload
 from tpuport.core.program_key import ProgramKey, surroundings
 from tpuport.core.program_words import spoken
-from tpuport.errors import ArtifactError
+from tpuport.errors import ArtifactError, MissingArtifactError
 
 if TYPE_CHECKING:
     from tpuport.core.components import Components
@@ -142,6 +142,16 @@ class BuiltFolder:
             f"{self.folder}: {key.name} is not for this run (what it was compiled for "
             f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
         )
+
+
+def check_built(folder: Path) -> None:
+    """Refuse a folder that holds no manifest; reads nothing.
+
+    Raises:
+        MissingArtifactError: there is none.
+    """
+    if not (folder / MANIFEST).exists():
+        raise MissingArtifactError(f"{folder / MANIFEST}: is missing; {_REMEDY}")
 
 
 def write_manifest(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.fingerprint import fingerprint_files
 from tpuport.core.spec import Component
-from tpuport.errors import HubError, WeightsError
+from tpuport.errors import HubError, MissingWeightsError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -231,6 +231,28 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def local_folder(weights: str | Path) -> Path | None:
+    """The folder that ``weights`` names; ``None`` where it is a hub id.
+
+    Raises:
+        MissingWeightsError: there is no such folder, and it cannot be a hub id.
+    """
+    text = str(weights)
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise MissingWeightsError(
+            f"weights {text!r} is a file; a folder in the diffusers layout is needed"
+        )
+    if isinstance(weights, str) and _HUB_ID.fullmatch(text):
+        return None
+    raise MissingWeightsError(
+        f"weights folder {text!r} does not exist, and it is not a hub id "
+        "(owner/name) either"
+    )
+
+
 def resolve(
     weights: str | Path,
     *,
@@ -238,6 +260,7 @@ def resolve(
     pipelines: Sequence[str],
     model: str,
     say: Callable[[str], None] = lambda text: None,
+    reader: Callable[[str], str | None] = lambda pipeline: None,
 ) -> Checkpoint:
     """The checkpoint that ``weights`` names: a local folder or a hub id.
 
@@ -247,32 +270,26 @@ def resolve(
         pipelines: the pipeline classes this model port reads.
         model: its name, for messages.
         say: told before a download.
+        reader: the model port that reads a pipeline class, if any, for messages.
 
     Raises:
-        WeightsError: no such folder, or a checkpoint of another model.
+        MissingWeightsError: no such folder.
+        WeightsError: a checkpoint of another model.
         HubError: the hub cannot be reached or has no such checkpoint.
     """
     text = str(weights)
-    folder = Path(text).expanduser()
-    if folder.is_dir():
+    folder = local_folder(weights)
+    if folder is not None:
         checkpoint = Checkpoint(folder, text)
-    elif folder.exists():
-        raise WeightsError(
-            f"weights {text!r} is a file; a folder in the diffusers layout is needed"
-        )
-    elif isinstance(weights, str) and _HUB_ID.fullmatch(text):
+    else:
         say(f"looking for {text} on the hub")
         checkpoint = Checkpoint(_download(text, folders), text)
-    else:
-        raise WeightsError(
-            f"weights folder {text!r} does not exist, and it is not a hub id "
-            "(owner/name) either"
-        )
     found = checkpoint.index.get("_class_name")
     if found not in pipelines:
         raise WeightsError(
             f"{text}: model_index.json is of a {found}; model {model!r} reads "
             + ", ".join(pipelines)
+            + (f". Use --model {other}" if (other := reader(str(found))) else "")
         )
     return checkpoint
 

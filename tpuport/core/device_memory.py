@@ -22,6 +22,18 @@ _TOO_LARGE = (
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+#: Limit, use, statistics and the name in them of page cache, by cgroup v2 and v1.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+#: Version 1 says "no limit" with a number near 2**63.
+_NO_LIMIT = 2**60
 
 
 def program_room(devices: Sequence[Any], held: int = 0, own: int = 0) -> int | None:
@@ -77,12 +89,25 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 found.append(int(value.split()[0]) * 1024)
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file():
-        text = limit.read_text().strip()
-        if text != "max":
-            found.append(max(int(text) - int(used.read_text()), 0))
+    for names in _CGROUP_FILES:
+        limit, used, stat = (cgroup / name for name in names[:3])
+        if limit.is_file() and used.is_file():
+            text = limit.read_text().strip()
+            if text != "max" and int(text) < _NO_LIMIT:
+                # Page cache that can be dropped is counted as used.
+                taken = int(used.read_text()) - _stat(stat, names[3])
+                found.append(max(int(text) - max(taken, 0), 0))
     return min(found, default=None)
+
+
+def _stat(file: Path, name: str) -> int:
+    """One number of a cgroup's ``memory.stat``; 0 where it is not there."""
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
 
 
 def refused_bytes(message: str) -> int | None:

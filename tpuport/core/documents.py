@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files import atomic_write_json, one_line
-from tpuport.errors import ArtifactError, UsageError
+from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
 SCHEMA_VERSION = 1
 SIDECAR_SCHEMA = "tpuport.sidecar"
@@ -58,13 +58,14 @@ def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
     """The content of a versioned JSON file, without its envelope.
 
     Raises:
-        ArtifactError: it is missing, truncated, of another schema or version, or not
-            what was written.
+        MissingArtifactError: it is not there.
+        ArtifactError: it is truncated, of another schema or version, or not what was
+            written.
     """
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise ArtifactError(f"{path}: is missing; {remedy}") from None
+        raise MissingArtifactError(f"{path}: is missing; {remedy}") from None
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     try:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.components import Components
 from tpuport.core.convolutions import joined
 from tpuport.core.delivery import Delivery
-from tpuport.core.device_memory import program_room
+from tpuport.core.device_memory import planned_bytes, program_room
 from tpuport.core.inspection import Inspection
-from tpuport.core.memory_report import MemoryLog
+from tpuport.core.memory_report import MemoryLog, RunMemory
 from tpuport.core.module import BoundModule
 from tpuport.core.op_by_op import OpByOp
 from tpuport.core.programs import Programs
@@ -73,6 +73,7 @@ class Executor:
         self.programs = programs or Programs(components, reporter=self.reporter)
         self.inspection = inspection or Inspection()
         self.op_by_op = OpByOp()
+        self._memory = RunMemory()
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
 
@@ -194,70 +195,55 @@ class Executor:
             self.programs.check_request(request)
         delivery = delivery or Delivery()
         started = time.perf_counter()
-        timing = Timing()
-        devices = list(self.components.mesh.devices.flat)
-        memory = MemoryLog(devices) if looked.memory else None
         trace = None
         if looked.profile is not None:
             trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
-        parts: list[dict[str, Any]] = []
         tiling = self.tiling(stage, request, vae_tiling)
-        runs: list[StageRun] = []
-
-        def attempt() -> None:
-            asked = vae_tiling
-            if tiling is not None:
-                self.reporter.say(tiling.line())
-                asked = "on" if tiling.tiled else "off"
-            works = [
-                stage.plan(
-                    self.context(
-                        request,
-                        batch,
-                        inputs,
-                        pixels=delivery.pixels,
-                        vae_tiling=asked,
-                    )
-                )
-                for batch in range(request.batches)
-            ]
-            total = sum(work.total for work in works)
-            self.reporter.stage_started(stage.name, total, stage.unit)
-            run = StageRun(
-                components=self.components,
-                programs=self.op_by_op if op_by_op else self.programs,
-                reporter=self.reporter,
-                request=request,
-                limit=self.calls_in_flight_limit,
-                delivery=delivery,
-                total=total,
-                timing=timing,
-                memory=memory,
-                trace=trace,
-                room=tiling.room if tiling is not None else None,
-            )
-            runs.append(run)
-            for batch, work in enumerate(works):
-                cut, cached = self._cached(stage, work, request, timing)
-                first = request.slice(batch).start
-                parts.append(run.batch(cut, cached, first))
-
+        self._memory.begins(request, stage.name)
+        run: StageRun | None = None
+        made: dict[str, Any] | None = None
         try:
-            try:
-                attempt()
-            except DoesNotFitError as error:
-                # Those of the first chunk wait for the second chunk's program.
-                if tiling is None or tiling.room is None or runs[-1].delivered:
-                    raise
-                self.reporter.say(f"{error}: going on in tiles")
-                tiling = tiling.in_tiles(error.bytes)
-                attempt()
+            while made is None:
+                asked = vae_tiling if tiling is None else tiling.setting
+                if tiling is not None:
+                    self.reporter.say(tiling.line())
+                works = [
+                    stage.plan(
+                        self.context(
+                            request,
+                            batch,
+                            inputs,
+                            pixels=delivery.pixels,
+                            vae_tiling=asked,
+                        )
+                    )
+                    for batch in range(request.batches)
+                ]
+                run = self._stage_run(
+                    stage, request, delivery, works, tiling, trace, before=run
+                )
+                began = time.perf_counter()
+                try:
+                    made = self._batches(run, stage, works)
+                except DoesNotFitError as error:
+                    assert tiling is not None
+                    seconds = time.perf_counter() - began
+                    tiling = self._otherwise(tiling, error, run, seconds)
+            assert run is not None
+            timing = run.timing
+            if tiling is not None:
+                sizes = [planned_bytes(p.call) for p in timing.programs]
+                known = [size for size in sizes if size is not None]
+                tiling = tiling.weighed(max(known, default=None))
             names = stage.components_for(request)
             plans = tuple(
                 self.components.plan(name).as_dict()
                 for name in names
                 if name in self.components.loaded
             )
+        except BaseException as error:
+            self._tell_memory(stage, run, error)
+            raise
         finally:
             if trace is not None:
                 trace.stop()
@@ -265,6 +251,10 @@ class Executor:
                 # What runs op by op holds on to the weights.
                 self.op_by_op.clear()
                 self.components.release(*stage.components)
+        memory = run.memory.take() if run.memory is not None else ()
+        self._memory.ended(stage.name, stage.unit, memory)
+        if stage.name == self.components.port.stages[-1].name:
+            self._memory.clear()
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -285,12 +275,93 @@ class Executor:
                 r for p in timing.programs for r in p.traced.convolutions
             ),
             op_by_op=op_by_op,
-            memory=memory.take() if memory else (),
+            memory=memory,
             profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
             tiling=tiling.as_dict() if tiling is not None else None,
         )
         self.reporter.stage_finished(report)
-        return merge(parts), report
+        return made, report
+
+    def _stage_run(
+        self,
+        stage: Stage,
+        request: Request,
+        delivery: Delivery,
+        works: Sequence[Work],
+        tiling: TilingDecision | None,
+        trace: SteadyTrace | None,
+        before: StageRun | None,
+    ) -> StageRun:
+        """What makes the calls, with logs of its own.
+
+        Args:
+            before: the run in another form that this one replaces. What it noted is not
+                of the stage; only loading is, as weights stay.
+        """
+        total = sum(work.total for work in works)
+        if before is None:
+            self.reporter.stage_started(stage.name, total, stage.unit)
+        else:
+            self.reporter.stage_restarted(stage.name, total, stage.unit)
+            if trace is not None:
+                trace.forget(stage.name)
+        looked = self.inspection
+        devices = list(self.components.mesh.devices.flat)
+        return StageRun(
+            components=self.components,
+            programs=self.op_by_op if stage.name in looked.no_jit else self.programs,
+            reporter=self.reporter,
+            request=request,
+            limit=self.calls_in_flight_limit,
+            delivery=delivery,
+            total=total,
+            timing=Timing(load=0.0 if before is None else before.timing.load),
+            memory=MemoryLog(devices) if looked.memory else None,
+            trace=trace,
+            room=tiling.room if tiling is not None else None,
+        )
+
+    def _batches(
+        self, run: StageRun, stage: Stage, works: Sequence[Work]
+    ) -> dict[str, Any]:
+        """The calls of all batches, and what comes of them."""
+        parts = []
+        for batch, work in enumerate(works):
+            cut, cached = self._cached(stage, work, run.request, run.timing)
+            first = run.request.slice(batch).start
+            parts.append(run.batch(cut, cached, first))
+        return merge(parts)
+
+    def _otherwise(
+        self,
+        tiling: TilingDecision,
+        error: DoesNotFitError,
+        run: StageRun,
+        seconds: float,
+    ) -> TilingDecision:
+        """The form to go on in, after a program of this one was too large.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        # Those of the first chunk wait for the second chunk's program.
+        begun = run.delivered > 0
+        other = None if begun else tiling.instead(error.bytes, seconds)
+        if other is None:
+            found = tiling.refusal(error.name, error.bytes, begun=begun)
+            raise found from error.__cause__
+        self.reporter.say(f"{error}: going on {other.chosen.manner}")
+        return other
+
+    def _tell_memory(
+        self, stage: Stage, run: StageRun | None, error: BaseException
+    ) -> None:
+        """Note on an error what was gathered until then, earlier stages included."""
+        if run is not None and run.memory is not None:
+            self._memory.ended(stage.name, stage.unit, run.memory.take())
+        if text := self._memory.text():
+            error.add_note(text)
+        self._memory.clear()
 
     def run_upstream(
         self,
@@ -309,7 +380,7 @@ class Executor:
         tiling = self.tiling(stage, request, vae_tiling)
         if tiling is not None:
             self.reporter.say(tiling.line())
-            vae_tiling = "on" if tiling.tiled else "off"
+            vae_tiling = tiling.setting
         self.reporter.stage_started(stage.name, request.batches, "batch")
         parts = []
         for batch in range(request.batches):

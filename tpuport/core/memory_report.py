@@ -103,6 +103,43 @@ class MemoryLog:
         return tuple(call.as_dict() for call in calls)
 
 
+class RunMemory:
+    """The calls of the stages of a run so far, for where one of them fails."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._stages: dict[str, tuple[str, Sequence[Mapping[str, Any]]]] = {}
+
+    def clear(self) -> None:
+        """The run is over."""
+        self._run = None
+        self._stages.clear()
+
+    def begins(self, run: Any, stage: str) -> None:
+        """A stage begins; what another run told, or this one from it on, is forgotten.
+
+        Args:
+            run: compares equal for the stages of one run, such as its request.
+        """
+        names = list(self._stages)
+        if run != self._run:
+            self.clear()
+        elif stage in names:
+            for name in names[names.index(stage) :]:
+                del self._stages[name]
+        self._run = run
+
+    def ended(self, stage: str, unit: str, calls: Sequence[Mapping[str, Any]]) -> None:
+        """A stage ended, well or not; ``calls`` as :meth:`MemoryLog.take` has them."""
+        if calls:
+            self._stages[stage] = (unit, calls)
+
+    def text(self) -> str:
+        """A table of all that was told, for people; nothing where that is nothing."""
+        stages = [(name, unit, calls) for name, (unit, calls) in self._stages.items()]
+        return "\n".join(["memory until then:", *lines(stages)]) if stages else ""
+
+
 def live_memory(devices: Iterable[Any]) -> tuple[DeviceMemory, ...]:
     """What the backend says of each device; empty where it keeps no count (CPU)."""
     found = []
@@ -200,6 +237,20 @@ def table(
             if not group[0]["devices"]:
                 rows.append([*head, "", "-", "-", group[0]["source"]])
     return rows
+
+
+def lines(
+    stages: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]],
+) -> list[str]:
+    """:func:`table` in aligned columns, and what its sources mean."""
+    rows = table(stages)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    made = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    sources = dict.fromkeys(c["source"] for _, _, calls in stages for c in calls)
+    return [f"  {x}".rstrip() for x in [*made, *(EXPLAINED[s] for s in sources)]]
 
 
 def _alike(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

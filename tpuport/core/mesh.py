@@ -95,6 +95,8 @@ class MeshSpec:
                 "mesh 'auto' is for `tpuport plan`, which ranks them; a run with none "
                 "named takes all chips"
             )
+        if len(sizes) == 1 and not re.fullmatch(r"-?[0-9]+", str(sizes[0])):
+            raise MeshError(f"mesh {asked!r} is not understood; {_EXAMPLE}")
         if len(sizes) != len(AXES):
             raise MeshError(
                 f"mesh {asked!r} gives {len(sizes)} of {len(AXES)} sizes; {_EXAMPLE}"
@@ -182,6 +184,7 @@ class MeshSpec:
         heads: Mapping[str, int] | None = None,
         batch: int | None = None,
         batch_note: str = "",
+        devices: int | None = None,
     ) -> None:
         """Check that the mesh splits the heads and the batch evenly.
 
@@ -189,6 +192,7 @@ class MeshSpec:
             heads: attention heads by component; ``None`` leaves tp unchecked.
             batch: rows of the batch dim; ``None`` leaves dp unchecked.
             batch_note: why the batch has that size, for the message.
+            devices: how many there are; no larger value is offered.
 
         Raises:
             MeshError: tp does not divide the heads of a component, or dp does not
@@ -199,9 +203,11 @@ class MeshSpec:
         uneven = {n: h for n, h in (heads or {}).items() if h % shape["tp"]}
         if heads and uneven:
             listed = ", ".join(f"{h} heads of {name}" for name, h in uneven.items())
+            common = math.gcd(*heads.values())
+            legal = [n for n in _divisors(common) if n <= (devices or common)]
             problems.append(
                 f"tp={self.tp} does not divide the {listed}; "
-                f"legal tp values: {_listed(_divisors(math.gcd(*heads.values())))}"
+                f"legal tp values: {_listed(legal)}"
                 " (sp, which splits tokens, takes any degree)"
             )
         if batch is not None and batch % shape["dp"]:

@@ -9,6 +9,9 @@ from typing import Any
 
 from tpuport.core.convolutions import words
 
+#: Block sizes of attention, in the order in which they are told, and for people.
+_BLOCKS = {"block_q": "q", "block_kv": "kv", "block_kv_compute": "kv compute"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileReport:
@@ -180,10 +183,9 @@ class RunReport:
         """(label, text) rows for the end of a run."""
         load = sum(s.load_seconds for s in self.stages)
         compile_seconds = sum(s.compile_seconds for s in self.stages)
-        rows = [
-            ("load", f"{load:.2f} s"),
-            ("compile", f"{compile_seconds:.2f} s ({self._programs_in_words()})"),
-        ]
+        rest = self.total_seconds - sum(s.total_seconds for s in self.stages)
+        # Imports, configs and checks before the first stage, and what lies between.
+        rows = [("start-up", f"{max(rest, 0):.2f} s")]
         for stage in self.stages:
             text = f"{stage.total_seconds:.2f} s"
             if stage.backend != "tpuport":
@@ -201,16 +203,27 @@ class RunReport:
                         f"{stage.calls_in_flight_limit}"
                     )
             rows.append((stage.stage, text))
+        programs = self._programs_in_words()
+        rows += [
+            ("total", f"{self.total_seconds:.2f} s"),
+            ("of that load", f"{load:.2f} s"),
+            ("of that compile", f"{compile_seconds:.2f} s ({programs})"),
+        ]
         rows += [(n, f) for n, f in self.implementations.items() if f != "torchax"]
         if ran := self._attention_in_words():
             rows.append(("attention", ran))
+        for stage in self.stages:
+            told = [record.get("notice", "") for record in stage.attention]
+            rows += [
+                ("attention", f"{stage.stage}: {text}")
+                for text in dict.fromkeys(filter(None, told))
+            ]
         rows += [
             ("convolutions", f"{stage.stage}: {words(record)}")
             for stage in self.stages
             for record in stage.convolutions
             if record["reason"]
         ]
-        rows.append(("total", f"{self.total_seconds:.2f} s"))
         memory = f"{self.peak_host_bytes / 2**30:.2f} GiB host"
         if self.peak_device_bytes is not None:
             memory += f", {self.peak_device_bytes / 2**30:.2f} GiB per device"
@@ -223,8 +236,16 @@ class RunReport:
         for stage in self.stages:
             ran = []
             for record in stage.attention:
-                blocks = "/".join(str(n) for n in record.get("blocks", {}).values())
-                ran.append(" ".join(filter(None, (record["implementation"], blocks))))
+                # An executable's record has its keys sorted.
+                sizes = record.get("blocks", {})
+                blocks = ", ".join(
+                    f"{label} {sizes[name]}"
+                    for name, label in _BLOCKS.items()
+                    if name in sizes
+                )
+                ran.append(
+                    record["implementation"] + (f" ({blocks})" if blocks else "")
+                )
             if ran:
                 stages.append(f"{stage.stage} {', '.join(dict.fromkeys(ran))}")
         return "; ".join(stages)
@@ -267,6 +288,9 @@ class Reporter:
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         """A stage begins; it will make ``total`` calls."""
+
+    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
+        """It begins anew in another form, with ``total`` calls; none counts so far."""
 
     def loading(self, component: str) -> None:
         """A component's weights are about to be read."""

@@ -141,7 +141,7 @@ class RequestBuilder:
         name = _given(resolution, next(iter(variant.resolutions)))
         if name not in variant.resolutions:
             raise UsageError(
-                f"resolution {name!r}: {variant.name} has "
+                f"resolution {name!r}: variant {variant.name} has the size classes "
                 + ", ".join(variant.resolutions)
             )
         if aspect_ratio is not None:

@@ -33,7 +33,7 @@ from tpuport.core.run_record import (
 )
 from tpuport.core.settings import differences, flatten, plain_numbers
 from tpuport.core.tensors import TensorSpec, check_tensors, save_tensors
-from tpuport.errors import ArtifactError, UsageError
+from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -114,13 +114,14 @@ class RunDirectory:
             model: if given, the run must be of that model.
 
         Raises:
-            ArtifactError: the folder or its run.json is missing, not JSON, truncated,
-                altered, of another schema or version, or of another model.
+            MissingArtifactError: the folder or its run.json is not there.
+            ArtifactError: run.json is not JSON, truncated, altered, of another schema
+                or version, or of another model.
         """
         run = cls(Path(path))
         if not run.path.is_dir():
             what = "is not a folder" if run.path.exists() else "does not exist"
-            raise ArtifactError(
+            raise MissingArtifactError(
                 f"{run.path}: the run directory {what}; {run._rerun('encode')} first"
             )
         run._read()

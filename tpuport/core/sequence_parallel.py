@@ -380,6 +380,7 @@ def _record(
         ulysses=degrees.ulysses,
         ring=degrees.ring,
         ring_keys=way,
+        notice=selection.notice,
     )
     if record not in context.records:
         context.records.append(record)

@@ -181,11 +181,13 @@ class ShardingPlan:
         return out
 
     def format_table(self) -> str:
-        """Plain text: one line per rule, then the totals."""
+        """Plain text: one line per rule with weights, then the totals."""
         rows = [("spec", "weights", "bytes", "pattern")]
         rows += [
             (_spec_text(u.spec), str(u.matches), _bytes_text(u.bytes), u.pattern)
             for u in self.rules
+            # Where every weight has a rule, one for another config says nothing.
+            if u.matches or self.unmatched
         ]
         if self.unmatched:
             rows.append(

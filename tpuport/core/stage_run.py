@@ -111,8 +111,8 @@ class StageRun:
             What the work finishes with; frames only where no sink took them.
 
         Raises:
-            DoesNotFitError: a program takes more than ``room``. No frames were given
-                away when that is the first or the second call's.
+            DoesNotFitError: a program takes more than ``room``; it was not called. No
+                frames were given away when that is the first or the second call's.
         """
         import jax
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +128,11 @@ _TOPOLOGIES = _topologies()
 TOPOLOGY_NAMES: tuple[str, ...] = tuple(_TOPOLOGIES)
 
 
-def parse_topology(name: str) -> Topology:
+def parse_topology(name: str, *, others: str = "") -> Topology:
     """The slice called ``name``, such as ``v5e-4``, ``v5p-8``, ``v6e-8``, ``v7x-8``.
 
-    ``v5litepod-4`` and ``tpu7x-8`` are understood too.
+    ``v5litepod-4`` and ``tpu7x-8`` are understood too. ``others`` are names that the
+    caller takes beside these, for the message.
 
     Raises:
         UsageError: there is no such slice; the message names near ones.
@@ -145,11 +147,18 @@ def parse_topology(name: str) -> Topology:
         counted = "TensorCores" if _SLICES[family][1] == 2 else "chips"
         hint = f"of {family} there are {', '.join(near)} (the number counts {counted})"
     else:
-        near = difflib.get_close_matches(name, TOPOLOGY_NAMES, 3, 0.4)
         families = ", ".join(_SLICES)
         hint = f"generations are {families}, with a size such as v6e-8"
+        # The size says nothing: every generation has a slice of eight.
+        if not size and (parts := re.fullmatch(r"(.*?[a-z])([0-9]+)", family)):
+            family, size = parts.groups()
+        close = difflib.get_close_matches(family, [*_SLICES, *_ALIASES], 3, 0.6)
+        found_in = dict.fromkeys(_ALIASES.get(one, one) for one in close)
+        near = [f"{one}-{size}" for one in found_in if f"{one}-{size}" in _TOPOLOGIES]
         if near:
             hint = f"did you mean {' or '.join(near)}? {hint}"
+    if others:
+        hint += f", or {others}"
     raise UsageError(f"unknown TPU topology {name!r}; {hint}")
 
 

@@ -1,8 +1,9 @@
 """Whether decode runs in tiles: asked for, or decided from what a device can hold.
 
 The decision is made before anything is compiled, from the port's own estimate; where
-the compiler then says that the program does not fit after all, it is made again. A
-stage without an estimate decides by itself.
+the compiler then says that a program does not fit after all, it is made again, and
+where no form is left the stage ends before that program is called. A stage without an
+estimate decides by itself.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ CHOICES = ("auto", "on", "off")
 class DoesNotFitError(TpuportError):
     """A program needs more memory than a device has.
 
+    Args:
+        then: what to do about it.
+
     Attributes:
+        name: of the stage and the program.
         bytes: that a device would need, as the compiler says.
         limit: that it has.
     """
 
-    def __init__(self, name: str, needed: int, limit: int) -> None:
+    def __init__(self, name: str, needed: int, limit: int, then: str = "") -> None:
         super().__init__(
             f"{name} needs {gibibytes(needed)} of a device, which has "
-            f"{gibibytes(limit)} for it; use --vae-tiling on, more devices or a "
-            "smaller size"
+            f"{gibibytes(limit)} for it{then}"
         )
+        self.name = name
         self.bytes = needed
         self.limit = limit
 
@@ -51,6 +56,11 @@ class Footprint:
         """For people."""
         return f"tiled: {self.tiles}" if self.tiles else "untiled"
 
+    @property
+    def manner(self) -> str:
+        """The same in a sentence."""
+        return "in tiles" if self.tiles else "untiled"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TilingDecision:
@@ -62,8 +72,11 @@ class TilingDecision:
         chosen: how it runs.
         other: how it would run with the other setting; ``None`` where that is the same.
         limit: bytes of a device for it; ``None`` where nothing is known.
-        compiled: bytes of the untiled program by the compiler, where they were more
-            than ``limit``, against the estimate.
+        compiled: bytes of ``other`` by the compiler, where that was tried first and
+            they were more than ``limit``, against the estimate.
+        seconds: that went into trying it, compiling included.
+        needed: bytes of the largest program of ``chosen`` by the compiler; ``None``
+            before it is compiled, and where the compiler does not tell.
     """
 
     stage: str
@@ -72,6 +85,8 @@ class TilingDecision:
     other: Footprint | None = None
     limit: int | None = None
     compiled: int | None = None
+    seconds: float = 0.0
+    needed: int | None = None
 
     @property
     def tiled(self) -> bool:
@@ -79,29 +94,40 @@ class TilingDecision:
         return bool(self.chosen.tiles)
 
     @property
+    def setting(self) -> str:
+        """``"on"`` or ``"off"``, as the stage's plan reads it."""
+        return "on" if self.tiled else "off"
+
+    @property
     def fits(self) -> bool:
-        """Whether the estimate is within the limit; true where there is none."""
-        return self.limit is None or self.chosen.bytes <= self.limit
+        """Whether it is within the limit; true where there is none.
+
+        By the compiler's figure where there is one, else by the estimate.
+        """
+        size = self.chosen.bytes if self.needed is None else self.needed
+        return self.limit is None or size <= self.limit
 
     @property
     def room(self) -> int | None:
-        """What a compiled program may take at most; ``None`` where nothing hangs on it.
+        """What a compiled program may take at most; ``None`` where nothing is weighed.
 
-        Only where tiles were not chosen, and can be.
+        An estimate alone refuses nothing: it errs on the high side.
         """
-        weighed = self.asked == "auto" and not self.tiled and self.other is not None
-        return self.limit if weighed else None
+        return self.limit if self.asked == "auto" else None
 
     def line(self) -> str:
-        """For people."""
+        """What is known before it is compiled, for people."""
         room = "" if self.limit is None else f" of {gibibytes(self.limit)}"
         text = (
             f"{self.stage}: about {gibibytes(self.chosen.bytes)}{room} a device, "
             f"{self.chosen.form}"
         )
-        if self.compiled is not None:
-            text += f" (untiled it compiles to {gibibytes(self.compiled)})"
-        if not self.fits:
+        if self.asked == "on" and not self.tiled:
+            text += ", as the picture is one of upstream's tiles"
+        if self.compiled is not None and self.other is not None:
+            compiled = gibibytes(self.compiled)
+            text += f" ({self.other.manner} it compiles to {compiled})"
+        if self.limit is not None and self.chosen.bytes > self.limit:
             text += "; that may not fit"
         return text
 
@@ -115,10 +141,70 @@ class TilingDecision:
             f"device, {self.other.form}"
         )
 
-    def in_tiles(self, compiled: int) -> TilingDecision:
-        """The same in tiles, after the untiled program was found to be too large."""
-        assert self.other is not None
-        return replace(self, chosen=self.other, other=self.chosen, compiled=compiled)
+    def reason(self) -> str:
+        """Why the compiled programs do not fit, for people; nothing where they do."""
+        if self.needed is None or self.fits:
+            return ""
+        return str(self.refusal(self.stage, self.needed))
+
+    def instead(self, compiled: int, seconds: float = 0.0) -> TilingDecision | None:
+        """The same in the other form, after this one was found to be too large.
+
+        Args:
+            compiled: bytes of this form by the compiler.
+            seconds: that it took to find out.
+
+        Returns:
+            ``None`` where nothing is left: there is no other form, it was tried before,
+            or its estimate is larger than what was compiled.
+        """
+        tried = self.compiled is not None
+        if self.other is None or tried or self.other.bytes > compiled:
+            return None
+        return replace(
+            self,
+            chosen=self.other,
+            other=self.chosen,
+            compiled=compiled,
+            seconds=seconds,
+            needed=None,
+        )
+
+    def weighed(self, needed: int | None) -> TilingDecision:
+        """The same once its programs are compiled, with bytes of the largest one."""
+        return replace(self, needed=needed)
+
+    def refusal(
+        self, name: str, needed: int, *, begun: bool = False
+    ) -> DoesNotFitError:
+        """The error for a program that is too large, with what to do about it.
+
+        Args:
+            name: of the stage, or of it and a program.
+            needed: bytes that it takes by the compiler.
+            begun: whether frames were handed on, so that no other form was tried.
+        """
+        assert self.limit is not None
+        another = "off" if self.tiled else "on"
+        then = ""
+        if self.compiled is not None and self.other is not None:
+            then = (
+                f", and {self.other.manner} it compiles to {gibibytes(self.compiled)}"
+            )
+        advice = "a smaller size, fewer frames or more devices"
+        if self.other is not None and self.compiled is None:
+            if begun and self.other.bytes <= needed:
+                advice = f"--vae-tiling {another}, {advice}"
+            else:
+                then = (
+                    f", and {self.other.manner} it would take about "
+                    f"{gibibytes(self.other.bytes)}"
+                )
+        then += (
+            f"; use {advice}, or --vae-tiling {self.setting}, which runs it without "
+            "weighing it"
+        )
+        return DoesNotFitError(name, needed, self.limit, then)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, with what people are told."""
@@ -128,6 +214,7 @@ class TilingDecision:
             "fits": self.fits,
             "line": self.line(),
             "alternative": self.alternative(),
+            "reason": self.reason(),
         }
 
 

@@ -33,7 +33,8 @@ class AttentionChoice:
             makes that needless.
 
     Raises:
-        UsageError: a value out of range, or blocks on one that has none.
+        UsageError: a value out of range, or an option that the implementation never
+            takes.
     """
 
     name: str = AUTO
@@ -55,6 +56,13 @@ class AttentionChoice:
                 f"attention window={self.window[0]},{self.window[1]}: give how many "
                 "keys to the left and to the right a query sees, 0 or more"
             )
+        for option, owners in _OWNERS.items():
+            asked = getattr(self, option) not in (None, False)
+            if asked and self.name != AUTO and self.name not in owners:
+                has = "has" if len(owners) == 1 else "have"
+                raise UsageError(
+                    f"attention {self.name} has no {option}; {in_words(owners)} {has}"
+                )
         kernel = self.name in (AUTO, "splash", "jax")
         for name, size in self.blocks.items():
             if size < 1 or (kernel and size % 128):
@@ -77,6 +85,12 @@ class AttentionChoice:
         names = ("block_q", "block_kv", "block_kv_compute")
         sizes = {name: getattr(self, name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def only_some_have(self) -> str:
+        """The options that were given and not every implementation has, as text."""
+        given = {**self.blocks, **({"running_max": "on"} if self.running_max else {})}
+        return ", ".join(f"{name}={value}" for name, value in given.items())
 
     @property
     def plain(self) -> AttentionChoice:
@@ -121,6 +135,13 @@ class AttentionChoice:
         return self.name + (":" + ";".join(options) if options else "")
 
 
+def in_words(names: tuple[str, ...]) -> str:
+    """``a, b and c``."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def _window(key: str, value: str) -> tuple[int, int]:
     left, comma, right = value.partition(",")
     try:
@@ -144,6 +165,13 @@ def _size(key: str, value: str) -> int:
         raise UsageError(f"attention {key}={value}: expected a number") from None
 
 
+#: Who has an option that is not everybody's.
+_OWNERS: Mapping[str, tuple[str, ...]] = {
+    "block_q": ("blockwise", "splash", "jax"),
+    "block_kv": ("blockwise", "splash", "jax"),
+    "block_kv_compute": ("splash", "jax"),
+    "running_max": ("splash",),
+}
 _FORMS: Mapping[str, str] = {
     "window": "LEFT,RIGHT",
     "k_smooth": "on|off",

@@ -59,12 +59,15 @@ class Selection:
     """Which implementation runs, with which blocks, and why.
 
     ``passed_over`` has (name, why) of those that came before it and would not do.
+    ``notice`` is for the user, whose choice does not run as it was made: another
+    implementation than the one named, or without an option. Empty otherwise.
     """
 
     implementation: str
     reason: str
     passed_over: tuple[tuple[str, str], ...] = ()
     blocks: Blocks = field(default_factory=dict)
+    notice: str = ""
 
 
 def _never(problem: Problem) -> str | None:
@@ -311,6 +314,7 @@ def select(
         UsageError: no implementation has that name.
     """
     choice = as_choice(implementation)
+    asked = choice
     chip = chip or DEFAULT_CHIP
     passed_over: list[tuple[str, str]] = []
     if choice.name != AUTO:
@@ -350,6 +354,7 @@ def select(
                     reason=reason,
                     passed_over=tuple(passed_over),
                     blocks=candidate.blocks(problem, given, chip),
+                    notice=_notice(asked, given, candidate.name, passed_over),
                 )
             if candidate.name not in names:
                 passed_over.append((candidate.name, why))
@@ -357,6 +362,21 @@ def select(
         "no attention implementation can do this call: "
         + "; ".join(f"{name}: {why}" for name, why in passed_over)
     )
+
+
+def _notice(
+    asked: AttentionChoice,
+    given: AttentionChoice,
+    runs: str,
+    passed_over: list[tuple[str, str]],
+) -> str:
+    """What became of the user's choice, where ``runs`` with ``given`` is not it."""
+    dropped = "" if given.only_some_have else asked.only_some_have
+    without = f", without {dropped}" if dropped else ""
+    if asked.name != AUTO:
+        name, why = passed_over[0]
+        return f"{name} passed over ({why}); {runs} runs{without}"
+    return f"{runs} runs{without}" if dropped else ""
 
 
 def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:

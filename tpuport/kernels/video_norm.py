@@ -30,30 +30,48 @@ def rows_per_step(rows: int, columns: int, channels: int) -> int:
 
 
 def channel_moments(
-    x: jax.Array, *, vmem_limit: int, interpret: bool = False
+    x: jax.Array,
+    real: tuple[jax.Array | int, jax.Array | int] | None = None,
+    *,
+    vmem_limit: int,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Mean of every channel, and the sum of squares about it.
 
     Args:
         x: [N, T, Y, X, C].
+        real: how many of the rows and of the columns belong to the picture; those after
+            are left out, whatever is in them. An int means all of that side, an int32
+            scalar any number of it. ``None`` for all of both.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
 
     Returns:
-        float32 [N, C] each. Blocks have their own, joined by Chan's formula: no
-        difference of large numbers anywhere.
+        float32 [N, C] each, zeros where nothing is real. Blocks have their own, joined
+        by Chan's formula: no difference of large numbers anywhere.
+
+    Raises:
+        ValueError: an int that is not the side's.
     """
     count, frames, rows, columns, channels = x.shape
     block = rows_per_step(rows, columns, channels)
     blocks = rows // block
+    sides: tuple[jax.Array | int, jax.Array | int] = real or (rows, columns)
+    some = (not isinstance(sides[0], int), not isinstance(sides[1], int))
+    for n, whole, traced in zip(sides, (rows, columns), some, strict=True):
+        if not traced and n != whole:
+            raise ValueError(f"{n} real of {whole}, for every device")
+    in_specs = [
+        pl.BlockSpec((1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0))
+    ]
+    arguments = [x]
+    if any(some):
+        in_specs.insert(0, pl.BlockSpec(memory_space=pltpu.SMEM))
+        arguments.insert(0, jnp.stack([jnp.asarray(n, jnp.int32) for n in sides]))
     parts = pl.pallas_call(
-        _moments_body,
+        functools.partial(_moments_body, some=some),
         grid=(count, frames, blocks),
-        in_specs=[
-            pl.BlockSpec(
-                (1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0)
-            )
-        ],
+        in_specs=in_specs,
         out_specs=pl.BlockSpec((1, 1, 1, 2, channels), lambda n, t, y: (n, t, y, 0, 0)),
         out_shape=jax.ShapeDtypeStruct(
             (count, frames, blocks, 2, channels), jnp.float32
@@ -66,19 +84,60 @@ def channel_moments(
         ),
         interpret=interpret,
         name="tpuport_moments",
-    )(x)
+    )(*arguments)
     means, spreads = parts[..., 0, :], parts[..., 1, :]
+    if any(some):
+        starts = block * jnp.arange(blocks)
+        counts = jnp.clip(sides[0] - starts, 0, block) * sides[1]
+        return joined(counts[None, None, :, None], means, spreads, (1, 2))[1:]
     mean = jnp.mean(means, axis=(1, 2))
     apart = jnp.sum(jnp.square(means - mean[:, None, None]), axis=(1, 2))
     return mean, jnp.sum(spreads, axis=(1, 2)) + block * columns * apart
 
 
-def _moments_body(x_ref: Any, out_ref: Any) -> None:
+def joined(
+    counts: jax.Array, means: jax.Array, spreads: jax.Array, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Count, mean and sum of squares about it of the parts along ``axes`` together.
+
+    Chan's formula (Chan, Golub and LeVeque 1979). A part of no elements counts for
+    nothing, and zeros come of such parts alone.
+
+    Args:
+        counts: of elements, of a shape that broadcasts to that of the others.
+        means, spreads: float32, of one shape.
+    """
+    counts = jnp.broadcast_to(counts.astype(jnp.float32), means.shape)
+    count = jnp.sum(counts, axes)
+    mean = jnp.sum(counts * means, axes) / jnp.maximum(count, 1)
+    apart = jnp.square(means - jnp.expand_dims(mean, axes))
+    return count, mean, jnp.sum(spreads + counts * apart, axes)
+
+
+def _moments_body(*refs: Any, some: tuple[bool, bool]) -> None:
+    """One block; ``some`` tells of rows and columns whether some are left out."""
+    *real_ref, x_ref, out_ref = refs
     x = x_ref[0, 0].astype(jnp.float32)
-    size = x.shape[0] * x.shape[1]
-    mean = jnp.sum(x, axis=(0, 1), keepdims=True) / size
+    size: Any = x.shape[0] * x.shape[1]
+    masks = []
+    if real_ref:
+        size = jnp.int32(1)
+        starts = (pl.program_id(2) * x.shape[0], 0)
+        for dim, (start, masked) in enumerate(zip(starts, some, strict=True)):
+            n = jnp.clip(real_ref[0][dim] - start, 0, x.shape[dim])
+            size = size * n
+            if masked:
+                masks.append(jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < n)
+        size = jnp.maximum(size, 1).astype(jnp.float32)
+    real = functools.reduce(jnp.logical_and, masks) if masks else None
+
+    def total(values: jax.Array) -> jax.Array:
+        kept = values if real is None else jnp.where(real, values, 0)
+        return jnp.sum(kept, axis=(0, 1), keepdims=True)
+
+    mean = total(x) / size
     out_ref[0, 0, 0, 0:1] = mean[0]
-    out_ref[0, 0, 0, 1:2] = jnp.sum(jnp.square(x - mean), axis=(0, 1))[None]
+    out_ref[0, 0, 0, 1:2] = total(jnp.square(x - mean))[0]
 
 
 def apply_norm(

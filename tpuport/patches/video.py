@@ -299,16 +299,22 @@ def _channel_statistics(
     import jax
     import jax.numpy as jnp
 
-    from tpuport.kernels.video_norm import channel_moments
+    from tpuport.kernels.video_norm import channel_moments, joined
 
-    batch, frames, rows, columns, channels = x.shape
-    space = context.space
+    _, frames, rows, columns, _ = x.shape
+    space, options = context.space, kernel_options(context)
     if space is not None and space.mask(x.shape, _DIMS) is not None:
-        found = space.moments(x, _DIMS, (1, 2, 3))
-        mean, variance = (v.reshape(batch, channels) for v in found)
-        return mean, variance
+        real = space.rows.count(rows), space.columns.count(columns)
+        mean, spread = channel_moments(x, real, **options)
+        counts = jnp.broadcast_to(
+            jnp.asarray(frames * real[0] * real[1], jnp.float32), mean.shape
+        )
+        # A device may have no real element at all.
+        parts = jax.lax.all_gather(jnp.stack([counts, mean, spread]), space.axes)
+        whole, mean, spread = joined(parts[:, 0], parts[:, 1], parts[:, 2], (0,))
+        return mean, spread / whole
     count = frames * rows * columns
-    mean, spread = channel_moments(x, **kernel_options(context))
+    mean, spread = channel_moments(x, **options)
     if space is None or not space.axes:
         return mean, spread / count
     # As many elements on each device: Chan's formula for equal parts.

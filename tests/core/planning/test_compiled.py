@@ -5,23 +5,15 @@ In processes of their own: the compiler reads its environment once.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.topology import compile_environment, parse_topology
 
-ROOT = Path(__file__).resolve().parents[3]
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+pytestmark = needs_libtpu
 
 COLLECTIVES = """
 import json
@@ -155,18 +147,8 @@ print(json.dumps({blocks: both(blocks) for blocks in ("native", "upstream")}))
 
 
 def run(program: str, *args: str) -> Any:
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    environment = compile_environment(parse_topology("v6e-8"))
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        env=os.environ | environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = compile_environment(parse_topology("v6e-8"))
+    return run_json(program, *args, timeout=550, **variables)
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "mesh", "head", "what"),
     [
-        ("v6e", MeshSpec(dp=8), "(8 of TPU v6e (Trillium))", "chip"),
+        ("v6e", MeshSpec(dp=8), "(8 x TPU v6e (Trillium))", "chip"),
         ("v7x", MeshSpec(dp=8), "(8 devices on 4 chips of TPU7x (Ironwood))", "device"),
         ("v7x", MeshSpec(dp=2), "(2 devices on 1 chip of TPU7x (Ironwood))", "device"),
     ],

@@ -477,7 +477,7 @@ def test_what_compiles_to_too_much_is_planned_in_tiles(
     program = measured(gib, 0.1, stage="decode", program="first uint8")
     before = plan_of(MeshSpec(), program, tiling={"decode": decided.as_dict()})
     Retried.asked.clear()
-    found = planner._in_tiles(before, REQUEST)
+    found = planner._weighed(before, REQUEST)
     assert Retried.asked == ([("on", ["decode"])] if tiled else [])
     assert [p.program for p in found.programs] == (
         ["first tile"] if tiled else ["first uint8"]
@@ -485,3 +485,34 @@ def test_what_compiles_to_too_much_is_planned_in_tiles(
     assert found.fits == (tiled or gib == 30.0)
     assert found.tiling["decode"]["tiled"] is tiled
     assert found.tiling["decode"]["compiled"] == (40 * GIB if tiled else None)
+    assert found.tiling["decode"]["fits"] == found.fits
+    assert found.tiling["decode"]["needed"] == (2 * GIB if tiled else gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tiles", "words"),
+    [
+        ("auto", "", "40.00 GiB of a device"),
+        ("auto", "2 x 3 tiles", "40.00 GiB of a device"),
+        ("on", "2 x 3 tiles", "40.00 GiB of a device"),
+    ],
+)
+def test_a_plan_says_why_no_form_fits(asked: str, tiles: str, words: str) -> None:
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("port", "variant", "checkpoint", "topology", "cache", "ask", "dtype")
+    )
+    planner = Retried(**nothing)
+    # Tiles that are estimated to take more than what was compiled are not planned.
+    cut = Footprint(bytes=50 * GIB, tiles=tiles)
+    decided = decide("decode", asked, Footprint(bytes=GIB), cut, V6E.hbm_usable_bytes)
+    planner._tiling["decode"] = decided
+    program = measured(40.0, 0.1, stage="decode", program="first uint8")
+    before = plan_of(MeshSpec(), program, tiling={"decode": decided.as_dict()})
+    Retried.asked.clear()
+    found = planner._weighed(before, REQUEST)
+    assert Retried.asked == []
+    made = found.as_dict()["tiling"]["decode"]
+    assert (found.fits, made["fits"]) == (False, False)
+    assert words in made["reason"]
+    (line,) = [x for x in text(found).splitlines() if "compiled: decode" in x]
+    assert line.strip() == f"compiled: {made['reason']}"

@@ -221,7 +221,7 @@ class _Walk:
         tiling = self._executor.tiling(stage, self._request, alone=True)
         asked = None
         if tiling is not None:
-            asked = "on" if tiling.tiled else "off"
+            asked = tiling.setting
             if self._decided is not None:
                 self._decided(tiling)
         for batch in range(self._request.batches):

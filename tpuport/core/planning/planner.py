@@ -147,7 +147,8 @@ class Planner:
             MeshError: it does not fit the devices, the heads or the batch.
             ShardingError: a weight cannot be split that way.
         """
-        spec.resolve(len(self.devices)).validate(heads=self.heads(), batch=None)
+        count = len(self.devices)
+        spec.resolve(count).validate(heads=self.heads(), batch=None, devices=count)
         self.request(spec)
         for plan in self.sharding_plans(spec):
             plan.check()
@@ -326,23 +327,38 @@ class Planner:
             notes=notes,
             tiling={n: t.as_dict() for n, t in self._tiling.items() if found.get(n)},
         )
-        return self._in_tiles(made, asked, keep=keep)
+        return self._weighed(made, asked, keep=keep)
 
-    def _in_tiles(self, made: Plan, asked: Request, *, keep: bool = True) -> Plan:
-        """``made``, in tiles where ``generate`` will find that it does not fit."""
+    def _weighed(self, made: Plan, asked: Request, *, keep: bool = True) -> Plan:
+        """``made`` with what was compiled held against what a device has.
+
+        A stage is planned in its other form where ``generate`` will find that this one
+        does not fit, and go on in that one.
+        """
         for name in made.tiling:
             decided, stage = self._tiling[name], made.stage(name)
-            if decided.room is None or stage is None or all(p.fits for p in stage):
+            if stage is None:
                 continue
             most = max(p.memory.total for p in stage)
-            self.say(f"{name} untiled takes {gibibytes(most)}: planning it in tiles")
-            other = replace(self, vae_tiling="on", reporter=None)
-            other._skeletons, other.kernels = self._skeletons, self.kernels
-            other.written = self.written
-            tiled = other.plan(made.mesh, request=asked, stages=[name], keep=keep)
-            tiled.tiling[name] = decided.in_tiles(most).as_dict()
+            made.tiling[name] = decided.weighed(most).as_dict()
+            if decided.room is None or all(p.fits for p in stage):
+                continue
+            other = decided.instead(most)
+            if other is None:
+                continue
+            self.say(
+                f"{name} {decided.chosen.manner} takes {gibibytes(most)}: planning it "
+                f"{other.chosen.manner}"
+            )
+            again = replace(self, vae_tiling=other.setting, reporter=None)
+            again._skeletons, again.kernels = self._skeletons, self.kernels
+            again.written = self.written
+            planned = again.plan(made.mesh, request=asked, stages=[name], keep=keep)
+            sizes = [p.memory.total for p in planned.stage(name) or ()]
+            weighed = other.weighed(max(sizes, default=None))
+            planned.tiling[name] = weighed.as_dict()
             left = [s for s in made.stages if s.name != name]
-            made = replace(made, stages=tuple(left)).joined(tiled)
+            made = replace(made, stages=tuple(left)).joined(planned)
         return made
 
     def _noted(self, names: list[str]) -> list[str]:

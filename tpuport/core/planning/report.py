@@ -43,10 +43,11 @@ def _head(plan: Plan) -> Iterator[str]:
         + "".join(f", {name} {n}" for n, name in plan.implementations.items())
     )
     count = settings["batch_size"]
+    frames, steps = settings["num_frames"], settings["num_inference_steps"]
     yield (
         f"{count} video{'s' * (count > 1)} of {settings['width']}x"
-        f"{settings['height']}, {settings['num_frames']} frames, "
-        f"{settings['num_inference_steps']} steps, guidance "
+        f"{settings['height']}, {frames} frame{'s' * (frames != 1)}, "
+        f"{steps} step{'s' * (steps != 1)}, guidance "
         f"{settings['guidance_scale']:g}"
     )
     if plan.weights == "demo":
@@ -74,7 +75,7 @@ def _head(plan: Plan) -> Iterator[str]:
 def _devices(plan: Plan) -> str:
     chip, count = plan.chip, plan.mesh.size
     if chip.devices_per_chip == 1:
-        return f"{count} of {chip.title}"
+        return f"{count} x {chip.title}"
     chips = count // chip.devices_per_chip
     return f"{count} devices on {chips} chip{'s' * (chips > 1)} of {chip.title}"
 
@@ -125,6 +126,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"estimated before compiling: {tiling['line']}"
         if tiling["alternative"]:
             yield f"  {tiling['alternative']}"
+        if tiling.get("reason"):
+            yield f"  compiled: {tiling['reason']}"
 
 
 def _times(plan: Plan) -> Iterator[str]:

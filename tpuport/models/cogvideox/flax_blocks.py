@@ -2,7 +2,7 @@
 
 Imported inside functions only, as the layers are.
 
-Legend: N strips (see :mod:`flax_grid`), T/Y/X frames, rows, columns, C/I/O channels.
+Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels.
 Source: diffusers 0.42 ``autoencoder_kl_cogvideox.py``, ``upsampling.py``,
 ``downsampling.py``.
 """
@@ -25,6 +25,9 @@ from tpuport.models.cogvideox.flax_layers import (
     Pointwise,
     SpatialNorm,
     convolve,
+    enlarged,
+    moments_of,
+    plain_convolution,
     repeat_frames,
     written_out,
 )
@@ -76,21 +79,18 @@ class ResnetBlock(nnx.Module):
         grid: Grid,
     ) -> tuple[jax.Array, dict[str, Frames]]:
         """[N, T, Y, X, I] -> [N, T, Y, X, O]; z are the latents of a spatial norm."""
-        import jax
-
         cache = cache or {}
         given = () if z is None else (z,)
         kept: dict[str, Frames] = {}
         norm1: Any = self.norm1
         norm2: Any = self.norm2
-        h = norm1(x, moments, *given)
-        h, kept["conv1"] = self.conv1(h, cache.get("conv1"), grid)
-        h = norm2(h, grid.moments(h, self.groups), *given)
-        short = x
+        h, last = norm1(x, moments, grid, *given)
+        h, kept["conv1"] = self.conv1(h, cache.get("conv1"), grid, last=last)
+        h, last = norm2(h, moments_of(h, self.groups, grid), grid, *given)
+        added: dict[str, Any] = {"residual": x}
         if hasattr(self, "conv_shortcut"):
-            # Written out, so that the sum is part of the convolution below.
-            short = jax.lax.optimization_barrier(self.conv_shortcut(x).astype(x.dtype))
-        h, kept["conv2"] = self.conv2(h, cache.get("conv2"), grid, residual=short)
+            added = {"shortcut": (x, self.conv_shortcut)}
+        h, kept["conv2"] = self.conv2(h, cache.get("conv2"), grid, last, **added)
         return h, kept
 
 
@@ -105,7 +105,7 @@ def run_blocks(
 
     Args:
         blocks: at one resolution.
-        cache: of each run of blocks that are alike, stacked: [L, 2, Y, X, N, C].
+        cache: of each run of blocks that are alike, stacked: [L, N, 2, Y, X, C].
 
     Returns:
         the activation, its moments, and the cache of the next chunk.
@@ -114,30 +114,41 @@ def run_blocks(
     import jax.numpy as jnp
 
     groups = blocks[0].groups
-    moments = grid.moments(x, groups)
+    moments = moments_of(x, groups, grid)
     kept: list[dict[str, Frames]] = []
     for index, (_, alike) in enumerate(itertools.groupby(blocks, lambda b: b.alike)):
         parts = [nnx.split(block) for block in alike]
         graph = parts[0][0]
+        held = cache[index] if cache else None
+        if len(parts) == 1:
+            old = None if held is None else jax.tree.map(lambda v: v[0], held)
+            x, frames = nnx.merge(*parts[0])(x, moments, z, old, grid)
+            moments = moments_of(x, groups, grid)
+            kept.append(jax.tree.map(lambda v: v[None], frames))
+            continue
         states = jax.tree.map(lambda *v: jnp.stack(v), *(state for _, state in parts))
 
         def step(
-            carry: tuple[jax.Array, Moments], given: Any, graph: Any = graph
-        ) -> tuple[tuple[jax.Array, Moments], dict[str, Frames]]:
-            state, frames = given
+            carry: tuple[jax.Array, Moments, Any], given: Any, graph: Any = graph
+        ) -> tuple[tuple[jax.Array, Moments, Any], Any]:
+            x, moments, held = carry
+            state, place = given
+            old = None
+            if held is not None:
+                old = jax.tree.map(lambda v: v[place], held)
             block = nnx.merge(graph, state)
-            h, frames = block(*carry, z, frames, grid)
+            h, frames = block(x, moments, z, old, grid)
             # Here they are taken as the convolution writes its result.
-            return (h, grid.moments(h, groups)), frames
+            moments = moments_of(h, groups, grid)
+            if held is None:
+                return (h, moments, None), frames
+            # In place: collected as the loop's results they are copied once more.
+            held = jax.tree.map(lambda v, new: v.at[place].set(new), held, frames)
+            return (h, moments, held), None
 
-        given = (states, cache[index] if cache else None)
-        if len(parts) == 1:
-            first = jax.tree.map(lambda v: v[0], given)
-            (x, moments), frames = step((x, moments), first)
-            kept.append(jax.tree.map(lambda v: v[None], frames))
-        else:
-            (x, moments), frames = jax.lax.scan(step, (x, moments), given)
-            kept.append(frames)
+        given = (states, jnp.arange(len(parts)))
+        (x, moments, held), made = jax.lax.scan(step, (x, moments, held), given)
+        kept.append(made if held is None else held)
     return x, moments, kept
 
 
@@ -154,26 +165,28 @@ class Upsample(FrameConv):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', 2Y, 2X, C]."""
-        import jax.numpy as jnp
+        frames = x.shape[1]
+        again = self.in_time and frames > 1
+        kernel, bias = self.kernel[...], self.bias[...]
+        made = enlarged(x, kernel, bias, grid, 2 if again else 1)
+        if made is not None:
+            # Of an odd number the first stands for itself.
+            return made[:, 1:] if again and frames % 2 else made
+        out = convolve(_doubled(x), None, kernel[None], bias, grid)
+        return repeat_frames(out, 2 * frames - frames % 2) if again else out
 
-        count, frames, rows, columns, channels = x.shape
-        wide = written_out(
-            jnp.broadcast_to(
-                x[:, :, :, None, :, None],
-                (count, frames, rows, 2, columns, 2, channels),
-            )
+
+def _doubled(x: jax.Array) -> jax.Array:
+    """Every row and column of [N, T, Y, X, C] twice."""
+    import jax.numpy as jnp
+
+    count, frames, rows, columns, channels = x.shape
+    wide = written_out(
+        jnp.broadcast_to(
+            x[:, :, :, None, :, None], (count, frames, rows, 2, columns, 2, channels)
         )
-        out = convolve(
-            wide.reshape(count, frames, 2 * rows, 2 * columns, channels),
-            self.kernel[...][None],
-            self.bias[...],
-            grid,
-            before=1,
-            after=1,
-        )
-        if not self.in_time or frames == 1:
-            return out
-        return repeat_frames(out, 2 * frames - frames % 2)
+    )
+    return wide.reshape(count, frames, 2 * rows, 2 * columns, channels)
 
 
 class Downsample(FrameConv):
@@ -188,9 +201,13 @@ class Downsample(FrameConv):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', Y / 2, X / 2, C]."""
+        from tpuport.core.convolutions import note
+
         if self.in_time:
             x = _halved(x)
-        return convolve(
+        if grid.kernels is not None:
+            note(grid.kernels, "XLA", "a stride of (2, 2)")
+        return plain_convolution(
             x, self.kernel[...][None], self.bias[...], grid, before=0, after=1, stride=2
         )
 

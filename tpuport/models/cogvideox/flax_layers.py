@@ -4,9 +4,12 @@ Flax's classes are bases here, so this file is imported inside functions only. A
 holds its weights under the names of upstream's module tree and says in ``STORED``
 what upstream calls them and how its dims are ordered there.
 
-Legend: N strips (see :mod:`flax_grid`), T/Y/X frames, rows, columns, C/I/O channels, Z
-latent channels, Tz/Yz/Xz the latents' own frames, rows and columns. Source: diffusers
-0.42 ``autoencoder_kl_cogvideox.py``.
+On a TPU convolutions and norms run in the project's kernels
+(:mod:`tpuport.patches.video`). What these cannot do is XLA's, and noted as such.
+
+Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels,
+Tz/Yz/Xz the latents' own frames, rows and columns. Source: diffusers 0.42
+``autoencoder_kl_cogvideox.py``.
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ stands at each of ours."""
 _SPATIOTEMPORAL = (2, 3, 4, 1, 0)
 _SPATIAL = (2, 3, 1, 0)
 
-Frames: TypeAlias = "jax.Array"
-"""[2, Y, X, N, C]: the last frames of a causal convolution's input, in the order of
-dims that the convolution reads them in."""
+#: Frames that a convolution of three looks back at.
+KEPT = 2
 
-Moments: TypeAlias = "tuple[jax.Array, jax.Array]"
-"""Mean and variance of an activation by groups of channels; see ``Grid.moments``."""
+Frames: TypeAlias = "jax.Array"
+"""[N, 2, Y, X, C]: the last frames of a causal convolution's input."""
+
+Moments: TypeAlias = "tuple[jax.Array, jax.Array] | None"
+"""Mean and variance of an activation by groups of channels, see ``Grid.moments``;
+``None`` where a kernel takes them."""
 
 
 def _weight(*shape: int) -> nnx.Param[Any]:
@@ -43,7 +49,89 @@ def _weight(*shape: int) -> nnx.Param[Any]:
     return nnx.Param(jnp.zeros(shape))
 
 
+def moments_of(x: jax.Array, groups: int, grid: Grid) -> Moments:
+    """What a norm of ``x`` [N, T, Y, X, C] has to be given."""
+    return None if grid.normalises(x.shape[-1]) else grid.moments(x, groups)
+
+
 def convolve(
+    x: jax.Array,
+    earlier: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array,
+    grid: Grid,
+    residual: jax.Array | None = None,
+    shortcut: tuple[jax.Array, Pointwise] | None = None,
+) -> jax.Array:
+    """A convolution that keeps rows and columns, with zeros around the picture.
+
+    Args:
+        x: [N, T, Y, X, I].
+        earlier: [N, K - 1, Y, X, I], the frames before; ``None`` with K = 1.
+        kernel: [K, 3, 3, I, O].
+        bias: [O].
+        residual: [N, T, Y, X, O], added to the result.
+        shortcut: what to make it of: [N, T, Y, X, J], and what takes J channels to O.
+
+    Returns:
+        [N, T, Y, X, O] in the dtype of ``x``.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.core.convolutions import passed_over
+    from tpuport.patches import video
+
+    context = grid.kernels
+    if context is not None:
+        known = len(context.convolutions)
+        # As upstream has it; it is turned back inside.
+        weight = kernel.transpose(4, 3, 0, 1, 2)
+        short = None if shortcut is None else (shortcut[0], *shortcut[1].as_stored())
+        try:
+            return video.convolve(context, x, earlier, weight, bias, residual, short)
+        except NotImplementedError as error:
+            passed_over(context, known, "convolution", "XLA", error)
+    if shortcut is not None:
+        # Written out, so that the sum is part of the convolution below.
+        made = shortcut[1](shortcut[0], grid).astype(x.dtype)
+        residual = jax.lax.optimization_barrier(made)
+    joined = x if earlier is None else jnp.concatenate([earlier, x], axis=1)
+    return plain_convolution(
+        joined, kernel, bias, grid, before=1, after=1, residual=residual
+    )
+
+
+def enlarged(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, grid: Grid, copies: int
+) -> jax.Array | None:
+    """Twice the rows and columns and a convolution of frames, in one kernel.
+
+    Args:
+        x: [N, T, Y, X, I].
+        kernel: [3, 3, I, O].
+        bias: [O].
+        copies: how often to give each frame, one after the other.
+
+    Returns:
+        [N, copies T, 2Y, 2X, O]; ``None`` where no kernel can.
+    """
+    from tpuport.core.convolutions import passed_over
+    from tpuport.patches.video import enlarged_convolution
+
+    context = grid.kernels
+    if context is None:
+        return None
+    known = len(context.convolutions)
+    weight = kernel.transpose(3, 2, 0, 1)
+    try:
+        return enlarged_convolution(context, x, weight, bias, copies)
+    except NotImplementedError as error:
+        passed_over(context, known, "upsampler", "layers of its own", error)
+        return None
+
+
+def plain_convolution(
     x: jax.Array,
     kernel: jax.Array,
     bias: jax.Array,
@@ -54,18 +142,21 @@ def convolve(
     stride: int = 1,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """A convolution that keeps to the frames it has and pads rows and columns.
+    """XLA's convolution, of the frames there are; it pads rows and columns.
+
+    It is one over two axes, with the frames of its taps side by side in the channels:
+    XLA's CPU compiler wants that.
 
     Args:
         x: [N, T, Y, X, I].
-        kernel: [Kt, Ky, Kx, I, O].
+        kernel: [K, Ky, Kx, I, O].
         bias: [O].
         before, after: rows and columns of zeros around the picture.
         stride: of rows and columns.
         residual: added to the result.
 
     Returns:
-        [N, T - Kt + 1, Y', X', O] in the dtype of ``x``, rounded once at the end.
+        [N, T - K + 1, Y', X', O] in the dtype of ``x``, rounded once at the end.
     """
     import jax
     import jax.numpy as jnp
@@ -77,29 +168,20 @@ def convolve(
     taps = kernel.shape[0]
     count, length, *_ = x.shape
     frames = length - taps + 1
-    options: dict[str, Any] = {
-        "precision": matmul_precision(dtype),
-        "preferred_element_type": jnp.float32,
-    }
-    if grid.fold_taps:
-        x = jnp.concatenate([x[:, t : t + frames] for t in range(taps)], axis=-1)
-        x = x.reshape(count * frames, *x.shape[2:])
-        flat = kernel.transpose(1, 2, 0, 3, 4)
-        flat = flat.reshape(*flat.shape[:2], -1, flat.shape[-1])
-        numbers = ("NHWC", "HWIO", "NHWC")
-        out = jax.lax.conv_general_dilated(
-            x, flat, (stride,) * 2, pads, dimension_numbers=numbers, **options
-        )
-        out = out.reshape(count, frames, *out.shape[1:])
-    else:
-        out = jax.lax.conv_general_dilated(
-            x,
-            kernel,
-            (1, stride, stride),
-            ((0, 0), *pads),
-            dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
-            **options,
-        )
+    x = jnp.concatenate([x[:, t : t + frames] for t in range(taps)], axis=-1)
+    x = x.reshape(count * frames, *x.shape[2:])
+    flat = kernel.transpose(1, 2, 0, 3, 4)
+    flat = flat.reshape(*flat.shape[:2], -1, flat.shape[-1])
+    out = jax.lax.conv_general_dilated(
+        x,
+        flat,
+        (stride,) * 2,
+        pads,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=matmul_precision(dtype),
+        preferred_element_type=jnp.float32,
+    )
+    out = out.reshape(count, frames, *out.shape[1:])
     out = out + bias.astype(jnp.float32)
     if residual is not None:
         out = out + residual.astype(jnp.float32)
@@ -126,28 +208,25 @@ class CausalConv(nnx.Module):
         x: jax.Array,
         cache: Frames | None,
         grid: Grid,
-        residual: jax.Array | None = None,
+        last: Frames | None = None,
+        **added: Any,
     ) -> tuple[jax.Array, Frames]:
-        """[N, T, Y, X, I] -> [N, T, Y, X, O], and the frames for the next chunk."""
+        """[N, T, Y, X, I] -> [N, T, Y, X, O], and the frames for the next chunk.
+
+        ``last`` has the last frames of ``x``, where there is an array of them already;
+        ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
+        """
         import jax.numpy as jnp
 
         if cache is None:
-            earlier = jnp.concatenate([x[:, :1]] * 2, axis=1)
-        else:
-            earlier = cache.transpose(3, 0, 1, 2, 4)
-        joined = jnp.concatenate([earlier, x], axis=1)
-        # Cut from the chunk's own frames where there are enough: less to wait for.
-        last = x[:, -2:] if x.shape[1] >= 2 else joined[:, -2:]
-        out = convolve(
-            joined,
-            self.kernel[...],
-            self.bias[...],
-            grid,
-            before=1,
-            after=1,
-            residual=residual,
-        )
-        return out, last.transpose(1, 2, 3, 0, 4)
+            cache = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
+        out = convolve(x, cache, self.kernel[...], self.bias[...], grid, **added)
+        if last is None:
+            # Cut from the chunk's own frames where there are enough: less to wait for.
+            whole = x.shape[1] >= KEPT
+            last = x if whole else jnp.concatenate([cache, x], axis=1)
+            last = last[:, -KEPT:]
+        return out, last
 
 
 class FrameConv(nnx.Module):
@@ -175,13 +254,17 @@ class Pointwise(nnx.Module):
         self.kernel = _weight(1, 1, 1, inputs, outputs)
         self.bias = _weight(outputs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[..., I] -> [..., O] in float32."""
         import jax
         import jax.numpy as jnp
 
+        from tpuport.core.convolutions import note
         from tpuport.kernels.reference import matmul_precision
+        from tpuport.patches.video import PRODUCT
 
+        if grid.kernels is not None:
+            note(grid.kernels, PRODUCT)
         kernel = self.kernel[...][0, 0, 0]
         out = jax.lax.dot_general(
             x,
@@ -191,6 +274,10 @@ class Pointwise(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         return out + self.bias[...].astype(jnp.float32)
+
+    def as_stored(self) -> tuple[jax.Array, jax.Array]:
+        """Kernel and bias as upstream has them: [O, I, 1, 1, 1] and [O]."""
+        return self.kernel[...].transpose(4, 3, 0, 1, 2), self.bias[...]
 
 
 class CausalPointwise(Pointwise):
@@ -213,15 +300,47 @@ class GroupNorm(nnx.Module):
         self.groups = groups
         self.epsilon = epsilon
 
-    def __call__(self, x: jax.Array, moments: Moments) -> jax.Array:
-        """[N, T, Y, X, C] of these moments -> the same, and silu."""
+    def __call__(
+        self, x: jax.Array, moments: Moments, grid: Grid
+    ) -> tuple[jax.Array, Frames | None]:
+        """[N, T, Y, X, C] -> the same through the norm and silu, and its last frames.
+
+        ``moments`` are :func:`moments_of` x; the frames are ``None`` where they are no
+        array of their own.
+        """
         import jax.numpy as jnp
 
+        if moments is None:
+            return self.by_kernel(x, None, grid)
         centred = x.astype(jnp.float32) - moments[0]
         out = centred * self.factor(moments) + self.bias[...].astype(jnp.float32)
-        return silu(out, x.dtype)
+        return silu(out, x.dtype), None
 
-    def factor(self, moments: Moments) -> jax.Array:
+    def by_kernel(
+        self, x: jax.Array, modulation: jax.Array | None, grid: Grid
+    ) -> tuple[jax.Array, Frames | None]:
+        """The norm, its modulation and silu in one pass.
+
+        Args:
+            x: [N, T, Y, X, C].
+            modulation: as :func:`tpuport.patches.video.group_norm` takes it.
+        """
+        from tpuport.patches.video import group_norm
+
+        assert grid.kernels is not None
+        return group_norm(
+            grid.kernels,
+            x,
+            self.groups,
+            self.scale[...],
+            self.bias[...],
+            self.epsilon,
+            modulation,
+            silu=True,
+            kept=KEPT if x.shape[1] >= KEPT else 0,
+        )
+
+    def factor(self, moments: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What a centred activation is multiplied by: [N, 1, 1, 1, C]."""
         import jax.numpy as jnp
 
@@ -242,15 +361,20 @@ class SpatialNorm(nnx.Module):
         self.conv_y = CausalPointwise(latents, channels)
         self.conv_b = CausalPointwise(latents, channels)
 
-    def __call__(self, x: jax.Array, moments: Moments, z: jax.Array) -> jax.Array:
-        """x [N, T, Y, X, C] and z [N, Tz, Yz, Xz, Z] -> silu of [N, T, Y, X, C]."""
+    def __call__(
+        self, x: jax.Array, moments: Moments, grid: Grid, z: jax.Array
+    ) -> tuple[jax.Array, Frames | None]:
+        """x [N, T, Y, X, C] and z [N, Tz, Yz, Xz, Z]: as :class:`GroupNorm`."""
         import jax
         import jax.numpy as jnp
 
+        if moments is None:
+            maps = self._maps(z, x.shape[3], grid)
+            return self.norm_layer.by_kernel(x, maps, grid)
         count, frames, rows, columns, channels = x.shape
         y, w = z.shape[2:4]
-        factor = repeat_frames(self.conv_y(z), frames)
-        shift = repeat_frames(self.conv_b(z), frames)
+        factor = repeat_frames(self.conv_y(z, grid), frames)
+        shift = repeat_frames(self.conv_b(z, grid), frames)
         mean, scale = moments[0], self.norm_layer.factor(moments)
         # Pixels by latent and place in it: a latent's factor and shift are broadcast
         # to its pixels as they are read. Without the barrier XLA moves the reshape
@@ -263,7 +387,19 @@ class SpatialNorm(nnx.Module):
         out = out + self.norm_layer.bias[...].astype(jnp.float32)
         out = out * factor[:, :, :, None, :, None] + shift[:, :, :, None, :, None]
         # Rounded before the reshape, lest it is written out in float32.
-        return silu(out, x.dtype).reshape(x.shape)
+        return silu(out, x.dtype).reshape(x.shape), None
+
+    def _maps(self, z: jax.Array, columns: int, grid: Grid) -> jax.Array:
+        """The modulation as the kernel of the norm takes it."""
+        from tpuport.core.convolutions import note
+        from tpuport.patches.video import PRODUCT, modulation_maps
+
+        assert grid.kernels is not None
+        for _ in range(2):
+            note(grid.kernels, PRODUCT)
+        factors, summands = self.conv_y.as_stored(), self.conv_b.as_stored()
+        weights, biases = zip(factors, summands, strict=True)
+        return modulation_maps(z, columns, weights, biases)
 
 
 def silu(x: jax.Array, dtype: Any) -> jax.Array:

@@ -4,7 +4,7 @@ They take and give what upstream's class takes and gives, planes and channels be
 frames, so that everything between the stages is the same. The carry is the Flax cache.
 
 Legend: B videos of a batch, T/Y/X latent frames, rows, columns, C latent channels, F
-frames, H/W rows and columns of pixels, L blocks that are alike, N strips.
+frames, H/W rows and columns of pixels, L blocks that are alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpuport.core.implementations import Implementation
 from tpuport.core.spatial import SpatialLayout
 from tpuport.core.spec import Program
 from tpuport.models.cogvideox import vae_memory
-from tpuport.models.cogvideox.flax_grid import Grid, choose_grid
+from tpuport.models.cogvideox.flax_grid import Grid, grid_of
 
 if TYPE_CHECKING:
     import jax
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: Rows and columns of pixels to one of latents, in every published checkpoint.
 GRANULE = 8
 
-#: [L, 2, Y, X, N, C]: the strips of a device's videos stand where its videos would.
-_CACHE = "LTYXBC"
+#: Of what goes from chunk to chunk.
+_CACHE = "LBTYXC"
 
 
 def _weights(config: Mapping[str, Any]) -> FlaxWeights:
@@ -39,9 +39,8 @@ def _weights(config: Mapping[str, Any]) -> FlaxWeights:
     return FlaxWeights(config)
 
 
-def _grid(model: BoundJaxModule, videos: int, rows: int, columns: int) -> Grid:
-    """The strips of latents of that many rows and columns on a device."""
-    return choose_grid(model.platform, videos, rows, columns, model.space)
+def _grid(model: BoundJaxModule) -> Grid:
+    return grid_of(model.ported.runtime.op_context())
 
 
 def encode_chunk(
@@ -52,8 +51,7 @@ def encode_chunk(
     As :func:`tpuport.models.cogvideox.conditioning.encode_chunk`.
     """
     x = inputs["pixels"].astype(model.dtype).transpose(0, 2, 3, 4, 1)
-    grid = _grid(model, x.shape[0], x.shape[2] // GRANULE, x.shape[3] // GRANULE)
-    moments, cache = model.module().encode(x, carry, grid)
+    moments, cache = model.module().encode(x, carry, _grid(model))
     return cache, moments.transpose(0, 4, 1, 2, 3)
 
 
@@ -62,8 +60,7 @@ def _video(
 ) -> tuple[Any, jax.Array]:
     """Latents [B, C, T, Y, X] of a chunk -> the cache, and [B, 3, F, H, W]."""
     z = inputs["latents"].astype(model.dtype).transpose(0, 2, 3, 4, 1)
-    grid = _grid(model, z.shape[0], z.shape[2], z.shape[3])
-    video, cache = model.module().decode(z, carry, grid)
+    video, cache = model.module().decode(z, carry, _grid(model))
     return cache, video.transpose(0, 4, 1, 2, 3)
 
 

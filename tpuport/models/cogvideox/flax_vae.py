@@ -3,8 +3,8 @@
 They run a chunk of frames at a time and hand on what the causal convolutions need of
 it, as upstream's do. Sizes are anything that the strides divide.
 
-Legend: B videos, N strips (see :mod:`flax_grid`), T/Y/X latent frames, rows, columns,
-F frames, C latent channels. Source: diffusers 0.42 ``AutoencoderKLCogVideoX``.
+Legend: B videos, T/Y/X latent frames, rows, columns, F frames, C latent channels.
+Source: diffusers 0.42 ``AutoencoderKLCogVideoX``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Cache = dict[str, Any]
 """The last two frames of every causal convolution's input: a tree of arrays
-[L, 2, Y, X, N, C], L that many blocks that are alike, one after the other."""
+[L, B, 2, Y, X, C], L that many blocks that are alike, one after the other."""
 
 #: Residual blocks of the middle.
 _MIDDLE = 2
@@ -115,10 +115,14 @@ class VaeConfig:
 
 
 def _single(
-    conv: CausalConv, x: jax.Array, cache: jax.Array | None, grid: Grid
+    conv: CausalConv,
+    x: jax.Array,
+    cache: jax.Array | None,
+    grid: Grid,
+    last: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A convolution outside of the blocks: a stack of one in the cache."""
-    out, frames = conv(x, None if cache is None else cache[0], grid)
+    out, frames = conv(x, None if cache is None else cache[0], grid, last=last)
     return out, frames[None]
 
 
@@ -170,7 +174,7 @@ class Encoder(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: Cache | None, grid: Grid
     ) -> tuple[jax.Array, Cache]:
-        """[N, F, 8Y, 8X, 3] -> moments [N, T, Y, X, 2C], and the next chunk's cache."""
+        """[B, F, 8Y, 8X, 3] -> moments [B, T, Y, X, 2C], and the next chunk's cache."""
         old: Mapping[str, Any] = cache or {}
         kept: Cache = {}
         h, kept["conv_in"] = _single(self.conv_in, x, old.get("conv_in"), grid)
@@ -186,8 +190,8 @@ class Encoder(nnx.Module):
             kept["blocks"].append(frames)
             if hasattr(level, "downsamplers"):
                 h = level.downsamplers[0](h, grid)
-        h = self.norm_out(h, moments)
-        h, kept["conv_out"] = _single(self.conv_out, h, old.get("conv_out"), grid)
+        h, last = self.norm_out(h, moments, grid)
+        h, kept["conv_out"] = _single(self.conv_out, h, old.get("conv_out"), grid, last)
         return h, kept
 
 
@@ -225,7 +229,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, z: jax.Array, cache: Cache | None, grid: Grid
     ) -> tuple[jax.Array, Cache]:
-        """[N, T, Y, X, C] -> frames [N, F, 8Y, 8X, 3], and the next chunk's cache."""
+        """[B, T, Y, X, C] -> frames [B, F, 8Y, 8X, 3], and the next chunk's cache."""
         old: Mapping[str, Any] = cache or {}
         kept: Cache = {}
         h, kept["conv_in"] = _single(self.conv_in, z, old.get("conv_in"), grid)
@@ -241,8 +245,8 @@ class Decoder(nnx.Module):
             kept["blocks"].append(frames)
             if hasattr(level, "upsamplers"):
                 h = level.upsamplers[0](h, grid)
-        h = self.norm_out(h, moments, z)
-        h, kept["conv_out"] = _single(self.conv_out, h, old.get("conv_out"), grid)
+        h, last = self.norm_out(h, moments, grid, z)
+        h, kept["conv_out"] = _single(self.conv_out, h, old.get("conv_out"), grid, last)
         return h, kept
 
 
@@ -270,10 +274,10 @@ class FlaxVae(nnx.Module):
             [B, T, Y, X, 2C], mean and logarithm of the variance, in the dtype of
             ``x``, and the cache.
         """
-        h, kept = self.encoder(grid.split(x), cache, grid)
+        h, kept = self.encoder(x, cache, grid)
         if hasattr(self, "quant_conv"):
-            h = self.quant_conv(h).astype(h.dtype)
-        return grid.join(h), kept
+            h = self.quant_conv(h, grid).astype(h.dtype)
+        return h, kept
 
     def decode(
         self, z: jax.Array, cache: Cache | None, grid: Grid
@@ -287,8 +291,6 @@ class FlaxVae(nnx.Module):
         Returns:
             [B, F, 8Y, 8X, 3] around [-1, 1], in the dtype of ``z``, and the cache.
         """
-        z = grid.split(z)
         if hasattr(self, "post_quant_conv"):
-            z = self.post_quant_conv(z).astype(z.dtype)
-        h, kept = self.decoder(z, cache, grid)
-        return grid.join(h), kept
+            z = self.post_quant_conv(z, grid).astype(z.dtype)
+        return self.decoder(z, cache, grid)

@@ -368,7 +368,7 @@ _EMBEDDING_DTYPES = ("float32", "bfloat16", "float16")
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="encode",
-        unit="batch",
+        unit="call",
         components=("text_encoder", "vae"),
         needs=_encoders,
         loads={"vae": (r"encoder\..*", r"quant_conv\..*")},
