@@ -68,7 +68,7 @@ def test_page_cache_is_not_used_up(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("2000000\n")
     (tmp_path / "memory.current").write_text("1900000\n")
     (tmp_path / "memory.stat").write_text(
-        "anon 500000\ninactive_anon 7\ninactive_file 1400000\nactive_file 3\n"
+        "anon 500000\ninactive_anon 7\ninactive_file 1000000\nactive_file 400000\n"
     )
     assert host_memory(tmp_path / "none", tmp_path) == 1500000
 
@@ -79,7 +79,7 @@ def test_the_limit_of_the_first_version_of_cgroups(tmp_path: Path) -> None:
     limit.write_text("3000000\n")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("1000000\n")
     assert host_memory(tmp_path / "none", tmp_path) == 2000000
-    stat = "inactive_file 5\ntotal_inactive_file 400000\n"
+    stat = "inactive_file 5\ntotal_inactive_file 300000\ntotal_active_file 100000\n"
     (tmp_path / "memory" / "memory.stat").write_text(stat)
     assert host_memory(tmp_path / "none", tmp_path) == 2400000
     limit.write_text("9223372036854771712\n")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.tolerances import TOLERANCES
+from tpuport.kernels import conv
 from tpuport.kernels.conv import (
     MARGIN_BYTES,
     block_rows,
@@ -380,3 +381,78 @@ def test_a_video_is_enlarged_on_the_way(
 def test_more_than_one_frame_is_not_enlarged() -> None:
     with pytest.raises(NotImplementedError, match="3 frames, enlarged 2 times"):
         edged_convolution(**_edged(), scale=2)
+
+
+SEVERAL = {
+    "planes": {"taps": 3, "rows": 24, "outputs": 3},
+    "planes, nothing around": {"taps": 3, "rows": 16, "outputs": 3, "ends": False},
+    "packed": {"taps": 3, "rows": 12, "outputs": 3, "step": 128},
+    "residual": {"taps": 3, "rows": 8, "outputs": 128, "step": 128, "added": True},
+    "shortcut": {"taps": 1, "rows": 8, "outputs": 256, "step": 128, "deep": 256},
+    "enlarged": {"taps": 1, "rows": 24, "outputs": 128, "scale": 2},
+    "enlarged, nothing around": {
+        "taps": 1,
+        "rows": 16,
+        "outputs": 384,
+        "scale": 2,
+        "copies": 2,
+        "step": 128,
+        "ends": False,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_blocks_of_rows_meet(
+    name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks in every form: the first, those between and the last one."""
+    chosen: dict[str, Any] = {"step": 256, "ends": True, "scale": 1, "copies": 1}
+    chosen |= SEVERAL[name]
+    monkeypatch.setattr(conv, "STEP_PRODUCTS", chosen["step"] * 128 * 128)
+    taps, rows, outputs, scale = (
+        chosen[key] for key in ("taps", "rows", "outputs", "scale")
+    )
+    frames, columns, channels, lag = 2, 16, 128, taps - 1
+    height, width = rows // scale, columns // scale
+    x, weight, bias = _case(taps, frames, height, width, channels, outputs)
+    x = x[..., : width + 2, :]
+    if not chosen["ends"]:
+        x[:, :, :: height + 1] = 0
+    whole, kernel = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    pitch = scale * pitch_of(columns)
+    assert height > scale * block_rows(height, pitch, channels)
+    wide = np.asarray(whole, np.float32)
+    if scale == 2:
+        wide = wide.repeat(2, 2).repeat(2, 3)[:, :, 1:-1, 1:-1]
+    wanted = _expected(wide, np.asarray(kernel, np.float32), bias, columns)
+    rng = np.random.default_rng(1)
+    more: dict[str, Any] = {}
+    if "added" in chosen:
+        more["residual"] = jnp.asarray(rng.normal(size=wanted.shape), dtype)
+        wanted = wanted + more["residual"].astype(jnp.float32)
+    if "deep" in chosen:
+        short = rng.normal(size=(*wanted.shape[:4], chosen["deep"]))
+        matrix = rng.normal(size=(chosen["deep"], outputs)) / 16
+        more["shortcut"] = jnp.asarray(short, dtype), jnp.asarray(matrix, dtype)
+        exact = [np.asarray(a, np.float32) for a in more["shortcut"]]
+        wanted = wanted + exact[0] @ exact[1]
+    found = conv.edged_convolution(
+        whole[:, lag:, 1:-1, 1:-1],
+        whole[:, :lag, 1:-1, 1:-1] if lag else None,
+        (whole[..., 0, :], whole[..., -1, :]),
+        whole[:, :, :: height + 1, 1:-1] if chosen["ends"] else None,
+        kernel,
+        jnp.asarray(bias),
+        scale=scale,
+        copies=chosen["copies"],
+        vmem_limit=LIMIT,
+        interpret=True,
+        **more,
+    )
+    wanted = wanted.repeat(chosen["copies"], 1)
+    assert found.shape == wanted.shape
+    bound = 2**-8 * jnp.abs(wanted) if dtype == jnp.bfloat16 else 0
+    error = jnp.abs(found.astype(jnp.float32) - wanted)
+    assert (error <= bound + TOLERANCES["module float32"]).all()

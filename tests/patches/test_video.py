@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.core.test_spatial import DIMS, SHAPES, pixels, split
+from tpuport.core.attention import AttentionPolicy
+from tpuport.core.ops import OpContext
 from tpuport.kernels.conv_sides import outer_columns
-from tpuport.patches.video import _edges
+from tpuport.patches.video import _edges, modulation_maps, pointwise
 
 OPTIONS = {"vmem_limit": 2**26, "interpret": True}
 
@@ -64,7 +67,7 @@ def test_outer_columns_come_by_themselves(dtype: Any, columns: int, lag: int) ->
     ("channels", "dtype", "limit", "message"),
     [
         (64, "float32", 2**26, "64 channels"),
-        (128, "int8", 2**26, "elements of int8"),
+        (128, "float16", 2**26, "elements of float16"),
         (128, "float32", 2**12, "bytes of VMEM; there are 4,096"),
     ],
 )
@@ -74,3 +77,26 @@ def test_outer_columns_it_cannot_give_are_refused(
     x = jnp.zeros((1, 1, 4, 16, channels), dtype)
     with pytest.raises(NotImplementedError, match=message):
         outer_columns(x, None, vmem_limit=limit, interpret=True)
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+def test_products_of_float32_are_of_float32(dtype: str, exact: bool) -> None:
+    """A TPU would multiply them in one bfloat16 pass; Flax sets no other default."""
+    x = jnp.zeros((1, 2, 4, 4, 16), dtype)
+    weight, bias = jnp.zeros((8, 16, 1, 1, 1), dtype), jnp.zeros(8, dtype)
+    context = OpContext(
+        mesh=None, platform="tpu", attention=AttentionPolicy(), records=[]
+    )
+
+    def run(x: Any) -> Any:
+        short = pointwise(context, x, weight, bias)
+        return short, modulation_maps(x, 16, (weight,) * 2, (bias,) * 2)
+
+    found = [
+        eqn.params["precision"]
+        for eqn in jax.make_jaxpr(run)(x).jaxpr.eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert len(found) == 3
+    assert [p == highest for p in found] == [exact] * 3

@@ -22,14 +22,14 @@ _TOO_LARGE = (
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-#: Limit, use, statistics and the name in them of page cache, by cgroup v2 and v1.
+#: Limit, use, statistics and how names in these begin, by cgroup v2 and v1.
 _CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory.max", "memory.current", "memory.stat", ""),
     (
         "memory/memory.limit_in_bytes",
         "memory/memory.usage_in_bytes",
         "memory/memory.stat",
-        "total_inactive_file",
+        "total_",
     ),
 )
 #: Version 1 says "no limit" with a number near 2**63.
@@ -95,7 +95,8 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
             text = limit.read_text().strip()
             if text != "max" and int(text) < _NO_LIMIT:
                 # Page cache that can be dropped is counted as used.
-                taken = int(used.read_text()) - _stat(stat, names[3])
+                cached = (f"{names[3]}{kind}_file" for kind in ("active", "inactive"))
+                taken = int(used.read_text()) - sum(_stat(stat, n) for n in cached)
                 found.append(max(int(text) - max(taken, 0), 0))
     return min(found, default=None)
 

@@ -308,7 +308,7 @@ def edged_convolution(
         weight,
         bias,
         scratch=[
-            *[pltpu.VMEM((block // 2 + 2, narrow, channels), x.dtype)] * (scale - 1),
+            *[pltpu.VMEM((block // 2 + 4, narrow, channels), x.dtype)] * (scale - 1),
             pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
         ],
         shortcut=0 if shortcut is None else shortcut[0].shape[4],

@@ -151,18 +151,18 @@ def _put_together(
 ) -> None:
     """A block of a frame with what lies around it, the row above the block at 1.
 
-    A frame to be enlarged is put together in ``narrow_ref`` first, its row above at 0.
+    A frame to be enlarged is put together in ``narrow_ref`` first, alike.
     """
     left_ref, right_ref, ends_ref, before_ref = around
     block, pitch, columns = case.block, case.pitch, case.columns
     channels, lag, scale = case.channels, case.taps - 1, case.scale
     y, t = pl.program_id(2), pl.program_id(3)
     rows, wide = block // scale, columns // scale
-    inner_ref, above = (whole_ref, 1) if narrow_ref is None else (narrow_ref, 0)
+    inner_ref = whole_ref if narrow_ref is None else narrow_ref
     # At the ends of the picture, where there is no row beside the block to read, the
     # window has moved by one.
     moved = first_row(y, case) - (y * rows - 1)
-    inner = (pl.ds(above + moved, x_ref.shape[2]), slice(0, wide))
+    inner = (pl.ds(1 + moved, x_ref.shape[2]), slice(0, wide))
     # Held by names, as decorators are called at once.
     early: Callable[[Any], Any] = pl.when(t < lag)
     late: Callable[[Any], Any] = pl.when(t >= lag)
@@ -188,15 +188,15 @@ def _put_together(
 
     @first
     def _() -> None:
-        inner_ref[above, :wide] = end(0)
+        inner_ref[1, :wide] = end(0)
 
     @last
     def _() -> None:
-        inner_ref[above + rows + 1, :wide] = end(1)
+        inner_ref[rows + 2, :wide] = end(1)
 
     if narrow_ref is not None:
         for row in range(rows + 2):
-            twice = _doubled(narrow_ref[row])[:columns]
+            twice = _doubled(narrow_ref[1 + row])[:columns]
             for place in (2 * row - 1, 2 * row):
                 if 0 <= place < block + 2:
                     whole_ref[1 + place, :columns] = twice

@@ -47,7 +47,7 @@ def outer_columns(
     itemsize = x.dtype.itemsize
     if channels % LANES:
         raise NotImplementedError(f"{channels} channels")
-    if itemsize not in (2, 4):
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"elements of {x.dtype}")
     lag = 0 if before is None else before.shape[1]
     # Words of 16 bits lie in pairs: a lone column would have no other.

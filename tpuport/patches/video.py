@@ -224,10 +224,17 @@ def pointwise(
     import jax.numpy as jnp
 
     from tpuport.core.convolutions import note
+    from tpuport.kernels.reference import matmul_precision
 
     note(context, PRODUCT)
     flat = weight.reshape(weight.shape[:2])
-    out = jnp.einsum("btyxc,oc->btyxo", x, flat, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "btyxc,oc->btyxo",
+        x,
+        flat,
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
     return (out + bias.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -349,6 +356,8 @@ def modulation_maps(
     import jax
     import jax.numpy as jnp
 
+    from tpuport.kernels.reference import matmul_precision
+
     count = columns // latents.shape[3]
     copies = jnp.repeat(jnp.eye(latents.shape[3], dtype=latents.dtype), count, axis=1)
     # Of one product that is not zero, no precision is lost.
@@ -356,7 +365,11 @@ def modulation_maps(
     wide = jnp.einsum("btyxz,xw->btywz", latents, copies, precision=exact)
     weight = jnp.concatenate([w.reshape(w.shape[:2]) for w in weights])
     out = jnp.einsum(
-        "btywz,cz->btywc", wide, weight, preferred_element_type=jnp.float32
+        "btywz,cz->btywc",
+        wide,
+        weight,
+        precision=matmul_precision(latents.dtype),
+        preferred_element_type=jnp.float32,
     )
     out = out + jnp.concatenate([b.astype(jnp.float32) for b in biases])
     return out.astype(latents.dtype)

@@ -21,8 +21,8 @@ from tpuport.models.cogvideox import vae_tiles
 from tpuport.models.cogvideox.inputs import latent_shape, padding_frames
 
 #: Arrays as large as the largest layer's input that are alive at the same time.
-#: Measured with 5b on v6e: 5.5 on eight chips at 192x256, 3.1 on one at 240x352.
-ALIVE_ON_TPU = 6.0
+#: With 1.5-5b on v6e at 720x1280: 3.1 on eight chips, and less on one.
+ALIVE_ON_TPU = 4.5
 #: Bytes of a program for a TPU; on CPUs it is small.
 CODE_ON_TPU = 64 * 2**20
 #: The compiler for CPUs keeps more of them, and computes in float32 whatever the
