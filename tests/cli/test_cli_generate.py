@@ -109,6 +109,7 @@ def test_stderr_has_only_our_own_lines(cache: Path, tmp_path: Path) -> None:
     )
     assert done.stdout == ""
     known = (
+        "importing torch and jax",
         "using",
         "making",
         "encode: ",
