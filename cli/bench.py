@@ -177,6 +177,7 @@ class _Runs:
                 "load_seconds": sum(s.load_seconds for s in first.values()),
                 "compile_seconds": sum(s.compile_seconds for s in first.values()),
                 "programs": sum(len(s.compiles) for s in first.values()),
+                "loaded": sum(c.loaded for s in first.values() for c in s.compiles),
                 "cached_programs": sum(
                     c.cached for s in first.values() for c in s.compiles
                 ),
@@ -238,13 +239,15 @@ def measure(
             for asked in requests.values():
                 session.check(asked)
             pixels = {source.kind: source.for_videos(1)} if source else {}
+            # What `tpuport compile` builds makes bytes, as `generate` writes them.
+            frames = "uint8" if settings.executables else "float32"
             # Turn by turn, so that a machine that slows down slows all.
             for turn in range(1 + repeat):
                 what = "first run" if turn == 0 else f"run {turn} of {repeat}"
                 for name, taken in runs.items():
                     asked = requests.get(name, request)
                     backend = name if name in backends else "tpuport"
-                    _run(session, asked, backend, taken, pixels)
+                    _run(session, asked, backend, taken, pixels, frames)
                     display.say(f"{name}: {what}, {taken.seconds[-1]:.2f} s")
             report = session.run_report(
                 list(runs["tpuport"].stages[-1].values()),
@@ -285,6 +288,11 @@ def measure(
         difference = np.abs(runs["tpuport"].frames - runs[against].frames)
         result["max_frame_difference"] = float(difference.max())
         result["notes"].append(FIRST_NOTE)
+        if frames == "uint8":
+            result["notes"].append(
+                "frames were made as bytes, as with --executables: differences are "
+                f"multiples of {1 / 255:.4f}"
+            )
     if cached:
         result["step_caches"] = {
             name: _price(runs["tpuport"], runs[name], result["backends"], name)
@@ -331,22 +339,35 @@ def _run(
     backend: str,
     runs: _Runs,
     pixels: Mapping[str, Any],
+    frames: str,
 ) -> None:
-    """One whole run, kept in ``runs``; ``pixels`` are what it starts from."""
+    """One whole run, kept in ``runs``; ``pixels`` are what it starts from.
+
+    ``frames`` is what they are made as, ``"float32"`` or ``"uint8"``; they are kept as
+    floats in [0, 1].
+    """
+    import numpy as np
+
+    from tpuport.core.delivery import Delivery
     from tpuport.core.video import check_frames
 
+    delivery = Delivery(frames)
     started = time.perf_counter()
     tensors: dict[str, Any] = dict(pixels)
     reports: dict[str, StageReport] = {}
     for stage in session.port.stages:
         tensors, report = session.run_stage(
-            stage.name, request, tensors, backend=backend
+            stage.name, request, tensors, backend=backend, delivery=delivery
         )
         reports[stage.name] = report
     runs.seconds.append(time.perf_counter() - started)
     runs.stages.append(reports)
-    check_frames(tensors["frames"])
-    runs.frames = tensors["frames"]
+    made = tensors["frames"]
+    if made.dtype == np.uint8:
+        delivery.check()
+        made = made.astype(np.float32) / 255
+    check_frames(made)
+    runs.frames = made
 
 
 def _text(result: dict[str, Any]) -> Sequence[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.tools import SMALL, Cli
@@ -29,6 +31,22 @@ def test_both_backends_are_measured_in_turns(cli: Cli) -> None:
     text = "\n".join(bench._text(result))
     assert "ratio" in text
     assert "per step" in text
+
+
+def test_what_compile_built_can_be_measured(cli: Cli, tmp_path: Path) -> None:
+    built = cli("compile", *SMALL, "--out", str(tmp_path / "built"))
+    assert built.code == 0, built.err
+    ran = cli(
+        *("bench", *SMALL, "--repeat", "1", "--against", "diffusers", "--json"),
+        *("--executables", str(tmp_path / "built"), "--no-compile-cache"),
+    )
+    assert ran.code == 0, ran.err
+    result = ran.json
+    first = result["backends"]["tpuport"]["first"]
+    assert (first["programs"], first["loaded"]) == (3, 3)
+    # Of bytes: none, or one step of them.
+    assert result["max_frame_difference"] < 1.01 / 255
+    assert any("bytes" in note for note in result["notes"])
 
 
 def test_only_diffusers_can_be_compared_with(cli: Cli) -> None:
