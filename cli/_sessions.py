@@ -215,6 +215,7 @@ def open_session(
         profile_calls=settings.profile_calls or PROFILED_CALLS,
         no_jit=settings.op_by_op,
         vae_tiling=settings.vae_tiling or "auto",
+        guidance_scale=settings.guidance,
         reporter=reporter,
     )
 

@@ -251,7 +251,8 @@ def _compile(
         }
         for tiling in decided:
             display.say(tiling.line())
-        write_manifest(folder, [b.entry for b in built], wanted, about)
+        entries = [b.entry for b in built]
+        write_manifest(folder, entries, wanted, about, display.say)
     total = sum(b.entry.size for b in built)
     say(
         f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "
@@ -321,7 +322,7 @@ def _absent(
             form,
             checkpoint,
             MeshSpec.parse(settings.mesh) if settings.mesh is not None else None,
-            api.default_rows(form, variant),
+            api.default_rows(form, variant, settings.guidance),
             devices,
         )
         yield stack.enter_context(

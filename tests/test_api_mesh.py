@@ -30,6 +30,16 @@ def test_the_rows_of_a_variants_defaults(model: str, variant: str) -> None:
     assert found == ROWS[model, variant]
 
 
+@pytest.mark.parametrize("model", ["cogvideox", "hunyuanvideo"])
+def test_without_guidance_there_is_one_row(model: str) -> None:
+    port = get_port(model)
+    name = {"cogvideox": "5b", "hunyuanvideo": "1.5-720p-t2v"}[model]
+    chosen = port.variant(name)
+    form = port.form_of(chosen)
+    assert api.default_rows(form, chosen, 1.0) == 1
+    assert api.default_rows(form, chosen, 5.0) == 2
+
+
 class FakeDevice:
     """A device of a platform that is not the CPU."""
 

@@ -62,6 +62,7 @@ def load(
     profile_calls: int = PROFILED_CALLS,
     no_jit: str | Sequence[str] = (),
     vae_tiling: str = "auto",
+    guidance_scale: float | None = None,
     reporter: Reporter | None = None,
 ) -> Session:
     """Open a model for generation.
@@ -98,6 +99,9 @@ def load(
         vae_tiling: whether decode runs in overlapping tiles, as after upstream's
             ``vae.enable_tiling()``: ``"on"``, ``"off"``, or ``"auto"`` for where the
             device would not hold it otherwise; see docs/vae.md.
+        guidance_scale: what videos will be asked with, where it is not the variant's: a
+            mesh that is not named is chosen for it (without guidance there is one row
+            to divide in place of two).
         reporter: told about progress.
 
     Returns:
@@ -130,7 +134,8 @@ def load(
         found, weights=weights, variant=variant, cache=cache, reporter=reporter
     )
     port = with_chosen(port, implementations)
-    placed = make_mesh(port, checkpoint, asked, default_rows(port, chosen))
+    rows = default_rows(port, chosen, guidance_scale)
+    placed = make_mesh(port, checkpoint, asked, rows)
     platform = placed.devices.flat[0].platform
     if dtype is None:
         dtype = "float32" if platform == "cpu" else chosen.dtype
@@ -273,10 +278,13 @@ def find_checkpoint(
     return form, named or form.detect(checkpoint), checkpoint
 
 
-def default_rows(port: ModelPort, variant: Variant) -> int:
+def default_rows(
+    port: ModelPort, variant: Variant, guidance_scale: float | None = None
+) -> int:
     """Rows of the denoiser's batch for one video with a variant's defaults.
 
-    Two where both prompts of guidance are run; a distilled checkpoint has one.
+    Two where both prompts of guidance are run; a distilled checkpoint has one, and so
+    has a ``guidance_scale`` that turns guidance off.
     """
     from tpuport.core.request import Request
 
@@ -290,7 +298,9 @@ def default_rows(port: ModelPort, variant: Variant) -> int:
         num_frames=variant.num_frames,
         fps=variant.fps,
         num_inference_steps=variant.num_inference_steps,
-        guidance_scale=variant.guidance_scale,
+        guidance_scale=(
+            variant.guidance_scale if guidance_scale is None else guidance_scale
+        ),
         options=variant.options,
     )
     return 2 if port.guided(request) else 1

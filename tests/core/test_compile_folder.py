@@ -6,6 +6,7 @@ and reads the folder, and only the executables' loader is another.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -279,3 +280,33 @@ def test_files_say_what_they_were_built_for(folder: Path) -> None:
     }
     # Nothing of jax's own cache is needed where the devices were there.
     assert not (folder / "xla").exists()
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return found
+
+
+def test_stages_may_be_built_one_after_the_other(
+    tmp_path: Path, cache_dir: Path, expected: Any
+) -> None:
+    folder = tmp_path / "built"
+    for stage in STAGES:
+        compile_into(folder, cache_dir, (stage,))
+    assert sorted(manifest(folder)["stages"]) == sorted(STAGES)
+    result = use(folder, cache_dir)
+    np.testing.assert_array_equal(result.frames, expected.frames)
+    assert result.report.programs == {"loaded": 3, "cached": 0, "compiled": 0}
+
+
+def test_stages_of_other_settings_go_and_it_is_said(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    folder, said = tmp_path / "built", []
+    compile_into(folder, cache_dir, ("denoise",))
+    files = {p["file"] for p in manifest(folder)["programs"]}
+    write_manifest(folder, [], ("decode",), {"model": "another"}, said.append)
+    assert manifest(folder)["stages"] == ["decode"]
+    assert files
+    assert not any((folder / name).exists() for name in files)
+    assert said == [f"{folder}: what it held of denoise had other settings: removed"]

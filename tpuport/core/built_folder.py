@@ -9,7 +9,8 @@ on the machine with the chips is the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 #: Of a request: each value makes arrays of another shape.
 _SIZES = ("height", "width", "num_frames", "batch_size", "task")
+
+#: What a manifest says of single stages.
+_TILING = "tiling"
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = "tpuport.executables"
@@ -159,14 +163,17 @@ def write_manifest(
     entries: Sequence[Entry],
     stages: Sequence[str],
     about: Mapping[str, Any],
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Write the manifest of a folder; returns what it says.
 
-    Executables of an earlier manifest that are not in this one are removed.
+    Other stages of an earlier manifest stay in it where it is of the same model,
+    topology and settings; executables that are no longer in it are removed.
 
     Args:
         stages: whose programs are all among the entries.
         about: model, topology and settings, for people.
+        say: told what is removed of other stages.
     """
     content: dict[str, Any] = {
         **about,
@@ -185,9 +192,22 @@ def write_manifest(
             for entry in entries
         ],
     }
-    before: list[dict[str, Any]] = []
+    earlier: dict[str, Any] = {"programs": [], "stages": []}
     with contextlib.suppress(ArtifactError):
-        before = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)["programs"]
+        earlier = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
+    before: list[dict[str, Any]] = earlier["programs"]
+    others = [stage for stage in earlier["stages"] if stage not in stages]
+    # As they come back from a file: tuples are lists there.
+    now = json.loads(json.dumps({k: v for k, v in about.items() if k != _TILING}))
+    if others and all(earlier.get(name) == value for name, value in now.items()):
+        content["stages"] = [*others, *stages]
+        content["programs"] += [p for p in before if p["stage"] in others]
+        if _TILING in about:
+            content[_TILING] = {**earlier.get(_TILING, {}), **about[_TILING]}
+    elif others:
+        say(
+            f"{folder}: what it held of {', '.join(others)} had other settings: removed"
+        )
     write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
     kept = {program["file"] for program in content["programs"]}
     for program in before:
