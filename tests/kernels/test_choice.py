@@ -12,6 +12,8 @@ import pytest
 
 from tests.kernels.oracle import Case, inputs, worst
 from tests.tolerances import TOLERANCES
+from tpuport.core import kernel_case
+from tpuport.core.kernel_case import AttentionCase
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention import attention, smooth_keys
 from tpuport.kernels.choice import AttentionChoice
@@ -285,3 +287,27 @@ def test_auto_goes_on_without_an_option_that_nobody_has() -> None:
     assert ("blockwise", "running_max is an option of splash") in found.passed_over
     assert found.notice == "blockwise runs, without running_max=on"
     assert not select(problem, "auto:block_q=128").notice
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v5p"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [2048, 37000, 39826, 111664, 113600])
+@pytest.mark.parametrize(("name", "ours"), [("splash", "tpuport"), ("jax", "jax")])
+def test_tiles_that_are_measured_are_those_of_a_run(
+    name: str, ours: str, length: int, head_dim: int, chip: str
+) -> None:
+    """Of ``tpuport bench attention``, also where tiles of the table would pad more."""
+    array = jax.ShapeDtypeStruct((1, 2, length, head_dim), jnp.bfloat16)
+    run = select(describe(array, array, array, platform="tpu"), name, chip=chip).blocks
+    case = AttentionCase(
+        implementation=ours,
+        heads=2,
+        q_len=length,
+        kv_len=length,
+        head_dim=head_dim,
+        chip=chip,
+    )
+    found = kernel_case.with_blocks(case).blocks
+    assert found is not None
+    tiles = (found.q, found.kv, found.kv_compute)
+    assert tiles == tuple(run[f"block_{n}"] for n in ("q", "kv", "kv_compute"))

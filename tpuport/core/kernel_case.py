@@ -133,8 +133,8 @@ def padded(length: int, block: int) -> int:
 def with_blocks(case: AttentionCase) -> AttentionCase:
     """The case with the tiles that a run would take, where it names none.
 
-    For ``tpuport`` those are of the block table, or else by the kernel's rule; for
-    ``jax`` they are our rule for it, for ``tokamax`` the best that were tried.
+    For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
+    less; for ``jax`` they are our rule for it, for ``tokamax`` the best that were tried.
     """
     if case.blocks is not None:
         return case
@@ -145,15 +145,17 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
         from tpuport.kernels import jax_splash
 
         found = jax_splash.default_blocks(
-            case.q_len, case.kv_len, case.head_dim, itemsize=case.itemsize
+            case.q_len,
+            case.kv_len,
+            case.head_dim,
+            itemsize=case.itemsize,
+            chip=case.chip,
         )
     else:
-        from tpuport.kernels.block_table import tuned_blocks
+        from tpuport.kernels.selection import splash_sizes
 
-        found = None
-        if case.dtype == "bfloat16":
-            found = tuned_blocks(case.chip, case.head_dim, case.q_len, case.kv_len)
-        found = found or rule_blocks(case)
+        lengths = (case.q_len, case.kv_len)
+        found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
     tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
     return replace(case, blocks=tiles)
 

@@ -203,24 +203,34 @@ def _covering(length: int) -> int:
     return next(fits, sizes[-1])
 
 
-def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+def splash_sizes(
+    q_len: int, kv_len: int, head_dim: int, *, chip: str, dtype: str
+) -> Sizes:
+    """The tiles that our kernel takes where none are named: of the table, or its rule.
+
+    Found at another length of the bucket, tiles of the table may fit these lengths
+    worse than those of the rule; then the rule's are taken.
+    """
+
     def padded(blocks: Sizes) -> int:
         """Scores of a head with whole blocks."""
-        lengths = ((problem.q_len, blocks.q), (problem.kv_len, blocks.kv))
+        lengths = ((q_len, blocks.q), (kv_len, blocks.kv))
         return math.prod(round_up(length, block) for length, block in lengths)
 
+    itemsize = jnp.dtype(dtype).itemsize
     found: Sizes = splash.default_blocks(
-        problem.q_len,
-        problem.kv_len,
-        problem.head_dim,
-        chip=chip,
-        itemsize=jnp.dtype(problem.dtype).itemsize,
+        q_len, kv_len, head_dim, chip=chip, itemsize=itemsize
     )
-    if problem.dtype == "bfloat16":
-        tuned = tuned_blocks(chip, problem.head_dim, problem.q_len, problem.kv_len)
-        # Found at another length of the bucket, tiles may fit this one worse.
+    if dtype == "bfloat16":
+        tuned = tuned_blocks(chip, head_dim, q_len, kv_len)
         if tuned is not None and padded(tuned) <= padded(found):
-            found = tuned
+            return tuned
+    return found
+
+
+def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    lengths = (problem.q_len, problem.kv_len)
+    found = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
     return _kernel_blocks(problem, choice, _named_sizes(found))
 
 
