@@ -134,7 +134,7 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
     """The case with the tiles that a run would take, where it names none.
 
     For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
-    less; for ``jax`` they are our rule for it, for ``tokamax`` the best that were tried.
+    less; for ``jax`` they are our rule for it, for ``tokamax`` the best of those tried.
     """
     if case.blocks is not None:
         return case

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import pytest
 
+from tpuport.core.building import CompileError
+from tpuport.core.chips import chip
 from tpuport.core.device_memory import refused_bytes
+from tpuport.core.planning.measure import measure
+from tpuport.core.topology import parse_topology
 
 
 @pytest.mark.parametrize(
@@ -30,3 +38,27 @@ def test_the_size_is_read_from_the_compilers_words(
     message: str, size: int | None
 ) -> None:
     assert refused_bytes(message) == size
+
+
+def test_what_does_not_compile_is_told_in_a_line() -> None:
+    def compile() -> Any:
+        raise RuntimeError("INTERNAL: no\nroom in vmem " + "text " * 400)
+
+    kernels: Any = None
+    program: Any = SimpleNamespace(
+        stage="denoise",
+        program="step",
+        component="transformer",
+        calls=1,
+        resident=0,
+        mesh=jax.make_mesh((1,), ("x",)),
+        loaded=SimpleNamespace(weights={}),
+        lowered=lambda: SimpleNamespace(compile=compile),
+        traced=lambda: jax.jit(lambda: 1).trace(),
+        records=lambda: (),
+        convolutions=lambda: (),
+    )
+    with pytest.raises(CompileError, match="denoise/step does not compile") as caught:
+        measure(program, parse_topology("v6e-1"), chip("v6e"), kernels)
+    assert "no room in vmem" in str(caught.value)
+    assert len(str(caught.value)) < 500

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tpuport.core.building import CompileError
 from tpuport.core.chips import chip
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.account import Account, Row
@@ -210,7 +211,10 @@ def test_what_was_compiled_comes_before_what_was_not() -> None:
     assert [c.plan is None for c in found] == [False, True]
 
 
-@pytest.mark.parametrize("error", [KernelError("no\nschedule"), HloError("no count")])
+@pytest.mark.parametrize(
+    "error",
+    [KernelError("no\nschedule"), HloError("no count"), CompileError("no room")],
+)
 def test_a_mesh_that_cannot_be_read_is_listed_and_the_search_goes_on(
     error: Exception,
 ) -> None:

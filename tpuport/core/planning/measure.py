@@ -6,13 +6,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.building import CompileError
 from tpuport.core.device_memory import refused_bytes
+from tpuport.core.files import one_line
 from tpuport.core.planning.abstract import device_bytes
 from tpuport.core.planning.account import Account
 from tpuport.core.planning.cost import Kernels, account
 from tpuport.core.planning.flops import model_flops
 from tpuport.core.planning.hlo import parse
 from tpuport.core.planning.network import Network
+
+#: Of a compiler's message, how many characters are told.
+_WORDS = 400
 
 if TYPE_CHECKING:
     from tpuport.core.chips import Chip
@@ -116,6 +121,7 @@ def measure(
     Raises:
         KernelError: the schedule of a kernel could not be had.
         HloError: the compiled program could not be read.
+        CompileError: it does not compile, for another reason than its size.
     """
     started = time.perf_counter()
     lowered = program.lowered()
@@ -139,7 +145,10 @@ def measure(
     except Exception as error:  # jaxlib raises one class for everything
         used = refused_bytes(str(error))
         if used is None:
-            raise
+            # The rest of such a message is the program's text.
+            words = one_line(error)[:_WORDS]
+            name = f"{program.stage}/{program.program}"
+            raise CompileError(f"{name} does not compile: {words}") from error
         return Measured(
             **known,
             memory=Memory(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.building import CompileError
 from tpuport.core.files import one_line
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.hlo import HloError
@@ -18,7 +19,7 @@ from tpuport.core.planning.kernels import KernelError
 from tpuport.core.planning.plan import DENOISE, Plan
 from tpuport.core.planning.report import duration
 from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
-from tpuport.errors import MeshError, ShardingError, UsageError
+from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.planning.planner import Planner
@@ -30,12 +31,15 @@ BUDGET_SECONDS = 540.0
 #: Of each kind of change, how many are compiled at most.
 TRIES = 3
 
+#: What is wrong with one mesh, and says nothing of the others.
+UNREAD = (CompileError, KernelError, HloError)
+
 #: Larger slices that are looked at.
 MOST_SLICES = 4
 
 
 #: Why a mesh has no plan, the more promising first: there was no time for it, its
-#: weights are too large, what was compiled of it could not be read.
+#: weights are too large, it did not compile or what was compiled could not be read.
 LEFT_OUT = BUDGET, WEIGHTS, ERROR = "budget", "weights", "error"
 
 
@@ -96,7 +100,7 @@ def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]
     deciding = DENOISE if DENOISE in names else names[0]
     started = time.perf_counter()
     found: list[Candidate] = []
-    failed: list[KernelError | HloError] = []
+    failed: list[TpuportError] = []
     longest = 0.0
     for spec in sorted(planner.legal_meshes(), key=_likely):
         spent = time.perf_counter() - started
@@ -113,7 +117,7 @@ def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]
             before = time.perf_counter()
             try:
                 plan = planner.plan(spec, stages=[deciding])
-            except (KernelError, HloError) as error:
+            except UNREAD as error:
                 failed.append(error)
                 reason = f"not read: {one_line(error)}"
                 candidate = replace(candidate, left_out=ERROR, reason=reason)
@@ -211,7 +215,7 @@ def _first_that_fits(
             plan = planner.plan(
                 change.mesh, request=change.request, stages=stages, keep=False
             )
-        except (KernelError, HloError) as error:
+        except UNREAD as error:
             planner.say(f"{change.text} is left out: {one_line(error)}")
             continue
         if plan.fits:
