@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models.test_cogvideox_vae_tpu import CONFIG
 from tests.tolerances import TOLERANCES
 from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core import spatial
@@ -27,17 +28,6 @@ from tpuport.models.cogvideox.flax_weights import FlaxWeights
 from tpuport.patches import video
 from tpuport.patches.video import KERNEL, PRODUCT
 
-# Channels that the kernels take, and few of everything else; two blocks that are alike
-# on each level.
-CONFIG: dict[str, Any] = {
-    "down_block_types": ("CogVideoXDownBlock3D",) * 2,
-    "up_block_types": ("CogVideoXUpBlock3D",) * 2,
-    "block_out_channels": (128, 256),
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "temporal_compression_ratio": 2,
-    "norm_num_groups": 32,
-}
 PADDED = f"{KERNEL}, of a padded copy"
 
 
