@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,9 +74,9 @@ from ._versions import versions
 from .bench import PROMPT
 
 if TYPE_CHECKING:
+    from tpuport.core.planning.abstract import AbstractProgram
     from tpuport.core.session import Session
     from tpuport.core.topology import Topology
-    from tpuport.core.vae_tiling import TilingDecision
 
 LOCAL = "local"
 
@@ -193,7 +193,7 @@ def _compile(
         make_display() as display,
         _session(settings, topology, cache, display) as session,
     ):
-        from tpuport.core.building import build
+        from tpuport.core.building import build_weighed
         from tpuport.core.built_folder import write_manifest
         from tpuport.core.planning.abstract import abstract_programs
 
@@ -204,27 +204,33 @@ def _compile(
         if session.encode_on == "host" and names[0] in wanted:
             wanted.remove(names[0])
         count = len(request.prompts)
-        decided: list[TilingDecision] = []
-        programs = abstract_programs(
-            session.port,
-            session.variant,
-            session.checkpoint,
-            request,
-            session.mesh,
-            dtype=session.dtype,
-            attention=settings.attention or "auto",
-            sharding=settings.sharding or "default",
-            stages=wanted,
-            inputs={source.kind: source.for_videos(count)} if source else None,
-            vae_tiling=session.executor.vae_tiling,
-            decided=decided.append,
-            reporter=display,
-        )
-        built = build(
+
+        def programs(
+            stages: Sequence[str], tiling: str, decided: Callable[[Any], None]
+        ) -> Iterator[AbstractProgram]:
+            return abstract_programs(
+                session.port,
+                session.variant,
+                session.checkpoint,
+                request,
+                session.mesh,
+                dtype=session.dtype,
+                attention=settings.attention or "auto",
+                sharding=settings.sharding or "default",
+                stages=stages,
+                inputs={source.kind: source.for_videos(count)} if source else None,
+                vae_tiling=tiling,
+                decided=decided,
+                reporter=display,
+            )
+
+        built, decided = build_weighed(
             programs,
             session.components,
             request,
             folder,
+            stages=wanted,
+            vae_tiling=session.executor.vae_tiling,
             attached=topology is None,
             say=display.say,
         )

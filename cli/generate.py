@@ -178,6 +178,8 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         display.say(in_words(request))
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
             session.check_weights(request=request)
+        if settings.backend != "diffusers":
+            session.executor.check_built(request, session.port.stages)
         if noise is not None:
             session.check_latents(request, noise.for_videos(len(prompts)))
         outputs = plan_outputs(

@@ -116,8 +116,8 @@ def plan(
         typer.Option(
             "--batch",
             min=1,
-            help="Videos of one prompt, denoised together. "
-            "(default: one of each --prompt)",
+            help="Videos of one prompt, denoised together. (default: a video of each "
+            "--prompt, one after the other, as generate makes them)",
         ),
     ] = None,
     guidance: Guidance = None,
@@ -183,7 +183,15 @@ def plan(
             _check_run(port, settings)
         with make_display() as display:
             made = _plan(
-                settings, found, stages, prompts, search, budget, dump, display
+                settings,
+                found,
+                stages,
+                prompts,
+                search=search,
+                batched=batch is not None,
+                budget=budget,
+                dump=dump,
+                reporter=display,
             )
         if settings.json:
             print_json({"command": "plan", **made.as_dict()})
@@ -207,7 +215,7 @@ def _stages(port: ModelPort, asked: str) -> list[str]:
 
 
 def _prompts(settings: Settings, batch: int | None) -> list[str]:
-    """Of the videos of one batch."""
+    """Of the videos: one of each, or ``batch`` of the only one."""
     given = settings.prompts or (PROMPT,)
     if batch is None:
         return list(given)
@@ -231,7 +239,9 @@ def _plan(
     topology: Topology,
     stages: list[str],
     prompts: list[str],
+    *,
     search: bool,
+    batched: bool,
     budget: float,
     dump: str | None,
     reporter: Reporter,
@@ -244,7 +254,7 @@ def _plan(
         source = _source(settings, variant)
 
         def ask(requests: Requests) -> Request:
-            return _request(requests, settings, source, prompts)
+            return _request(requests, settings, source, prompts, batched=batched)
 
         planner = Planner(
             port=form,
@@ -296,7 +306,12 @@ def _final(
 
 
 def _request(
-    requests: Requests, settings: Settings, source: Source | None, prompts: list[str]
+    requests: Requests,
+    settings: Settings,
+    source: Source | None,
+    prompts: list[str],
+    *,
+    batched: bool,
 ) -> Request:
     return requests.request(
         prompt=prompts,
@@ -312,6 +327,7 @@ def _request(
         resolution=settings.resolution,
         aspect_ratio=settings.aspect_ratio,
         step_cache=settings.cache,
+        batched=batched,
     )
 
 

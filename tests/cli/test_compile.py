@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from tests.cli.tools import SMALL, Cli, Made, call
 from tpuport.cli import _progress
+from tpuport.core.built_folder import MANIFEST, MANIFEST_SCHEMA
+from tpuport.core.documents import read_document, write_document
 from tpuport.core.executables import ELSEWHERE, HERE, read_entry
 from tpuport.core.libtpu_flags import flags_of_chip
 from tpuport.core.report import CompileReport, StageReport
@@ -92,6 +95,28 @@ def test_another_size_is_refused_by_name(
     assert "frames 9 -> 17" in ran.err
     assert str(folder) in ran.err
     assert "encode: started" not in ran.err
+
+
+def test_what_differs_is_known_before_the_first_stage(
+    compiled: Any, cache: Path, tmp_path: Path
+) -> None:
+    _, made = compiled
+    folder = Path(shutil.copytree(made, tmp_path / "copied"))
+    content = dict(read_document(folder / MANIFEST, MANIFEST_SCHEMA, "made"))
+    content["tiling"]["decode"] |= {"asked": "on", "tiled": True}
+    write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
+    for args, told in (
+        (("--guidance", "1"), "guidance 6.0 -> 1.0"),
+        ((), "tiled -> untiled; use --vae-tiling on"),
+    ):
+        ran = call(
+            *("generate", "--prompt", "a panda", *SMALL, *args),
+            *("--executables", folder, "--cache-dir", cache),
+            *("--out", tmp_path / "v.mp4"),
+        )
+        assert ran.code == 1
+        assert told in ran.err
+        assert "encode: started" not in ran.err
 
 
 def test_a_stage_on_eight_devices(made: Made, run: Path, cli: Cli) -> None:

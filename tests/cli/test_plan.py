@@ -150,12 +150,12 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for part in (
-        "2 videos of 96x64",
+        "2 videos of 96x64, 9 frames, 2 steps, guidance 6, one after the other",
         "sharding default, upstream blocks",
         "fits: ",
         "memory per chip:",
         "denoise/step",
-        "a step, 2 steps",
+        "a step, 4 steps",
         "matrix products",
         "bound by the ",
         "% of the chips' peak",

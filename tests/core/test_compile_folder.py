@@ -20,10 +20,17 @@ import pytest
 import tpuport
 from tests.core.toys import Heard, installed_toy
 from tpuport.core import built_folder, executables
-from tpuport.core.building import build
-from tpuport.core.built_folder import BuiltFolder, write_manifest
+from tpuport.core.building import CompileError, build, build_weighed
+from tpuport.core.built_folder import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    BuiltFolder,
+    write_manifest,
+)
+from tpuport.core.documents import write_document
 from tpuport.core.executables import read_entry
 from tpuport.core.planning.abstract import abstract_programs
+from tpuport.core.vae_tiling import Footprint, decide
 from tpuport.errors import ArtifactError
 
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
@@ -310,3 +317,110 @@ def test_stages_of_other_settings_go_and_it_is_said(
     assert files
     assert not any((folder / name).exists() for name in files)
     assert said == [f"{folder}: what it held of denoise had other settings: removed"]
+
+
+class Weighed:
+    """Programs of the toy as if its decode had a choice of tiles."""
+
+    def __init__(self, session: Any, limit: int, *, smaller: bool) -> None:
+        self.session, self.limit, self.smaller = session, limit, smaller
+        self.asked: list[tuple[tuple[str, ...], str]] = []
+
+    def request(self, frames: int) -> Any:
+        return self.session.request(prompt="a cat", num_frames=frames)
+
+    def __call__(self, stages: Any, setting: str, decided: Any) -> Iterator[Any]:
+        self.asked.append((tuple(stages), setting))
+        whole, tiles = Footprint(bytes=1), Footprint(bytes=1, tiles="2 x 3 tiles")
+        decided(decide("decode", setting, whole, tiles, self.limit))
+        short = setting == "on" and self.smaller
+        yield from abstract_programs(
+            self.session.port,
+            self.session.variant,
+            self.session.checkpoint,
+            self.request(5 if short else 33),
+            self.session.mesh,
+            dtype=self.session.dtype,
+            stages=stages,
+        )
+
+
+def weighed(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
+    said: list[str] = []
+    with tpuport.load("toy", mesh="dp=1,tp=4", cache_dir=cache) as session:
+        programs = Weighed(session, limit, smaller=smaller)
+        made, decided = build_weighed(
+            programs,
+            session.components,
+            programs.request(33),
+            folder,
+            stages=STAGES,
+            vae_tiling="auto",
+            attached=True,
+            say=said.append,
+        )
+    return made, decided, programs.asked, said
+
+
+def needed(folder: Path, stage: str) -> int:
+    (found,) = folder.glob(f"{stage}*.executable")
+    size = read_entry(found).needed
+    assert size is not None
+    return size
+
+
+def test_a_stage_that_compiles_to_too_much_is_compiled_in_its_other_form(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    made, (decided,), asked, _ = weighed(
+        tmp_path / "all", cache_dir, 2**40, smaller=True
+    )
+    assert (decided.tiled, decided.fits, asked) == (False, True, [(STAGES, "auto")])
+    whole = needed(tmp_path / "all", "decode")
+    assert decided.needed == whole
+    folder = tmp_path / "tight"
+    made, (decided,), asked, said = weighed(folder, cache_dir, whole - 1, smaller=True)
+    # What was compiled before it stays, and its own first form is gone.
+    assert asked == [(STAGES, "auto"), (("decode",), "on")]
+    assert [b.entry.key.stage for b in made] == list(STAGES)
+    assert sorted(p.name for p in folder.glob("*.executable")) == sorted(
+        b.entry.path.name for b in made
+    )
+    assert decided.tiled
+    assert decided.asked == "auto"
+    assert decided.compiled == whole
+    assert decided.needed == needed(folder, "decode") < whole
+    assert any("compiling it in tiles" in line for line in said)
+
+
+def test_a_stage_that_fits_in_no_form_is_not_compiled(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    with pytest.raises(CompileError, match="use a smaller size, fewer frames or more"):
+        weighed(tmp_path, cache_dir, 1, smaller=False)
+    assert list(tmp_path.glob("decode*")) == []
+    assert len(list(tmp_path.glob("*.executable"))) == 2
+
+
+def test_the_form_of_a_folder_is_taken_or_refused(
+    folder: Path, cache_dir: Path
+) -> None:
+    whole, tiles = Footprint(bytes=1), Footprint(bytes=1, tiles="2 x 3 tiles")
+    decided = decide("decode", "auto", whole, tiles, 2**30)
+    other = decided.instead(2**31)
+    assert other is not None
+    document = BuiltFolder.open(folder).manifest
+    content = {**document, "tiling": {"decode": other.as_dict()}}
+    write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
+    built = BuiltFolder.open(folder)
+    # Both are by auto, and the folder's knew more.
+    assert built.followed(decided) == other
+    asked = decide("decode", "off", whole, tiles, 2**30)
+    assert built.followed(asked) == asked
+    with tpuport.load("toy", mesh=MESH, cache_dir=cache_dir) as session:
+        request = session.request(prompt=ASKED["prompt"], seed=ASKED["seed"])
+        built.check_request(request, session.port, [other])
+        with pytest.raises(ArtifactError) as caught:
+            built.check_request(request, session.port, [asked])
+    assert "decode is not for this run" in str(caught.value)
+    assert "tiled -> untiled; use --vae-tiling on, " in str(caught.value)

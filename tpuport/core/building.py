@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compile as compiling
+from tpuport.core.device_memory import refused_bytes
 from tpuport.core.executables import (
     ELSEWHERE,
     HERE,
@@ -22,6 +23,7 @@ from tpuport.core.executables import (
 )
 from tpuport.core.program_key import program_key
 from tpuport.core.programs import patches_of
+from tpuport.core.vae_tiling import TilingDecision, gibibytes
 from tpuport.errors import ArtifactError, TpuportError
 
 if TYPE_CHECKING:
@@ -32,8 +34,28 @@ if TYPE_CHECKING:
     from tpuport.core.request import Request
 
 
+ProgramsOf = Callable[
+    [Sequence[str], str, Callable[[TilingDecision], None]], Iterable["AbstractProgram"]
+]
+"""The programs of some stages with a setting of tiling, and who is told of it."""
+
+
 class CompileError(TpuportError):
     """A program did not compile, or its executable cannot be kept."""
+
+
+class TooLargeError(CompileError):
+    """A program takes more of a device than its stage has.
+
+    Attributes:
+        stage: whose program it is.
+        needed: bytes of a device that it takes.
+        made: what was compiled before it, of other stages.
+    """
+
+    def __init__(self, stage: str, needed: int, made: Sequence[Built]) -> None:
+        super().__init__(f"{stage} takes {gibibytes(needed)} a device")
+        self.stage, self.needed, self.made = stage, needed, tuple(made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +100,7 @@ def build(
     *,
     attached: bool,
     say: Callable[[str], None],
+    room: Callable[[str], int | None] = lambda stage: None,
 ) -> list[Built]:
     """Compile every program and write its executable.
 
@@ -88,8 +111,10 @@ def build(
         attached: whether the devices are here. Where they are not, the entries of
             jax's own cache are written too.
         say: told about progress.
+        room: bytes of a device that the programs of a stage may take.
 
     Raises:
+        TooLargeError: a program takes more; what was written of its stage is gone.
         CompileError: a program does not compile, or cannot be serialised.
         ArtifactError: the folder cannot be written.
     """
@@ -104,16 +129,96 @@ def build(
                 return made
             program.lowered()
             seconds = time.perf_counter() - started
-            built = _one(
-                program, store, components, request, seconds, attached=attached
-            )
-            made.append(built)
+            limit, needed = room(program.stage), None
+            try:
+                built = _one(
+                    program, store, components, request, seconds, attached=attached
+                )
+                made.append(built)
+                needed = built.entry.needed
+            except CompileError as error:
+                needed = refused_bytes(str(error))
+                if limit is None or needed is None:
+                    raise
+            if limit is not None and needed is not None and needed > limit:
+                gone = [b for b in made if b.entry.key.stage == program.stage]
+                for one in gone:
+                    if not one.reused:  # what was there before is the manifest's
+                        one.entry.path.unlink(missing_ok=True)
+                raise TooLargeError(
+                    program.stage, needed, [b for b in made if b not in gone]
+                )
             program.forget()
             what = "was there already" if built.reused else "compiled"
             say(
                 f"{built.entry.key.name}: {what}, {built.entry.size / 2**20:.1f} MiB, "
                 f"trace {seconds:.1f} s, compile {built.compile_seconds:.1f} s"
             )
+
+
+def build_weighed(
+    programs: ProgramsOf,
+    components: Components,
+    request: Request,
+    folder: Path,
+    *,
+    stages: Sequence[str],
+    vae_tiling: str,
+    attached: bool,
+    say: Callable[[str], None],
+) -> tuple[list[Built], list[TilingDecision]]:
+    """:func:`build`, in tiles where what was compiled does not fit without, or so.
+
+    As a run decides it: by an estimate, then by the compiler's figure, as long as
+    ``vae_tiling`` is ``"auto"``.
+
+    Returns:
+        What was compiled, and how each stage with a choice runs.
+
+    Raises:
+        CompileError, ArtifactError: as :func:`build`; no form of a stage fits.
+    """
+    left, setting = list(stages), vae_tiling
+    made: list[Built] = []
+    decided: dict[str, TilingDecision] = {}
+    instead: dict[str, TilingDecision] = {}
+
+    def note(tiling: TilingDecision) -> None:
+        decided[tiling.stage] = instead.get(tiling.stage, tiling)
+
+    def room(stage: str) -> int | None:
+        return decided[stage].room if stage in decided else None
+
+    while left:
+        try:
+            made += build(
+                programs(left, setting, note),
+                components,
+                request,
+                folder,
+                attached=attached,
+                say=say,
+                room=room,
+            )
+            left = []
+        except TooLargeError as error:
+            made += error.made
+            now = decided[error.stage]
+            other = now.instead(error.needed)
+            if other is None:
+                raise CompileError(str(now.refusal(now.stage, error.needed))) from error
+            say(
+                f"{now.stage} {now.chosen.manner} takes {gibibytes(error.needed)}: "
+                f"compiling it {other.chosen.manner}"
+            )
+            instead[now.stage] = other
+            left = left[left.index(now.stage) :]
+            setting = other.setting
+    for name, tiling in decided.items():
+        sizes = [b.entry.needed for b in made if b.entry.key.stage == name]
+        known = [size for size in sizes if size is not None]
+        decided[name] = tiling.weighed(max(known, default=None))
+    return made, list(decided.values())
 
 
 def _one(

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.compile import XLA_FOLDER
 from tpuport.core.documents import read_document, write_document
 from tpuport.core.executables import Entry, read_entry, read_payload
-from tpuport.core.program_key import ProgramKey, surroundings
-from tpuport.core.program_words import spoken
+from tpuport.core.program_key import ProgramKey, context_of, surroundings
+from tpuport.core.program_words import explained
 from tpuport.errors import ArtifactError, MissingArtifactError
 
 if TYPE_CHECKING:
     from tpuport.core.components import Components
     from tpuport.core.request import Request
-
-#: Of a request: each value makes arrays of another shape.
-_SIZES = ("height", "width", "num_frames", "batch_size", "task")
+    from tpuport.core.spec import ModelPort
+    from tpuport.core.vae_tiling import TilingDecision
 
 #: What a manifest says of single stages.
 _TILING = "tiling"
@@ -102,23 +101,61 @@ class BuiltFolder:
             if found:
                 raise self._refused(entry.key, found)
 
-    def check_request(self, request: Request) -> None:
+    def check_request(
+        self, request: Request, port: ModelPort, tilings: Sequence[TilingDecision] = ()
+    ) -> None:
         """Refuse a request of another size than the folder is for.
 
         The programs' own shapes say it too, each when its stage comes; this says it
         before the first one.
 
+        Args:
+            port: the model.
+            tilings: how stages will run that have a choice.
+
         Raises:
             ArtifactError: what differs.
         """
+        now = context_of(request, port)
         for entry in self.entries:
-            found = [
-                f"{spoken(name)} {before} -> {getattr(request, name)}"
-                for name, before in entry.key.context.items()
-                if name in _SIZES and before != getattr(request, name)
-            ]
+            before = {**now, **entry.key.context}
+            if port.stage(entry.key.stage).batch_rows is None:
+                before["guided"] = now["guided"]  # nothing it would see
+            found = explained(before, now)
             if found:
                 raise self._refused(entry.key, found)
+        for tiling in tilings:
+            built = self.manifest.get(_TILING, {}).get(tiling.stage)
+            if tiling.stage not in self.stages or built is None:
+                continue
+            if built["tiled"] != tiling.tiled:
+                forms = [
+                    "tiled" if yes else "untiled"
+                    for yes in (built["tiled"], tiling.tiled)
+                ]
+                setting = "on" if built["tiled"] else "off"
+                raise ArtifactError(
+                    f"{self.folder}: {tiling.stage} is not for this run (what it was "
+                    f"compiled for -> what this run has): {' -> '.join(forms)}; use "
+                    f"--vae-tiling {setting}, {_AGAIN}"
+                )
+
+    def followed(self, tiling: TilingDecision) -> TilingDecision:
+        """The same in the form that is here, where both were decided by ``auto``.
+
+        What decided when the folder was made knew the compiler's figures.
+        """
+        built = self.manifest.get(_TILING, {}).get(tiling.stage)
+        if built is None or tiling.other is None or built["tiled"] == tiling.tiled:
+            return tiling
+        if not built["asked"] == tiling.asked == "auto":
+            return tiling
+        return replace(
+            tiling,
+            chosen=tiling.other,
+            other=tiling.chosen,
+            compiled=built["compiled"],
+        )
 
     def find(self, key: ProgramKey) -> Entry | None:
         """The executable of a key; ``None`` where its stage was not compiled.

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from tpuport.core.device_memory import planned_bytes
 from tpuport.core.documents import canonical
 from tpuport.core.files import cannot_write, one_line, replacing
 from tpuport.core.program_key import ProgramKey
@@ -93,6 +94,8 @@ class Entry:
         seconds: what tracing and compiling took.
         built_for: :data:`HERE` or :data:`ELSEWHERE`.
         size: bytes of the executable.
+        needed: bytes of a device at its peak, weights included, by the compiler;
+            ``None`` where it does not tell, and in older files.
     """
 
     path: Path
@@ -103,6 +106,7 @@ class Entry:
     built_for: str
     size: int
     sha256: str = field(repr=False)
+    needed: int | None = None
 
 
 class ExecutableStore:
@@ -207,6 +211,7 @@ class ExecutableStore:
             lowered=lowered,
             seconds=seconds,
             built_for=built_for,
+            needed=planned_bytes(compiled),
         )
 
     def copy(self, entry: Entry, key: ProgramKey, traced: Traced) -> Entry:
@@ -222,6 +227,7 @@ class ExecutableStore:
             lowered=entry.lowered,
             seconds=entry.seconds,
             built_for=entry.built_for,
+            needed=entry.needed,
         )
 
     def keep(
@@ -233,6 +239,7 @@ class ExecutableStore:
         lowered: str = "",
         seconds: float = 0.0,
         built_for: str = HERE,
+        needed: int | None = None,
     ) -> Entry:
         """Keep bytes under a key; see :meth:`write`.
 
@@ -246,6 +253,7 @@ class ExecutableStore:
                 "lowered": lowered,
                 "seconds": seconds,
                 "built_for": built_for,
+                "needed": needed,
                 "size": len(payload),
                 "sha256": hashlib.sha256(payload).hexdigest(),
             }
@@ -317,6 +325,7 @@ def _read_header(path: Path, file: BinaryIO) -> Entry:
             built_for=str(data["built_for"]),
             size=int(data["size"]),
             sha256=str(data["sha256"]),
+            needed=data.get("needed"),
         )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ArtifactError(

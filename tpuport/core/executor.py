@@ -163,7 +163,31 @@ class Executor:
         untiled, tiled = (
             stage.footprint(context, tiles, devices) for tiles in (False, True)
         )
-        return decide(stage.name, asked, untiled, tiled, limit)
+        decided = decide(stage.name, asked, untiled, tiled, limit)
+        built = self.programs.built
+        return decided if built is None else built.followed(decided)
+
+    def check_built(
+        self, request: Request, stages: Iterable[Stage], vae_tiling: str | None = None
+    ) -> None:
+        """Refuse executables that were compiled for other runs, if some are to be used.
+
+        Args:
+            stages: that will run.
+            vae_tiling: in place of the executor's own setting.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        if self.programs.built is None:
+            return
+        found = [
+            tiling
+            for stage in stages
+            if stage.name not in self.inspection.no_jit
+            and (tiling := self.tiling(stage, request, vae_tiling, alone=True))
+        ]
+        self.programs.check_request(request, found)
 
     def run(
         self,
@@ -192,7 +216,7 @@ class Executor:
                 "debugging; it is much slower"
             )
         else:
-            self.programs.check_request(request)
+            self.check_built(request, [stage], vae_tiling)
         delivery = delivery or Delivery()
         started = time.perf_counter()
         trace = None

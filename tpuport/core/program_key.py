@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tpuport.core.components import Components, Loaded
     from tpuport.core.request import Request
-    from tpuport.core.spec import Program
+    from tpuport.core.spec import ModelPort, Program
 
 #: Raised when the meaning of a field changes.
 KEY_VERSION = 1
@@ -81,8 +81,8 @@ class ProgramKey:
         flags: XLA's and libtpu's, as set for the process and by
             :mod:`tpuport.core.libtpu_flags`.
         settings: of jax.
-        context: size, frames and steps of the request it was first made for. It says
-            why shapes differ and is no part of the identity.
+        context: size, frames, steps and guidance of the request it was first made for.
+            It says why shapes differ and is no part of the identity.
     """
 
     model: str
@@ -204,8 +204,14 @@ def program_key(
         weights={key: _array(value) for key, value in sorted(loaded.weights.items())},
         arguments={jax.tree_util.keystr(path): _array(leaf) for path, leaf in leaves},
         structure=str(tree),
-        context={name: getattr(request, name) for name in _CONTEXT},
+        context=context_of(request, components.port),
     )
+
+
+def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
+    """What of a request explains why the shapes of its programs differ."""
+    known = {name: getattr(request, name) for name in _CONTEXT}
+    return {**known, "guided": port.guided(request)}
 
 
 def _method(request: Request) -> str:

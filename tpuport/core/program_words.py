@@ -56,7 +56,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str,
     if not found:
         return ()
     # Only beside a difference that the program sees: more steps make no new program.
-    seen = _each(before, after, "context") if shapes else []
+    seen = explained(before["context"], after["context"]) if shapes else []
     return (*seen, *found)
 
 
@@ -82,10 +82,27 @@ def _each(
     """Every entry of a field that differs; long configs are many small entries."""
     found = []
     for name, old, new in _pairs(before[field], after[field]):
-        if field == "context" and name in ("num_inference_steps", "guidance_scale"):
-            continue  # seen in the shapes only where guidance doubles the rows
         found += _changed(prefix + spoken(name), old, new)
     return found
+
+
+def explained(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """How two requests differ, in what makes arrays of another shape.
+
+    Steps make none. Guidance does where it comes or goes, as it doubles the rows; of
+    an older context that is not known.
+    """
+    known = "guided" in before and "guided" in after
+    left_out = {"num_inference_steps", "guided"}
+    if not known or before["guided"] == after["guided"]:
+        left_out.add("guidance_scale")
+    pairs = _pairs(before, after)
+    return [
+        text
+        for name, old, new in pairs
+        if name not in left_out
+        for text in _changed(spoken(name), old, new)
+    ]
 
 
 def _changed(name: str, old: Any, new: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tpuport.core.request import Request
     from tpuport.core.runtime import Runtime
     from tpuport.core.spec import Program, Stage
+    from tpuport.core.vae_tiling import TilingDecision
 
 #: Of executables, in the folder of the compile cache.
 FOLDER = "executables"
@@ -109,10 +110,12 @@ class Programs:
         if self.built is not None:
             self.built.check(self.components)
 
-    def check_request(self, request: Request) -> None:
-        """Refuse a built folder that is for requests of another size."""
+    def check_request(
+        self, request: Request, tilings: Sequence[TilingDecision] = ()
+    ) -> None:
+        """Refuse a built folder that is for other requests; see its method."""
         if self.built is not None:
-            self.built.check_request(request)
+            self.built.check_request(request, self.components.port, tilings)
 
     def jax_cache(self) -> AbstractContextManager[None]:
         """jax's own cache, for what is compiled beside the programs of the stages."""

@@ -245,7 +245,11 @@ class Session(StageRunner):
         complete = not sources and all(
             spec.name in embeds for spec in encode.writes if spec.role in needed
         )
-        self.check_weights(names[1:] if complete else names, request)
+        needed_stages = names[1:] if complete else names
+        self.check_weights(needed_stages, request)
+        if backend != "diffusers":
+            made_by = [self.port.stage(name) for name in needed_stages]
+            self.executor.check_built(request, made_by, vae_tiling)
         stages: list[StageReport] = []
         if not complete:
             # As upstream: what was given stands, the rest is encoded.

@@ -42,13 +42,15 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
         + "".join(f", {name} {n}" for n, name in plan.implementations.items())
     )
-    count = settings["batch_size"]
+    together = settings["batch_size"]
+    count = len(settings["prompts"])
+    how = ", one after the other" if together < count else ", together"
     frames, steps = settings["num_frames"], settings["num_inference_steps"]
     yield (
         f"{count} video{'s' * (count > 1)} of {settings['width']}x"
         f"{settings['height']}, {frames} frame{'s' * (frames != 1)}, "
         f"{steps} step{'s' * (steps != 1)}, guidance "
-        f"{settings['guidance_scale']:g}"
+        f"{settings['guidance_scale']:g}{how if count > 1 else ''}"
     )
     if plan.weights == "demo":
         yield (
