@@ -3,7 +3,8 @@ docs/tpu-without-a-tpu.md.
 
 ``python -m tests.measure_plans FOLDER`` runs ``tpuport plan`` once for each row that
 has no ``NAME.json`` in FOLDER yet (two minutes each on two cores), keeps the document
-there, and prints the table. None of the measurements was made by this project.
+there, and prints the tables: denoising, where the port's own choices are imitated, and
+decode, where ours are planned. None of the measurements was made by this project.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ ROWS = (
     ),
     Row(
         "hunyuanvideo-deepcache",
-        "DeepCache, every 4th of steps 11-45 full, jax splash",
+        "DeepCache, every 4th of steps 11-45 full, jax splash, both whole",
         4.07,
         (
             *(*LARGE, "--attention", JAX, "--sharding", "replicated-out"),
@@ -104,17 +105,57 @@ ROWS = (
 )
 
 
-def document(row: Row, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Decode:
+    """A published decode, beside ours of the same size.
+
+    Attributes:
+        name: of the kept document.
+        title: for people.
+        published: seconds.
+        compiled: published seconds of the compile, where there are some.
+        args: of ``tpuport plan``.
+    """
+
+    name: str
+    title: str
+    published: float
+    compiled: float | None
+    args: tuple[str, ...]
+
+
+DECODES = (
+    Decode("decode-720", "720x1280, TorchAx", 0.86, 80, ("--size", "1280x720")),
+    Decode("decode-768", "768x1360, TorchAx", 0.65, None, ("--size", "1360x768")),
+    Decode(
+        "decode-768-flax",
+        "768x1360, Flax",
+        1.30,
+        None,
+        ("--size", "1360x768", "--vae", "flax"),
+    ),
+)
+#: Seconds of the first call of a step of CogVideoX1.5-5B, compile and all.
+FIRST_CALL = 130
+
+
+def document(row: Row | Decode, folder: Path) -> dict[str, Any]:
     """The kept plan of a row, made where there is none."""
     path = folder / f"{row.name}.json"
     if not path.is_file():
         command = [sys.executable, "-m", "tpuport", "plan", "--topology", "v6e-8"]
-        # The ports run upstream's blocks, and so does what imitates them.
-        command += [*row.args, "--blocks", "upstream"]
-        done = subprocess.run(
-            [*command, "--stage", "denoise", "--json"],
+        environment = dict(os.environ)
+        if isinstance(row, Decode):
+            command += ["--model", "cogvideox", "--variant", "1.5-5b", *row.args]
+            command += ["--stage", "decode", "--vae-tiling", "off"]
+        else:
+            # The ports run upstream's blocks, and so does what imitates them.
+            command += [*row.args, "--blocks", "upstream", "--stage", "denoise"]
             # Nor did they set the flags that tpuport sets.
-            env={**os.environ, "LIBTPU_INIT_ARGS": PLAIN_FLAGS},
+            environment["LIBTPU_INIT_ARGS"] = PLAIN_FLAGS
+        done = subprocess.run(
+            [*command, "--json"],
+            env=environment,
             stdout=subprocess.PIPE,
             check=True,
             text=True,
@@ -141,7 +182,7 @@ def predicted(row: Row, plan: dict[str, Any]) -> tuple[float, float]:
 
 
 def main(folder: Path) -> None:
-    """Print the table."""
+    """Print the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     print("| run | published | predicted | | floor |")
     print("| --- | --- | --- | --- | --- |")
@@ -151,6 +192,21 @@ def main(folder: Path) -> None:
             f"| {row.title} | {row.published:.2f} s | {step:.2f} s | "
             f"{step / row.published - 1:+.0%} | {floor:.2f} s |"
         )
+    print("\n| decode, 81 frames | published | ours, predicted | | compile | ours |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for decode in DECODES:
+        plan = document(decode, folder)
+        seconds, compiled = plan["stage_seconds"]["decode"], plan["compile_seconds"]
+        theirs = "" if decode.compiled is None else f"{decode.compiled:.0f} s"
+        print(
+            f"| {decode.title} | {decode.published:.2f} s | {seconds:.2f} s | "
+            f"{seconds / decode.published - 1:+.0%} | {theirs} | {compiled:.0f} s |"
+        )
+    first = document(ROWS[0], folder)["compile_seconds"]
+    print(
+        f"\nThe first call of a step of CogVideoX1.5-5B took {FIRST_CALL} s with its "
+        f"compile; this machine's compile of the row above took {first:.0f} s."
+    )
 
 
 if __name__ == "__main__":

@@ -176,27 +176,42 @@ OF_LIBTPU = ("TPU_", "ALLOW_MULTIPLE_LIBTPU_LOAD", "LIBTPU_", "XLA_FLAGS")
 
 
 @needs_libtpu
-def test_two_compile_at_once(tmp_path: Path) -> None:
+def test_two_compile_at_once_and_the_options_of_attention_reach_them(
+    tmp_path: Path,
+) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_LIBTPU)}
     path = os.pathsep.join([str(ROOT), *sys.path])
-    small = ("--size", "96x64", "--frames", "9", "--attention", "reference", "--json")
+    small = ("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--json")
+    asked = ("splash", "splash:running_max=on;window=64,64;block_q=256;block_kv=128")
     both = [
         subprocess.Popen(
-            [sys.executable, "-m", "tpuport", "plan", "--topology", name, *small],
+            [sys.executable, "-m", "tpuport", "plan", *small, "--attention", text],
             env=kept | {"PYTHONPATH": path, "TPUPORT_CACHE_DIR": str(tmp_path / name)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name in ("v6e-1", "v6e-4")
+        for name, text in zip(("plain", "options"), asked, strict=True)
     ]
     ended = [process.communicate(timeout=300) for process in both]
-    for process, (out, err) in zip(both, ended, strict=True):
+    kernels, calls = [], []
+    for process, (out, err), text in zip(both, ended, asked, strict=True):
         assert process.returncode == 0, err[-3000:]
         found = json.loads(out)
         assert found["fits"]
         assert found["compile_seconds"] > 0
-    assert [json.loads(out)["topology"] for out, _ in ended] == ["v6e-1", "v6e-4"]
+        assert found["attention"] == text
+        stage = found["stages"]["denoise"]
+        (call,) = stage["programs"][0]["attention"]
+        calls.append(call)
+        (kernel,) = found["kernels"]
+        kernels.append(kernel)
+    assert [c["implementation"] for c in calls] == ["splash", "splash"]
+    assert [c["window"] for c in calls] == [None, [64, 64]]
+    assert calls[0]["blocks"] != calls[1]["blocks"]
+    assert (calls[1]["blocks"]["block_q"], calls[1]["blocks"]["block_kv"]) == (256, 128)
+    # The kernels themselves differ, by the compiler's schedule of each.
+    assert kernels[0]["cycles"] != kernels[1]["cycles"]
 
 
 def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:

@@ -318,6 +318,26 @@ def test_what_the_budget_leaves_out_is_called_an_estimate() -> None:
     assert {a["verified"] for a in found} == {False}
 
 
+def test_an_estimate_is_told_with_what_those_before_it_missed() -> None:
+    """Each compiled one takes 1.5 times its estimate; three are compiled."""
+
+    def costs(spec: MeshSpec, request: Request) -> Measured:
+        return measured(1.5 * (4 + 36 * request.num_frames / 97), 0.5)
+
+    fake = Fake(["dp=2,tp=4"], costs)
+    fake.request = lambda spec: replace(REQUEST, num_frames=97)  # type: ignore[method-assign]
+    asked = plan_of(MeshSpec.parse("dp=2,tp=4"), measured(40, 0.5))
+    found: Any = advise(fake, asked)  # type: ignore[arg-type]
+    (frames,) = [a for a in found if a["change"] == "frames"]
+    tried = [c[1] for c in fake.compiled if c[2] == REQUEST.height]
+    assert tried == [73, 65, 57]
+    assert frames["verified"] is False
+    # 49 frames: 22.2 GiB by estimate, 33.3 with what the others missed.
+    assert frames["to"] == "41 frames"
+    told = frames["hbm_bytes_per_chip"] / GIB
+    assert told == pytest.approx(1.5 * (4 + 36 * 41 / 97))
+
+
 def test_a_program_on_one_device_gains_nothing_from_another_mesh() -> None:
     def costs(spec: MeshSpec, request: Request) -> Measured:
         return measured(40 * request.num_frames / 33, 0.5, devices=1)

@@ -205,6 +205,7 @@ def _first_that_fits(
     limit = planner.chip.hbm_usable_bytes
     likely = [c for c in changes if c.estimate <= limit]
     tried = 0
+    worst = 1.0
     for change in likely:
         if tried == TRIES or time.perf_counter() > until:
             break
@@ -220,10 +221,13 @@ def _first_that_fits(
             continue
         if plan.fits:
             return _advice(kind, change, plan.hbm_bytes, verified=True)
-    left = likely[tried:]
-    if not left:
-        return None
-    return _advice(kind, left[0], int(left[0].estimate), verified=False)
+        worst = max(worst, plan.hbm_bytes / change.estimate)
+    # What was compiled was larger than its estimate: so may be what was not.
+    for change in likely[tried:]:
+        if change.estimate * worst <= limit:
+            size = int(change.estimate * worst)
+            return _advice(kind, change, size, verified=False)
+    return None
 
 
 def _advice(kind: str, change: _Change, size: int, *, verified: bool) -> dict[str, Any]:
