@@ -9,7 +9,6 @@ Source: diffusers 0.42 ``autoencoder_kl_cogvideox.py``, ``upsampling.py``,
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,6 @@ class ResnetBlock(nnx.Module):
             self.conv_shortcut = Pointwise(inputs, outputs)
 
         self.groups = groups
-        self.alike = (inputs, outputs)
 
     def __call__(
         self,
@@ -101,54 +99,26 @@ def run_blocks(
     cache: Sequence[Mapping[str, Frames]] | None,
     grid: Grid,
 ) -> tuple[jax.Array, Moments, list[dict[str, Frames]]]:
-    """Residual blocks one after the other; those alike are compiled once.
+    """Residual blocks one after the other.
+
+    Not a loop over those that are alike: on TPUs equal kernels are compiled once all
+    the same, and a loop copies its slices of weights and caches.
 
     Args:
         blocks: at one resolution.
-        cache: of each run of blocks that are alike, stacked: [L, N, 2, Y, X, C].
+        cache: of each block.
 
     Returns:
         the activation, its moments, and the cache of the next chunk.
     """
-    import jax
-    import jax.numpy as jnp
-
     groups = blocks[0].groups
     moments = moments_of(x, groups, grid)
     kept: list[dict[str, Frames]] = []
-    for index, (_, alike) in enumerate(itertools.groupby(blocks, lambda b: b.alike)):
-        parts = [nnx.split(block) for block in alike]
-        graph = parts[0][0]
-        held = cache[index] if cache else None
-        if len(parts) == 1:
-            old = None if held is None else jax.tree.map(lambda v: v[0], held)
-            x, frames = nnx.merge(*parts[0])(x, moments, z, old, grid)
-            moments = moments_of(x, groups, grid)
-            kept.append(jax.tree.map(lambda v: v[None], frames))
-            continue
-        states = jax.tree.map(lambda *v: jnp.stack(v), *(state for _, state in parts))
-
-        def step(
-            carry: tuple[jax.Array, Moments, Any], given: Any, graph: Any = graph
-        ) -> tuple[tuple[jax.Array, Moments, Any], Any]:
-            x, moments, held = carry
-            state, place = given
-            old = None
-            if held is not None:
-                old = jax.tree.map(lambda v: v[place], held)
-            block = nnx.merge(graph, state)
-            h, frames = block(x, moments, z, old, grid)
-            # Here they are taken as the convolution writes its result.
-            moments = moments_of(h, groups, grid)
-            if held is None:
-                return (h, moments, None), frames
-            # In place: collected as the loop's results they are copied once more.
-            held = jax.tree.map(lambda v, new: v.at[place].set(new), held, frames)
-            return (h, moments, held), None
-
-        given = (states, jnp.arange(len(parts)))
-        (x, moments, held), made = jax.lax.scan(step, (x, moments, held), given)
-        kept.append(made if held is None else held)
+    for index, block in enumerate(blocks):
+        x, frames = block(x, moments, z, cache[index] if cache else None, grid)
+        # Here they are taken as the convolution writes its result.
+        moments = moments_of(x, groups, grid)
+        kept.append(frames)
     return x, moments, kept
 
 

@@ -4,7 +4,7 @@ They take and give what upstream's class takes and gives, planes and channels be
 frames, so that everything between the stages is the same. The carry is the Flax cache.
 
 Legend: B videos of a batch, T/Y/X latent frames, rows, columns, C latent channels, F
-frames, H/W rows and columns of pixels, L blocks that are alike.
+frames, H/W rows and columns of pixels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GRANULE = 8
 
 #: Of what goes from chunk to chunk.
-_CACHE = "LBTYXC"
+_CACHE = "BTYXC"
 
 
 def _weights(config: Mapping[str, Any]) -> FlaxWeights:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Cache = dict[str, Any]
 """The last two frames of every causal convolution's input: a tree of arrays
-[L, B, 2, Y, X, C], L that many blocks that are alike, one after the other."""
+[B, 2, Y, X, C]."""
 
 #: Residual blocks of the middle.
 _MIDDLE = 2
@@ -114,18 +114,6 @@ class VaeConfig:
         return cls(**fields)
 
 
-def _single(
-    conv: CausalConv,
-    x: jax.Array,
-    cache: jax.Array | None,
-    grid: Grid,
-    last: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """A convolution outside of the blocks: a stack of one in the cache."""
-    out, frames = conv(x, None if cache is None else cache[0], grid, last=last)
-    return out, frames[None]
-
-
 class Level(nnx.Module):
     """The blocks of one resolution, and what changes it, under upstream's names."""
 
@@ -177,7 +165,7 @@ class Encoder(nnx.Module):
         """[B, F, 8Y, 8X, 3] -> moments [B, T, Y, X, 2C], and the next chunk's cache."""
         old: Mapping[str, Any] = cache or {}
         kept: Cache = {}
-        h, kept["conv_in"] = _single(self.conv_in, x, old.get("conv_in"), grid)
+        h, kept["conv_in"] = self.conv_in(x, old.get("conv_in"), grid)
         kept["blocks"] = []
         levels = list(self.down_blocks)
         for index, level in enumerate(levels):
@@ -191,7 +179,7 @@ class Encoder(nnx.Module):
             if hasattr(level, "downsamplers"):
                 h = level.downsamplers[0](h, grid)
         h, last = self.norm_out(h, moments, grid)
-        h, kept["conv_out"] = _single(self.conv_out, h, old.get("conv_out"), grid, last)
+        h, kept["conv_out"] = self.conv_out(h, old.get("conv_out"), grid, last)
         return h, kept
 
 
@@ -232,7 +220,7 @@ class Decoder(nnx.Module):
         """[B, T, Y, X, C] -> frames [B, F, 8Y, 8X, 3], and the next chunk's cache."""
         old: Mapping[str, Any] = cache or {}
         kept: Cache = {}
-        h, kept["conv_in"] = _single(self.conv_in, z, old.get("conv_in"), grid)
+        h, kept["conv_in"] = self.conv_in(z, old.get("conv_in"), grid)
         kept["blocks"] = []
         levels = list(self.up_blocks)
         for index, level in enumerate(levels):
@@ -246,7 +234,7 @@ class Decoder(nnx.Module):
             if hasattr(level, "upsamplers"):
                 h = level.upsamplers[0](h, grid)
         h, last = self.norm_out(h, moments, grid, z)
-        h, kept["conv_out"] = _single(self.conv_out, h, old.get("conv_out"), grid, last)
+        h, kept["conv_out"] = self.conv_out(h, old.get("conv_out"), grid, last)
         return h, kept
 
 

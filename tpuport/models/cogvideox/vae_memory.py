@@ -29,7 +29,7 @@ CODE_ON_TPU = 64 * 2**20
 #: weights are. Measured: up to 9.6 in the first chunk.
 ALIVE_ELSEWHERE = 10.0
 #: The same of the VAE in Flax, before it ran kernels: 4.8 in a chunk of 1.5-5b on one
-#: v6e, 90 x 20 latents, with the caches apart. With them eight take 2.5 GiB in all at
+#: v6e, 90 x 20 latents, with the caches apart. With them eight take 2.9 GiB in all at
 #: 90 x 160, and the estimate is 4.2.
 FLAX_ALIVE_ON_TPU = 6.0
 #: Measured: up to 6.4, in the second chunk on one device; 5.5 in the first.
