@@ -86,8 +86,9 @@ def as_usage_error(error: Exception) -> str | None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "tpuport"
     message = one_line(error.format_message()).rstrip(".")
-    if name := getattr(error, "option_name", None):
-        known = getattr(error, "possibilities", None) or ()
+    # An option that lacks its value has a name too, and a message that says so.
+    if hasattr(error, "possibilities") and (name := getattr(error, "option_name", "")):
+        known = error.possibilities or ()
         near = difflib.get_close_matches(name, known, 1, 0.75)
         message = f"No such option: {name}"
         if near:

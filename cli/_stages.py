@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.artifacts import STAGE_FILES, STAGES, RunDirectory
-from tpuport.core.implementations import choices
 from tpuport.core.report import RunReport
 from tpuport.core.request import Request
 
@@ -154,7 +153,7 @@ def _tell(
             "mesh": report.mesh,
             "attention": settings.attention or "auto",
             "blocks": session.port.blocks,
-            "implementations": choices(session.port),
+            "implementations": dict(report.implementations),
             "backend": settings.backend or "tpuport",
             "report": report.as_dict(),
         }

@@ -8,7 +8,6 @@ from typing import Any
 import typer
 
 from tpuport.core.artifacts import RUN_FILE, STAGES
-from tpuport.core.implementations import choices
 from tpuport.core.report import RunReport, StageReport
 
 from ._cache import cache_folder, new_run_folder
@@ -239,7 +238,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
             "mesh": report.mesh,
             "attention": settings.attention or "auto",
             "blocks": session.port.blocks,
-            "implementations": choices(session.port),
+            "implementations": dict(report.implementations),
             "encode_on": session.encode_on,
             "backend": settings.backend or "tpuport",
             "run_dir": str(settings.run_dir) if settings.run_dir else None,

@@ -163,6 +163,24 @@ def test_an_encoded_image_is_of_the_autoencoder_that_encoded_it(
     shutil.rmtree("run")
 
 
+def test_on_the_host_an_image_is_encoded_by_upstreams_and_recorded_so(
+    cli: Cli, image: Path
+) -> None:
+    ran = cli(
+        *("encode", "--prompt", "a fox", "--image", image, *SMALL, "--json"),
+        *("--variant", "demo-i2v", "--vae", "flax", "--encode-on", "host"),
+        *("--run-dir", "run"),
+    )
+    assert ran.code == 0, ran.err
+    assert "its vae is upstream's, not flax" in ran.err
+    assert ran.json["implementations"] == {}
+    assert ran.json["report"]["implementations"] == {}
+    record = json.loads(Path("run/run.json").read_text())
+    assert record["stages"]["encode"]["report"]["implementations"] == {}
+    assert not any(line.split() == ["vae", "flax"] for line in ran.err.splitlines())
+    shutil.rmtree("run")
+
+
 def test_the_programs_of_one_are_no_programs_of_the_other(cli: Cli, run: Path) -> None:
     asked = ("--stage", "decode", "--vae", "flax", "--out", "built", "--json")
     ran = cli("compile", *SMALL, *asked)

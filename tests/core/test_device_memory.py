@@ -34,6 +34,9 @@ def device(platform: str, stats: Any = None, kind: str = "") -> Any:
 def test_a_device_that_counts_tells() -> None:
     counted = device("tpu", {"bytes_limit": 30 * GIB, "bytes_in_use": 12 * GIB})
     assert program_room([counted], held=10 * GIB, own=2 * GIB) == 20 * GIB
+    # The fullest of them decides, wherever it stands.
+    full = device("tpu", {"bytes_limit": 30 * GIB, "bytes_in_use": 25 * GIB})
+    assert program_room([counted, full, counted]) == 5 * GIB
 
 
 def test_a_chip_that_is_described_is_looked_up() -> None:

@@ -21,16 +21,16 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from tpuport.core.device_memory import planned_bytes
+from tpuport.core.implementations import with_chosen
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.planning.abstract import abstract_programs
 from tpuport.core.planning.configs import config_checkpoint
 from tpuport.core.planning.planner import Requests
 from tpuport.core.report import Reporter
-from tpuport.core.spec import with_blocks
 from tpuport.core.topology import parse_topology, topology_devices
 from tpuport.plugins import get_port
 
-port = with_blocks(get_port("cogvideox"), "native")
+port = with_chosen(get_port("cogvideox"), {"vae": sys.argv[2]})
 variant = port.variant("5b")
 devices = topology_devices(parse_topology("v6e-8"))
 mesh = build_mesh(MeshSpec(sp=8), devices)
@@ -54,10 +54,13 @@ pytestmark = [
 ]
 
 
-def test_the_estimate_is_of_the_size_of_the_compiled_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize("vae", ["torchax", "flax"])
+def test_the_estimate_is_of_the_size_of_the_compiled_program(
+    vae: str, tmp_path: Path
+) -> None:
     path = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), vae],
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, "XLA_FLAGS": ""},
         capture_output=True,
         text=True,

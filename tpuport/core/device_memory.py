@@ -54,9 +54,10 @@ def program_room(devices: Sequence[Any], held: int = 0, own: int = 0) -> int | N
     if device.platform == "cpu":
         left = host_memory()
         return None if left is None else left // len(devices) + own
-    stats = _counted(device)
-    if stats is not None:
-        return int(stats["bytes_limit"]) - int(stats["bytes_in_use"]) + own
+    counts = [stats for each in devices if (stats := _counted(each)) is not None]
+    if counts:
+        # A program runs on all of them: the fullest decides.
+        return own + min(int(c["bytes_limit"]) - int(c["bytes_in_use"]) for c in counts)
     if device.platform == "tpu":
         return chip_named(chip_of(device)).hbm_usable_bytes - held
     return None

@@ -287,6 +287,13 @@ class Session(StageRunner):
         """The report of a run made of these stages."""
         from tpuport.core.mesh import MeshSpec
 
+        # Of the components that some stage ran; upstream's own code has its own.
+        ran = [
+            name
+            for stage in stages
+            if stage.backend != "diffusers"
+            for name in self.port.stage(stage.stage).components
+        ]
         return RunReport(
             model=self.port.name,
             variant=self.variant.name,
@@ -300,5 +307,5 @@ class Session(StageRunner):
             total_seconds=total_seconds,
             peak_host_bytes=reports.peak_host_bytes(),
             peak_device_bytes=reports.peak_device_bytes(list(self.mesh.devices.flat)),
-            implementations=choices(self.port),
+            implementations=choices(self.port, dict.fromkeys(ran)),
         )

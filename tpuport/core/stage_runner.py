@@ -286,8 +286,9 @@ class StageRunner(RequestBuilder):
             "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
             "sharding": self.components.layout,
             "blocks": self.port.blocks,
-            "implementations": choices(
-                self.port, self.port.stage(report.stage).components
-            ),
+            # Upstream's own code has its own.
+            "implementations": {}
+            if report.backend == "diffusers"
+            else choices(self.port, self.port.stage(report.stage).components),
             "platform": self.components.platform,
         }
