@@ -198,10 +198,16 @@ def _size(folder: Path) -> int:
 
 
 def _flag_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The compiler's flags for the chip here."""
+    """The compiler's flags for the chip here; without one, those of every chip."""
     rows: list[tuple[str, str]] = []
     if found and not found["chip"]:
-        return [("compiler flags", "no TPU here; --json has those of every chip")]
+        by_chip: dict[str, list[str]] = {}
+        for flag in found["flags"]:
+            for chip in flag["chips"]:
+                text = f"--{flag['name']}={flag['value']}"
+                by_chip.setdefault(chip, []).append(text)
+        rows = [("compiler flags", "no TPU here; what they do is in --json")]
+        return rows + [(f"  on {c}", " ".join(by_chip[c])) for c in sorted(by_chip)]
     for flag in found["flags"] if found else ():
         where = ", ".join(flag["stages"])
         text = f"--{flag['name']}={flag['value']} ({where}): {flag['effect']}"

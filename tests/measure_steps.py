@@ -5,7 +5,8 @@ docs/performance.md, and of decodes in docs/vae.md.
 ``slices``, ``decodes``) runs ``tpuport plan`` once for each row that has no
 ``NAME.json`` in FOLDER yet (half a minute to some minutes each on two cores), keeps the
 document there, and prints the table and, below it, the command of each row. With words
-only rows whose command has all of them. Nothing here is measured on a chip.
+only rows whose command, or what they are called in the table, has all of them. What was
+kept from another source of tpuport is told. Nothing here is measured on a chip.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tpuport.core.source_hash import source_hash
 
 MODELS = {
     "cogvideox": ("--model cogvideox --variant 1.5-5b --size 1280x720", 42),
@@ -72,7 +75,9 @@ class Row:
             if done.returncode:
                 print(f"{self.command}: exit code {done.returncode}", file=sys.stderr)
                 return None
-            path.write_text(done.stdout)
+            made = json.loads(done.stdout)
+            kept = {**made, "source": source_hash("tpuport")}
+            path.write_text(json.dumps(kept, indent=1) + "\n")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -196,13 +201,20 @@ def main(table: str, folder: Path, words: list[str]) -> int:
     head, line = (DECODE_HEAD, decode_cells) if decoding else (STEP_HEAD, cells)
     print("|", " | ".join(head), "|")
     print("|", " | ".join("---" for _ in head), "|")
-    rows = [r for r in TABLES[table]() if all(w in r.command for w in words)]
-    failed = 0
+    rows = [
+        row
+        for row in TABLES[table]()
+        if all(word in row.command or word in row.title for word in words)
+    ]
+    failed = older = 0
     for row in rows:
         plan = row.document(folder)
         failed += plan is None
+        older += plan is not None and plan.get("source") != source_hash("tpuport")
         if plan is not None:
             print("|", " | ".join(line(row, plan)), "|", flush=True)
+    if older:
+        print(f"\n{older} of {len(rows)} rows were kept from another source of tpuport")
     print("\n```console", *(row.command for row in rows), "```", sep="\n")
     return failed
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.core.test_sequence_parallel import active_on
+from tests.tolerances import TOLERANCES
 from tpuport.core import joint, streams
 from tpuport.core.joint import HeadNorm, JointSequence
 
@@ -128,3 +129,12 @@ def test_no_score_exceeds_the_product_of_both_bounds(
     else:
         # The kernel's scores are scaled by 1 / sqrt(16).
         assert float(given["score_bound"]) == pytest.approx(3.0 * 5.0 / 4.0)
+
+
+def test_a_mean_far_from_zero_costs_a_norm_no_digits() -> None:
+    x = (1e3 + np.random.default_rng(0).standard_normal((4, 512))).astype(np.float32)
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(-1, keepdims=True)
+    truth = centred / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
+    found = np.asarray(joint.normalise(jnp.asarray(x), 1e-6))
+    assert np.abs(found - truth).max() <= TOLERANCES["norm float32 large mean"]

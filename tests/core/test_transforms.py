@@ -83,7 +83,7 @@ def test_no_whole_heads_are_refused(rows: int, head_dim: int) -> None:
 
 
 def test_a_name_that_no_pattern_matches_is_left_as_it_is() -> None:
-    apply = transformer([transform(r"a\.weight")], {})
+    apply = transformer([transform(r"a\.weight")], {}, ["a.weight", "b.weight"])
     tensor = drawn(3)
     # The whole name counts: neither a part nor a name within a name.
     for name in ("a.bias", "b.a.weight", "a.weight.scale"):
@@ -97,19 +97,21 @@ def test_the_config_reaches_the_transform() -> None:
         apply=lambda tensor, config: to_halves(tensor, config["dim"]),
         reason="a test",
     )
-    out = transformer([found], {"dim": 4})("w", torch.arange(8))
+    out = transformer([found], {"dim": 4}, ["w"])("w", torch.arange(8))
     assert out.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_what_is_handed_on_lies_in_order() -> None:
-    apply = transformer([transform("w", lambda x: x.T)], {})
+    apply = transformer([transform("w", lambda x: x.T)], {}, ["w"])
     out = apply("w", drawn(4, 4))
     assert out.is_contiguous()
     assert torch.equal(out, drawn(4, 4).T)
 
 
 def test_two_transforms_of_one_weight_are_refused_by_name() -> None:
-    apply = transformer([transform(r"a\..*"), transform(r".*\.weight")], {})
+    apply = transformer(
+        [transform(r"a\..*"), transform(r".*\.weight")], {}, ["a.weight", "a.bias"]
+    )
     assert torch.equal(apply("b.weight", drawn(2)), -drawn(2))
     with pytest.raises(PluginError) as caught:
         apply("a.weight", drawn(2))
@@ -126,4 +128,10 @@ def test_two_transforms_of_one_weight_are_refused_by_name() -> None:
 def test_another_shape_or_dtype_is_refused(apply: Any, found: str) -> None:
     message = f"weight transform 'w' makes torch.{found} of w, which is torch.float32"
     with pytest.raises(PluginError, match=re.escape(message)):
-        transformer([transform("w", apply)], {})("w", drawn(3))
+        transformer([transform("w", apply)], {}, ["w"])("w", drawn(3))
+
+
+def test_a_transform_that_matches_nothing_is_refused() -> None:
+    """A misspelt one would leave the weights as they are, and blocks expect others."""
+    with pytest.raises(PluginError, match=r"'attn9.*' \(a test\) matches no weight"):
+        transformer([transform("attn9.*")], {}, ["attn1.weight", "attn1.bias"])

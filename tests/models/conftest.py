@@ -77,6 +77,10 @@ def make_transformer(form: str, seed: int = 0, **changes: Any) -> torch.nn.Modul
     torch.manual_seed(seed)
     config = {**TRANSFORMER, **{**FORMS, **IMAGE_FORMS}[form], **changes}
     module = CogVideoXTransformer3DModel(**config).eval()
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            # Norms start at 1 and 0, which hides whether they were applied.
+            parameter.data += 0.2 * torch.randn_like(parameter)
     if config.get("use_learned_positional_embeddings"):
         # They start out as the computed ones.
         module.patch_embed.pos_embedding.normal_()

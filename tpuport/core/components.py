@@ -298,6 +298,7 @@ class Components:
         transform = transformer(
             self.port.components[name].transforms,
             getattr(self.skeleton(name), "config", {}),
+            ported.names.stored,
         )
 
         def stream() -> Iterator[tuple[str, np.ndarray]]:

@@ -223,16 +223,20 @@ class MeshSpec:
         return [axis for axis in AXES if getattr(self, axis) == -1]
 
     def _shrunk(self, device_count: int) -> MeshSpec:
-        """A mesh that fits, each axis a divisor of what was asked.
+        """A mesh that fits, dp and tp divisors of what was asked.
 
-        A divisor keeps what an axis already divided (heads, batch) divided.
+        A divisor keeps what an axis already divided (heads, batch) divided; sp takes
+        any degree, where no other axis is to take what is left.
         """
         left = device_count
+        most = {"sp": min} if not self._open_axes() else {}
         sizes = {}
         for axis in AXES:
             asked = getattr(self, axis)
             if asked != -1:
-                sizes[axis] = math.gcd(asked, left)
+                sizes[axis] = (
+                    min(asked, left) if axis == "sp" else math.gcd(asked, left)
+                )
                 left //= sizes[axis]
         return replace(self, **sizes)
 

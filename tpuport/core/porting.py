@@ -79,7 +79,8 @@ class PortedProgram:
             self._ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
         )
         names_wanted = (*names.stored, *names.computed)
-        transform = transformer(component.transforms, getattr(module, "config", {}))
+        config = getattr(module, "config", {})
+        transform = transformer(component.transforms, config, names.stored)
         self._weights = place_weights(
             self._ported,
             wanted,

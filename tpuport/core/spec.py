@@ -299,6 +299,9 @@ class ModelPort:
         aspect: (height, width) of a bucket where the user names none.
         check_variant: what of ``check`` needs no checkpoint: it is asked before one is
             looked for.
+        write_processors: writes the configs of processors that go with a variant's own
+            configs, such as the size of pictures that its image encoder takes, into a
+            checkpoint's folder; those of the demo stand where there is none.
         form: the name of this form, where a model has several architectures.
         forms: the other forms: ports of the same name and the same variants.
         blocks: which blocks are in place; see :func:`with_blocks`.
@@ -325,6 +328,7 @@ class ModelPort:
     bucket: Callable[[int, tuple[float, float]], tuple[int, int]] | None = None
     aspect: tuple[float, float] = (9, 16)
     check_variant: Callable[[Request, Variant], None] | None = None
+    write_processors: Callable[[Path, Variant], None] | None = None
     form: str = ""
     forms: tuple[ModelPort, ...] = ()
     blocks: str = "upstream"

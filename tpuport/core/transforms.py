@@ -25,22 +25,38 @@ class WeightTransform:
         pattern: a regex that matches the whole names of the tensors.
         apply: ``apply(tensor, config)`` gives the tensor that takes its place.
         reason: what for.
+        needed: whether a module of a config has such tensors; then one must match.
     """
 
     pattern: str
     apply: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
     reason: str
+    needed: Callable[[Mapping[str, Any]], bool] = lambda config: True
 
 
 def transformer(
-    transforms: Iterable[WeightTransform], config: Mapping[str, Any]
+    transforms: Iterable[WeightTransform],
+    config: Mapping[str, Any],
+    names: Iterable[str],
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """``f(name, tensor)`` that applies whichever transform matches the name.
 
+    Args:
+        config: of the module.
+        names: of all its tensors.
+
     Raises:
-        PluginError: from ``f``: two transforms match, or the shape or dtype changes.
+        PluginError: a transform that is needed matches none of the names; from ``f``:
+            two transforms match, or the shape or dtype changes.
     """
     compiled = [(re.compile(t.pattern), t) for t in transforms]
+    known = tuple(names)
+    for pattern, one in compiled:
+        if one.needed(config) and not any(map(pattern.fullmatch, known)):
+            raise PluginError(
+                f"weight transform {one.pattern!r} ({one.reason}) matches no weight: "
+                "blocks that count on it would compute something else"
+            )
 
     def apply(name: str, tensor: torch.Tensor) -> torch.Tensor:
         found = [t for pattern, t in compiled if pattern.fullmatch(name)]

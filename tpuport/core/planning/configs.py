@@ -29,8 +29,9 @@ def config_checkpoint(
     """The checkpoint of a variant without its weights, for as long as this holds.
 
     Tokenizers and the scheduler are those of the demo checkpoint; the configs of the
-    components are the variant's own, so that every module has its real size. Texts have
-    other token counts than with the real tokenizers.
+    components are the variant's own, so that every module has its real size, and so are
+    the port's ``write_processors``. Texts have other token counts than with the real
+    tokenizers.
 
     Args:
         port: the form of the model that the variant is of.
@@ -52,6 +53,8 @@ def config_checkpoint(
             target = folder / component / "config.json"
             target.parent.mkdir(exist_ok=True)
             target.write_text(json.dumps(_config(port, component, dict(config))))
+        if port.write_processors is not None:
+            port.write_processors(folder, variant)
         yield Checkpoint(folder, f"configs of {variant.name}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuport.models.hunyuanvideo.demo_tokenizers import (
     write_byt5_tokenizer,
@@ -18,6 +18,9 @@ from tpuport.models.hunyuanvideo.demo_tokenizers import (
     write_llama_tokenizer,
     write_qwen_tokenizer,
 )
+
+if TYPE_CHECKING:
+    from tpuport.core.spec import Variant
 
 VERSION = "1"
 """Part of the cache key: raise it when the files below change."""
@@ -187,7 +190,9 @@ def make_demo(folder: Path) -> None:
     ClassifierFreeGuidance(guidance_scale=6.0).save_pretrained(folder / "guider")
     write_qwen_tokenizer(folder / "tokenizer")
     write_byt5_tokenizer(folder / "tokenizer_2")
-    write_feature_extractor(folder / "feature_extractor")
+    write_feature_extractor(
+        folder / "feature_extractor", DEMO_CONFIGS["image_encoder"]["image_size"]
+    )
     _write_index(
         folder,
         "HunyuanVideo15ImageToVideoPipeline",
@@ -274,9 +279,16 @@ def _prefix_names(folder: Path, prefix: str) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def write_feature_extractor(folder: Path) -> None:
-    """The image processor's config for 56 x 56 pixels."""
-    size = DEMO_CONFIGS["image_encoder"]["image_size"]
+def write_processors(folder: Path, variant: Variant) -> None:
+    """The image processor's config for a published variant's image encoder."""
+    encoder = variant.configs.get("image_encoder")
+    if encoder is not None:
+        size = int(encoder["image_size"])
+        write_feature_extractor(folder / "feature_extractor", size)
+
+
+def write_feature_extractor(folder: Path, size: int) -> None:
+    """The image processor's config for pictures of ``size`` x ``size`` pixels."""
     config = {
         "do_convert_rgb": True,
         "do_normalize": True,

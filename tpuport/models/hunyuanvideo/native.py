@@ -383,8 +383,8 @@ TRANSFORMER_15 = NativeForm(
             target=f"{_MODULE}:HunyuanVideo15Transformer3DModel.forward",
             replacement=_forward,
             wraps=True,
-            reason="video and text in one padded sequence, split over the mesh, "
-            "through all blocks",
+            reason="video in one padded sequence with room for the text, split over "
+            "the mesh, through all blocks; text whole on every device",
             upstream=_UPSTREAM,
             link=_LINK,
         ),
@@ -393,8 +393,8 @@ TRANSFORMER_15 = NativeForm(
             target=f"{_MODULE}:HunyuanVideo15TransformerBlock.forward",
             replacement=double_block,
             wraps=True,
-            reason="no joining and parting of tokens, no rotary pairs, no turned "
-            "arrays around attention",
+            reason="text put into the padded sequence for attention alone, no rotary "
+            "pairs, no turned arrays around attention",
             upstream=_UPSTREAM,
             link=_LINK,
         ),

@@ -133,9 +133,13 @@ _LINK = (
     "models/transformers/transformer_hunyuan_video.py"
 )
 _REASON = (
-    "no joining and parting of tokens, no rotary pairs, no turned arrays around "
-    "attention"
+    "text put into the padded sequence for attention alone, no rotary pairs, no turned "
+    "arrays around attention"
 )
+
+
+def _has_single_blocks(config: Mapping[str, Any]) -> bool:
+    return int(config["num_single_layers"]) > 0
 
 
 def _block(name: str, class_name: str, replacement: Callable[..., Any]) -> Patch:
@@ -157,8 +161,8 @@ TRANSFORMER_13B = NativeForm(
             target=f"{_MODULE}:HunyuanVideoTransformer3DModel.forward",
             replacement=_forward,
             wraps=True,
-            reason="video and text in one padded sequence, split over the mesh, "
-            "through all blocks",
+            reason="one padded sequence, split over the mesh: of the video through the "
+            "double blocks, with the text through the single ones",
             upstream=_UPSTREAM,
             link=_LINK,
         ),
@@ -181,11 +185,13 @@ TRANSFORMER_13B = NativeForm(
             pattern=r"single_transformer_blocks\.\d+\.attn\.to_[qk]\.(weight|bias)",
             apply=halves,
             reason="rotary pairs as halves of the head dim",
+            needed=_has_single_blocks,
         ),
         WeightTransform(
             pattern=r"single_transformer_blocks\.\d+\.attn\.norm_[qk]\.(weight|bias)",
             apply=halves,
             reason="the norms of the same elements",
+            needed=_has_single_blocks,
         ),
     ),
 )

@@ -180,6 +180,7 @@ PORT = replace(
     detect=config.detect_15,
     check=config.check_15,
     check_variant=config.check_variant_15,
+    write_processors=demo.write_processors,
     guided=config.guided_15,
     latent_shape=stages.latent_shape,
     forms=(PORT_13B,),
