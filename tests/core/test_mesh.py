@@ -153,10 +153,14 @@ class TestResolve:
                 "dp=4,sp=3",
                 "mesh dp=4,sp=3,tp=1 needs 12 devices, there are 8; try dp=4,sp=2,tp=1",
             ),
-            ("sp=9", "needs 9 devices, there are 8; try dp=1,sp=8,tp=1"),
+            (
+                "sp=9",
+                "mesh dp=1,sp=9,tp=1 needs 9 devices, there are 8; try dp=1,sp=8,tp=1",
+            ),
             (
                 "dp=-1,sp=3",
-                "needs a multiple of 3 devices, there are 8; try dp=-1,sp=1,tp=1",
+                "mesh dp=-1,sp=3,tp=1 needs a multiple of 3 devices, "
+                "there are 8; try dp=-1,sp=1,tp=1",
             ),
             (
                 "dp=2,tp=6",
