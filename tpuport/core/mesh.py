@@ -229,14 +229,12 @@ class MeshSpec:
         any degree, where no other axis is to take what is left.
         """
         left = device_count
-        most = {"sp": min} if not self._open_axes() else {}
+        most = {} if self._open_axes() else {"sp": min}
         sizes = {}
         for axis in AXES:
             asked = getattr(self, axis)
             if asked != -1:
-                sizes[axis] = (
-                    min(asked, left) if axis == "sp" else math.gcd(asked, left)
-                )
+                sizes[axis] = most.get(axis, math.gcd)(asked, left)
                 left //= sizes[axis]
         return replace(self, **sizes)
 
