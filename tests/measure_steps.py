@@ -136,9 +136,14 @@ def slices() -> list[Row]:
 
 def decodes() -> list[Row]:
     """The autoencoders, untiled, on one to eight chips."""
-    rows = [Row("torchax", "cogvideox", f"v6e-{count}", DECODE) for count in (1, 4, 8)]
-    rows.append(Row("flax", "cogvideox", "v6e-8", f"{DECODE} --vae flax"))
-    return [*rows, Row("torchax", "hunyuanvideo", "v6e-8", DECODE)]
+    return [
+        *(
+            Row(vae, "cogvideox", f"v6e-{count}", f"{DECODE} --vae {vae}")
+            for count in (8, 4, 1)
+            for vae in ("torchax", "flax")
+        ),
+        Row("torchax", "hunyuanvideo", "v6e-8", DECODE),
+    ]
 
 
 TABLES = {"changes": changes, "chips": chips, "slices": slices, "decodes": decodes}

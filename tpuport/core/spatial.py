@@ -83,9 +83,11 @@ class Side:
         """How many of them there are."""
         import jax.numpy as jnp
 
-        if self.even:
-            return n
-        return jnp.clip(self.whole(n) - self.start(n), 0, n)
+        return n if self.even else jnp.clip(self.ahead(n), 0, n)
+
+    def ahead(self, n: int) -> jax.Array:
+        """How many there are from this device's first on, on all devices together."""
+        return self.whole(n) - self.start(n)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,6 +39,7 @@ from tpuport.kernels.conv_kernel import (
     whole_rows,
 )
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
+from tpuport.kernels.phantoms import Real, told
 
 #: Products of a step with one tap: enough to hide what a step costs besides, few enough
 #: for the compiler to be quick.
@@ -176,6 +177,7 @@ def edged_convolution(
     *,
     scale: int = 1,
     copies: int = 1,
+    real: Real | None = None,
     vmem_limit: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -198,9 +200,13 @@ def edged_convolution(
             before it is convolved; Y and X, here and below, are those of the result.
             ``x``, ``sides`` and ``ends`` have half as many, K is 1.
         copies: how often each frame of the result is written, one after the other.
+        real: how many rows and columns of ``x`` belong to the picture. Those after are
+            zeros to it, whatever is in them, here and in ``before`` and ``ends``; of
+            ``sides``, and of rows in ``ends``, what is beyond the picture is zeros.
+            ``None`` for all of both.
 
     Returns:
-        [N, copies T, Y, X, O].
+        [N, copies T, Y, X, O]; of phantom rows and columns anything.
 
     Raises:
         ValueError, NotImplementedError: as :func:`video_convolution`; also C is no
@@ -212,6 +218,7 @@ def edged_convolution(
     lag = taps - 1
     # Whole input rows.
     block = scale * block_rows(height, scale * pitch_of(columns), channels)
+    some, counted = told(real, (height, width))
     short = 0
     if shortcut is not None:
         given = block * columns + outputs
@@ -229,6 +236,7 @@ def edged_convolution(
         packed=taps == 3 and outputs <= GROUP,
         scale=scale,
         copies=copies,
+        some=some,
     )
     # So few channels would leave rows of lanes next to empty.
     few = case.packed and outputs <= PLANES
@@ -293,6 +301,7 @@ def edged_convolution(
         inputs.append((residual, _made(replace(case, copies=1))))
     if shortcut is not None:
         inputs += _shortcut(*shortcut, case)
+    inputs += [(n, pl.BlockSpec(memory_space=pltpu.SMEM)) for n in counted]
     out = _call(
         functools.partial(
             edged_body,

@@ -42,7 +42,8 @@ class Case:
     whether they are so few that three times fit into the lanes of one; ``planes`` how
     many real ones there are where each is written as a plane of rows and columns, else
     none; ``scale`` how often rows and columns of the input are repeated, 1 or 2;
-    ``copies`` how often a frame is written.
+    ``copies`` how often a frame is written; ``some`` whether rows and columns of the
+    input may be phantoms.
     """
 
     count: int
@@ -58,6 +59,7 @@ class Case:
     planes: int = 0
     scale: int = 1
     copies: int = 1
+    some: tuple[bool, bool] = (False, False)
 
     @property
     def pitch(self) -> int:
@@ -122,13 +124,14 @@ def edged_body(
     *extra, whole_ref = refs
     narrow_ref = extra.pop() if case.scale > 1 else None
     *extra, out_ref, first_ref, sums_ref = extra
+    real_ref = extra.pop() if any(case.some) else None
     ends_ref = extra.pop(0) if has_ends else None
     before_ref = extra.pop(0) if has_before else None
     added_refs = (
         extra.pop(0) if has_residual else None,
         (extra[0], extra[1]) if has_shortcut else None,
     )
-    around = (left_ref, right_ref, ends_ref, before_ref)
+    around = (left_ref, right_ref, ends_ref, before_ref, real_ref)
     _put_together(x_ref, around, narrow_ref, whole_ref, case)
     if case.planes:
         _planes(weight_ref, bias_ref, out_ref, first_ref, sums_ref, whole_ref, case)
@@ -144,7 +147,7 @@ def edged_body(
 
 def _put_together(
     x_ref: Any,
-    around: tuple[Any, Any, Any | None, Any | None],
+    around: tuple[Any, Any, Any | None, Any | None, Any | None],
     narrow_ref: Any | None,
     whole_ref: Any,
     case: Case,
@@ -153,7 +156,7 @@ def _put_together(
 
     A frame to be enlarged is put together in ``narrow_ref`` first, alike.
     """
-    left_ref, right_ref, ends_ref, before_ref = around
+    left_ref, right_ref, ends_ref, before_ref, real_ref = around
     block, pitch, columns = case.block, case.pitch, case.columns
     channels, lag, scale = case.channels, case.taps - 1, case.scale
     y, t = pl.program_id(2), pl.program_id(3)
@@ -194,6 +197,8 @@ def _put_together(
     def _() -> None:
         inner_ref[rows + 2, :wide] = end(1)
 
+    if real_ref is not None:
+        _end_picture(inner_ref, real_ref, y, case)
     if narrow_ref is not None:
         for row in range(rows + 2):
             twice = _doubled(narrow_ref[1 + row])[:columns]
@@ -226,6 +231,43 @@ def _put_together(
         whole_ref[1 + row, tail] = edge.astype(whole_ref.dtype)
     if case.planes:
         whole_ref[0, tail] = edge.astype(whole_ref.dtype)
+
+
+def _end_picture(inner_ref: Any, real_ref: Any, y: Any, case: Case) -> None:
+    """Zeros in the first phantom row and column, further than which no tap reaches.
+
+    What is put together of block y, before it is enlarged.
+    """
+    block, height, width = (
+        n // case.scale for n in (case.block, case.rows, case.columns)
+    )
+    dtype, channels = inner_ref.dtype, case.channels
+    real_rows, real_columns = real_ref[0], real_ref[1]
+    if case.some[0]:
+        # From the row above the block on. Where it is that one, none of the block is
+        # real. Held by names, as decorators are called at once.
+        at = real_rows - (y * block - 1)
+        inside: Callable[[Any], Any] = pl.when(
+            (real_rows < height) & (at > 0) & (at < block + 2)
+        )
+
+        @inside
+        def _() -> None:
+            inner_ref[pl.ds(1 + at, 1), :width] = jnp.zeros((1, width, channels), dtype)
+
+    if case.some[1]:
+        fewer: Callable[[Any], Any] = pl.when(real_columns < width)
+
+        @fewer
+        def _() -> None:
+            start = pl.multiple_of(real_columns // TILE_ROWS * TILE_ROWS, TILE_ROWS)
+            shape = (TILE_ROWS, channels)
+            place = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+            for row in range(1, block + 3):
+                tile = (row, pl.ds(start, TILE_ROWS))
+                known = inner_ref[tile].astype(jnp.float32)
+                known = jnp.where(place == real_columns - start, 0, known)
+                inner_ref[tile] = known.astype(dtype)
 
 
 def _doubled(x: jax.Array) -> jax.Array:

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tpuport.kernels.phantoms import Real, told
+
 #: Elements of a step: what it costs besides is then small, and the program is short.
 STEP_ELEMENTS = 2**18
 
@@ -31,7 +33,7 @@ def rows_per_step(rows: int, columns: int, channels: int) -> int:
 
 def channel_moments(
     x: jax.Array,
-    real: tuple[jax.Array | int, jax.Array | int] | None = None,
+    real: Real | None = None,
     *,
     vmem_limit: int,
     interpret: bool = False,
@@ -41,8 +43,7 @@ def channel_moments(
     Args:
         x: [N, T, Y, X, C].
         real: how many of the rows and of the columns belong to the picture; those after
-            are left out, whatever is in them. An int means all of that side, an int32
-            scalar any number of it. ``None`` for all of both.
+            are left out, whatever is in them. ``None`` for all of both.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
 
@@ -56,18 +57,12 @@ def channel_moments(
     count, frames, rows, columns, channels = x.shape
     block = rows_per_step(rows, columns, channels)
     blocks = rows // block
-    sides: tuple[jax.Array | int, jax.Array | int] = real or (rows, columns)
-    some = (not isinstance(sides[0], int), not isinstance(sides[1], int))
-    for n, whole, traced in zip(sides, (rows, columns), some, strict=True):
-        if not traced and n != whole:
-            raise ValueError(f"{n} real of {whole}, for every device")
+    some, counted = told(real, (rows, columns))
     in_specs = [
         pl.BlockSpec((1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0))
     ]
-    arguments = [x]
-    if any(some):
+    if counted:
         in_specs.insert(0, pl.BlockSpec(memory_space=pltpu.SMEM))
-        arguments.insert(0, jnp.stack([jnp.asarray(n, jnp.int32) for n in sides]))
     parts = pl.pallas_call(
         functools.partial(_moments_body, some=some),
         grid=(count, frames, blocks),
@@ -84,11 +79,11 @@ def channel_moments(
         ),
         interpret=interpret,
         name="tpuport_moments",
-    )(*arguments)
+    )(*counted, x)
     means, spreads = parts[..., 0, :], parts[..., 1, :]
-    if any(some):
+    if real is not None and counted:
         starts = block * jnp.arange(blocks)
-        counts = jnp.clip(sides[0] - starts, 0, block) * sides[1]
+        counts = jnp.clip(real[0] - starts, 0, block) * real[1]
         return joined(counts[None, None, :, None], means, spreads, (1, 2))[1:]
     mean = jnp.mean(means, axis=(1, 2))
     apart = jnp.sum(jnp.square(means - mean[:, None, None]), axis=(1, 2))
@@ -119,21 +114,27 @@ def _moments_body(*refs: Any, some: tuple[bool, bool]) -> None:
     *real_ref, x_ref, out_ref = refs
     x = x_ref[0, 0].astype(jnp.float32)
     size: Any = x.shape[0] * x.shape[1]
-    masks = []
+    counts: list[Any] = []
     if real_ref:
-        size = jnp.int32(1)
         starts = (pl.program_id(2) * x.shape[0], 0)
-        for dim, (start, masked) in enumerate(zip(starts, some, strict=True)):
-            n = jnp.clip(real_ref[0][dim] - start, 0, x.shape[dim])
-            size = size * n
-            if masked:
-                masks.append(jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < n)
-        size = jnp.maximum(size, 1).astype(jnp.float32)
-    real = functools.reduce(jnp.logical_and, masks) if masks else None
+        counts = [
+            jnp.clip(real_ref[0][dim] - start, 0, x.shape[dim])
+            for dim, start in enumerate(starts)
+        ]
+        size = jnp.maximum(counts[0] * counts[1], 1).astype(jnp.float32)
+
+    def kept(values: jax.Array, dim: int) -> jax.Array:
+        if not some[dim]:
+            return values
+        place = jax.lax.broadcasted_iota(jnp.int32, values.shape, dim)
+        return jnp.where(place < counts[dim], values, 0)
 
     def total(values: jax.Array) -> jax.Array:
-        kept = values if real is None else jnp.where(real, values, 0)
-        return jnp.sum(kept, axis=(0, 1), keepdims=True)
+        values = kept(values, 0)
+        if some[1]:
+            # Columns are left out of sums over the rows, which are far fewer.
+            values = kept(jnp.sum(values, axis=0, keepdims=True), 1)
+        return jnp.sum(values, axis=(0, 1), keepdims=True)
 
     mean = total(x) / size
     out_ref[0, 0, 0, 0:1] = mean[0]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tpuport.core.ops import OpContext
     from tpuport.core.spatial import Space
+    from tpuport.kernels.phantoms import Real
 
 #: Of a core's VMEM, what a kernel may take.
 VMEM_SHARE = 7 / 8
@@ -92,9 +93,9 @@ def convolve(
     sides: tuple[jax.Array, jax.Array] | None = None
     ends: jax.Array | None = None
     copied = ""
+    in_place = dict(options)
     if space is not None:
-        x = masked(space, x)
-        before = None if before is None else masked(space, before)
+        in_place["real"] = _real(space, x)
         try:
             sides, ends = _edges(space, x, before, options)
         except NotImplementedError as error:
@@ -109,7 +110,7 @@ def convolve(
             # Where both do not fit into VMEM, one after the other may.
             with contextlib.suppress(NotImplementedError):
                 out = edged_convolution(
-                    x, before, sides, ends, weight, both, shortcut=added, **options
+                    x, before, sides, ends, weight, both, shortcut=added, **in_place
                 )
                 # It and the convolution of one element.
                 note(context, KERNEL)
@@ -119,7 +120,7 @@ def convolve(
     if sides is not None:
         try:
             out = edged_convolution(
-                x, before, sides, ends, weight, bias, residual, **options
+                x, before, sides, ends, weight, bias, residual, **in_place
             )
             note(context, KERNEL)
             return out
@@ -170,10 +171,9 @@ def enlarged_convolution(
     options, space = kernel_options(context), context.space
     if space is None:
         raise NotImplementedError("enlarging without a split in space")
-    x = masked(space, x)
     sides, ends = _edges(space, x, None, options)
     kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
-    options |= {"scale": 2, "copies": copies}
+    options |= {"scale": 2, "copies": copies, "real": _real(space, x)}
     out = edged_convolution(x, None, sides, ends, kernel, bias, **options)
     note(context, KERNEL)
     return out
@@ -185,7 +185,7 @@ def _edges(
     """``sides`` and ``ends`` of :func:`edged_convolution`: zeros beyond the picture.
 
     Args:
-        x, before: of this device; where sides are uneven, zero in phantom elements.
+        x, before: of this device, with anything in phantom rows and columns.
     """
     import jax
     import jax.numpy as jnp
@@ -193,9 +193,18 @@ def _edges(
     from tpuport.core.halos import passed
     from tpuport.kernels.conv_sides import outer_columns
 
+    columns = space.columns
     outer = outer_columns(x, before, **options)
+
+    def exchanged(*sides: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left, right = passed(columns, *sides)
+        if not columns.even:
+            # The device after this one may have none.
+            right = jnp.where(columns.ahead(x.shape[3]) > x.shape[3], right, 0)
+        return left, right
+
     if space.rows.parts == 1:
-        return passed(space.columns, *outer), None
+        return exchanged(*outer), None
     parts = [x] if before is None else [before, x]
 
     def row(at: int) -> jax.Array:
@@ -209,7 +218,20 @@ def _edges(
         jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)
         for at, side in zip((0, -1), outer, strict=True)
     ]
-    return passed(space.columns, *sides), jnp.concatenate([above, below], axis=2)
+    left, right = exchanged(*sides)
+    ends = jnp.concatenate([above, below], axis=2)
+    if not space.rows.even:
+        # Of the row above, a device's own and the one below, those of the picture.
+        rows = x.shape[2]
+        real = jnp.arange(rows + 2)[:, None] <= space.rows.ahead(rows)
+        left, right = (jnp.where(real, side, 0) for side in (left, right))
+        ends = jnp.where(real[:: rows + 1, None], ends, 0)
+    return (left, right), ends
+
+
+def _real(space: Space, x: jax.Array) -> Real:
+    """How many rows and columns of [B, T, Y, X, C] are no phantoms."""
+    return space.rows.count(x.shape[2]), space.columns.count(x.shape[3])
 
 
 def _fits(x: jax.Array) -> bool:
@@ -236,14 +258,6 @@ def pointwise(
         preferred_element_type=jnp.float32,
     )
     return (out + bias.astype(jnp.float32)).astype(x.dtype)
-
-
-def masked(space: Space, x: jax.Array) -> jax.Array:
-    """[B, T, Y, X, C] with zeros in phantom rows and columns."""
-    import jax.numpy as jnp
-
-    real = space.mask(x.shape, _DIMS)
-    return x if real is None else jnp.where(real, x, 0)
 
 
 def group_norm(
@@ -310,8 +324,8 @@ def _channel_statistics(
 
     _, frames, rows, columns, _ = x.shape
     space, options = context.space, kernel_options(context)
-    if space is not None and space.mask(x.shape, _DIMS) is not None:
-        real = space.rows.count(rows), space.columns.count(columns)
+    if space is not None and not (space.rows.even and space.columns.even):
+        real = _real(space, x)
         mean, spread = channel_moments(x, real, **options)
         counts = jnp.broadcast_to(
             jnp.asarray(frames * real[0] * real[1], jnp.float32), mean.shape
