@@ -13,7 +13,7 @@ import tpuport
 from tests.models.conftest import make_transformer
 from tests.models.test_cogvideox_components import transformer_inputs
 from tests.tolerances import TOLERANCES
-from tpuport.core.gathering import gathered
+from tpuport.core.gathering import gathered, undivided
 from tpuport.core.module import PortedModule
 from tpuport.core.sharding import ShardRule, WeightInfo, plan_sharding
 
@@ -97,6 +97,11 @@ def test_parts_are_as_many_as_needed(
     assert plan.held.get("blocks.1.weight") == spec
     assert "blocks.1.bias" not in plan.held
     assert "last.weight" not in plan.held
+    # What is whole although it is too much is told, where an axis could have parts.
+    told = undivided(plan, room=room * MIB)
+    whole = spec is None and plan.bytes_per_device > room * MIB
+    assert bool(told) == (whole and "sp" in mesh)
+    assert ("divides by sp=3; " in told) == (mesh == "sp=3")
 
 
 def test_the_layout_gathers_what_would_fit() -> None:

@@ -11,7 +11,7 @@ from tpuport.core import checkpoint as checkpoints
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.attention import check_implementation
 from tpuport.core.device_memory import array_bytes
-from tpuport.core.gathering import gathered, room_for_weights
+from tpuport.core.gathering import gathered, room_for_weights, undivided
 from tpuport.core.implementations import chosen_of, implementation_of
 from tpuport.core.jax_module import JaxModule
 from tpuport.core.module import PortedModule
@@ -286,6 +286,9 @@ class Components:
         files, found = self._match(name, ported)
         if plan.layout == GATHERED and not plan.held and ported.stacks:
             self._reporter.say(f"sharding {GATHERED}: nothing of {name} is divided")
+        stacked = self.port.components[name].stacked
+        if stacked and (whole := undivided(plan, room=self._room(name))):
+            self._reporter.say(whole)
         if plan.extra_bytes_per_device:
             gigabytes = plan.extra_bytes_per_device / 2**30
             self._reporter.say(

@@ -74,6 +74,24 @@ def gathered(
     return found
 
 
+def undivided(plan: ShardingPlan, *, room: float) -> str:
+    """What to tell of stacked weights that stay whole though they exceed ``room``.
+
+    Empty where there is nothing to tell: they fit, are held in parts, or no axis is
+    there to hold them in parts over.
+    """
+    ways = {axis: n for axis in ("dp", "sp") if (n := plan.mesh.get(axis, 1)) > 1}
+    fits = plan.bytes_per_device <= room
+    if fits or plan.held or not ways:
+        return ""
+    degrees = ", ".join(f"{axis}={n}" for axis, n in ways.items())
+    return (
+        f"weights of {plan.component} take {plan.bytes_per_device / 2**30:.1f} GiB a "
+        f"device and stay whole: none of their dims divides by {degrees}; with a degree "
+        "that divides one they would be held in parts"
+    )
+
+
 def _in_parts(
     plan: ShardingPlan,
     ported: PortedModule,
