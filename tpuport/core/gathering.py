@@ -87,8 +87,8 @@ def undivided(plan: ShardingPlan, *, room: float) -> str:
     degrees = ", ".join(f"{axis}={n}" for axis, n in ways.items())
     return (
         f"weights of {plan.component} take {plan.bytes_per_device / 2**30:.1f} GiB a "
-        f"device and stay whole: none of their dims divides by {degrees}; with a degree "
-        "that divides one they would be held in parts"
+        f"device and stay whole: none of their dims divides by {degrees}; a degree "
+        "that divides one would hold them in parts"
     )
 
 
