@@ -82,6 +82,20 @@ def test_statistics_are_those_of_the_floats(pixels: str) -> None:
         assert np.array_equal(made[name], value), name
 
 
+@pytest.mark.parametrize("pixels", ["float32", "uint8"])
+def test_frames_that_do_not_count_are_left_out(pixels: str) -> None:
+    rng = np.random.default_rng(6)
+    planes = rng.uniform(0.2, 0.8, (2, 3, 4, 6, 8)).astype(np.float32)
+    planes[0, :, 0], planes[1, :, 0], planes[1, 2, 3, 0, 0] = 0.0, np.inf, -np.inf
+    counts = np.array([False, True, True, True])
+    made = encode_pixels(jnp.asarray(planes), pixels, counts=jnp.asarray(counts))
+    rest = encode_pixels(jnp.asarray(planes[:, :, 1:]), pixels)
+    assert np.array_equal(made["frames"][:, :, 1:], rest["frames"])
+    assert np.array_equal(made["finite"][:, 1:], rest["finite"])
+    for end in ("low", "high"):
+        assert np.array_equal(made[end], rest[end]), end
+
+
 PLANES = SpatialLayout(
     inputs={"x": "BCFYX"},
     carry="B",

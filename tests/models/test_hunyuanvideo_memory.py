@@ -24,9 +24,21 @@ SIZES = {"dp=1": (64, 320), "sp=8": (128, 640)}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", ["dp=1", "sp=8"])
-@pytest.mark.parametrize("form", ["1.5", "13b"])
+@pytest.mark.parametrize(
+    ("form", "frames", "name"),
+    [
+        # The chunk that is not the first.
+        ("1.5", 13, "next uint8"),
+        ("13b", 13, "whole uint8"),
+        # Tiles in time, and the seam that they hand on.
+        ("13b", 25, "tile uint8"),
+    ],
+    ids=["1.5", "13b", "13b in time"],
+)
 def test_the_estimate_is_of_the_size_of_the_compiled_program(
     form: str,
+    frames: int,
+    name: str,
     mesh: str,
     dtype: str,
     hunyuanvideo_folders: dict[str, Path],
@@ -44,23 +56,34 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
             session.port,
             session.variant,
             session.checkpoint,
-            session.request(prompt="a", height=height, width=width, num_frames=13),
+            session.request(prompt="a", height=height, width=width, num_frames=frames),
             session.mesh,
             dtype=dtype,
             stages=["decode"],
             vae_tiling="off",
             decided=decided.append,
         )
-        # The chunk that is not the first, or all of the video.
-        *_, program = programs
+        # Of tiles in time the first one; the last is shorter.
+        program = next(p for p in [*programs] if p.program == name)
         compiled = planned_bytes(program.lowered().compile(FULL)) or 0
     (found,) = decided
-    assert program.program == ("next uint8" if form == "1.5" else "whole uint8")
     assert not found.tiled
     # Never much below, and no wild guess above.
     assert (1 - MARGIN) * compiled <= found.chosen.bytes <= 2 * compiled
     assert found.other is not None
     assert "1 x " in found.other.tiles
+
+
+def test_a_seam_of_13b_is_counted_by_device() -> None:
+    """Four frames of pixels, of the rows and columns that one of eight devices has."""
+    shape = (1, 5, 9, 16)
+    alone = vae_memory.decoder_13b(published.VAE_13B, shape, 8)
+    handed = vae_memory.decoder_13b(published.VAE_13B, shape, 8, 4)
+    assert alone.past == 0
+    # 9 x 2 latents.
+    assert handed.past == 3 * 4 * 72 * 16
+    more = (parts.bytes(2, 2, 5.0) for parts in (handed, alone))
+    assert next(more) - next(more) == 2 * handed.past
 
 
 # --- published sizes on chips that are not there

@@ -20,6 +20,7 @@ from tests.models.hunyuanvideo_vaes import (
     shared_run,
     tile_settings,
 )
+from tpuport.core.arrays import to_numpy
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo import vae as ours
 from tpuport.patches.tiling import TilePlan, assemble
@@ -87,7 +88,7 @@ class Scramble(torch.nn.Module):
         size = (self.time(frames), self.space(rows), self.space(columns))
         grown = torch.nn.functional.interpolate(x, size=size)
         ramp = torch.arange(grown[0, 0].numel()).reshape(grown.shape[2:])
-        return grown * (1 + x.mean()) + ramp.sin() * x.std()
+        return (grown * (1 + x.mean()) + ramp.sin() * x.std()).to(x.dtype)
 
 
 #: ``enable_tiling`` settings, {} for upstream's own.
@@ -124,6 +125,7 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "setting", "size"),
     [
@@ -134,27 +136,29 @@ SIZES = {
     ],
 )
 def test_tiles_are_joined_bit_for_bit(
-    name: str, setting: int, size: tuple[int, int, int]
+    name: str, setting: int, size: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
+    """Also where upstream blends in bfloat16, with its roundings."""
     vae = make_vae(name)
     vae.enable_tiling(**SETTINGS[name][setting])
     same = torch.nn.Identity()
     vae.quant_conv = vae.post_quant_conv = same
     vae.decoder, vae.encoder = (Scramble(vae, decode=d) for d in (True, False))
     frames, rows, columns = size
-    z = latents(vae, 1, frames, rows, columns)
+    z = latents(vae, 1, frames, rows, columns).to(dtype)
     plan = ours.plan_decode(vae, z.shape, tiling=True)
-    outputs = (vae.decoder(t.cut(z)).numpy() for t in plan.tiles)
-    expected = vae.decode(z.clone()).sample.numpy()
+    outputs = (to_numpy(vae.decoder(t.cut(z))) for t in plan.tiles)
+    expected = vae.decode(z.clone()).sample.float().numpy()
     assert np.array_equal(assemble(plan, outputs), expected)
 
     ratio = vae.spatial_compression_ratio
     # 13b takes any number of pixels, and drops what makes no whole latent.
     odd = 0 if is_15(name) else 3
     x = torch.randn(1, 4, 4 * frames - 3, rows * ratio + odd, columns * ratio)
+    x = x.to(dtype)
     plan = ours.plan_encode(vae, x.shape, tiling=True)
-    outputs = (vae.encoder(t.cut(x)).numpy() for t in plan.tiles)
-    expected = vae.encode(x.clone()).latent_dist.parameters.numpy()
+    outputs = (to_numpy(vae.encoder(t.cut(x))) for t in plan.tiles)
+    expected = vae.encode(x.clone()).latent_dist.parameters.float().numpy()
     assert np.array_equal(assemble(plan, outputs), expected)
 
 

@@ -43,7 +43,10 @@ def check_pixels(pixels: str) -> str:
 
 
 def encode_pixels(
-    x: jax.Array, pixels: str, space: Space | None = None
+    x: jax.Array,
+    pixels: str,
+    space: Space | None = None,
+    counts: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Planes as they leave the device, with what :class:`FrameChecks` needs of them.
 
@@ -55,6 +58,8 @@ def encode_pixels(
         pixels: ``"float32"`` or ``"uint8"``.
         space: how the picture is split over devices, where it is; the statistics are
             then of the whole picture.
+        counts: booleans [F]: which frames are of the video; the statistics leave the
+            others out, of which nothing is finite then. All of them without it.
 
     Returns:
         ``frames`` [B, 3, F, Y, X], for :func:`as_frames`; ``finite`` int32 [B, F], how
@@ -80,6 +85,9 @@ def encode_pixels(
         frames = jnp.rint(whole * jnp.float32(255)).astype(jnp.uint8)
     finite, lows, highs = jnp.isfinite(x), clipped, clipped
     real = None if space is None else space.mask(x.shape, (3, 4))
+    if counts is not None:
+        counts = counts[:, None, None]
+        real = counts if real is None else real & counts
     if real is not None:
         finite = finite & real
         lows = jnp.where(real, lows, jnp.inf)

@@ -168,25 +168,51 @@ class TilePlan:
         return frames, rows, columns
 
 
-def fade(before: np.ndarray, after: np.ndarray, extent: int, dim: int) -> None:
+def fading(extent: int) -> tuple[np.ndarray, np.ndarray]:
+    """The shares of what comes after and of what was before, float32 [extent] each.
+
+    Of element y they are ``y / extent`` and ``1 - y / extent``, computed in float64.
+    Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
+    """
+    import numpy as np
+
+    share = np.arange(extent) / extent
+    return share.astype(np.float32), (1 - share).astype(np.float32)
+
+
+def fade(
+    before: np.ndarray, after: np.ndarray, extent: int, dim: int, dtype: Any = None
+) -> None:
     """Fade from the end of ``before`` into the start of ``after``, in place.
 
-    Element y of ``extent`` becomes ``before * (1 - y / extent) + after * y / extent``.
-    Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
+    Element y of ``extent`` becomes ``before * (1 - y / extent) + after * y / extent``,
+    see :func:`fading`.
+
+    Args:
+        before, after: float32, with values of ``dtype``.
+        extent: elements along ``dim``, as far as there are so many.
+        dim: along which they overlap.
+        dtype: in which upstream blends: that of its tiles. Both products and their sum
+            are rounded to it, the shares are not. float32 without it.
     """
     import numpy as np
 
     extent = min(before.shape[dim], after.shape[dim], extent)
     if extent <= 0:
         return
-    share = np.arange(extent) / extent
     shape = [1] * after.ndim
     shape[dim] = extent
-    rising = share.astype(after.dtype).reshape(shape)
-    falling = (1 - share).astype(after.dtype).reshape(shape)
+    rising, falling = (share.reshape(shape) for share in fading(extent))
     part = _take(after, dim, 0, extent)
     tail = _take(before, dim, before.shape[dim] - extent, before.shape[dim])
-    part[...] = tail * falling + part * rising
+    if dtype is None or dtype == np.float32:
+        part[...] = tail * falling + part * rising
+        return
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(np.float32)
+
+    part[...] = rounded(rounded(tail * falling) + rounded(part * rising))
 
 
 def _take(x: np.ndarray, dim: int, start: int, stop: int) -> np.ndarray:
@@ -234,6 +260,9 @@ class TileJoin:
     def add(self, output: Any) -> Piece:
         """The next tile's output, of shape [B, C, *size] and any float dtype.
 
+        It is blended in float32, and rounded to the dtype where upstream does: the
+        numbers are upstream's in that dtype.
+
         Raises:
             ValueError: there are more outputs than tiles, or it has not the shape that
                 the plan counts on.
@@ -255,8 +284,9 @@ class TileJoin:
         self._leading = leading
         self._count += 1
         # A device array is fetched before it is cut, and copied: blending writes.
-        tile = np.asarray(output)[:, :, spans[0].drop :].astype(np.float32)
-        self._seams.blend(tile, index, spans)
+        fetched = np.asarray(output)
+        tile = fetched[:, :, spans[0].drop :].astype(np.float32)
+        self._seams.blend(tile, index, spans, fetched.dtype)
         frames, rows, columns = (slice(s.at, s.at + s.keep) for s in spans)
         following = self._tiles[self._count : self._count + 1]
         return Piece(
@@ -323,15 +353,26 @@ class _Seams:
         self._left: np.ndarray | None = None
 
     def blend(
-        self, tile: np.ndarray, index: tuple[int, int, int], spans: list[Span]
+        self,
+        tile: np.ndarray,
+        index: tuple[int, int, int],
+        spans: list[Span],
+        dtype: Any,
     ) -> None:
-        """Blend a tile of shape [B, C, F, H, W] in place, and keep its ends."""
+        """Blend a tile of shape [B, C, F, H, W] in place, and keep its ends.
+
+        Args:
+            tile: float32, with values of ``dtype``.
+            index: its place.
+            spans: of its frames, rows and columns.
+            dtype: in which upstream blends.
+        """
         t, i, j = index
         if i > 0:
-            fade(self._above[j], tile, self._rows.blend, 3)
+            fade(self._above[j], tile, self._rows.blend, 3, dtype)
         if j > 0:
             assert self._left is not None
-            fade(self._left, tile, self._columns.blend, 4)
+            fade(self._left, tile, self._columns.blend, 4, dtype)
         if len(self._rows.spans) > 1:
             self._above[j] = _tail(tile, 3, self._rows.blend)
         if len(self._columns.spans) > 1:
@@ -340,5 +381,5 @@ class _Seams:
             # In time upstream joins whole frames, after they are cut to size.
             tile = tile[:, :, :, : spans[1].keep, : spans[2].keep]
             if t > 0:
-                fade(self._before[i, j], tile, self._frames.blend, 2)
+                fade(self._before[i, j], tile, self._frames.blend, 2, dtype)
             self._before[i, j] = _tail(tile, 2, self._frames.blend)

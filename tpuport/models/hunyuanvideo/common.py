@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.arrays import to_torch
 from tpuport.core.chunking import chunk_lengths
 from tpuport.core.frames import PIXELS, as_frames, encode_pixels
+from tpuport.core.spatial import SpatialLayout
 from tpuport.core.spec import Call, Program, Stage, StageContext, Work
 from tpuport.core.tensors import TensorSpec
 from tpuport.core.vae_tiling import Footprint
 from tpuport.errors import VideoError
-from tpuport.models.hunyuanvideo import vae, vae_memory
+from tpuport.models.hunyuanvideo import tiles_in_time, vae, vae_memory
 from tpuport.patches.tiled_frames import JoinedFrames
 from tpuport.patches.tiling import TilePlan
 
@@ -141,10 +142,12 @@ def decode_stage(
 ) -> Stage:
     """The decode stage of a form: ``decode_tile`` on each tile of the latents.
 
-    The program ``tile`` gives floats, which the host blends. Latents that are one tile
-    become frames by ``decode_chunk``, chunk by chunk, in the programs ``first`` and
-    ``next``; without it all at once, in ``whole``. Of these there is one for floats
-    and one for bytes, such as ``first uint8``.
+    The program ``tile`` gives floats in the weights' dtype, which the host blends: of
+    tiles in rows and columns. Latents that are one tile become frames by
+    ``decode_chunk``, chunk by chunk, in the programs ``first`` and ``next``; without it
+    all at once, in ``whole``, or in tiles in time that are blended on the device, in
+    ``seam`` and ``tile``: see :mod:`tpuport.models.hunyuanvideo.tiles_in_time`. Of what
+    gives frames there is one for floats and one for bytes, such as ``first uint8``.
     """
 
     def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
@@ -166,23 +169,28 @@ def decode_stage(
         return carry, _pixels(model, video, pixels)
 
     chunked = decode_chunk is not None
+
+    def form(fn: Any, space: SpatialLayout) -> Program:
+        return Program(component="vae", fn=fn, space=space)
+
+    def by_pixels(place: str, fn: Any, space: SpatialLayout) -> dict[str, Program]:
+        return {f"{place} {p}": form(partial(fn, p), space) for p in PIXELS}
+
+    programs = {"tile": form(run, vae.TILE)}
+    if chunked:
+        for place in ("first", "next"):
+            programs |= by_pixels(place, chunk, vae.CHUNK)
+    else:
+        programs |= by_pixels("whole", whole, vae.WHOLE)
+        programs["seam"] = form(tiles_in_time.first_seam, tiles_in_time.SEAM)
+        blended = partial(tiles_in_time.tile_frames, decode_tile)
+        programs |= by_pixels("tile", blended, tiles_in_time.TILE)
     return Stage(
         name="decode",
         unit="chunk" if chunked else "tile",
         components=("vae",),
         loads={"vae": DECODER},
-        programs={
-            "tile": Program(component="vae", fn=run, space=vae.TILE),
-            **{
-                f"{place} {pixels}": Program(
-                    component="vae",
-                    fn=partial(chunk if chunked else whole, pixels),
-                    space=vae.CHUNK if chunked else vae.WHOLE,
-                )
-                for place in (("first", "next") if chunked else ("whole",))
-                for pixels in PIXELS
-            },
-        },
+        programs=programs,
         plan=partial(plan_frames, chunked=chunked),
         upstream=upstream,
         footprint=footprint,
@@ -191,8 +199,8 @@ def decode_stage(
 
 
 def _pixels(model: BoundModule, video: Any, pixels: str) -> dict[str, Any]:
-    """A float video [B, 3, F, H, W] of about [-1, 1] as it leaves the device."""
-    return encode_pixels(video * 0.5 + 0.5, pixels, model.space)
+    """A video [B, 3, F, H, W] of about [-1, 1] as it leaves the device."""
+    return encode_pixels(video.astype("float32") * 0.5 + 0.5, pixels, model.space)
 
 
 def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
@@ -255,6 +263,8 @@ def plan_frames(ctx: StageContext, *, chunked: bool) -> Work:
     plan = vae.plan_decode(ctx.module("vae"), tuple(z.shape), tiled(ctx))
     if len(plan.tiles) == 1:
         return _untiled(ctx, z, plan, chunked=chunked)
+    if tiles_in_time.is_in_time(plan):
+        return tiles_in_time.in_time_work(z, plan, ctx.pixels)
 
     def calls() -> Iterator[Call]:
         for tile in plan.tiles:

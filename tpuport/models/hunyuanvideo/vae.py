@@ -1,8 +1,9 @@
 """Encoding and decoding by tiles and chunks, for both HunyuanVideo autoencoders.
 
 A plan follows upstream's tile settings, read from the module; a tile goes through one
-of the small programs below; :func:`tpuport.patches.tiling.assemble` joins the results.
-A 1.5 video that is no more than one tile is decoded by chunks of latent frames.
+of the small programs below; :mod:`tpuport.patches.tiling` joins the results on the
+host, or :mod:`tpuport.models.hunyuanvideo.tiles_in_time` on the device. A 1.5 video
+that is no more than one tile is decoded by chunks of latent frames.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W frames,
 rows and columns of pixels. Videos are [B, 3, F, H, W], latents [B, C, T, Y, X].
@@ -161,10 +162,10 @@ def _plan_13b(
 #: What becomes of the arrays where the picture is split over devices; see
 #: :mod:`tpuport.core.spatial`. All of the carry are pictures of some latent frames.
 TILE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output="BCFYX")
-_FRAMES = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
-WHOLE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output=_FRAMES)
+FRAMES = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
+WHOLE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output=FRAMES)
 CHUNK = SpatialLayout(
-    inputs={"latents": "BCTYX", "start": ""}, carry="BCTYX", output=_FRAMES
+    inputs={"latents": "BCTYX", "start": ""}, carry="BCTYX", output=FRAMES
 )
 ENCODE_15 = SpatialLayout(
     inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=16
@@ -177,11 +178,13 @@ ENCODE_13B = SpatialLayout(
 
 
 def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
-    """Latents [B, C, T, Y, X] of a tile -> float32 video, about [-1, 1], unclipped.
+    """Latents [B, C, T, Y, X] of a tile -> video, about [-1, 1], unclipped.
 
-    ``z`` is divided by the scaling factor already, and cast to the weights' dtype here.
+    ``z`` is divided by the scaling factor already, and cast to the weights' dtype here,
+    which is that of the video.
     """
-    return _float32(model(_cast(model, z, "decoder.conv_in"), method="decoder"))
+    video: jax.Array = model(_cast(model, z, "decoder.conv_in"), method="decoder")
+    return video
 
 
 def decode_chunk_15(
@@ -205,8 +208,7 @@ def decode_chunk_15(
         first chunk.
     """
     z = _cast(model, z, "decoder.conv_in")
-    left, video = run_chunk(model, carry, z, start=start, total=total, method="decoder")
-    return left, _float32(video)
+    return run_chunk(model, carry, z, start=start, total=total, method="decoder")
 
 
 def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
@@ -214,11 +216,12 @@ def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
 
     Its group norms take the mean and the variance of all frames that they are given,
     so that no cut in time leaves its video as it was. Upstream cuts a long video all
-    the same, into tiles in time that overlap and are blended: they are its chunks, and
-    one program decodes those of one size.
+    the same, into tiles in time that overlap and are blended: they are its chunks; see
+    :mod:`tpuport.models.hunyuanvideo.tiles_in_time`.
     """
     z = model(_cast(model, z, "post_quant_conv"), method="post_quant_conv")
-    return _float32(model(z, method="decoder"))
+    video: jax.Array = model(z, method="decoder")
+    return video
 
 
 def encode_moments_15(model: BoundModule, x: jax.Array) -> jax.Array:

@@ -1,13 +1,13 @@
 """What decoding takes of a device, from the shapes of the two decoders alone.
 
 A decoder is walked level by level: its largest activation, of which several are alive
-at the same time, and for 1.5 what chunks hand on. The result is what the compiler comes
-to or more; the share by which it may be less is ``MARGIN``.
+at the same time, and what chunks hand on, or tiles in time. The result is what the
+compiler comes to or more; the share by which it may be less is ``MARGIN``.
 
 Legend: B videos, T/Y/X latent frames, rows, columns; N latent frames of the whole
-video. Sources of the structure: diffusers ``autoencoder_kl_hunyuanvideo15.py``,
-``HunyuanVideo15Decoder3D``, and ``autoencoder_kl_hunyuan_video.py``,
-``HunyuanVideoDecoder3D``.
+video, E frames of pixels where tiles in time meet. Sources of the structure: diffusers
+``autoencoder_kl_hunyuanvideo15.py``, ``HunyuanVideo15Decoder3D``, and
+``autoencoder_kl_hunyuan_video.py``, ``HunyuanVideoDecoder3D``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tpuport.core.spatial import choose_split
 from tpuport.core.spec import StageContext
 from tpuport.core.vae_tiling import Footprint
 from tpuport.models.hunyuanvideo import vae
+from tpuport.models.hunyuanvideo.tiles_in_time import is_in_time
 from tpuport.patches.tiling import TilePlan
 
 #: Latent frames of 1.5 that are decoded at a time, where the video is not tiled. An
@@ -56,7 +57,7 @@ class Parts:
 
     Attributes:
         largest: of the largest activation.
-        past: that go from chunk to chunk, those of the attention included.
+        past: that go from one call to the next, those of the attention included.
         gathered: keys and values of the whole picture, for one layer of attention.
         video: of the pixels that come out.
     """
@@ -67,10 +68,10 @@ class Parts:
     video: int = 0
 
     def bytes(self, kept: int, busy: int, alive: float) -> int:
-        """At the peak. What goes from chunk to chunk is written in place.
+        """At the peak. What goes from call to call is written in place.
 
         Args:
-            kept: bytes of an element that goes from chunk to chunk.
+            kept: bytes of an element that goes from call to call.
             busy: bytes of an element of an activation.
             alive: how many of ``largest`` are held at the same time.
         """
@@ -111,14 +112,17 @@ def _footprint(
     frames, rows, columns = (
         max(span.stop - span.start for span in axis.spans) for axis in plan.axes
     )
-    in_chunks = chunked and len(plan.tiles) == 1
-    if in_chunks:
+    handed: int | None = None
+    if chunked and len(plan.tiles) == 1:
         frames = max(chunk_lengths(total, FRAMES_PER_CHUNK))
+        handed = total
+    elif is_in_time(plan):
+        handed = plan.axes[0].blend
     found = parts(
         module.config,
         (request.batch_size, frames, rows, columns),
         len(devices),
-        total if in_chunks else None,
+        handed,
     )
     on_tpu = devices[0].platform == "tpu"
     itemsize = 4 if ctx.dtype == "float32" else 2
@@ -204,15 +208,14 @@ def decoder_13b(
     config: Mapping[str, Any],
     latents: tuple[int, int, int, int],
     devices: int,
-    total: int | None = None,
+    seam: int | None = None,
 ) -> Parts:
     """What a tile of 13b takes of one device; upstream cuts long videos in time too.
 
     Args:
         config, latents, devices: as for :func:`decoder_15`.
-        total: must be ``None``: nothing is handed on.
+        seam: E; ``None`` where tiles are blended on the host, and for a single one.
     """
-    assert total is None
     frames = latents[1]
     area, picture = _areas(latents, devices)
     channels = list(reversed(config["block_out_channels"]))
@@ -232,7 +235,12 @@ def decoder_13b(
         # What is enlarged has the channels of the level before.
         largest = max(largest, area * frames * width)
         before = width
-    return Parts(largest=largest, gathered=gathered, video=3 * area * frames)
+    return Parts(
+        largest=largest,
+        past=3 * area * (seam or 0),
+        gathered=gathered,
+        video=3 * area * frames,
+    )
 
 
 def _areas(latents: tuple[int, int, int, int], devices: int) -> tuple[int, int]:
