@@ -107,6 +107,7 @@ def test_what_differs_is_known_before_the_first_stage(
     write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
     for args, told in (
         (("--guidance", "1"), "guidance 6.0 -> 1.0"),
+        (("--cache", "deepcache", "--steps", "8"), "step cache none -> deepcache"),
         ((), "tiled -> untiled; use --vae-tiling on"),
     ):
         ran = call(

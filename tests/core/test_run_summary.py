@@ -46,6 +46,10 @@ def test_blocks_are_told_alike_however_their_record_is_ordered(
     record = {"implementation": "blockwise", "blocks": blocks}
     rows = dict(run_report(stage(record)).summary())
     assert rows["attention"] == "denoise blockwise (q 257, kv 514)"
+    narrow = {**record, "window": (3, 4), "k_smooth": True}
+    rows = dict(run_report(stage(narrow)).summary())
+    told = "denoise blockwise (q 257, kv 514, window 3,4, k_smooth)"
+    assert rows["attention"] == told
 
 
 def test_what_became_of_a_choice_that_does_not_run_is_told() -> None:

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.compile import XLA_FOLDER
 from tpuport.core.documents import read_document, write_document
 from tpuport.core.executables import Entry, read_entry, read_payload
-from tpuport.core.program_key import ProgramKey, context_of, surroundings
+from tpuport.core.program_key import (
+    ProgramKey,
+    context_of,
+    method_of,
+    surroundings,
+)
 from tpuport.core.program_words import explained
 from tpuport.errors import ArtifactError, MissingArtifactError
 
@@ -124,6 +129,7 @@ class BuiltFolder:
             found = explained(before, now)
             if found:
                 raise self._refused(entry.key, found)
+        self._check_step_cache(request, port)
         for tiling in tilings:
             built = self.manifest.get(_TILING, {}).get(tiling.stage)
             if tiling.stage not in self.stages or built is None:
@@ -139,6 +145,15 @@ class BuiltFolder:
                     f"compiled for -> what this run has): {' -> '.join(forms)}; use "
                     f"--vae-tiling {setting}, {_AGAIN}"
                 )
+
+    def _check_step_cache(self, request: Request, port: ModelPort) -> None:
+        """Refuse another method of step caching, whose programs are not here."""
+        steps = [e for e in self.entries if port.stage(e.key.stage).batch_rows]
+        methods = {str(e.key.options.get("step_cache", "none")) for e in steps}
+        now = method_of(request)
+        if methods and now not in methods:
+            before = ", ".join(sorted(methods))
+            raise self._refused(steps[0].key, [f"step cache {before} -> {now}"])
 
     def followed(self, tiling: TilingDecision) -> TilingDecision:
         """The same in the form that is here, where both were decided by ``auto``.

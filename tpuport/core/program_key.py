@@ -197,7 +197,7 @@ def program_key(
             **known,
             "options": {
                 **known["options"],
-                "step_cache": "none" if own else _method(request),
+                "step_cache": "none" if own else method_of(request),
                 "donate": program.donate,
             },
         },
@@ -214,7 +214,7 @@ def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
     return {**known, "guided": port.guided(request)}
 
 
-def _method(request: Request) -> str:
+def method_of(request: Request) -> str:
     """What a program knows of a step cache: which steps are full, it does not."""
     cache = StepCache.parse(request.step_cache)
     if cache is None:

@@ -238,14 +238,17 @@ class RunReport:
             for record in stage.attention:
                 # An executable's record has its keys sorted.
                 sizes = record.get("blocks", {})
-                blocks = ", ".join(
+                told = [
                     f"{label} {sizes[name]}"
                     for name, label in _BLOCKS.items()
                     if name in sizes
-                )
-                ran.append(
-                    record["implementation"] + (f" ({blocks})" if blocks else "")
-                )
+                ]
+                if window := record.get("window"):
+                    told.append("window {},{}".format(*window))
+                if record.get("k_smooth"):
+                    told.append("k_smooth")
+                more = f" ({', '.join(told)})" if told else ""
+                ran.append(record["implementation"] + more)
             if ran:
                 stages.append(f"{stage.stage} {', '.join(dict.fromkeys(ran))}")
         return "; ".join(stages)

@@ -107,6 +107,7 @@ class StageContext:
             where the stage has no ``footprint`` to decide by.
         upstream: ``upstream(name, load)`` is a component as upstream's own object:
             ``load()``, or what it returned before when weights are kept loaded.
+        planned: only shapes and dtypes count, so that numbers need not be drawn.
     """
 
     checkpoint: Checkpoint
@@ -121,6 +122,7 @@ class StageContext:
     pixels: str = "float32"
     vae_tiling: str = "auto"
     upstream: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()
+    planned: bool = False
 
     @property
     def prompts(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_numpy
@@ -228,7 +228,7 @@ class _Walk:
             context = self._executor.context(
                 self._request, batch, inputs, vae_tiling=asked
             )
-            work = stage.plan(context)
+            work = stage.plan(replace(context, planned=True))
             split, work = self._executor._cached(stage, work, self._request, Timing())
             carry, outputs = self._calls(split, work, programs)
             if not work.to_host:

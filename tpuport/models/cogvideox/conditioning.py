@@ -128,6 +128,8 @@ def posterior_draws(
     frames -= padding_frames(ctx.request, ctx.checkpoint)
     encoded = 1 if ctx.request.task == "i2v" else frames
     shape = (1, channels, encoded, rows, columns)
+    if ctx.planned:
+        return torch.zeros((batch, *shape[1:]), dtype=dtype)
     several = len(generators) > 1
     return torch.cat(
         [

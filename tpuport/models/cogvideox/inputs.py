@@ -152,12 +152,17 @@ def initial_latents(
 
 
 def draw_noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Tensor:
+    import torch
     from diffusers.utils.torch_utils import randn_tensor
 
+    shape = latent_shape(ctx.request, ctx.checkpoint)
+    dtype = ctx.inputs["prompt_embeds"].dtype
+    if ctx.planned:
+        return torch.zeros(shape, dtype=dtype)
     noise: torch.Tensor = randn_tensor(
-        latent_shape(ctx.request, ctx.checkpoint),
+        shape,
         generator=generators if len(generators) > 1 else generators[0],
-        dtype=ctx.inputs["prompt_embeds"].dtype,
+        dtype=dtype,
     )
     return noise
 

@@ -220,11 +220,14 @@ def draw_noise(
     import torch
     from diffusers.utils.torch_utils import randn_tensor
 
+    dtype = torch.float32 if like is None else like.dtype
+    if ctx.planned:
+        return torch.zeros(shape, dtype=dtype)
     generators = ctx.generators()
     noise: torch.Tensor = randn_tensor(
         shape,
         generator=generators if len(generators) > 1 else generators[0],
-        dtype=torch.float32 if like is None else like.dtype,
+        dtype=dtype,
     )
     return noise
 
