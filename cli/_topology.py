@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tpuport.core.topology import Topology, compile_environment
+from tpuport.core.topology import Topology, check_libtpu, compile_environment
 
 
 def prepare_topology(topology: Topology) -> None:
@@ -12,6 +12,10 @@ def prepare_topology(topology: Topology) -> None:
 
     What the user set stays. libtpu reads the variables when it is loaded, once in a
     process.
+
+    Raises:
+        TopologyError: the TPU compiler is not installed.
     """
+    check_libtpu(topology)
     for name, value in compile_environment(topology).items():
         os.environ.setdefault(name, value)

@@ -76,6 +76,7 @@ def bench_attention(
         folder = cache_folder(settings.cache_dir) / "kernels"
         from tpuport.core.kernel_case import AttentionCase, Blocks
         from tpuport.core.kernel_cost import kernel_cycles
+        from tpuport.core.topology import TopologyError
 
         blocks = None if tiles == "auto" else Blocks.parse(tiles)
         rows: list[dict[str, Any]] = []
@@ -95,11 +96,16 @@ def bench_attention(
             say(f"compiling {name} for {chip} ...")
             try:
                 rows.append(row(kernel_cycles(case, cache=folder)))
+            except TopologyError:
+                raise  # without the compiler none of them has figures
             except TpuportError as error:
                 if len(names) == 1:
                     raise
                 say(f"{name} is left out: {one_line(error)}")
                 failed.append(error)
+            else:
+                bundles = rows[-1]["bundles_per_2_20_scores"]
+                say(f"{name}: {bundles:.0f} bundles for 2^20 scores")
         if not rows:
             raise failed[0]
         if settings.json:

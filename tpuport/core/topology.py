@@ -190,6 +190,19 @@ def compile_environment(topology: Topology) -> dict[str, str]:
     }
 
 
+def check_libtpu(topology: Topology) -> None:
+    """Refuse a machine without the TPU compiler; loads nothing.
+
+    Raises:
+        TopologyError: libtpu is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise TopologyError(
+            f"compiling for {topology.name} needs libtpu, the TPU compiler, which is "
+            "not installed; it exists for Linux on x86-64 only: pip install 'jax[tpu]'"
+        )
+
+
 def topology_devices(topology: Topology) -> list[Any]:
     """The jax devices of a slice, none of which need exist, in libtpu's order.
 
@@ -200,11 +213,7 @@ def topology_devices(topology: Topology) -> list[Any]:
         TopologyError: libtpu, the TPU compiler, is not installed, is locked by another
             process, or does not know the slice.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise TopologyError(
-            f"compiling for {topology.name} needs libtpu, the TPU compiler, which is "
-            "not installed; it exists for Linux on x86-64 only: pip install 'jax[tpu]'"
-        )
+    check_libtpu(topology)
     from jax.experimental import topologies
 
     try:
