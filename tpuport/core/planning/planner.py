@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.chips import chip as chip_named
 from tpuport.core.components import Components
 from tpuport.core.default_mesh import default_mesh
-from tpuport.core.gathering import room_for_weights, undivided
+from tpuport.core.gathering import WEIGHT_SHARE, undivided
 from tpuport.core.implementations import choices, with_chosen
 from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.mesh import MeshSpec, build_mesh
@@ -299,7 +299,7 @@ class Planner:
             if p.account
             for note in p.account.notes
         ]
-        room = room_for_weights(self.devices)
+        room = WEIGHT_SHARE * self.chip.hbm_usable_bytes
         for weights in self.sharding_plans(spec):
             if self.port.components[weights.component].stacked:
                 notes += filter(None, [undivided(weights, room=room)])
