@@ -1,4 +1,4 @@
-"""Published variants that start from an image, traced at their real size."""
+"""Published variants, traced at their real size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,40 @@ import pytest
 
 from tpuport.core.media import read_image
 from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.planning.abstract import abstract_programs, device_bytes
+from tpuport.core.planning.abstract import (
+    AbstractProgram,
+    abstract_programs,
+    device_bytes,
+)
 from tpuport.core.planning.configs import config_checkpoint
 from tpuport.core.planning.planner import Requests
 from tpuport.core.report import Reporter
 from tpuport.core.spec import with_blocks
 from tpuport.plugins import get_port
+
+
+def programs(
+    model: str, name: str, stage: str, devices: int, cache: Path, **asked: Any
+) -> list[AbstractProgram]:
+    """Those of a stage, of a published variant's own configs; nothing is compiled."""
+    port = with_blocks(get_port(model), "native")
+    variant = port.variant(name)
+    form = port.form_of(variant)
+    mesh = build_mesh(MeshSpec(sp=devices), jax.devices()[:devices])
+    with config_checkpoint(form, variant, cache) as checkpoint:
+        requests = Requests(form, variant, checkpoint, mesh, Reporter())
+        source = asked.get("source")
+        found = abstract_programs(
+            form,
+            variant,
+            checkpoint,
+            requests.request(**asked),
+            mesh,
+            dtype="bfloat16",
+            stages=[stage],
+            inputs={source.kind: source.for_videos(1)} if source else None,
+        )
+        return [p for p in found if p.traced()]
 
 
 @pytest.mark.parametrize(
@@ -41,64 +69,33 @@ def test_a_step_from_an_image_is_traced(
         raise AssertionError("noise was drawn for shapes alone")
 
     monkeypatch.setattr("diffusers.utils.torch_utils.randn_tensor", drawn)
-    port = with_blocks(get_port(model), "native")
-    variant = port.variant(name)
-    form = port.form_of(variant)
-    mesh = build_mesh(MeshSpec(sp=4), jax.devices()[:4])
-    source = read_image(np.full((*size, 3), 128, np.uint8))
-    with config_checkpoint(form, variant, tmp_path) as checkpoint:
-        request = Requests(form, variant, checkpoint, mesh, Reporter()).request(
-            prompt="a fox", height=size[0], width=size[1], num_frames=17, source=source
-        )
-        programs = abstract_programs(
-            form,
-            variant,
-            checkpoint,
-            request,
-            mesh,
-            dtype="bfloat16",
-            stages=["denoise"],
-            inputs={source.kind: source.for_videos(1)},
-        )
-        found = [(p.program, len(p.records())) for p in programs]
-    assert [program for program, _ in found] == ["step"]
+    asked: dict[str, Any] = {
+        "prompt": "a fox",
+        "height": size[0],
+        "width": size[1],
+        "num_frames": 17,
+        "source": read_image(np.full((*size, 3), 128, np.uint8)),
+    }
+    (step,) = programs(model, name, "denoise", 4, tmp_path, **asked)
+    assert step.program == "step"
     # Its attention was traced, so the whole of the model was.
-    assert all(calls for _, calls in found)
+    assert step.records()
 
 
 def test_what_a_stage_holds_beside_a_program_is_counted(tmp_path: Path) -> None:
     """Weights of its other components, and outputs that wait on the devices."""
-    port = get_port("hunyuanvideo")
-    variant = port.variant("1.5-480p-t2v")
-    form = port.form_of(variant)
-    mesh = build_mesh(MeshSpec(), jax.devices()[:1])
-    with config_checkpoint(form, variant, tmp_path) as checkpoint:
-        request = Requests(form, variant, checkpoint, mesh, Reporter()).request(
-            prompt=["a fox", 'a red car that says "stop"'], batched=False
-        )
-        programs = list(
-            abstract_programs(
-                form,
-                variant,
-                checkpoint,
-                request,
-                mesh,
-                dtype="bfloat16",
-                stages=["encode"],
-            )
-        )
-    weights = {p.component: device_bytes(p.loaded.weights) for p in programs}
-    assert len(weights) == 2
-    waiting = {
-        p.resident - sum(size for n, size in weights.items() if n != p.component)
-        for p in programs
+    asked: dict[str, Any] = {
+        "prompt": ["a fox", 'a red car that says "stop"'],
+        "batched": False,
     }
-    # Of every call of a batch but the last; which batch has most is in all programs.
-    (held,) = waiting
-    outputs = [device_bytes(p.outputs()[1]) for p in programs]
-    assert (
-        min(outputs)
-        <= held
-        <= sum(p.calls * n for p, n in zip(programs, outputs, strict=True))
-    )
-    assert held > 0
+    made = programs("hunyuanvideo", "1.5-480p-t2v", "encode", 1, tmp_path, **asked)
+    weights = {p.component: device_bytes(p.loaded.weights) for p in made}
+    assert len(weights) == 2
+    # Of every call of a batch but the last; the batch that has most is in all programs.
+    (held,) = {
+        p.resident - sum(size for n, size in weights.items() if n != p.component)
+        for p in made
+    }
+    outputs = [(p.calls, device_bytes(p.outputs()[1])) for p in made]
+    assert 0 < min(size for _, size in outputs) <= held
+    assert held <= sum(calls * size for calls, size in outputs)
