@@ -177,8 +177,6 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         display.say(in_words(request))
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
             session.check_weights(request=request)
-        if settings.backend != "diffusers":
-            session.executor.check_built(request, session.port.stages)
         if noise is not None:
             session.check_latents(request, noise.for_videos(len(prompts)))
         outputs = plan_outputs(
@@ -193,6 +191,9 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         check_noise(session, run, noise)
         temporary = settings.run_dir is None
         with going_on(run, settings, outputs.asked, temporary=temporary):
+            if settings.backend != "diffusers":
+                left = [s for s in session.port.stages if not run.finished(s.name)]
+                session.executor.check_built(request, left)
             for stage in STAGES[:2]:
                 if reusable(session, run, stage, settings, display.say):
                     reused.append(stage)

@@ -419,8 +419,24 @@ def test_the_form_of_a_folder_is_taken_or_refused(
     assert built.followed(asked) == asked
     with tpuport.load("toy", mesh=MESH, cache_dir=cache_dir) as session:
         request = session.request(prompt=ASKED["prompt"], seed=ASKED["seed"])
-        built.check_request(request, session.port, [other])
+        built.check_request(request, session.port, STAGES, [other])
         with pytest.raises(ArtifactError) as caught:
-            built.check_request(request, session.port, [asked])
+            built.check_request(request, session.port, STAGES, [asked])
     assert "decode is not for this run" in str(caught.value)
     assert "tiled -> untiled; use --vae-tiling on, " in str(caught.value)
+
+
+def test_what_only_another_stage_needs_is_not_compared(
+    folder: Path, cache_dir: Path
+) -> None:
+    """Decode alone may use a folder whose denoising is of another step cache."""
+    built = BuiltFolder.open(folder)
+    with tpuport.load("toy", mesh=MESH, cache_dir=cache_dir) as session:
+        request = session.request(prompt=ASKED["prompt"], seed=ASKED["seed"])
+        cached = replace(request, step_cache="deepcache:interval=2")
+        built.check_request(cached, session.port, ["encode", "decode"])
+        with pytest.raises(ArtifactError, match="step cache none -> deepcache"):
+            built.check_request(cached, session.port, ["denoise"])
+        longer = replace(request, num_frames=9)
+        with pytest.raises(ArtifactError, match="frames 5 -> 9"):
+            built.check_request(longer, session.port, ["decode"])

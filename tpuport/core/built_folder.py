@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,29 +107,41 @@ class BuiltFolder:
                 raise self._refused(entry.key, found)
 
     def check_request(
-        self, request: Request, port: ModelPort, tilings: Sequence[TilingDecision] = ()
+        self,
+        request: Request,
+        port: ModelPort,
+        stages: Collection[str],
+        tilings: Sequence[TilingDecision] = (),
     ) -> None:
-        """Refuse a request of another size than the folder is for.
+        """Refuse a request of other sizes, guidance, steps or tiles than it is for.
 
         The programs' own shapes say it too, each when its stage comes; this says it
         before the first one.
 
         Args:
             port: the model.
+            stages: names of those that will run; what others need does not count.
             tilings: how stages will run that have a choice.
 
         Raises:
             ArtifactError: what differs.
         """
         now = context_of(request, port)
-        for entry in self.entries:
+        used = [entry for entry in self.entries if entry.key.stage in stages]
+        for entry in used:
             before = {**now, **entry.key.context}
             if port.stage(entry.key.stage).batch_rows is None:
                 before["guided"] = now["guided"]  # nothing it would see
             found = explained(before, now)
             if found:
                 raise self._refused(entry.key, found)
-        self._check_step_cache(request, port)
+        # Of denoising: other stages have no steps that could be spared.
+        steps = [e for e in used if port.stage(e.key.stage).batch_rows]
+        methods = {str(e.key.options.get("step_cache", "none")) for e in steps}
+        method = method_of(request)
+        if methods and method not in methods:
+            known = ", ".join(sorted(methods))
+            raise self._refused(steps[0].key, [f"step cache {known} -> {method}"])
         for tiling in tilings:
             built = self.manifest.get(_TILING, {}).get(tiling.stage)
             if tiling.stage not in self.stages or built is None:
@@ -145,15 +157,6 @@ class BuiltFolder:
                     f"compiled for -> what this run has): {' -> '.join(forms)}; use "
                     f"--vae-tiling {setting}, {_AGAIN}"
                 )
-
-    def _check_step_cache(self, request: Request, port: ModelPort) -> None:
-        """Refuse another method of step caching, whose programs are not here."""
-        steps = [e for e in self.entries if port.stage(e.key.stage).batch_rows]
-        methods = {str(e.key.options.get("step_cache", "none")) for e in steps}
-        now = method_of(request)
-        if methods and now not in methods:
-            before = ", ".join(sorted(methods))
-            raise self._refused(steps[0].key, [f"step cache {before} -> {now}"])
 
     def followed(self, tiling: TilingDecision) -> TilingDecision:
         """The same in the form that is here, where both were decided by ``auto``.

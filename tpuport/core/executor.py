@@ -181,13 +181,13 @@ class Executor:
         """
         if self.programs.built is None:
             return
-        found = [
+        compiled = [s for s in stages if s.name not in self.inspection.no_jit]
+        tilings = [
             tiling
-            for stage in stages
-            if stage.name not in self.inspection.no_jit
-            and (tiling := self.tiling(stage, request, vae_tiling, alone=True))
+            for stage in compiled
+            if (tiling := self.tiling(stage, request, vae_tiling, alone=True))
         ]
-        self.programs.check_request(request, found)
+        self.programs.check_request(request, [s.name for s in compiled], tilings)
 
     def run(
         self,

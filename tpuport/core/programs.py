@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -111,11 +111,15 @@ class Programs:
             self.built.check(self.components)
 
     def check_request(
-        self, request: Request, tilings: Sequence[TilingDecision] = ()
+        self,
+        request: Request,
+        stages: Collection[str],
+        tilings: Sequence[TilingDecision] = (),
     ) -> None:
         """Refuse a built folder that is for other requests; see its method."""
         if self.built is not None:
-            self.built.check_request(request, self.components.port, tilings)
+            port = self.components.port
+            self.built.check_request(request, port, stages, tilings)
 
     def jax_cache(self) -> AbstractContextManager[None]:
         """jax's own cache, for what is compiled beside the programs of the stages."""
