@@ -259,7 +259,7 @@ def _arrays(mesh: Any) -> Callable[..., Any]:
 
 
 def _options(chip: Chip) -> dict[str, Any]:
-    from tpuport.patches.video import VMEM_SHARE
+    from tpuport.core.kernel_options import VMEM_SHARE
 
     return {"vmem_limit": int(chip.vmem_bytes * VMEM_SHARE)}
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.core.test_sequence_parallel import active_on
 from tests.tolerances import TOLERANCES
-from tpuport.core import joint, streams
-from tpuport.core.joint import HeadNorm, JointSequence
+from tpuport.core import joint, streams, token_norms
+from tpuport.core.joint import JointSequence
+from tpuport.core.token_norms import HeadNorm
 
 
 @pytest.mark.parametrize("lengths", [None, (4, 7)])
@@ -75,9 +76,11 @@ def test_no_normed_vector_is_longer_than_the_bound_and_some_nearly_are(
     tables = jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
     sequence = JointSequence(active_on("dp=1"), text=0, length=count, padded=count)
     norm = HeadNorm(weight, bias, 1e-6, centre)
-    bound = float(joint.norm_bound(dim, weight, bias))
+    bound = float(token_norms.norm_bound(dim, weight, bias))
     for turn in (None, tables):
-        out = joint.turned(sequence, jnp.asarray(x)[None, None], norm, turn, dtype)
+        out = token_norms.turned(
+            sequence, jnp.asarray(x)[None, None], norm, turn, dtype
+        )
         longest = np.linalg.norm(np.asarray(out, np.float64), axis=-1).max()
         assert longest <= bound <= 1.5 * longest
 
@@ -136,5 +139,5 @@ def test_a_mean_far_from_zero_costs_a_norm_no_digits() -> None:
     wide = x.astype(np.float64)
     centred = wide - wide.mean(-1, keepdims=True)
     truth = centred / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
-    found = np.asarray(joint.normalise(jnp.asarray(x), 1e-6))
+    found = np.asarray(token_norms.normalise(jnp.asarray(x), 1e-6))
     assert np.abs(found - truth).max() <= TOLERANCES["norm float32 large mean"]

@@ -24,6 +24,8 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 INPUTS: dict[str, Callable[..., Arrays]] = {
     "random": lambda q, k, v: (q, k, v),
     "large": lambda q, k, v: (q * 8, k * 8, v),
+    # A few keys take most of the weight, and no bound asks for a maximum.
+    "peaked": lambda q, k, v: (q * 1.5, k * 1.5, v),
     "small": lambda q, k, v: (q * 0.1, k * 0.1, v),
     "equal": lambda q, k, v: (q, k * 0 + k[:, :, :1], v),
     "dominant": lambda q, k, v: (q, k.at[:, :, 7].set(3 * q[:, :, 5]), v),
@@ -31,8 +33,10 @@ INPUTS: dict[str, Callable[..., Arrays]] = {
 }
 # Weights are rounded to 8 bits. With the maximum off, the largest are 1, exactly, or
 # just below, where rounding costs least; without, they lie anywhere between two powers
-# of two. Seen: up to 1.045 times the error where all else is alike (head dim 64).
-ANYWHERE = 1.06
+# of two. Seen at head dim 64, where all else is alike: up to 1.045 times the error, and
+# 1.15 where it is the few largest that matter.
+ANYWHERE = {"peaked": 1.2}
+MOST = 1.06
 
 
 class _OnePass:
@@ -92,7 +96,7 @@ def test_bfloat16(name: str, on_tpu: tuple[int, Kernels]) -> None:
     head_dim, found = on_tpu
     error = errors(found, "bfloat16", head_dim, name)
     assert error["maximum"] <= error["jax"] * 1.01
-    assert error["chosen"] <= error["jax"] * ANYWHERE
+    assert error["chosen"] <= error["jax"] * ANYWHERE.get(name, MOST)
     if head_dim == 128 and name == "large":
         # jax's kernel wants a scale that is no power of two in q, which is rounded
         # for it; ours takes it in float32.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import Any
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -27,6 +28,13 @@ def in_a_decoder(text: str) -> dict[str, Any]:
         "reductions": len(re.findall(r" all-reduce(?:-start)?\(", text)),
         "loops": len(re.findall(r" while\(", text)),
     }
+
+
+def kernels(text: str) -> dict[str, int]:
+    """How often a program's text calls each of the project's kernels."""
+    calls = re.findall(r"%(tpuport_[a-z_]+)[.\d]* = [^\n]*custom-call\(", text)
+    assert len(calls) == text.count(KERNEL)
+    return dict(Counter(calls))
 
 
 def layer_body(text: str) -> str:

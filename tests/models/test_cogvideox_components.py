@@ -26,7 +26,12 @@ def assert_close(ours: torch.Tensor, upstream: torch.Tensor) -> None:
 
 
 def transformer_inputs(
-    form: str, batch: int, rows: int = 12, columns: int = 16, frames: int = 3
+    form: str,
+    batch: int,
+    rows: int = 12,
+    columns: int = 16,
+    frames: int = 3,
+    head_dim: int = 16,
 ) -> dict[str, object]:
     generator = torch.Generator().manual_seed(1)
     config = ALL_FORMS[form]
@@ -48,7 +53,7 @@ def transformer_inputs(
         "timestep": torch.full((batch,), 499),
     }
     if config["use_rotary_positional_embeddings"]:
-        angles = torch.randn(tokens, 16, generator=generator)
+        angles = torch.randn(tokens, head_dim, generator=generator)
         inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
     if "ofs_embed_dim" in config:
         inputs["ofs"] = torch.full((1,), 2.0)

@@ -27,7 +27,9 @@ from tpuport.core.sharding import WeightInfo, plan_sharding
 from tpuport.core.spec import with_blocks
 from tpuport.kernels.reference import reference_attention
 from tpuport.models.hunyuanvideo.plugin import PORT
-from tests.models.compiled_layers import collectives, layer_body, moved, token_pairs
+from tests.models.compiled_layers import (
+    collectives, kernels, layer_body, moved, token_pairs,
+)
 
 case = json.loads(sys.argv[1])
 variant = PORT.variant(case["variant"])
@@ -64,7 +66,7 @@ compiled = jax.jit(run).lower(weights, *inputs).compile()
 text = compiled.as_text()
 memory = compiled.memory_analysis()
 found = {
-    "kernels": text.count('custom_call_target="tpu_custom_call"'),
+    "kernels": kernels(text),
     "attention": [r.as_dict() for r in runtime.records],
     "weights": plan.bytes_per_device,
     "arguments": memory.argument_size_in_bytes,
@@ -186,7 +188,7 @@ def test_a_step_compiles_for_v6e_with_the_splash_kernel(
         assert record["key_lengths"]
         assert record["split"] == split
     # The refiner's and the blocks'; two identical blocks are one loop.
-    assert found["kernels"] == {"1.5": 2, "13b": 3}[form]
+    assert found["kernels"] == {"tpuport_splash": {"1.5": 2, "13b": 3}[form]}
 
     # Neither scores nor a mask, on any device; plain attention of one head has them.
     square = tokens**2 // int(sizes.get("sp", 1))
@@ -211,8 +213,13 @@ def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
     assert attention["key_lengths"]
     assert (attention["ulysses"], attention["ring"]) == (4, 1)
     assert attention["split"] == ["dp", None, "sp", None]
-    # The refiner's and the blocks'; two identical blocks are one loop.
-    assert found["kernels"] == 2
+    # The refiner's and the blocks'; two identical blocks are one loop. The norms of the
+    # video in a block and of the output, its queries and keys.
+    assert found["kernels"] == {
+        "tpuport_splash": 2,
+        "tpuport_norm_tokens": 3,
+        "tpuport_norm_heads": 2,
+    }
     # Queries, keys and values to heads, what attention gives back to tokens. The sum is
     # what reads the text out of the places it has on one device or two; weights are
     # whole on every chip.

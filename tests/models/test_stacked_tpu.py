@@ -173,8 +173,10 @@ def test_a_small_transformer_is_one_block_of_code(blocks: str, mesh: str) -> Non
     found = measured(case, 300)
     stacked, unrolled = found["stacked"], found["unrolled"]
     assert_same_work(stacked, unrolled)
-    assert stacked["kernels"] == 1
-    assert unrolled["kernels"] == 6
+    # Of a native block attention, two norms of tokens, and those of queries and keys.
+    each = 5 if blocks == "native" else 1
+    assert stacked["kernels"] == each
+    assert unrolled["kernels"] == 6 * each
     if blocks == "upstream":
         # Sums over heads; native blocks on this mesh have none.
         assert stacked["reductions"] < unrolled["reductions"]

@@ -114,14 +114,30 @@ class JointSequence:
 
         return self.split(pad_dim(self.whole(x), 1, self.padded))
 
+    @property
+    def text_places(self) -> tuple[int, int]:
+        """Where text begins, and where it ends."""
+        if self.text_first:
+            return 0, self.text
+        return self.length - self.text, self.length
+
+    @property
+    def axes(self) -> tuple[str | None, str | None]:
+        """The mesh axes that split the batch, and the tokens; ``None`` where none."""
+        policy, sizes = self.active.context.attention, self.active.axis_size
+        sequence = policy.sequence if self.divided else None
+        return (
+            policy.batch if sizes(policy.batch) > 1 else None,
+            sequence if sizes(sequence) > 1 else None,
+        )
+
     def is_text(self) -> jax.Array:
         """Which tokens are text, bool [L]."""
         import jax.numpy as jnp
 
         index = jnp.arange(self.padded)
-        if self.text_first:
-            return index < self.text
-        return (index >= self.length - self.text) & (index < self.length)
+        first, end = self.text_places
+        return (index >= first) & (index < end)
 
     def choose(self, text: jax.Array, video: jax.Array) -> jax.Array:
         """[B, L, E] with a row for all text tokens and one for all others.
@@ -144,75 +160,6 @@ class JointSequence:
         batch = policy.batch if sizes(policy.batch) > 1 else None
         along = axis if sizes(axis) > 1 else None
         return constrain(self.active.context.mesh, x, batch, along)
-
-
-def normalise(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """``x`` less its mean, over its standard deviation, in float32.
-
-    Two passes, so that a mean far from 0 costs no digits.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + eps)
-
-
-def layer_norm(
-    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float
-) -> jax.Array:
-    """A layer norm over the last dim, in float32; ``weight`` and ``bias`` are [E]."""
-    import jax.numpy as jnp
-
-    out = normalise(x, eps)
-    if weight is not None:
-        out = out * weight.astype(jnp.float32)
-    return out if bias is None else out + bias.astype(jnp.float32)
-
-
-def modulated_norm(
-    sequence: JointSequence,
-    x: jax.Array,
-    *,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    eps: float,
-    text: tuple[jax.Array, jax.Array],
-    video: tuple[jax.Array, jax.Array],
-) -> jax.Array:
-    """A layer norm and ``y * (1 + scale) + shift``, as one scale and one shift.
-
-    Args:
-        sequence: which tokens are text.
-        x: of shape [B, L, E].
-        weight, bias: of the norm, [E]; ``None`` where it has none.
-        eps: of the norm.
-        text: (shift, scale) of text tokens, each [B, E].
-        video: those of all others.
-
-    Returns:
-        of the shape and dtype of ``x``.
-    """
-    import jax.numpy as jnp
-
-    def folded(shift: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scale = 1 + scale.astype(jnp.float32)
-        shift = shift.astype(jnp.float32)
-        if bias is not None:
-            shift = shift + scale * bias.astype(jnp.float32)
-        if weight is not None:
-            scale = scale * weight.astype(jnp.float32)
-        return shift, scale
-
-    shift, scale = folded(*video)
-    text_shift, text_scale = shift, scale
-    if any(one is not other for one, other in zip(text, video, strict=True)):
-        text_shift, text_scale = folded(*text)
-    out = normalise(x, eps)
-    out = out * sequence.choose(text_scale, scale)
-    return (out + sequence.choose(text_shift, shift)).astype(x.dtype)
 
 
 def gated(
@@ -324,97 +271,6 @@ def from_heads(
     return out.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class HeadNorm:
-    """A layer norm, or an RMS norm, over the head dim.
-
-    Attributes:
-        weight, bias: of shape [D]; ``None`` where the norm has none.
-        eps: of the norm.
-        centre: take the mean off; without it this is an RMS norm.
-    """
-
-    weight: jax.Array | None
-    bias: jax.Array | None
-    eps: float
-    centre: bool = True
-
-
-def turned(
-    sequence: JointSequence,
-    x: jax.Array,
-    norm: HeadNorm | None,
-    tables: tuple[jax.Array, jax.Array] | None,
-    dtype: Any,
-) -> jax.Array:
-    """Queries or keys: normed and rotated in float32, rounded once.
-
-    Both halves of the head dim go their own way up to the end, so that no float32 array
-    of all heads is held.
-
-    Args:
-        sequence: tells the layout.
-        x: as :func:`to_heads` gives it, of weights in the order of halves.
-        norm: over the head dim; of ``x`` as rounded to ``dtype``, as upstream norms
-            what its projection was rounded to. ``None`` for none.
-        tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
-        dtype: of the result.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    axis = 2 if sequence.feature_major else 3
-    mean: Any = 0.0
-    inverse: Any = 1.0
-    if norm is not None:
-        x = x.astype(dtype)
-        wide = x.astype(jnp.float32)
-        if norm.centre:
-            mean = jnp.mean(wide, axis, keepdims=True)
-        power = jnp.mean(jnp.square(wide - mean), axis, keepdims=True)
-        inverse = jax.lax.rsqrt(power + norm.eps)
-
-    def along(vector: jax.Array, half: int) -> jax.Array:
-        part = jnp.split(vector.astype(jnp.float32), 2)[half]
-        return part[:, None] if sequence.feature_major else part
-
-    def normed(part: jax.Array, half: int) -> jax.Array:
-        out = (part.astype(jnp.float32) - mean) * inverse
-        if norm is not None and norm.weight is not None:
-            out = out * along(norm.weight, half)
-        if norm is not None and norm.bias is not None:
-            out = out + along(norm.bias, half)
-        return out
-
-    if norm is None and tables is None:
-        return x.astype(dtype)
-    first, second = (
-        normed(part, half) for half, part in enumerate(jnp.split(x, 2, axis))
-    )
-    if tables is not None:
-        (cos, cos_2), (sin, sin_2) = (jnp.split(t, 2, axis - 2) for t in tables)
-        first, second = first * cos - second * sin, second * cos_2 + first * sin_2
-    return jnp.concatenate([first.astype(dtype), second.astype(dtype)], axis)
-
-
-def norm_bound(
-    head_dim: int, weight: jax.Array | None, bias: jax.Array | None
-) -> jax.Array:
-    """What the length of a vector that a :class:`HeadNorm` gives does not exceed.
-
-    Normed elements have squares of at most D in all, whatever the input; rotation does
-    not change a length. What rounding adds is allowed for.
-    """
-    import jax.numpy as jnp
-
-    length = jnp.float32(head_dim**0.5 * 1.02)
-    if weight is not None:
-        length = length * jnp.abs(weight.astype(jnp.float32)).max()
-    if bias is not None:
-        length = length + 1.02 * jnp.linalg.norm(bias.astype(jnp.float32))
-    return length
-
-
 def rotary_tables(
     sequence: JointSequence, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -460,8 +316,8 @@ def attend(
         q, k, v: as :func:`to_heads` gives them.
         dtype: what they are rounded to.
         kv_lengths: integers [B]: only so many leading tokens of an item count.
-        bounds: of the lengths of queries and of keys, see :func:`norm_bound`; ``None``
-            where there are none.
+        bounds: of the lengths of queries and of keys, see
+            :func:`tpuport.core.token_norms.norm_bound`; ``None`` where there are none.
 
     Returns:
         of the shape of ``q``, in ``dtype``.

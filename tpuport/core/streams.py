@@ -126,7 +126,7 @@ def attend_streams(
         lengths: integers [B]: so many leading tokens of the text count.
         dtype: what they are rounded to.
         bounds: of the lengths of all queries and of all keys, see
-            :func:`tpuport.core.joint.norm_bound`; ``None`` where there are none.
+            :func:`tpuport.core.token_norms.norm_bound`; ``None`` where there are none.
 
     Returns:
         For the joint sequence and, out of its places there, for the text, each in the

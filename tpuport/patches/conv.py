@@ -131,9 +131,10 @@ def video_kernel(
     import jax.numpy as jnp
 
     from tpuport.core.convolutions import note
+    from tpuport.core.kernel_options import kernel_options
     from tpuport.kernels.conv import video_convolution
     from tpuport.kernels.conv_kernel import pitch_of
-    from tpuport.patches.video import KERNEL, convolve, has_kernels, kernel_options
+    from tpuport.patches.video import KERNEL, convolve, has_kernels
 
     if not has_kernels(context):
         raise NotImplementedError("a kernel on a mesh, without a split")

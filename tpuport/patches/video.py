@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.kernel_options import kernel_options
+
 if TYPE_CHECKING:
     import jax
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from tpuport.core.spatial import Space
     from tpuport.kernels.phantoms import Real
 
-#: Of a core's VMEM, what a kernel may take.
-VMEM_SHARE = 7 / 8
 #: The convolution kernel in reports, as in a profile.
 KERNEL = "tpuport_conv"
 #: What does convolutions of one element, in reports.
@@ -28,21 +28,6 @@ PRODUCT = "a product of matrices"
 #: Channels that fill the lanes, and columns that fill a tile.
 LANES, TILE_ROWS = 128, 16
 _DIMS = (2, 3)
-
-
-def kernel_options(context: OpContext) -> dict[str, Any]:
-    """``vmem_limit`` and ``interpret`` of the project's kernels for a context."""
-    import jax
-
-    from tpuport.core.chips import CHIPS
-    from tpuport.kernels.selection import DEFAULT_CHIP
-
-    chip = CHIPS[context.chip or DEFAULT_CHIP]
-    return {
-        "vmem_limit": int(chip.vmem_bytes * VMEM_SHARE),
-        # A mesh of other devices stands in for TPUs where a program is only traced.
-        "interpret": context.chip is None and jax.default_backend() != "tpu",
-    }
 
 
 def has_kernels(context: OpContext) -> bool:

@@ -121,6 +121,22 @@ def test_what_has_no_estimate_takes_the_time_of_its_traffic() -> None:
     assert row.seconds == pytest.approx((8 << 20) / V6E.hbm_bandwidth)
 
 
+def test_a_kernel_takes_no_less_than_its_traffic() -> None:
+    """Its schedule has no waits for what it reads and writes."""
+
+    def quick(found: Instruction, operands: Sequence[Instruction]) -> KernelCost:
+        return KernelCost(10, VECTOR, 0.0)
+
+    found = account(parse(LOOPS), V6E, network("v6e-8"), MESH, quick)
+    (row,) = (r for r in found.rows if r.name == "kernel.1")
+    # Lanes are padded to 128: three arrays of bfloat16, and one of float32.
+    assert row.hbm_bytes == 64 * 128 * (3 * 2 + 4)
+    assert row.seconds == pytest.approx(row.hbm_bytes / V6E.hbm_bandwidth)
+    assert row.bound == HBM
+    (row,) = (r for r in add_up(LOOPS).rows if r.name == "kernel.1")
+    assert (row.cycles, row.bound) == (90000, MXU)
+
+
 def test_arrays_in_other_memories_are_no_traffic() -> None:
     text = LOOPS.replace(f", {config(7000)}", "").replace(
         "f32[1024,1024]{0,1:T(8,128)} copy", "f32[1024,1024]{0,1:T(8,128)S(1)} copy"

@@ -69,6 +69,8 @@ _KERNELS = {
     "tpuport_conv": MATMUL,
     "tpuport_moments": OTHER,
     "tpuport_norm": OTHER,
+    "tpuport_norm_heads": OTHER,
+    "tpuport_norm_tokens": OTHER,
     "tpuport_sides": OTHER,
 }
 #: How the fusions are named in which a collective begins and ends that the compiler has
@@ -302,6 +304,10 @@ class _Walk:
         if instruction.target == PALLAS:
             kernel = self.kernels(instruction, operands)
             cycles, bound, flops = kernel.cycles, kernel.bound, kernel.flops
+            # It cannot be done before all that it reads and writes has come and gone.
+            moving = hbm / self.chip.hbm_bandwidth * self.clock
+            if moving > cycles:
+                cycles, bound = moving, HBM
         else:
             cycles = self._estimate(instruction)
             if instruction.estimated_cycles is None:

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 #: How the names of kernels begin whose FLOPs are products, and of those without any.
 PRODUCTS = ("tpuport_conv",)
-ELEMENTWISE = ("tpuport_norm", "tpuport_moments", "tpuport_sides")
+ELEMENTWISE = (
+    "tpuport_moments",
+    "tpuport_norm",
+    "tpuport_norm_heads",
+    "tpuport_norm_tokens",
+    "tpuport_sides",
+)
 #: Implementations that run as a kernel; the others are products in the trace.
 KERNELS = ("jax", "splash")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import joint
+from tpuport.core import joint, token_norms
 from tpuport.core.active import current
 from tpuport.core.feed_forward import feed_forward
 from tpuport.core.joint import JointSequence
@@ -92,7 +92,7 @@ def _norm(
     import jax
 
     arrays = sequence.active.arrays
-    out = joint.modulated_norm(
+    out = token_norms.modulated_norm(
         sequence,
         x,
         weight=None if norm.norm.weight is None else arrays(norm.norm.weight),
@@ -130,15 +130,15 @@ def _attention(
                 None if vector is None else arrays(vector)
                 for vector in (norm.weight, norm.bias)
             )
-            given = joint.HeadNorm(weight, bias, norm.eps)
-        return joint.turned(sequence, heads(linear), given, tables, x.dtype)
+            given = token_norms.HeadNorm(weight, bias, norm.eps)
+        return token_norms.turned(sequence, heads(linear), given, tables, x.dtype)
 
     def bound(norm: Any) -> jax.Array:
         weight, bias = (
             None if vector is None else arrays(vector)
             for vector in (norm.weight, norm.bias)
         )
-        return joint.norm_bound(head_dim, weight, bias)
+        return token_norms.norm_bound(head_dim, weight, bias)
 
     q, k = turned(attn.to_q, attn.norm_q), turned(attn.to_k, attn.norm_k)
     bounds = None
@@ -169,8 +169,10 @@ def _last(
         sequence, temb, arrays(out.linear.weight), given(out.linear.bias)
     )
     shift, scale = jnp.split(values, 2, axis=1)
-    y = joint.layer_norm(x, given(norm.weight), given(norm.bias), norm.eps)
-    y = joint.layer_norm(y, given(out.norm.weight), given(out.norm.bias), out.norm.eps)
+    y = token_norms.layer_norm(x, given(norm.weight), given(norm.bias), norm.eps)
+    y = token_norms.layer_norm(
+        y, given(out.norm.weight), given(out.norm.bias), out.norm.eps
+    )
     y = (y * (1 + scale[:, None]) + shift[:, None]).astype(x.dtype)
     # Once, not within the projection, with which the compiler is long at work.
     y = jax.lax.optimization_barrier(y)

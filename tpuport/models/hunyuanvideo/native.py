@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import joint, streams
+from tpuport.core import joint, streams, token_norms
 from tpuport.core.active import current
 from tpuport.core.feed_forward import feed_forward, gelu_dense
 from tpuport.core.joint import JointSequence
@@ -53,7 +53,7 @@ class Stream:
         import jax
 
         arrays = self.tokens.active.arrays
-        y = joint.modulated_norm(
+        y = token_norms.modulated_norm(
             self.marked,
             x,
             weight=None if norm.weight is None else arrays(norm.weight),
@@ -80,9 +80,9 @@ class Stream:
         """Queries or keys: projected, normed and rotated by ``tables``."""
         given = None
         if norm is not None:
-            given = joint.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
+            given = token_norms.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
         found = self.heads(linear, y, count)
-        return joint.turned(self.tokens, found, given, tables, y.dtype)
+        return token_norms.turned(self.tokens, found, given, tables, y.dtype)
 
     def output(self, linear: Any, out: jax.Array) -> jax.Array:
         """The projection [B, L, E] of what attention gave."""
@@ -139,7 +139,7 @@ def bounds(
     head_dim = attn.to_q.weight.shape[0] // attn.heads
 
     def longest(norms: tuple[Any, ...]) -> jax.Array:
-        found = [joint.norm_bound(head_dim, *parameters(norm)) for norm in norms]
+        found = [token_norms.norm_bound(head_dim, *parameters(norm)) for norm in norms]
         return jnp.max(jnp.stack(found))
 
     return longest(queries), longest(keys)
