@@ -2,7 +2,7 @@
 docs/performance.md, and of decodes in docs/vae.md.
 
 ``python -m tests.measure_steps TABLE FOLDER [WORD ...]`` (``changes``, ``chips``,
-``slices``, ``decodes``) runs ``tpuport plan`` once for each row that has no
+``flags``, ``slices``, ``decodes``) runs ``tpuport plan`` once for each row that has no
 ``NAME.json`` in FOLDER yet (half a minute to some minutes each on two cores), keeps the
 document there, and prints the table and, below it, the command of each row. With words
 only rows whose command, or what they are called in the table, has all of them. What was
@@ -58,6 +58,8 @@ class Row:
     @property
     def name(self) -> str:
         parts = [self.model, self.slice, self.args, *self.environment]
+        if PLAIN_FLAGS not in self.environment.values():
+            parts += self.environment.values()
         return "".join(c if c.isalnum() else "-" for c in "-".join(parts))
 
     def document(self, folder: Path) -> dict[str, Any] | None:
@@ -117,6 +119,19 @@ def chips() -> list[Row]:
     ]
 
 
+def flags() -> list[Row]:
+    """The compiler's flags one after the other, on four generations."""
+    without_limit = PLAIN_FLAGS.split()[0]
+    kinds = {"neither": PLAIN_FLAGS, "async all-to-all": without_limit, "both": ""}
+    places = [("cogvideox", f"{chip}-8") for chip in ("v6e", "v7x", "v5p", "v5e")]
+    places.insert(1, ("hunyuanvideo", "v6e-8"))
+    return [
+        Row(title, model, topology, "", {"LIBTPU_INIT_ARGS": given} if given else {})
+        for model, topology in places
+        for title, given in kinds.items()
+    ]
+
+
 def slices() -> list[Row]:
     """One video on more and more chips, and a video for every eight of them."""
     return [
@@ -146,7 +161,13 @@ def decodes() -> list[Row]:
     ]
 
 
-TABLES = {"changes": changes, "chips": chips, "slices": slices, "decodes": decodes}
+TABLES = {
+    "changes": changes,
+    "chips": chips,
+    "flags": flags,
+    "slices": slices,
+    "decodes": decodes,
+}
 
 STEP_HEAD = [
     *("model", "slice", "mesh", "what", "attention", "products", "rest"),

@@ -135,6 +135,12 @@ def test_a_kernel_takes_no_less_than_its_traffic() -> None:
     assert row.bound == HBM
     (row,) = (r for r in add_up(LOOPS).rows if r.name == "kernel.1")
     assert (row.cycles, row.bound) == (90000, MXU)
+    # One that says how little it reads of them takes the time of that.
+    little = '"body":"AAAA","cost_estimate":{"bytes_accessed":"32768"}'
+    text = LOOPS.replace('"body":"AAAA"', little)
+    found = account(parse(text), V6E, network("v6e-8"), MESH, quick)
+    (row,) = (r for r in found.rows if r.name == "kernel.1")
+    assert row.seconds == pytest.approx(32768 / V6E.hbm_bandwidth)
 
 
 def test_arrays_in_other_memories_are_no_traffic() -> None:

@@ -304,8 +304,9 @@ class _Walk:
         if instruction.target == PALLAS:
             kernel = self.kernels(instruction, operands)
             cycles, bound, flops = kernel.cycles, kernel.bound, kernel.flops
-            # It cannot be done before all that it reads and writes has come and gone.
-            moving = hbm / self.chip.hbm_bandwidth * self.clock
+            # It cannot be done before what it reads and writes has come and gone.
+            moved = min(hbm, _said_to_move(instruction, hbm))
+            moving = moved / self.chip.hbm_bandwidth * self.clock
             if moving > cycles:
                 cycles, bound = moving, HBM
         else:
@@ -396,6 +397,12 @@ class _Walk:
         }
         unit = max(shares, key=lambda name: shares[name])
         return unit if shares[unit] >= BUSY else VECTOR
+
+
+def _said_to_move(kernel: Instruction, rest: float) -> float:
+    """Bytes that a kernel says it moves, ``rest`` where it does not say."""
+    config = kernel.config.get("custom_call_config", {})
+    return float(config.get("cost_estimate", {}).get("bytes_accessed", rest))
 
 
 def _channel(collective: Instruction) -> str:
