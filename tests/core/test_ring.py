@@ -25,9 +25,11 @@ from tpuport.kernels.choice import AttentionChoice
 SPLASH = AttentionChoice.parse("splash:block_q=128;block_kv=128;block_kv_compute=128")
 
 
-def active_on(mesh: str, implementation: str = "auto") -> Active:
+def active_on(
+    mesh: str, implementation: str = "auto", devices: list[Any] | None = None
+) -> Active:
     context = OpContext(
-        mesh=build_mesh(MeshSpec.parse(mesh)),
+        mesh=build_mesh(MeshSpec.parse(mesh), devices),
         platform="cpu",
         attention=AttentionPolicy(),
         implementation=implementation,
@@ -90,6 +92,24 @@ def test_every_degree(devices: int, heads: int, lengths: Any) -> None:
     (record,) = active.context.records
     assert record.ulysses * record.ring == devices
     assert record.ring_keys == ("passed" if record.ring > 1 else None)
+
+
+@pytest.mark.parametrize("lengths", [None, (33, 0)])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_devices_of_any_order_hold_the_tokens_of_their_places(
+    heads: int, lengths: Any
+) -> None:
+    """As on a slice whose places are not in the order of its device numbers."""
+    devices = [jax.devices()[i] for i in (3, 6, 0, 5, 1, 7, 4, 2)]
+    active = active_on("sp=8", devices=devices)
+    assert active.context.mesh is not None
+    assert list(active.context.mesh.devices.flat) == devices
+    counts = lengths or (41,)
+    arrays = arrays_of(len(counts), heads, 48, counts)
+    want = numpy_attention(*arrays, kv_lengths=np.asarray(counts))
+    got = attend(active, arrays, kv_len=41, lengths=lengths)
+    assert worst(got[:, :, :41], want[:, :, :41]) < (TOLERANCES["attention float32"])
+    assert active.context.records[0].ring == 8 // (heads * len(counts))
 
 
 def test_bfloat16_is_rounded_once() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.device_order import torus_order
 from tpuport.errors import MeshError
 
 if TYPE_CHECKING:
@@ -153,6 +154,21 @@ class MeshSpec:
             )
         return self
 
+    def unused(self, device_count: int, kind: str = "device") -> str | None:
+        """A remark on devices that the mesh leaves unused; ``None`` where it has all.
+
+        Args:
+            device_count: how many there are.
+            kind: what they are called, such as ``"chip"``.
+        """
+        left = device_count - self.size
+        if left <= 0:
+            return None
+        return (
+            f"mesh {self} takes {self.size} of {device_count} {kind}s: {left} "
+            f"stay{'s' * (left == 1)} unused"
+        )
+
     @property
     def size(self) -> int:
         """The number of devices.
@@ -283,9 +299,11 @@ def build_mesh(
 ) -> jax.sharding.Mesh:
     """The jax mesh of axes (dp, sp, tp) over the first ``spec.size`` devices.
 
-    The order of ``devices`` is kept, also when that is not the best order for the
-    chip's links: ``jax.make_mesh`` refuses some subsets of a TPU slice. Axis types are
-    Auto, so the compiler chooses the shardings that are not given.
+    On more than eight chips of a TPU slice they are put in an order along its links,
+    whatever order they come in (:func:`tpuport.core.device_order.torus_order`;
+    ``jax.make_mesh`` refuses some subsets of a slice). Otherwise the order of
+    ``devices`` is kept. Axis types are Auto, so the compiler chooses the shardings that
+    are not given.
 
     Args:
         spec: may have one axis of -1.
@@ -300,7 +318,7 @@ def build_mesh(
     found = list(jax.devices() if devices is None else devices)
     spec = spec.resolve(len(found))
     grid = np.empty(spec.size, dtype=object)
-    grid[:] = found[: spec.size]
+    grid[:] = torus_order(found[: spec.size], spec)
     return jax.sharding.Mesh(
         grid.reshape([spec.shape[axis] for axis in AXES]),
         AXES,

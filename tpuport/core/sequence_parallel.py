@@ -35,10 +35,25 @@ MOST_HEAD_PADDING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How S devices split attention: ``ulysses`` ways by heads, ``ring`` by queries."""
+    """How S devices split attention: ``ulysses`` ways by heads, ``ring`` by queries.
+
+    Which of them are near each other is for the mesh's order of devices
+    (``device_order.py``) to see to.
+    """
 
     ulysses: int
     ring: int
+
+    @property
+    def exchanges(self) -> list[list[int]]:
+        """Places of the sequence axis that exchange tokens for heads: neighbours."""
+        starts = range(0, self.ring * self.ulysses, self.ulysses)
+        return [list(range(start, start + self.ulysses)) for start in starts]
+
+    @property
+    def rings(self) -> list[list[int]]:
+        """Places that share heads, in the order in which keys are passed on."""
+        return [list(group) for group in zip(*self.exchanges, strict=True)]
 
 
 def degrees(heads: int, devices: int) -> Degrees:
@@ -208,11 +223,7 @@ def sequence_attention(
         if sequence_axis is None:
             return run(q, k, v, lengths if has_lengths else None, bound)
         place = jax.lax.axis_index(sequence_axis)
-        groups = [
-            [ring * split.ulysses + i for i in range(split.ulysses)]
-            for ring in range(split.ring)
-        ]
-        ring_groups = [list(group) for group in zip(*groups, strict=True)]
+        groups = split.exchanges
 
         def exchange(x: jax.Array) -> jax.Array:
             """Of [ulysses, ...] every device of the group gets its row from each."""
@@ -246,7 +257,7 @@ def sequence_attention(
             q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
         together = ring_attention if record.ring_keys == PASSED else gathered_attention
         out = together(
-            Ring(axis=sequence_axis, groups=ring_groups, rank=place // split.ulysses),
+            Ring(axis=sequence_axis, groups=split.rings, rank=place // split.ulysses),
             q,
             k,
             v,
