@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_OUT ?= demo.mp4
 PROMPT ?= a panda plays a guitar by a waterfall
-# Test processes; more than the machine's cores only slows the compilers down.
+# Test processes, which take files in the order of tests/conftest.py; more of them than
+# the machine's cores only slows the compilers down.
 JOBS ?= 2
 
 bin := $(VENV)/bin
@@ -16,7 +17,7 @@ demo: $(installed)
 	$(bin)/tpuport generate --model cogvideox --prompt "$(PROMPT)" --out "$(DEMO_OUT)"
 
 test: lint types
-	$(bin)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(installed)
 	$(bin)/ruff check .

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
@@ -65,14 +67,11 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
     assert len(TPUPORT) >= 8
     environment = os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")}
     for command in TPUPORT:
-        done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command)],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
+        done = run_python(
+            ["-m", *shlex.split(command)],
+            environment=environment,
+            folder=tmp_path,
             timeout=300,
-            check=False,
         )
         assert done.returncode == 0, (command, done.stderr)
     made = {p.name for p in tmp_path.iterdir()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,13 +39,10 @@ def run_program(
     ``variables`` are of the environment, and win over ``ENVIRONMENT``.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path} | variables,
-        capture_output=True,
-        text=True,
+    done = run_python(
+        ["-c", program, *args],
+        environment=os.environ | ENVIRONMENT | {"PYTHONPATH": path} | variables,
         timeout=timeout,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ import pytest
 import tpuport
 from tests.core.test_compile_keys import KEY
 from tests.core.toys import EXAMPLE, Heard, installed_toy
+from tests.processes import run_python
 from tpuport.core import executables, programs
 from tpuport.core.executables import ExecutableStore, NotSerialisable
 from tpuport.core.kept_shapes import KeptShapes
@@ -125,14 +125,13 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     script = PROCESS.format(example=str(EXAMPLE), of_torchax=OF_TORCHAX)
 
     def process() -> Any:
-        ran = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
+        ran = run_python(
+            ["-c", script, str(tmp_path)],
+            environment=os.environ,
+            folder=ROOT,
             timeout=300,
         )
+        assert ran.returncode == 0, ran.stderr
         return json.loads(ran.stdout)
 
     cold, compiled, latents = process()

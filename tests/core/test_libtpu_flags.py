@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.processes import run_python
 from tpuport.core.chips import CHIPS
 from tpuport.core.libtpu_flags import FLAGS, choose_flags, flags_for, flags_of_chip
 from tpuport.core.planning.plan import STAGES
@@ -204,9 +203,9 @@ needs_libtpu = pytest.mark.skipif(
 def compiled(*topologies: str, flags: str = "") -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *topologies],
-        env={
+    done = run_python(
+        ["-c", PROGRAM, *topologies],
+        environment={
             **clean,
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
@@ -216,10 +215,7 @@ def compiled(*topologies: str, flags: str = "") -> dict[str, Any]:
             "LIBTPU_INIT_ARGS": flags,
             "PYTHONPATH": path,
         },
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.models.conftest import FULL, pictures
+from tests.models.conftest import BUFFERS, pictures
 from tests.tolerances import TOLERANCES
 from tpuport.core.delivery import Delivery
 from tpuport.core.device_memory import planned_bytes
@@ -258,7 +258,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
             vae_tiling="off",
             decided=decided.append,
         )
-        compiled = [planned_bytes(p.lowered().compile(FULL)) or 0 for p in programs]
+        compiled = [planned_bytes(p.lowered().compile(BUFFERS)) or 0 for p in programs]
     (found,) = decided
     assert (1 - MARGIN) * max(compiled) <= found.chosen.bytes <= 2 * max(compiled)
 

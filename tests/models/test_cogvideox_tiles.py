@@ -14,7 +14,7 @@ import torch
 
 import tpuport
 from tests.core.toys import Heard
-from tests.models.conftest import FULL
+from tests.models.conftest import BUFFERS
 from tests.tolerances import TOLERANCES
 from tpuport.core.delivery import Delivery
 from tpuport.core.device_memory import planned_bytes
@@ -50,28 +50,37 @@ def latents() -> dict[str, torch.Tensor]:
     return {"latents": torch.randn(1, 5, 4, 10, 18, generator=draw)}
 
 
-@pytest.fixture(scope="module")
-def theirs(folder: Path, latents: dict[str, torch.Tensor]) -> np.ndarray:
+def upstream(folder: Path, latents: torch.Tensor) -> np.ndarray:
     """Frames of ``vae.enable_tiling()`` and ``decode``."""
     from diffusers import AutoencoderKLCogVideoX
 
     vae = AutoencoderKLCogVideoX.from_pretrained(folder / "vae").eval()
     vae.enable_tiling()
-    z = 1 / vae.config.scaling_factor * latents["latents"].permute(0, 2, 1, 3, 4)
+    z = 1 / vae.config.scaling_factor * latents.permute(0, 2, 1, 3, 4)
     with torch.no_grad():
         video = vae.decode(z).sample
     frames = (video * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
     return np.asarray(frames.numpy())
 
 
+@pytest.fixture(scope="module")
+def theirs(folder: Path, latents: dict[str, torch.Tensor]) -> np.ndarray:
+    return upstream(folder, latents["latents"])
+
+
 def decode(
-    folder: Path, cache: Path, latents: Any, tiling: str, **how: Any
+    folder: Path,
+    cache: Path,
+    latents: Any,
+    tiling: str,
+    width: int = SHAPE["width"],
+    **how: Any,
 ) -> tuple[np.ndarray, Any, list[str]]:
     heard = Heard()
     with tpuport.load(
         weights=folder, cache_dir=cache, vae_tiling=tiling, reporter=heard, **how
     ) as session:
-        request = session.request(prompt="a cat", **SHAPE)
+        request = session.request(prompt="a cat", **{**SHAPE, "width": width})
         made, report = session.run_stage("decode", request, latents)
     return made["frames"], report, heard.lines
 
@@ -129,11 +138,14 @@ def test_upstreams_own_backend_tiles_too(
 
 
 def test_op_by_op_starts_every_tile_afresh(
-    folder: Path, cache: Path, latents: Any, theirs: np.ndarray
+    folder: Path, cache: Path, latents: Any
 ) -> None:
-    ours, report, _ = decode(folder, cache, latents, "on", no_jit=("decode",))
+    # Two tiles, with the columns of one: every op compiles for every size of tile.
+    few = {"latents": latents["latents"][..., :8]}
+    ours, report, said = decode(folder, cache, few, "on", 64, no_jit=("decode",))
     assert report.op_by_op
-    assert float(np.abs(ours - theirs).max()) <= ATOL
+    assert "2 x 1 tiles of up to 48 x 64 pixels" in "\n".join(said)
+    assert float(np.abs(ours - upstream(folder, few["latents"])).max()) <= ATOL
 
 
 def test_bytes_come_chunk_by_chunk_with_the_last_tile(
@@ -197,7 +209,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
             decided=decided.append,
         )
         listed = list(programs)
-        compiled = [planned_bytes(p.lowered().compile(FULL)) or 0 for p in listed]
+        compiled = [planned_bytes(p.lowered().compile(BUFFERS)) or 0 for p in listed]
     told = [record for p in listed for record in p.convolutions()]
     assert len(told) == len(listed)
     assert all(r.implementation == "XLA" and r.count > 20 for r in told)

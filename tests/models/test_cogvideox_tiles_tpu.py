@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
+from tests.processes import run_python
 from tpuport.models.cogvideox.vae_memory import MARGIN
 
 PROGRAM = """
@@ -59,13 +59,10 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
     vae: str, tmp_path: Path
 ) -> None:
     path = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), vae],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
+    done = run_python(
+        ["-c", PROGRAM, str(tmp_path), vae],
+        environment=os.environ | ENVIRONMENT | {"PYTHONPATH": path, "XLA_FLAGS": ""},
         timeout=550,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     decided, compiled = json.loads(done.stdout.splitlines()[-1])

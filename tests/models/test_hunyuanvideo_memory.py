@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.models.conftest import FULL
+from tests.models.conftest import BUFFERS
 from tpuport.core.device_memory import planned_bytes, program_room
 from tpuport.core.planning.abstract import abstract_programs
 from tpuport.core.vae_tiling import TilingDecision, decide
@@ -65,7 +65,7 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
         )
         # Of tiles in time the first one; the last is shorter.
         program = next(p for p in [*programs] if p.program == name)
-        compiled = planned_bytes(program.lowered().compile(FULL)) or 0
+        compiled = planned_bytes(program.lowered().compile(BUFFERS)) or 0
     (found,) = decided
     assert not found.tiled
     # Never much below, and no wild guess above.

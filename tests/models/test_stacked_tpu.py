@@ -11,13 +11,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.models.test_cogvideox_tpu import ENVIRONMENT, ROOT
+from tests.processes import run_python
 
 PROGRAM = r"""
 import json, re, sys, time
@@ -138,13 +137,10 @@ def hunyuanvideo(frames: int, rows: int, columns: int, **config: Any) -> dict[st
 
 def measured(case: dict[str, Any], limit: float) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(case)],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
+    done = run_python(
+        ["-c", PROGRAM, json.dumps(case)],
+        environment=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
         timeout=limit,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

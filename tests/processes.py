@@ -1,0 +1,119 @@
+"""Processes that start with torch, jax and diffusers imported.
+
+Imports take longer than most of what the tests run in processes of their own. Such a
+process is a fork of one that has imported those libraries and done nothing else: no
+device and no compiler was asked for, so that both read the environment given here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+#: What is imported before the fork. None of them asks jax for a device.
+IMPORTED = [
+    "jax.experimental.pallas.tpu",
+    "jax.experimental.topologies",
+    "diffusers.models.autoencoders.autoencoder_kl_cogvideox",
+    "diffusers.pipelines.pipeline_utils",
+    "tpuport.core.session",
+    "tpuport.models.cogvideox.plugin",
+    "tpuport.models.hunyuanvideo.plugin",
+]
+
+#: Variables that the libraries read when they are imported start with these.
+READ_AT_IMPORT = ("JAX_", "PYTHON", "TORCH", "HF_", "OMP_", "DIFFUSERS_")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """How a process ended.
+
+    Attributes:
+        returncode: its exit status; negative for a signal.
+        stdout, stderr: what it printed.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+_context: ForkServerContext | None = None
+
+
+def _server() -> ForkServerContext:
+    """The process to fork, which starts with the first one that is asked for."""
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(IMPORTED)
+    return _context
+
+
+def run_python(
+    args: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    timeout: float = 600,
+) -> Done:
+    """``python -c program ...`` or ``python -m module ...`` in a process of its own.
+
+    Args:
+        args: ``-c`` or ``-m``, what goes with it, and the program's own arguments.
+        environment: the whole environment. Variables that the libraries read when
+            they are imported are those of this process.
+        folder: its current folder; ``None`` for this process's.
+        timeout: seconds it may take.
+
+    Raises:
+        ValueError: a variable of ``READ_AT_IMPORT`` differs from this process's.
+        TimeoutError: it took longer.
+    """
+    for name in {*environment, *os.environ}:
+        differs = environment.get(name) != os.environ.get(name)
+        if name.startswith(READ_AT_IMPORT) and name != "PYTHONPATH" and differs:
+            raise ValueError(f"{name} was read when the libraries were imported")
+    with tempfile.TemporaryDirectory() as printed:
+        out, err = Path(printed, "stdout"), Path(printed, "stderr")
+        given = (list(args), dict(environment), folder or Path.cwd(), out, err)
+        process = _server().Process(target=_run, args=given)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutError(f"over {timeout} s: {args[1][:80]}; {err.read_text()}")
+        return Done(
+            returncode=process.exitcode, stdout=out.read_text(), stderr=err.read_text()
+        )
+
+
+def _run(
+    args: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path
+) -> None:
+    for stream, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, stream)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    kind, program, *rest = args
+    sys.argv = [kind, *rest]
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    exec(compile(program, "<string>", "exec"), vars(module))
