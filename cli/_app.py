@@ -11,6 +11,7 @@ import typer
 import tpuport
 
 from ._errors import INTERRUPTED, as_usage_error, explain
+from ._parsing import Command, Group
 from .bench import bench
 from .bench_attention import bench_attention
 from .compile import compile_
@@ -32,23 +33,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="PyTorch video-diffusion pipelines on TPUs: exact, sharded, compiled.",
 )
-app.command("generate")(generate)
-app.command("encode")(encode)
-app.command("denoise")(denoise)
-app.command("decode")(decode)
-app.command("replay")(replay)
-app.command("plan")(plan)
-app.command("compile")(compile_)
+app.command("generate", cls=Command)(generate)
+app.command("encode", cls=Command)(encode)
+app.command("denoise", cls=Command)(denoise)
+app.command("decode", cls=Command)(decode)
+app.command("replay", cls=Command)(replay)
+app.command("plan", cls=Command)(plan)
+app.command("compile", cls=Command)(compile_)
 # `tpuport bench` measures; what follows it names something else to measure.
-bench_app = typer.Typer(invoke_without_command=True)
+bench_app = typer.Typer(cls=Group, invoke_without_command=True)
 bench_app.callback()(bench)
-bench_app.command("attention")(bench_attention)
+bench_app.command("attention", cls=Command)(bench_attention)
 app.add_typer(bench_app, name="bench")
-app.command("tune")(tune)
-app.command("models")(models)
-app.command("plugins")(plugins)
-app.command("patches")(patches)
-app.command("doctor")(doctor)
+app.command("tune", cls=Command)(tune)
+app.command("models", cls=Command)(models)
+app.command("plugins", cls=Command)(plugins)
+app.command("patches", cls=Command)(patches)
+app.command("doctor", cls=Command)(doctor)
 
 
 @app.callback(invoke_without_command=True)

@@ -47,6 +47,12 @@ class PlainDisplay(Display):
     def say(self, text: str) -> None:
         say(text)
 
+    def began(self, what: str) -> None:
+        say(f"{what} ...")
+
+    def ended(self, what: str, seconds: float) -> None:
+        say(_took(what, seconds))
+
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         self._units[stage] = unit
         self._last_line = time.monotonic()
@@ -79,11 +85,12 @@ class PlainDisplay(Display):
 
 
 class BarDisplay(Display):
-    """A bar per stage, on a terminal."""
+    """A bar per stage, and per other work while it lasts; on a terminal."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._work: dict[str, TaskID] = {}
         self._stage = ""
         # What the stage has delivered, in words.
         self._frames = ""
@@ -95,14 +102,22 @@ class BarDisplay(Display):
                 BarColumn,
                 MofNCompleteColumn,
                 Progress,
+                Task,
                 TextColumn,
                 TimeElapsedColumn,
             )
+            from rich.text import Text
+
+            class Count(MofNCompleteColumn):
+                """Nothing of work that is not counted."""
+
+                def render(self, task: Task) -> Text:
+                    return Text() if task.total is None else super().render(task)
 
             self._progress = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
-                MofNCompleteColumn(),
+                Count(),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[doing]}", markup=False),
                 console=Console(stderr=True, highlight=False),
@@ -116,6 +131,14 @@ class BarDisplay(Display):
 
     def say(self, text: str) -> None:
         self._bars().console.print(text, markup=False, soft_wrap=True)
+
+    def began(self, what: str) -> None:
+        self._work[what] = self._bars().add_task(what, total=None, doing="")
+
+    def ended(self, what: str, seconds: float) -> None:
+        if what in self._work:
+            self._bars().remove_task(self._work.pop(what))
+        self.say(_took(what, seconds))
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         self._stage, self._frames = stage, ""
@@ -155,6 +178,7 @@ class BarDisplay(Display):
             self._progress.stop()
             self._progress = None
             self._tasks.clear()
+            self._work.clear()
 
 
 def make_display() -> Display:
@@ -171,6 +195,10 @@ def print_summary(report: RunReport) -> None:
         say("")
         for line in lines(stages):
             say(line)
+
+
+def _took(what: str, seconds: float) -> str:
+    return f"{what} took {seconds:.1f} s"
 
 
 def _compiled(report: CompileReport) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
@@ -24,12 +25,15 @@ from tpuport.core.request import (
     check_task,
     denoising_steps,
 )
+from tpuport.core.request_builder import RequestBuilder
+from tpuport.core.run_record import RUN_FILE, STAGES
 from tpuport.core.spec import BLOCKS, TORCHAX, ModelPort, Variant
 from tpuport.core.step_cache import StepCache
 from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
 from tpuport.errors import AttentionError, MeshError, UsageError
 from tpuport.plugins import get_port
 
+from ._built import check_built_for, check_built_request
 from ._output import plural
 from ._settings import Settings
 
@@ -53,6 +57,7 @@ def check_early(settings: Settings) -> ModelPort:
         UsageError: an unknown model, variant, dtype or option, a malformed mesh, or a
             value off its rule.
         MissingWeightsError, MissingArtifactError: a folder named is not there.
+        ArtifactError: --executables are for other settings.
     """
     port = get_port(settings.model or DEFAULT_MODEL)
     variant = known_variant(port, settings)
@@ -77,10 +82,7 @@ def check_early(settings: Settings) -> ModelPort:
         check_folder("--profile", settings.profile)
     if settings.weights not in (None, "", "demo"):
         local_folder(str(settings.weights))
-    if settings.executables is not None:
-        from tpuport.core.built_folder import check_built
-
-        check_built(settings.executables)
+    check_built_for(port, variant, settings)
     names = [option.name for option in port.options]
     for name in settings.options:
         if name == "vae_tiling":
@@ -142,14 +144,20 @@ def _plain_request(settings: Settings, variant: Variant, seed: int) -> Request:
     )
 
 
-def check_run_early(port: ModelPort, settings: Settings) -> None:
+def check_run_early(
+    port: ModelPort, settings: Settings, stages: Sequence[str] = STAGES
+) -> None:
     """Refuse what a known variant cannot do before its weights are looked for.
 
     For commands that start a run; one that goes on with a run has it behind it.
 
+    Args:
+        stages: that the command runs.
+
     Raises:
         UsageError: an image or a video that cannot be read, a task, size class, number
             of steps or guidance that is not the variant's.
+        ArtifactError: --executables are of another request.
     """
     variant = known_variant(port, settings)
     if variant is None:
@@ -163,20 +171,25 @@ def check_run_early(port: ModelPort, settings: Settings) -> None:
         raise UsageError(
             f"resolution {settings.resolution!r}: variant {variant.name} has {known}"
         )
-    request = _plain_request(settings, variant, 0)
-    if source is not None:
-        strength = settings.strength
-        if source.kind == "video" and strength is None:
-            strength = variant.strength
-        request = replace(
-            request, task=source.task, sources=source.digests_for(1), strength=strength
-        )
+    form = port.form_of(variant)
+    asked = settings if settings.prompts else replace(settings, prompts=("",))
+    request = _Early(form, variant).request(**_asked(asked, source), checked=False)
     cache = StepCache.parse(settings.cache)
     if cache is not None:
         cache.resolve(denoising_steps(request))
-    form = port.form_of(variant)
     if form.check_variant is not None:
         form.check_variant(request, variant)
+    resumed = settings.run_dir is not None and (settings.run_dir / RUN_FILE).exists()
+    if not resumed:  # else some of its stages may be finished
+        check_built_request(form, settings, request, stages)
+
+
+class _Early(RequestBuilder):
+    """Makes requests before a checkpoint is looked for."""
+
+    def __init__(self, port: ModelPort, variant: Variant) -> None:
+        self.port = port
+        self.variant = variant
 
 
 def open_session(
@@ -191,8 +204,7 @@ def open_session(
     Raises:
         TpuportError: as :func:`tpuport.load`.
     """
-    if "jax" not in sys.modules:
-        reporter.say("importing torch and jax ...")
+    say_imports(reporter)
     if settings.mesh is not None:
         _check_mesh_here(settings.mesh)
     return api.load(
@@ -218,6 +230,12 @@ def open_session(
         guidance_scale=settings.guidance,
         reporter=reporter,
     )
+
+
+def say_imports(reporter: Reporter) -> None:
+    """Say what is about to take some seconds, where it was not done before."""
+    if "jax" not in sys.modules:
+        reporter.say("importing torch and jax ...")
 
 
 def _check_mesh_here(mesh: str) -> None:
@@ -269,25 +287,30 @@ def make_request(
         UsageError: there is no prompt, or a value is off its rule.
     """
     check_prompts(settings)
+    return session.request(**_asked(settings, source))
+
+
+def _asked(settings: Settings, source: Source | None) -> dict[str, Any]:
+    """Settings as :meth:`RequestBuilder.request` takes them."""
     prompts, seeds = settings.videos()
-    return session.request(
-        prompt=prompts,
-        negative_prompt=settings.negative_prompt,
-        height=settings.height,
-        width=settings.width,
-        num_frames=settings.frames,
-        fps=settings.fps,
-        num_inference_steps=settings.steps,
-        guidance_scale=settings.guidance,
-        seed=seeds,
-        options=settings.options,
-        source=source,
-        strength=settings.strength,
-        resolution=settings.resolution,
-        aspect_ratio=settings.aspect_ratio,
-        step_cache=settings.cache,
-        batched=False,
-    )
+    return {
+        "prompt": prompts,
+        "negative_prompt": settings.negative_prompt,
+        "height": settings.height,
+        "width": settings.width,
+        "num_frames": settings.frames,
+        "fps": settings.fps,
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance,
+        "seed": seeds,
+        "options": settings.options,
+        "source": source,
+        "strength": settings.strength,
+        "resolution": settings.resolution,
+        "aspect_ratio": settings.aspect_ratio,
+        "step_cache": settings.cache,
+        "batched": False,
+    }
 
 
 def in_words(request: Request) -> str:

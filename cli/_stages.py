@@ -10,6 +10,7 @@ from tpuport.core.artifacts import STAGE_FILES, STAGES, RunDirectory
 from tpuport.core.report import RunReport
 from tpuport.core.request import Request
 
+from ._built import check_built_request
 from ._cache import cache_folder, new_run_folder
 from ._noise import read_noise
 from ._output import print_json, say
@@ -28,6 +29,7 @@ from ._sessions import (
     check_prompts,
     check_run_early,
     in_words,
+    known_variant,
     make_request,
     open_session,
     read_source,
@@ -43,7 +45,7 @@ def encode_stage(settings: Settings) -> None:
     started = time.perf_counter()
     port = check_early(settings)
     check_prompts(settings)
-    check_run_early(port, settings)
+    check_run_early(port, settings, STAGES[:1])
     cache = cache_folder(settings.cache_dir)
     noise = read_noise(settings.latents)
     if noise is not None:
@@ -71,11 +73,20 @@ def encode_stage(settings: Settings) -> None:
     _tell(settings, STAGES[0], session, run, report)
 
 
+def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
+    """:func:`check_early`, and the run itself held against --executables."""
+    port = check_early(settings)
+    variant = known_variant(port, settings)
+    if variant is not None:
+        request = Request.from_dict(run.settings)
+        check_built_request(port.form_of(variant), settings, request, [stage])
+
+
 def denoise_stage(settings: Settings) -> None:
     """Denoise in an existing run directory."""
     started = time.perf_counter()
     run, settings = open_existing(settings)
-    check_early(settings)
+    _check_going_on(settings, run, STAGES[1])
     cache = cache_folder(settings.cache_dir)
     with (
         make_display() as display,
@@ -96,7 +107,7 @@ def decode_stage(settings: Settings) -> None:
     """Decode an existing run directory into videos."""
     started = time.perf_counter()
     run, settings = open_existing(settings)
-    check_early(settings)
+    _check_going_on(settings, run, STAGES[2])
     count = len(Request.from_dict(run.settings).prompts)
     outputs = plan_outputs(settings.out or str(run.path / "video.mp4"), count)
     cache = cache_folder(settings.cache_dir)

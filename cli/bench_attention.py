@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,12 +16,14 @@ from ._environment import prepare
 from ._errors import one_line, reported
 from ._options import CacheDir, Debug, Json
 from ._output import columns, print_json, say
+from ._progress import make_display
 from ._settings import gather
 from ._versions import version
 
 if TYPE_CHECKING:
     from tpuport.core.kernel_case import AttentionCase
     from tpuport.core.kernel_cost import KernelCost
+    from tpuport.core.report import Reporter
 
 #: A package that brings a kernel of its own, needed for nothing else.
 _OPTIONAL = "tokamax"
@@ -72,40 +77,21 @@ def bench_attention(
         settings = gather(context)
         guard.debug = settings.debug
         prepare(debug=settings.debug)
-        names = _chosen(kernel)
         folder = cache_folder(settings.cache_dir) / "kernels"
         from tpuport.core.kernel_case import AttentionCase, Blocks
-        from tpuport.core.kernel_cost import kernel_cycles
-        from tpuport.core.topology import TopologyError
 
-        blocks = None if tiles == "auto" else Blocks.parse(tiles)
-        rows: list[dict[str, Any]] = []
-        failed: list[TpuportError] = []
-        for name in names:
-            case = AttentionCase(
-                implementation=name,
-                chip=chip,
-                heads=heads,
-                q_len=q_len,
-                kv_len=kv_len or q_len,
-                head_dim=head_dim,
-                blocks=blocks,
-            )
-            if name == "tpuport" and blocks is None:
-                _say_if_stale(case)
-            say(f"compiling {name} for {chip} ...")
-            try:
-                rows.append(row(kernel_cycles(case, cache=folder)))
-            except TopologyError:
-                raise  # without the compiler none of them has figures
-            except TpuportError as error:
-                if len(names) == 1:
-                    raise
-                say(f"{name} is left out: {one_line(error)}")
-                failed.append(error)
-            else:
-                bundles = rows[-1]["bundles_per_2_20_scores"]
-                say(f"{name}: {bundles:.0f} bundles for 2^20 scores")
+        case = AttentionCase(
+            implementation=_ALL[0],
+            chip=chip,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len or q_len,
+            head_dim=head_dim,
+            blocks=None if tiles == "auto" else Blocks.parse(tiles),
+        )
+        names = _chosen(kernel)
+        with make_display() as display:
+            rows, failed = _compared(case, names, folder, display)
         if not rows:
             raise failed[0]
         if settings.json:
@@ -114,6 +100,35 @@ def bench_attention(
             print("\n".join(_text(rows)))
         if failed:
             raise typer.Exit(1)
+
+
+def _compared(
+    case: AttentionCase, names: Sequence[str], folder: Path, reporter: Reporter
+) -> tuple[list[dict[str, Any]], list[TpuportError]]:
+    """The rows of the kernels named, and the errors of those that are left out."""
+    from tpuport.core.kernel_cost import kernel_cycles
+    from tpuport.core.topology import TopologyError
+
+    rows: list[dict[str, Any]] = []
+    failed: list[TpuportError] = []
+    for name in names:
+        if name == "tpuport" and case.blocks is None:
+            _say_if_stale(case, reporter)
+        asked = replace(case, implementation=name)
+        try:
+            with reporter.timed(f"compiling {name} for {case.chip}"):
+                rows.append(row(kernel_cycles(asked, cache=folder)))
+        except TopologyError:
+            raise  # without the compiler none of them has figures
+        except TpuportError as error:
+            if len(names) == 1:
+                raise
+            reporter.say(f"{name} is left out: {one_line(error)}")
+            failed.append(error)
+        else:
+            bundles = rows[-1]["bundles_per_2_20_scores"]
+            reporter.say(f"{name}: {bundles:.0f} bundles for 2^20 scores")
+    return rows, failed
 
 
 def _chosen(asked: list[str] | None) -> list[str]:
@@ -128,13 +143,13 @@ def _chosen(asked: list[str] | None) -> list[str]:
     return list(_ALL)
 
 
-def _say_if_stale(case: AttentionCase) -> None:
+def _say_if_stale(case: AttentionCase, reporter: Reporter) -> None:
     from tpuport.core.tuning import is_stale
     from tpuport.kernels.block_table import find_entry
 
     entry = find_entry(case.chip, case.head_dim, case.q_len, case.kv_len)
     if entry is not None and is_stale(entry):
-        say(
+        reporter.say(
             "the tiles in the table were found for another form of the kernel; "
             "`tpuport tune --again --write` looks anew"
         )

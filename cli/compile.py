@@ -16,6 +16,7 @@ import typer
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.implementations import choices, with_chosen
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.report import Reporter
 from tpuport.core.spec import BLOCKS, with_blocks
 from tpuport.errors import UsageError
@@ -181,6 +182,8 @@ def _compile(
     folder = Path(settings.out).expanduser()
     check_folder("--out", folder)
     port = check_early(settings)
+    if topology is not None and settings.mesh is not None:
+        MeshSpec.parse(settings.mesh).resolve(topology.devices)
     names = [s.name for s in port.stages]
     for asked in stages or ():
         if asked not in names:
@@ -232,7 +235,7 @@ def _compile(
             stages=wanted,
             vae_tiling=session.executor.vae_tiling,
             attached=topology is None,
-            say=display.say,
+            reporter=display,
         )
         about = {
             "model": session.port.name,
@@ -298,7 +301,6 @@ def _absent(
 
     Without --weights a published variant is compiled from its config.
     """
-    from tpuport.core.mesh import MeshSpec
     from tpuport.core.planning.configs import config_checkpoint
     from tpuport.core.session import Session
     from tpuport.core.topology import topology_devices
@@ -330,6 +332,7 @@ def _absent(
             MeshSpec.parse(settings.mesh) if settings.mesh is not None else None,
             api.default_rows(form, variant, settings.guidance),
             devices,
+            reporter,
         )
         yield stack.enter_context(
             Session(

@@ -52,7 +52,14 @@ from ._options import (
 )
 from ._output import print_json
 from ._progress import make_display
-from ._sessions import check_early, check_run_early, known_variant, read_source
+from ._sessions import (
+    check_early,
+    check_folder,
+    check_run_early,
+    known_variant,
+    read_source,
+    say_imports,
+)
 from ._settings import Settings, gather
 from ._topology import prepare_topology
 
@@ -179,8 +186,10 @@ def plan(
             MeshSpec.parse(settings.mesh).resolve(found.devices)
         stages = _stages(port, stage)
         prompts = _prompts(settings, batch)
-        if settings.variant is not None and settings.image is None:
+        if settings.image is None:
             _check_run(port, settings)
+        if dump is not None:
+            check_folder("--dump", Path(dump).expanduser())
         with make_display() as display:
             made = _plan(
                 settings,
@@ -246,6 +255,7 @@ def _plan(
     dump: str | None,
     reporter: Reporter,
 ) -> Plan:
+    say_imports(reporter)
     from tpuport.core.planning.planner import Planner
     from tpuport.core.planning.search import advise, rank
 
@@ -302,6 +312,8 @@ def _final(
     made = planner.plan(MeshSpec.parse(settings.mesh))
     if made.mesh != default:
         made.notes.append(f"default mesh here: {default}; --mesh auto compares")
+    if unused := planner.unused(made.mesh):
+        made.notes.append(unused)
     return made
 
 

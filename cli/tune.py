@@ -17,11 +17,14 @@ from ._environment import prepare
 from ._errors import reported
 from ._options import CacheDir, Debug, Json
 from ._output import columns, plural, print_json, say
+from ._progress import make_display
 from ._settings import gather
 from .bench_attention import Chip, HeadDim, Heads, KvLen, QLen
 
 if TYPE_CHECKING:
     from tpuport.core.kernel_case import AttentionCase
+    from tpuport.core.kernel_cost import KernelCost
+    from tpuport.core.report import Reporter
     from tpuport.core.tuning import Tried, Tuning
 
 
@@ -88,7 +91,8 @@ def tune(
             searches = [(case, limit)]
         entries = []
         for case, most in searches:
-            found, entry = _search(case, most, folder)
+            with make_display() as display:
+                found, entry = _search(case, most, folder, display)
             entries.append(entry)
             if write:
                 write_entry(target, entry)
@@ -109,19 +113,24 @@ def _alone(context: typer.Context) -> None:
 
 
 def _search(
-    case: AttentionCase, limit: int, folder: Path
+    case: AttentionCase, limit: int, folder: Path, reporter: Reporter
 ) -> tuple[Tuning, dict[str, Any]]:
     from tpuport.core.kernel_case import fits, rule_blocks
+    from tpuport.core.kernel_cost import kernel_cycles
     from tpuport.core.tuning import table_entry, tune
 
-    say(f"{case.chip}, head dim {case.head_dim}, {case.q_len} x {case.kv_len}")
+    def measure(candidate: AttentionCase) -> KernelCost:
+        with reporter.timed(f"compiling {candidate.blocks}"):
+            return kernel_cycles(candidate, cache=folder)
+
+    reporter.say(f"{case.chip}, head dim {case.head_dim}, {case.q_len} x {case.kv_len}")
     found = tune(
         case,
         start=rule_blocks(case),
         fits=lambda blocks: fits(case, blocks),
         limit=limit,
-        cache=folder,
-        on_tried=_teller(limit),
+        measure=measure,
+        on_tried=_teller(limit, reporter.say),
     )
     return found, table_entry(found, _command(case, limit), limit)
 
@@ -137,7 +146,7 @@ def _command(case: AttentionCase, limit: int) -> str:
     )
 
 
-def _teller(limit: int) -> Callable[[Tried], None]:
+def _teller(limit: int, say: Callable[[str], None] = say) -> Callable[[Tried], None]:
     """Says what was tried, and how long the rest of at most ``limit`` may take."""
     started, count = time.monotonic(), 0
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
+from tests.core.toys import Heard
 from tpuport import api
 from tpuport.core.checkpoint import Checkpoint
 from tpuport.core.mesh import MeshSpec
@@ -65,3 +67,27 @@ def test_dp_is_used_where_there_is_a_pair_to_split(
     checkpoint = Checkpoint(hunyuanvideo_folders["1.5"], "x")
     api.make_mesh(get_port("hunyuanvideo"), checkpoint, None, rows)
     assert made == [MeshSpec(dp=mesh[0], sp=mesh[1], tp=mesh[2])]
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "told"),
+    [
+        ("tp=2", "tpu", ["mesh dp=1,sp=1,tp=2 takes 2 of 8 devices: 6 stay unused"]),
+        ("tp=-1", "tpu", []),
+        # Those of a CPU are the same processor however many there are.
+        ("tp=2", "cpu", []),
+    ],
+)
+def test_chips_that_stay_unused_are_told(
+    asked: str, platform: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpuport.core import mesh as meshes
+
+    monkeypatch.setattr(meshes, "build_mesh", lambda spec, devices: None)
+    heard = Heard()
+    devices: Any = [SimpleNamespace(platform=platform)] * 8
+    checkpoint: Any = None  # it is asked for a default mesh alone
+    api.make_mesh(
+        get_port("cogvideox"), checkpoint, MeshSpec.parse(asked), 2, devices, heard
+    )
+    assert heard.lines == told

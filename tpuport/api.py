@@ -135,7 +135,7 @@ def load(
     )
     port = with_chosen(port, implementations)
     rows = default_rows(port, chosen, guidance_scale)
-    placed = make_mesh(port, checkpoint, asked, rows)
+    placed = make_mesh(port, checkpoint, asked, rows, reporter=reporter)
     platform = placed.devices.flat[0].platform
     if dtype is None:
         dtype = "float32" if platform == "cpu" else chosen.dtype
@@ -312,12 +312,14 @@ def make_mesh(
     asked: MeshSpec | None,
     rows: int,
     devices: Sequence[jax.Device] | None = None,
+    reporter: Reporter | None = None,
 ) -> jax.sharding.Mesh:
     """The mesh asked for; by default one CPU device, or all TPU chips.
 
     Args:
         rows: of the denoiser's batch, which dp must divide.
         devices: to choose from, in place of this machine's.
+        reporter: told of chips that a mesh asked for leaves unused.
 
     Raises:
         MeshError: it does not fit the devices.
@@ -330,4 +332,8 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     if asked is None:
         asked = default_mesh(port, checkpoint, devices, rows=rows)
+    elif reporter is not None and devices[0].platform != "cpu":
+        unused = asked.resolve(len(devices)).unused(len(devices))
+        if unused is not None:
+            reporter.say(unused)
     return build_mesh(asked, devices)

@@ -345,7 +345,7 @@ def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     assert "does not exist" in ran.last
     ran = cli(*PANDA, "--executables", "none")
     assert ran.code == 2
-    assert "none/manifest.json: is missing" in ran.last
+    assert "the folder of executables none does not exist" in ran.last
     ran = cli(*PANDA, "--weights", "nobody/nothing")
     assert ran.code == 1
     assert "hub id 'nobody/nothing' could not be fetched" in ran.last

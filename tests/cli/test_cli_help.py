@@ -81,7 +81,15 @@ def test_nothing_asked_shows_the_help(cli: Cli) -> None:
         (("--bogus",), "No such option: --bogus"),
         (("generate", "--step", "2"), "--step (did you mean --steps?)"),
         (("bench", "--vae-tiling", "on"), "No such option: --vae-tiling; see"),
-        (("generate", "--mesh"), "Option '--mesh' requires an argument; see"),
+        (
+            ("generate", "--mesh"),
+            "Option '--mesh' requires an argument; see `tpuport generate --help`",
+        ),
+        (("bench", "--repeat"), "requires an argument; see `tpuport bench --help`"),
+        (
+            ("bench", "attention", "--chip"),
+            "requires an argument; see `tpuport bench attention --help`",
+        ),
         (("generate", "--steps", "abc"), "got 'abc'"),
         (("bench", "attention", "--q-len", "0"), "got '0'"),
         (("generat",), "No such command 'generat'"),

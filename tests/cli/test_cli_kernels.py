@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -39,6 +40,12 @@ def rows(folder: Path) -> Ran:
 @needs_libtpu
 def test_each_kernel_is_a_row_with_the_keys_scripts_rely_on(rows: Ran) -> None:
     assert rows.code == 0, rows.err
+    for name in ("tpuport", "jax"):
+        began, ended = (
+            x for x in rows.err.splitlines() if f"compiling {name} for" in x
+        )
+        assert began == f"compiling {name} for v6e ..."
+        assert re.fullmatch(rf"compiling {name} for v6e took [0-9]+\.[0-9] s", ended)
     ours, jaxs = rows.json
     assert [r["implementation"] for r in rows.json] == ["tpuport", "jax"]
     for row in (ours, jaxs):
@@ -180,7 +187,8 @@ def test_a_request_that_cannot_be_right_is_one_line(
     assert ran.code == 2
     assert ran.out == ""
     assert said in ran.last
-    assert ran.last.startswith("error: ")
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
 
 
 def test_without_libtpu_one_line_says_what_to_install(
@@ -212,6 +220,7 @@ def test_tune_writes_what_it_tried_to_the_table_it_is_given(
         "--limit 2 --write"
     )
     best = "/".join(map(str, ran.json["blocks"]))
+    assert f"compiling {best} ...\ncompiling {best} took " in ran.err
     cycles = {t["blocks"]: t["cycles"] for t in ran.json["tried"]}
     assert cycles[best] == min(cycles.values())
     # Without --write nothing is written, and people get the candidates.

@@ -30,6 +30,9 @@ def run_through(display: Display) -> None:
     )
     with display:
         display.say("a [bold]line[/bold]")
+        with display.timed("tracing [bold]denoise[/bold]"):
+            display.began("reading a schedule")
+            display.ended("reading a schedule", 83.26)
         display.stage_started("denoise", 7, "step")
         display.loading("transformer")
         display.compiling("denoise", "step")
@@ -64,6 +67,10 @@ def test_lines_where_there_is_no_terminal(
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "a [bold]line[/bold]",
+        "tracing [bold]denoise[/bold] ...",
+        "reading a schedule ...",
+        "reading a schedule took 83.3 s",
+        "tracing [bold]denoise[/bold] took 0.0 s",
         "denoise: started, 7 steps",
         "loading transformer",
         "compiling denoise/step ...",
@@ -96,5 +103,35 @@ def test_bars_on_a_terminal(
     assert "3/7" not in shown
     assert "12 of 12 frames" in shown
     assert "compile 3.0 s, cached, 0.500 s/step" in shown
+    assert "tracing [bold]denoise[/bold] took 0.0 s" in shown
+    assert "reading a schedule took 83.3 s" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back
     assert capsys.readouterr().out == ""
+
+
+def test_work_is_shown_with_its_time_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    with BarDisplay() as display:
+        with display.timed("compiling denoise/step"):
+            display._bars().refresh()
+            running = display._bars().tasks
+            assert [task.description for task in running] == ["compiling denoise/step"]
+        assert display._bars().tasks == []
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    timed = [line for line in shown.splitlines() if "0:00:00" in line]
+    assert timed
+    assert all("compiling denoise/step" in line for line in timed)
+    # There is nothing to count.
+    assert "/?" not in shown
+
+
+def test_work_that_fails_is_no_longer_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="no"), PlainDisplay().timed("compiling"):
+        raise ValueError("no")
+    assert capsys.readouterr().err == "compiling ...\ncompiling took 0.0 s\n"

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ import pytest
 
 from tests.cli.tools import SMALL, Cli, Made, call
 from tpuport.cli import _progress
+from tpuport.cli._sessions import check_early, check_run_early
+from tpuport.cli._settings import Settings
+from tpuport.core import built_folder
 from tpuport.core.built_folder import MANIFEST, MANIFEST_SCHEMA
 from tpuport.core.documents import read_document, write_document
 from tpuport.core.executables import ELSEWHERE, HERE, read_entry
 from tpuport.core.libtpu_flags import flags_of_chip
 from tpuport.core.report import CompileReport, StageReport
+from tpuport.errors import ArtifactError
+from tpuport.plugins import get_port
 
 PROMPTS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7")
 ROOT = Path(__file__).parents[2]
@@ -52,6 +58,8 @@ def test_the_document_says_what_was_compiled(compiled: Any) -> None:
     total = sum(p["bytes"] for p in document["programs"])
     assert document["program_bytes"] == total
     assert f"use them with --executables {folder}" in ran.last
+    for what in ("tracing denoise", "compiling denoise/step"):
+        assert f"{what} ...\n{what} took " in ran.err
 
 
 def test_generate_uses_them_and_compiles_nothing(
@@ -95,6 +103,83 @@ def test_another_size_is_refused_by_name(
     assert "frames 9 -> 17" in ran.err
     assert str(folder) in ran.err
     assert "encode: started" not in ran.err
+
+
+#: What is asked of the shared folder, and why it is refused.
+OTHERS = (
+    (("--frames", "17"), "frames 9 -> 17"),
+    (("--size", "112x64"), "width 96 -> 112"),
+    (("--guidance", "1"), "guidance 6.0 -> 1.0"),
+    (("--cache", "deepcache", "--steps", "8"), "step cache none -> deepcache"),
+    (("--mesh", "tp=2"), "mesh dp=1,sp=1,tp=1 -> dp=1,sp=1,tp=2"),
+    (("--dtype", "bfloat16"), "dtype float32 -> bfloat16"),
+    (("--attention", "blockwise"), "attention auto -> blockwise"),
+    (("--sharding", "gathered"), "sharding default -> gathered"),
+    (("--blocks", "upstream"), "blocks native -> upstream"),
+    (("--vae", "flax"), "implementation torchax -> flax"),
+    (("--model", "hunyuanvideo"), "model cogvideox -> hunyuanvideo"),
+)
+
+
+@pytest.mark.parametrize(("args", "told"), OTHERS, ids=[told for _, told in OTHERS])
+def test_another_request_is_refused_before_anything_is_imported(
+    args: tuple[str, ...],
+    told: str,
+    compiled: Any,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tpuport.cli.generate.open_session", None)
+    ran = cli(
+        *("generate", "--prompt", "a panda", *SMALL, "--executables", compiled[1]),
+        *args,
+    )
+    assert ran.code == 1
+    assert told in ran.err
+    assert ran.err.startswith(f"error: {compiled[1]}: ")
+    assert ran.err.count("\n") == 1
+
+
+def test_a_run_that_goes_on_is_held_against_them_as_early(
+    compiled: Any, run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = compiled
+    real = built_folder.read_entry
+
+    def other(path: Path) -> Any:
+        entry = real(path)
+        if entry.key.stage == "encode":
+            return entry
+        context = {**entry.key.context, "num_frames": 17}
+        return replace(entry, key=replace(entry.key, context=context))
+
+    monkeypatch.setattr(built_folder, "read_entry", other)
+    monkeypatch.setattr("tpuport.cli._stages.open_session", None)
+    for stage in ("denoise", "decode"):
+        ran = cli(stage, "--run-dir", run, "--executables", folder)
+        assert ran.code == 1
+        assert f"{stage}/" in ran.err
+        assert "frames 17 -> 9" in ran.err
+        assert ran.err.count("\n") == 1
+    # Encode does not run what the others do.
+    asked = Settings(executables=folder, height=64, width=96, frames=9)
+    port = get_port("cogvideox")
+    check_run_early(port, asked, ["encode"])
+    with pytest.raises(ArtifactError, match="frames 17 -> 9"):
+        check_run_early(port, asked)
+    # Upstream's code needs none, and a stage op by op compiles nothing.
+    check_run_early(port, replace(asked, backend="diffusers"))
+    check_run_early(port, replace(asked, no_jit_stages=("denoise", "decode")))
+    # Of a run directory that exists, it is not known yet which stages are left.
+    check_run_early(port, replace(asked, run_dir=run))
+
+
+def test_no_executable_is_read_whole_before_the_session(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built_folder, "read_payload", None)
+    asked = Settings(executables=compiled[1], height=64, width=96, frames=9)
+    check_run_early(check_early(asked), asked)
 
 
 def test_what_differs_is_known_before_the_first_stage(
@@ -149,8 +234,12 @@ def test_a_stage_on_eight_devices(made: Made, run: Path, cli: Cli) -> None:
         (["--out", "x", "--topology", "v6e-7"], "unknown TPU topology 'v6e-7'"),
         (["--out", "x", "--topology", "cpu-0"], "unknown TPU topology 'cpu-0'"),
         (["--out", "x", "--frames", "10"], "nearest valid: 9 or 17"),
+        (
+            ["--out", "x", "--topology", "v6e-8", "--mesh", "dp=4,tp=4"],
+            "needs 16 devices, there are 8",
+        ),
     ],
-    ids=["out", "stage", "slice", "no devices", "frames"],
+    ids=["out", "stage", "slice", "no devices", "frames", "mesh"],
 )
 def test_what_cannot_be_compiled_is_refused(
     args: list[str], message: str, cli: Cli
@@ -158,6 +247,7 @@ def test_what_cannot_be_compiled_is_refused(
     ran = cli("compile", *args)
     assert ran.code == 2
     assert message in ran.err
+    assert ran.err.count("\n") == 1
     assert not Path("x").exists()
 
 

@@ -18,7 +18,17 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
         (
             Settings(executables=Path("nosuch")),
             MissingArtifactError,
-            "nosuch/manifest.json: is missing",
+            "the folder of executables nosuch does not exist; make the folder with",
+        ),
+        (
+            Settings(executables=Path(__file__)),
+            MissingArtifactError,
+            "test_early_checks.py is not a folder",
+        ),
+        (
+            Settings(executables=Path(__file__).parent),
+            MissingArtifactError,
+            "manifest.json: is missing",
         ),
         (
             Settings(options={"scheduler": "euler"}),
@@ -36,7 +46,15 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
             "attention reference has no block_q",
         ),
     ],
-    ids=["weights", "executables", "option", "size", "attention"],
+    ids=[
+        "weights",
+        "executables",
+        "a file",
+        "no manifest",
+        "option",
+        "size",
+        "attention",
+    ],
 )
 def test_it_is_refused_as_a_request_that_cannot_be(
     settings: Settings, kind: type[UsageError], said: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 from tests.cli.tools import Cli
 from tpuport.cli._settings import Settings
 from tpuport.cli.plan import _final
+from tpuport.core.chips import chip as chip_named
 from tpuport.core.libtpu_flags import flags_of_chip
 from tpuport.core.mesh import MeshSpec
+from tpuport.core.planning.planner import Planner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -138,7 +141,20 @@ def test_the_sum_can_be_redone_from_the_dump(planned: Any) -> None:
 @needs_libtpu
 def test_what_happens_is_said_beside_the_document(planned: Any) -> None:
     _, _, said = planned
-    assert "compiling denoise/step for dp=2,sp=1,tp=2 of v6e-4" in said
+    lines = said.splitlines()
+    for what in (
+        "tracing denoise",
+        "compiling denoise/step for dp=2,sp=1,tp=2 of v6e-4",
+        "reading the schedule of kernel ",
+    ):
+        told = [line for line in lines if line.startswith(what)]
+        begun = [line.removesuffix(" ...") for line in told if line.endswith(" ...")]
+        assert begun
+        assert begun == [
+            line[: found.start()]
+            for line in told
+            if (found := re.search(r" took [0-9]+\.[0-9] s$", line))
+        ]
 
 
 @needs_libtpu
@@ -204,7 +220,7 @@ def test_two_compile_at_once_and_the_options_of_attention_reach_them(
         stage = found["stages"]["denoise"]
         (call,) = stage["programs"][0]["attention"]
         calls.append(call)
-        (kernel,) = found["kernels"]
+        (kernel,) = (k for k in found["kernels"] if k["name"] == "tpuport_splash")
         kernels.append(kernel)
     assert [c["implementation"] for c in calls] == ["splash", "splash"]
     assert [c["window"] for c in calls] == [None, [64, 64]]
@@ -245,11 +261,34 @@ def test_a_plan_of_another_mesh_names_the_default(asked: str | None) -> None:
     planner: Any = SimpleNamespace(
         default_mesh=lambda: default,
         plan=lambda spec: SimpleNamespace(mesh=spec, notes=[]),
+        unused=lambda spec: spec.unused(8, "chip"),
     )
     made = _final(planner, Settings(mesh=asked), [], ["denoise"])
     told = ["default mesh here: dp=2,sp=4,tp=1; --mesh auto compares"]
     assert made.notes == (told if made.mesh != default else [])
     assert (made.mesh == default) == (asked != "dp=2,tp=4")
+
+
+@pytest.mark.parametrize(
+    ("chip", "asked", "told"),
+    [
+        ("v6e", "tp=2", "mesh dp=1,sp=1,tp=2 takes 2 of 8 chips: 6 stay unused"),
+        ("v7x", "sp=7", "mesh dp=1,sp=7,tp=1 takes 7 of 8 devices: 1 stays unused"),
+        ("v6e", "dp=2,sp=4", None),
+    ],
+)
+def test_a_plan_says_which_chips_stay_unused(
+    chip: str, asked: str, told: str | None
+) -> None:
+    planner: Any = SimpleNamespace(
+        chip=chip_named(chip),
+        devices=[None] * 8,
+        default_mesh=lambda: MeshSpec(dp=2, sp=4),
+        plan=lambda spec: SimpleNamespace(mesh=spec, notes=[]),
+    )
+    planner.unused = lambda spec: Planner.unused(planner, spec)
+    made = _final(planner, Settings(mesh=asked), [], ["denoise"])
+    assert [note for note in made.notes if "unused" in note] == ([told] if told else [])
 
 
 @pytest.mark.parametrize(
@@ -269,6 +308,11 @@ def test_a_plan_of_another_mesh_names_the_default(asked: str | None) -> None:
             "2 prompts beside --batch 2",
         ),
         ((), "--topology"),
+        (("--topology", "v6e-8", "--dump", __file__), "test_plan.py is not a folder"),
+        (
+            ("--topology", "v6e-8", "--resolution", "480p"),
+            "resolution '480p': variant demo has no size classes; use --size",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )

@@ -65,7 +65,7 @@ def compile_into(
             request,
             folder,
             attached=True,
-            say=lambda text: None,
+            reporter=Heard(),
         )
     write_manifest(folder, [b.entry for b in made], stages, {"model": "toy"})
     return made
@@ -346,7 +346,7 @@ class Weighed:
 
 
 def weighed(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
-    said: list[str] = []
+    heard = Heard()
     with tpuport.load("toy", mesh="dp=1,tp=4", cache_dir=cache) as session:
         programs = Weighed(session, limit, smaller=smaller)
         made, decided = build_weighed(
@@ -357,9 +357,9 @@ def weighed(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
             stages=STAGES,
             vae_tiling="auto",
             attached=True,
-            say=said.append,
+            reporter=heard,
         )
-    return made, decided, programs.asked, said
+    return made, decided, programs.asked, heard.lines
 
 
 def needed(folder: Path, stage: str) -> int:

@@ -39,6 +39,9 @@ class Heard(Reporter):
     def compiling(self, stage: str, program: str) -> None:
         self.lines.append(f"compiling {stage}/{program}")
 
+    def began(self, what: str) -> None:
+        self.lines.append(f"{what} ...")
+
     def about(self, word: str) -> list[str]:
         """The lines with a word in them."""
         return [line for line in self.lines if word in line]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from tpuport.core.components import Components
     from tpuport.core.planning.abstract import AbstractProgram
+    from tpuport.core.report import Reporter
     from tpuport.core.request import Request
 
 
@@ -99,7 +100,7 @@ def build(
     folder: Path,
     *,
     attached: bool,
-    say: Callable[[str], None],
+    reporter: Reporter,
     room: Callable[[str], int | None] = lambda stage: None,
 ) -> list[Built]:
     """Compile every program and write its executable.
@@ -110,7 +111,7 @@ def build(
         folder: made when it is missing; executables of the same keys stay.
         attached: whether the devices are here. Where they are not, the entries of
             jax's own cache are written too.
-        say: told about progress.
+        reporter: told about progress.
         room: bytes of a device that the programs of a stage may take.
 
     Raises:
@@ -132,7 +133,13 @@ def build(
             limit, needed = room(program.stage), None
             try:
                 built = _one(
-                    program, store, components, request, seconds, attached=attached
+                    program,
+                    store,
+                    components,
+                    request,
+                    seconds,
+                    attached=attached,
+                    reporter=reporter,
                 )
                 made.append(built)
                 needed = built.entry.needed
@@ -150,7 +157,7 @@ def build(
                 )
             program.forget()
             what = "was there already" if built.reused else "compiled"
-            say(
+            reporter.say(
                 f"{built.entry.key.name}: {what}, {built.entry.size / 2**20:.1f} MiB, "
                 f"trace {seconds:.1f} s, compile {built.compile_seconds:.1f} s"
             )
@@ -165,7 +172,7 @@ def build_weighed(
     stages: Sequence[str],
     vae_tiling: str,
     attached: bool,
-    say: Callable[[str], None],
+    reporter: Reporter,
 ) -> tuple[list[Built], list[TilingDecision]]:
     """:func:`build`, in tiles where what was compiled does not fit without, or so.
 
@@ -197,7 +204,7 @@ def build_weighed(
                 request,
                 folder,
                 attached=attached,
-                say=say,
+                reporter=reporter,
                 room=room,
             )
             left = []
@@ -207,7 +214,7 @@ def build_weighed(
             other = now.instead(error.needed)
             if other is None:
                 raise CompileError(str(now.refusal(now.stage, error.needed))) from error
-            say(
+            reporter.say(
                 f"{now.stage} {now.chosen.manner} takes {gibibytes(error.needed)}: "
                 f"compiling it {other.chosen.manner}"
             )
@@ -229,6 +236,7 @@ def _one(
     seconds: float,
     *,
     attached: bool,
+    reporter: Reporter,
 ) -> Built:
     key = program_key(
         components,
@@ -255,7 +263,8 @@ def _one(
         )
     started = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        with reporter.timed(f"compiling {key.name}"):
+            compiled = lowered.compile()
         took = time.perf_counter() - started
         entry = store.write(
             key,

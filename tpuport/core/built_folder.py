@@ -23,6 +23,7 @@ from tpuport.core.program_key import (
     ProgramKey,
     context_of,
     method_of,
+    settled,
     surroundings,
 )
 from tpuport.core.program_words import explained
@@ -59,8 +60,11 @@ class BuiltFolder:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def open(cls, folder: Path) -> BuiltFolder:
+    def open(cls, folder: Path, *, whole: bool = True) -> BuiltFolder:
         """Read the manifest and the header of every executable in it.
+
+        Args:
+            whole: also find every executable undamaged.
 
         Raises:
             ArtifactError: the manifest or an executable is missing or damaged.
@@ -72,7 +76,8 @@ class BuiltFolder:
             if not path.is_file():
                 raise ArtifactError(f"{path}: is missing; {_REMEDY}")
             entry = read_entry(path)
-            read_payload(entry)  # its checksum, before an hour is spent on a stage
+            if whole:
+                read_payload(entry)  # its checksum, before an hour is spent on a stage
             entries.append(entry)
         return cls(folder=folder, manifest=manifest, entries=tuple(entries))
 
@@ -94,13 +99,32 @@ class BuiltFolder:
         Raises:
             ArtifactError: what differs, by name, with both values.
         """
+        self._compare(
+            components.port,
+            lambda key: surroundings(components, key.stage, key.component),
+        )
+
+    def check_settings(self, port: ModelPort, **settings: Any) -> None:
+        """What :meth:`check` can refuse before a checkpoint or a device is looked for.
+
+        Args:
+            port: the form of the model, with its blocks and implementations in place.
+            settings: as :func:`tpuport.core.program_key.settled` takes them.
+
+        Raises:
+            ArtifactError: as :meth:`check`.
+        """
+        self._compare(port, lambda key: settled(port, key.component, **settings))
+
+    def _compare(
+        self, port: ModelPort, known: Callable[[ProgramKey], dict[str, Any]]
+    ) -> None:
+        """Refuse a folder with a key whose known fields are others now."""
         for entry in self.entries:
-            if entry.key.component not in components.port.components:
-                raise self._refused(
-                    entry.key,
-                    (f"model {entry.key.model} -> {components.port.name}",),
-                )
-            now = surroundings(components, entry.key.stage, entry.key.component)
+            if entry.key.component not in port.components:
+                words = f"model {entry.key.model} -> {port.name}"
+                raise self._refused(entry.key, (words,))
+            now = known(entry.key)
             options = {**entry.key.options, **now.pop("options")}
             found = replace(entry.key, **now, options=options).difference(entry.key)
             if found:
@@ -204,11 +228,16 @@ class BuiltFolder:
 
 
 def check_built(folder: Path) -> None:
-    """Refuse a folder that holds no manifest; reads nothing.
+    """Refuse a folder that is not there or holds no manifest; reads nothing.
 
     Raises:
         MissingArtifactError: there is none.
     """
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise MissingArtifactError(
+            f"the folder of executables {folder} {problem}; {_REMEDY}"
+        )
     if not (folder / MANIFEST).exists():
         raise MissingArtifactError(f"{folder / MANIFEST}: is missing; {_REMEDY}")
 

@@ -12,7 +12,12 @@ from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.attention import check_implementation
 from tpuport.core.device_memory import array_bytes
 from tpuport.core.gathering import gathered, room_for_weights, undivided
-from tpuport.core.implementations import chosen_of, implementation_of
+from tpuport.core.implementations import (
+    attention_of,
+    chosen_of,
+    dtype_of,
+    implementation_of,
+)
 from tpuport.core.jax_module import JaxModule
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
@@ -97,7 +102,7 @@ class Components:
         self.dtype = dtype
         self.stack = stack
         self._reporter = reporter or Reporter()
-        self._attention = check_implementation(attention, self.platform)
+        self.attention = check_implementation(attention, self.platform)
         self._runtimes: dict[tuple[bool, str, str, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
@@ -125,20 +130,13 @@ class Components:
 
     def dtype_of(self, name: str) -> str:
         """The dtype of a component's weights."""
-        return self.port.components[name].dtype or self.dtype
-
-    def _attention_of(self, name: str) -> str:
-        """The attention of a component: options are for what denoises."""
-        choice = self._attention
-        if name not in self._denoisers():
-            choice = choice.plain
-        return str(choice)
+        return dtype_of(self.port, name, self.dtype)
 
     def runtime(self, name: str) -> Runtime:
         """The tracing environment of a component: of the mesh, or its first device."""
         single_device = self.port.components[name].single_device
         dtype = self.dtype_of(name)
-        attention = self._attention_of(name)
+        attention = attention_of(self.port, name, self.attention)
         # Upstream's code is patched; another implementation runs none of it.
         plain = implementation_of(self.port, name) is not None
         key = (single_device, dtype, attention, plain)
@@ -215,13 +213,9 @@ class Components:
         devices in a session that keeps them, and a plan must hold for either.
         """
         room = room_for_weights(self.mesh.devices.flat)
-        if math.isinf(room) or name in self._denoisers():
+        if math.isinf(room) or name in self.port.denoisers:
             return room
-        return room - sum(self.plan(n).bytes_per_device for n in self._denoisers())
-
-    def _denoisers(self) -> set[str]:
-        programs = self.port.stage("denoise").programs.values()
-        return {program.component for program in programs}
+        return room - sum(self.plan(n).bytes_per_device for n in self.port.denoisers)
 
     def abstract(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """What :meth:`load` gives, with shapes and shardings in place of arrays.

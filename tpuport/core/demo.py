@@ -22,15 +22,22 @@ def demo_checkpoint(
     variant: str,
     cache: Path,
     say: Callable[[str], None] = lambda text: None,
+    *,
+    why: str = "",
 ) -> Checkpoint:
     """The demo checkpoint of a variant of ``port``; made when absent or damaged.
+
+    Args:
+        say: told when it is made.
+        why: what it is for, where that is not the demo itself.
 
     Raises:
         WeightsError: the cache folder cannot be written.
     """
     folder = cache / "demo" / f"{port.name}-{variant}-{port.demo_version}"
     if not _intact(folder):
-        say(f"making the demo checkpoint of {port.name} in {folder}")
+        for_what = f", {why}" if why else ""
+        say(f"making the demo checkpoint of {port.name} in {folder}{for_what}")
         _make(port, variant, folder)
     return Checkpoint(folder, "demo")
 

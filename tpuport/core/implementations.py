@@ -18,6 +18,7 @@ from tpuport.errors import PluginError, UsageError
 if TYPE_CHECKING:
     from tpuport.core.vae_tiling import Footprint
     from tpuport.core.work import StageContext
+    from tpuport.kernels.choice import AttentionChoice
 
 
 class StoredWeight(Protocol):
@@ -95,6 +96,16 @@ def names_of(component: Component) -> tuple[str, ...]:
 def chosen_of(port: ModelPort, component: str) -> str:
     """The name of the implementation in place."""
     return port.chosen.get(component, TORCHAX)
+
+
+def attention_of(port: ModelPort, component: str, asked: AttentionChoice) -> str:
+    """The attention of a component: options are for what denoises."""
+    return str(asked if component in port.denoisers else asked.plain)
+
+
+def dtype_of(port: ModelPort, component: str, asked: str) -> str:
+    """The dtype of a component's weights: its own, or the one asked for."""
+    return port.components[component].dtype or asked
 
 
 def implementation_of(port: ModelPort, component: str) -> Implementation | None:

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
 from tpuport.core.documents import canonical
-from tpuport.core.implementations import chosen_of, implementation_of
+from tpuport.core.implementations import (
+    attention_of,
+    chosen_of,
+    dtype_of,
+    implementation_of,
+)
 from tpuport.core.libtpu_flags import flags_for
 from tpuport.core.program_words import differing
 from tpuport.core.source_hash import port_packages, source_hash, upstream_versions
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from tpuport.core.components import Components, Loaded
     from tpuport.core.request import Request
     from tpuport.core.spec import ModelPort, Program
+    from tpuport.kernels.choice import AttentionChoice
 
 #: Raised when the meaning of a field changes.
 KEY_VERSION = 1
@@ -231,24 +237,25 @@ def surroundings(components: Components, stage: str, component: str) -> dict[str
     assert mesh is not None
     devices = list(mesh.devices.flat)
     port = components.port
+    known = settled(
+        port,
+        component,
+        attention=components.attention,
+        sharding=components.layout,
+        dtype=components.dtype,
+        mesh=components.mesh.shape,
+    )
     return {
-        "model": port.name,
-        "form": port.form,
-        "component": component,
+        **known,
         "options": {
-            "dtype": components.dtype_of(component),
+            **known["options"],
             "matmul_precision": runtime.matmul_precision,
-            "attention": runtime.attention_implementation,
-            "sharding": components.layout,
             "stack": components.stack,
-            "blocks": port.blocks,
-            "implementation": chosen_of(port, component),
         },
         "config": _config(components.skeleton(component)),
         "platform": str(devices[0].platform),
         "chip": str(devices[0].device_kind),
         "compiler": " ".join(str(devices[0].client.platform_version).split()),
-        "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
         "devices": tuple(_device(device) for device in devices),
         "host": host_name() if devices[0].platform == "cpu" else "",
         "source": {name: source_hash(name) for name in port_packages(port)},
@@ -258,6 +265,43 @@ def surroundings(components: Components, stage: str, component: str) -> dict[str
         ),
         "settings": {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS},
     }
+
+
+def settled(
+    port: ModelPort,
+    component: str,
+    *,
+    attention: AttentionChoice,
+    sharding: str,
+    dtype: str | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The fields of a key that settings decide, with neither weights nor devices.
+
+    Args:
+        port: the form of the model, with its blocks and implementations in place.
+        component: of the program.
+        attention, sharding: as a session takes them.
+        dtype: of the weights; left out where it is not known.
+        mesh: axis -> size, likewise.
+    """
+    known: dict[str, Any] = {
+        "model": port.name,
+        "form": port.form,
+        "component": component,
+        "options": {
+            "attention": attention_of(port, component, attention),
+            "sharding": sharding,
+            "blocks": port.blocks,
+            "implementation": chosen_of(port, component),
+        },
+    }
+    if dtype is not None:
+        known["options"]["dtype"] = dtype_of(port, component, dtype)
+    if mesh is not None:
+        alone = port.components[component].single_device
+        known["mesh"] = {a: 1 if alone else int(size) for a, size in mesh.items()}
+    return known
 
 
 def versions(components: Components, component: str) -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -288,6 +290,22 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line for people."""
+
+    def began(self, what: str) -> None:
+        """Work that may take minutes and is of no running stage begins."""
+
+    def ended(self, what: str, seconds: float) -> None:
+        """It ended, well or not."""
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Tell that the block begins and ends; blocks may lie in each other."""
+        self.began(what)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ended(what, time.perf_counter() - started)
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         """A stage begins; it will make ``total`` calls."""

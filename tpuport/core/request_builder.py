@@ -63,6 +63,7 @@ class RequestBuilder:
         step_cache: str | None = None,
         videos: int | None = None,
         batched: bool = True,
+        checked: bool = True,
     ) -> Request:
         """A checked request, with the variant's defaults filled in.
 
@@ -74,6 +75,8 @@ class RequestBuilder:
             videos: how many, when embeddings are given instead of prompts.
             batched: several prompts as one batch (as one call of the upstream pipeline
                 does), or one after the other, each as if it were alone.
+            checked: without it the request is only made; no checkpoint or mesh is
+                looked at.
 
         Raises:
             UsageError: a value is off its rule; the message names the nearest legal
@@ -107,6 +110,8 @@ class RequestBuilder:
             strength=strength,
             step_cache=str(StepCache.parse(step_cache) or "none"),
         )
+        if not checked:
+            return request
         self.check(request)
         if any(request.negative_prompts) and not self.port.guided(request):
             self.reporter.say(

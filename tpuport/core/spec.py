@@ -374,6 +374,12 @@ class ModelPort:
                 return port
         raise KeyError(pipeline)
 
+    @property
+    def denoisers(self) -> frozenset[str]:
+        """The components that the stage ``denoise`` runs."""
+        programs = self.stage("denoise").programs.values()
+        return frozenset(program.component for program in programs)
+
     def stage(self, name: str) -> Stage:
         """The stage of that name."""
         for stage in self.stages:

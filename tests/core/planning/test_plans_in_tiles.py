@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.core.planning.test_search import GIB, REQUEST, V6E, measured, plan_of
+from tests.core.toys import Heard
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.plan import Plan
 from tpuport.core.planning.planner import Planner
@@ -27,6 +28,8 @@ class Retried(Planner):
         self.written = []
 
     def plan(self, spec: MeshSpec, **how: Any) -> Plan:
+        with (self.reporter or Reporter()).timed("compiling"):
+            self.say("what it finds")
         self.asked.append((self.vae_tiling, how["stages"]))
         small = measured(2.0, 0.1, stage="decode", program="first tile")
         return plan_of(spec, small, tiling={"decode": {}})
@@ -42,7 +45,7 @@ def test_what_compiles_to_too_much_is_planned_in_tiles(
     nothing: dict[str, Any] = dict.fromkeys(
         ("port", "variant", "checkpoint", "topology", "cache", "ask", "dtype")
     )
-    planner = Retried(**nothing)
+    planner = Retried(**nothing, reporter=(heard := Heard()))
     whole, cut = Footprint(bytes=GIB), Footprint(bytes=GIB // 4, tiles="2 x 3 tiles")
     decided = decide("decode", asked, whole, cut, V6E.hbm_usable_bytes)
     planner._tiling["decode"] = decided
@@ -51,6 +54,8 @@ def test_what_compiles_to_too_much_is_planned_in_tiles(
     Retried.asked.clear()
     found = planner._weighed(before, REQUEST)
     assert Retried.asked == ([("on", ["decode"])] if tiled else [])
+    # It takes as long as the first one: it is not silent.
+    assert heard.lines[1:] == (["compiling ...", "what it finds"] if tiled else [])
     assert [p.program for p in found.programs] == (
         ["first tile"] if tiled else ["first uint8"]
     )

@@ -18,6 +18,7 @@ from tpuport.core.components import EVERYTHING, Components, Loaded
 from tpuport.core.convolutions import ConvolutionRecord, counted
 from tpuport.core.executor import Executor, Timing, merge
 from tpuport.core.lowering import placed, trace
+from tpuport.core.report import Reporter
 from tpuport.core.spec import Stage, Work
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from tpuport.core.attention import AttentionRecord
     from tpuport.core.checkpoint import Checkpoint
-    from tpuport.core.report import Reporter
     from tpuport.core.request import Request
     from tpuport.core.spec import ModelPort, Program, Variant
     from tpuport.core.vae_tiling import TilingDecision
@@ -169,7 +169,7 @@ def abstract_programs(
         inputs: what the first stage reads: the pixels of an image or a video.
         vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
         decided: told what became of that.
-        reporter: told what the plugin's plan says.
+        reporter: told what is traced, and what the plugin's plan says.
 
     Raises:
         ShardingError: the plugin's rules do not fit the weights and the mesh.
@@ -190,9 +190,11 @@ def abstract_programs(
         components, keep_loaded=True, reporter=reporter, vae_tiling=vae_tiling
     )
     walk = _Walk(executor, request, decided)
+    told = reporter or Reporter()
     given: Mapping[str, Any] = inputs or {}
     for index, stage in enumerate(port.stages[: last + 1]):
-        programs, given = walk.stage(stage, given, finish=index < last)
+        with told.timed(f"tracing {stage.name}"):
+            programs, given = walk.stage(stage, given, finish=index < last)
         if stage.name in wanted:
             yield from programs
     components.close()

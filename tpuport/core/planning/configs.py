@@ -40,7 +40,14 @@ def config_checkpoint(
     Raises:
         WeightsError: the cache folder cannot be written.
     """
-    demo = demo_checkpoint(port, _demo_for(port, variant).name, cache, say)
+    demo = demo_checkpoint(
+        port,
+        _demo_for(port, variant).name,
+        cache,
+        say,
+        why=f"for its tokenizers and scheduler: they stand in for those of "
+        f"{variant.name}, as no --weights are given",
+    )
     with tempfile.TemporaryDirectory(prefix="tpuport-plan-") as name:
         folder = Path(name)
         shutil.copytree(

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.planning.account import MXU, VECTOR, KernelCost
 from tpuport.core.planning.hlo import Array, Instruction
+from tpuport.core.report import Reporter
 from tpuport.core.schedule import dump_flags, reader_hash
 from tpuport.core.topology import compile_environment, smallest_of
 from tpuport.errors import TpuportError
@@ -89,7 +90,7 @@ class KernelCosts:
     Args:
         chip: what they are compiled for.
         cache: where schedules are kept.
-        say: told before a kernel is compiled.
+        reporter: told while a kernel is compiled.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class KernelCosts:
         chip: Chip,
         cache: Path,
         *,
-        say: Callable[[str], None] = lambda text: None,
+        reporter: Reporter | None = None,
     ) -> None:
         self._chip = chip
         self._cache = cache
-        self._say = say
+        self._reporter = reporter or Reporter()
         self._known: dict[str, KernelUse] = {}
 
     def use(
@@ -118,7 +119,9 @@ class KernelCosts:
         if key not in self._known:
             folder = self._cache / key
             if not (folder / "cost.json").is_file():
-                self._compile(text, folder, instruction.name)
+                what = f"reading the schedule of kernel {instruction.name}"
+                with self._reporter.timed(what):
+                    self._compile(text, folder, instruction.name)
             self._known[key] = self._read(key, folder, instruction.name)
         return self._known[key]
 
@@ -138,7 +141,6 @@ class KernelCosts:
         }
 
     def _compile(self, request: str, folder: Path, name: str) -> None:
-        self._say(f"reading the schedule of kernel {name}")
         self._cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._cache) as temporary:
             work = Path(temporary) / "kernel"

@@ -105,7 +105,7 @@ class Planner:
         self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
         self._skeletons: dict[str, Any] = {}
         self._tiling: dict[str, TilingDecision] = {}
-        self.kernels = KernelCosts(self.chip, self.cache, say=self.say)
+        self.kernels = KernelCosts(self.chip, self.cache, reporter=self.reporter)
         self.written: list[str] = []
 
     def elsewhere(self, topology: Topology) -> Planner:
@@ -167,6 +167,11 @@ class Planner:
                     continue
                 found.append(spec)
         return found
+
+    def unused(self, spec: MeshSpec) -> str | None:
+        """The remark on devices of the slice that a mesh leaves unused, if any."""
+        kind = "chip" if self.chip.devices_per_chip == 1 else "device"
+        return spec.unused(len(self.devices), kind)
 
     # ------------------------------------------------------------------- plans
 
@@ -238,6 +243,7 @@ class Planner:
             inputs=self.inputs,
             vae_tiling=self.vae_tiling,
             decided=self._decided,
+            reporter=self.reporter,
         )
 
     def _decided(self, tiling: TilingDecision) -> None:
@@ -271,18 +277,17 @@ class Planner:
         files: list[str] = []
         met = {name: KernelsMet(self.kernels) for name in names}
         dump = self.dump if keep else None
+        told = self.reporter or Reporter()
         for program in self.programs(spec, asked, names):
-            self.say(
-                f"compiling {program.stage}/{program.program} for {spec} of "
-                f"{self.topology.name}"
-            )
-            measured = measure(
-                program,
-                self.topology,
-                self.chip,
-                met[program.stage],
-                keep_text=dump is not None,
-            )
+            what = f"compiling {program.stage}/{program.program}"
+            with told.timed(f"{what} for {spec} of {self.topology.name}"):
+                measured = measure(
+                    program,
+                    self.topology,
+                    self.chip,
+                    met[program.stage],
+                    keep_text=dump is not None,
+                )
             program.forget()
             if dump is not None:
                 number = len(found[program.stage])
@@ -358,6 +363,7 @@ class Planner:
             again = replace(self, vae_tiling=other.setting, reporter=None)
             again._skeletons, again.kernels = self._skeletons, self.kernels
             again.written = self.written
+            again.reporter, again.say = self.reporter, self.say
             planned = again.plan(made.mesh, request=asked, stages=[name], keep=keep)
             sizes = [p.memory.total for p in planned.stage(name) or ()]
             weighed = other.weighed(max(sizes, default=None))
