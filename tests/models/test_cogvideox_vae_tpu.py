@@ -245,7 +245,9 @@ def test_what_a_kernel_refuses_is_told_and_what_takes_over(
         needed = vmem_bytes(4, 32, 128, 256, 3, 4)
         return {**options(context), "vmem_limit": needed + MARGIN_BYTES}
 
+    # Where the blocks have it from, and where single convolutions do.
     monkeypatch.setattr(video, "kernel_options", less)
+    monkeypatch.setattr("tpuport.core.kernel_options.kernel_options", less)
     count, found = _told("encoder")
     calls = [entry for entry in found if entry[1] == "convolution"]
     # Also those of an attempt that was refused halfway.
