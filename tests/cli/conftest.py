@@ -27,9 +27,9 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that all runs share."""
-    return tmp_path_factory.mktemp("cache")
+def cache(made: Made) -> Path:
+    """A cache folder that all runs share, after the one that compiles first."""
+    return made.cache
 
 
 @pytest.fixture
@@ -41,9 +41,10 @@ def cli(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 
 @pytest.fixture(scope="session")
-def made(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """``tpuport generate`` of two prompts, run once for the whole session."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """``tpuport generate`` of two prompts, the first run of the whole session."""
     folder = tmp_path_factory.mktemp("made")
+    cache = tmp_path_factory.mktemp("cache")
     run = folder / "run"
     ran = call(
         "generate",
@@ -53,7 +54,7 @@ def made(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
         *("--out", folder / "video.mp4", "--cache-dir", cache, "--json"),
     )
     assert ran.code == 0, ran.err
-    return Made(ran, folder, run)
+    return Made(ran, folder, run, cache)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def upstream(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
         *("--out", folder / "video.mp4", "--cache-dir", cache, "--json"),
     )
     assert ran.code == 0, ran.err
-    return Made(ran, folder, run)
+    return Made(ran, folder, run, cache)
 
 
 def denoising(ran: Ran) -> dict[str, Any]:

@@ -48,11 +48,12 @@ def call(*args: str | Path) -> Ran:
 
 @dataclass(frozen=True)
 class Made:
-    """A finished run of two prompts with one seed."""
+    """A finished run of two prompts with one seed, and the cache that it filled."""
 
     ran: Ran
     folder: Path
     run: Path
+    cache: Path
 
     @property
     def videos(self) -> list[Path]:

@@ -19,14 +19,14 @@ from tpuport.core.planning.network import Network
 from tpuport.core.sequence_parallel import Degrees, degrees
 from tpuport.core.topology import TOPOLOGY_NAMES, Topology, parse_topology
 
-#: Slices with an order of their own, of chips with one device and with two.
-LARGE = [
+LARGER = [
     name
     for name in TOPOLOGY_NAMES
-    if name.startswith(("v6e", "v5p", "v7x"))
-    and parse_topology(name).chips > OWN_ORDER
-    and parse_topology(name).devices <= 512
+    if parse_topology(name).chips > OWN_ORDER and parse_topology(name).devices <= 512
 ]
+#: Slices with an order of their own, and those that keep theirs.
+LARGE = [name for name in LARGER if name.startswith(("v5e", "v6e"))]
+DEEP = [name for name in LARGER if name not in LARGE]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def test_libtpu_lists_devices_as_these_tests_do() -> None:
         given, placed = ([Device(tuple(p[:3]), p[3]) for p in o] for o in found[name])
         assert given == mine
         # The mesh of the same devices in another order, of more than eight chips.
-        few = parse_topology(name).chips <= OWN_ORDER
-        assert placed == (mine[::-1] if few else torus_order(mine, spec))
+        wanted = torus_order(mine, spec) if name in LARGE else mine[::-1]
+        assert placed == wanted
 
 
 def meshes(devices: int) -> list[MeshSpec]:
@@ -111,6 +111,13 @@ def test_up_to_eight_chips_keep_the_order_of_the_slice(name: str) -> None:
     for order in (listed(name), listed(name)[::-1]):
         for spec in meshes(len(order)):
             assert torus_order(order, spec) == order
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_slices_in_three_dims_keep_their_order(name: str) -> None:
+    mixed = random.Random(5).sample(listed(name), parse_topology(name).devices)
+    for spec in meshes(len(mixed)):
+        assert torus_order(mixed, spec) == mixed
 
 
 @pytest.mark.parametrize("name", ["v5e-16", "v6e-16", "v6e-32"])
@@ -165,8 +172,6 @@ def extents(devices: Sequence[Device]) -> tuple[int, ...]:
         ("v6e-64", MeshSpec(dp=2, sp=32), {32: (8, 4), 16: (4, 4), 4: (2, 2)}),
         ("v6e-64", MeshSpec(dp=4, sp=4, tp=4), {16: (4, 4), 4: (2, 2), 2: (2,)}),
         ("v6e-256", MeshSpec(sp=64, tp=4), {256: (16, 16), 32: (16, 2), 4: (2, 2)}),
-        ("v5p-256", MeshSpec(dp=2, sp=64), {64: (4, 4, 4), 16: (4, 4), 4: (4,)}),
-        ("v7x-64", MeshSpec(dp=2, sp=32), {32: (2, 4, 2), 16: (2, 2, 2), 2: ()}),
     ],
 )
 def test_neighbours_fill_boxes(
@@ -236,7 +241,7 @@ def layer(name: str, devices: Sequence[Device], spec: MeshSpec, heads: int) -> f
 
 
 @pytest.mark.parametrize("heads", [48, 24, 16])
-@pytest.mark.parametrize("name", [n for n in LARGE if n.startswith("v6e")])
+@pytest.mark.parametrize("name", LARGE)
 def test_no_slice_moves_a_layer_more_slowly_than_in_its_own_order(
     name: str, heads: int
 ) -> None:

@@ -5,13 +5,16 @@ A slice lists its chips machine by machine, two by two chips each: sixteen of th
 (``sequence_parallel.py``), that is half a row of a 16 x 16 slice: eight hops, with the
 keys of eight devices on every link of the way.
 
-Here the devices of each place of ``dp`` are a *box* of the slice, as near a square or
-a cube as there is, and so are those of each place of ``sp`` within it. In which order
-these follow depends on how many devices a place of ``dp`` has:
+Here the devices of each place of ``dp`` are a *box* of the slice, as near a square as
+there is, and so are those of each place of ``sp`` within it. In which order these
+follow depends on how many devices a place of ``dp`` has:
 
 - Few: any 2, 4, 8, ... neighbours are a compact box again, which exchanges heads over
   short ways.
 - Many: row by row, so that rings of whole rows pass keys on over one hop.
+
+Slices in three dims (v5p, v7x) are listed in compact boxes as they are, and keep their
+order: by the same rules rings of two would be two hops apart.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ def torus_order(devices: Sequence[Any], spec: MeshSpec) -> list[Any]:
 
     Returns:
         the same devices. They stay as they come where they have no coordinates, share
-        them (more slices than one), are on no more than :data:`OWN_ORDER` chips, or do
-        not fill a box that divides into boxes for every place.
+        them (more slices than one), are on no more than :data:`OWN_ORDER` chips, lie
+        in three dims, or do not fill a box that divides into boxes for every place.
     """
     given = list(devices)
     found = {_place(device): device for device in given}
@@ -62,7 +65,8 @@ def torus_order(devices: Sequence[Any], spec: MeshSpec) -> list[Any]:
         return given
     low, high = (tuple(map(end, zip(*found, strict=True))) for end in (min, max))
     size = tuple(b - a + 1 for a, b in zip(low, high, strict=True))
-    if math.prod(size) != len(given):
+    flat = sum(n > 1 for n in size[:-1]) <= 2
+    if math.prod(size) != len(given) or not flat:
         return given
     boxes: list[Box] = [(low, size)]
     for count, row_by_row in _levels(spec):

@@ -121,13 +121,13 @@ class JointSequence:
             return 0, self.text
         return self.length - self.text, self.length
 
-    @property
-    def axes(self) -> tuple[str | None, str | None]:
-        """The mesh axes that split the batch, and the tokens; ``None`` where none."""
+    def axes(self, batch: int) -> tuple[str | None, str | None]:
+        """The mesh axes that split so many items, and the tokens; ``None`` for none."""
         policy, sizes = self.active.context.attention, self.active.axis_size
         sequence = policy.sequence if self.divided else None
+        divides = sizes(policy.batch) > 1 and batch % sizes(policy.batch) == 0
         return (
-            policy.batch if sizes(policy.batch) > 1 else None,
+            policy.batch if divides else None,
             sequence if sizes(sequence) > 1 else None,
         )
 

@@ -131,7 +131,7 @@ def _modulated_by_kernel(
     shift, scale = (jnp.stack(pair, 1) for pair in zip(video, text, strict=True))
     # Turned on paper: tokens are last in memory.
     turned = x.swapaxes(1, 2)
-    batch, tokens = sequence.axes
+    batch, tokens = sequence.axes(x.shape[0])
     each = x.shape[1] // sequence.active.axis_size(tokens)
     firsts = jnp.arange(0, x.shape[1], each, dtype=jnp.int32)
     out = on_devices(
@@ -218,7 +218,7 @@ def turned(
     inverse: Any = 1.0
     if norm is not None:
         x = x.astype(dtype)
-        if tables is not None and has_kernels(sequence):
+        if has_kernels(sequence):
             try:
                 return _turned_by_kernel(sequence, x, norm, tables)
             except NotImplementedError:
@@ -254,7 +254,7 @@ def turned(
 
 
 def _turned_by_kernel(
-    sequence: JointSequence, x: jax.Array, norm: HeadNorm, tables: Pair
+    sequence: JointSequence, x: jax.Array, norm: HeadNorm, tables: Pair | None
 ) -> jax.Array:
     """The same by the kernel, of ``x`` [B, H, D, L] in the dtype of the result.
 
@@ -278,7 +278,11 @@ def _turned_by_kernel(
         else vector.astype(jnp.float32)
         for vector, rest in ((norm.weight, 1), (norm.bias, 0))
     )
-    batch, tokens = sequence.axes
+    if tables is None:
+        # Positions are learned, or the tokens are text: none of them turns.
+        still = jnp.ones(x.shape[2:], jnp.float32)
+        tables = still, jnp.zeros_like(still)
+    batch, tokens = sequence.axes(x.shape[0])
     heads = sequence.active.context.attention.heads
     count = sequence.active.axis_size(heads)
     split = (
