@@ -232,6 +232,8 @@ def main(table: str, folder: Path, words: list[str]) -> int:
         for row in TABLES[table]()
         if all(word in row.command or word in row.title for word in words)
     ]
+    if not rows:
+        sys.exit(f"no row of {table} has all of: {' '.join(words)}")
     failed = older = 0
     for row in rows:
         plan = row.document(folder)
@@ -246,4 +248,6 @@ def main(table: str, folder: Path, words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1] not in TABLES:
+        sys.exit(__doc__)
     sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
