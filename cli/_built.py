@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tpuport.core.implementations import with_chosen
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.spec import BLOCKS, with_blocks
+from tpuport.errors import UsageError
 
 from ._settings import Settings
 
@@ -28,11 +29,16 @@ def check_built_for(
         variant: where it is known; without it the checkpoint tells the form.
 
     Raises:
+        UsageError: upstream's code runs, which has no use for it.
         MissingArtifactError: it is not there.
         ArtifactError: it is damaged, or what differs.
     """
     if settings.executables is None:
         return
+    if settings.backend == "diffusers":
+        raise UsageError(
+            "--executables are not upstream's: leave them out, or use --backend tpuport"
+        )
     from tpuport.core.built_folder import BuiltFolder, check_built
     from tpuport.kernels.choice import AttentionChoice
 

@@ -31,6 +31,11 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
             "manifest.json: is missing",
         ),
         (
+            Settings(executables=Path("nosuch"), backend="diffusers"),
+            UsageError,
+            "--executables are not upstream's",
+        ),
+        (
             Settings(options={"scheduler": "euler"}),
             UsageError,
             "option scheduler='euler': choose one of checkpoint, ddim, dpm",
@@ -51,6 +56,7 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
         "executables",
         "a file",
         "no manifest",
+        "executables of upstream",
         "option",
         "size",
         "attention",

@@ -107,7 +107,7 @@ def _parts(number: int) -> list[int]:
 def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
     """The most compact boxes of ``count`` devices that fill a box, in row order.
 
-    Both cores of a chip count as one step; of equals the one with long rows is taken.
+    Of equals the one with long rows is taken.
     There are none where no size of boxes divides the box.
     """
     start, whole = box
