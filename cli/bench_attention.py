@@ -168,8 +168,6 @@ def row(cost: KernelCost) -> dict[str, Any]:
         "bundles_per_2_20_scores": cost.bundles_per_tile,
         "whole_call_cycles_per_2_20_scores": cost.cycles_per_tile,
         "whole_call_cycles": cost.cycles,
-        "running_max_bundles_per_2_20_scores": cost.exact_bundles_per_tile,
-        "running_max_whole_call_cycles": cost.exact_cycles,
         "grid": list(cost.grid),
         "cores": cost.cores,
         "bundles_per_grid_step": cost.step_bundles,
@@ -206,13 +204,7 @@ def _text(rows: list[dict[str, Any]]) -> list[str]:
         "",
         *columns(table),
         "",
-        "bundles: cycles for 2^20 scores, all that a grid step runs",
+        "bundles: cycles for 2^20 scores, all that the grid steps run",
         "whole call: cycles for 2^20 scores asked for, with the padding of the lengths",
         "MXU ...: share of the unit's slots that is used",
-        *(
-            f"{r['implementation']}: {r['running_max_bundles_per_2_20_scores']:.0f} "
-            "bundles where the bound on the scores makes a running maximum necessary"
-            for r in rows
-            if r["running_max_bundles_per_2_20_scores"] is not None
-        ),
     ]

@@ -57,13 +57,8 @@ def test_each_kernel_is_a_row_with_the_keys_scripts_rely_on(rows: Ran) -> None:
         assert row["utilization"]["MXU"] > 0.2
         assert row["busiest"] in row["utilization"]
         assert row["spills"] >= 0
-        # 24 x 48 of 1000 x 2000 and what begins and ends a sweep are dearer, or less
-        # often run, than a step with everything in it.
-        assert row["whole_call_cycles"] == pytest.approx(step * 16, rel=0.4)
+        assert row["whole_call_cycles"] == pytest.approx(step * 16)
     assert ours["bundles_per_2_20_scores"] < jaxs["bundles_per_2_20_scores"]
-    exact = ours["running_max_bundles_per_2_20_scores"]
-    assert exact > ours["bundles_per_2_20_scores"]
-    assert jaxs["running_max_bundles_per_2_20_scores"] is None
 
 
 @needs_libtpu

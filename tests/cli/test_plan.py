@@ -198,7 +198,7 @@ def test_two_compile_at_once_and_the_options_of_attention_reach_them(
     kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_LIBTPU)}
     path = os.pathsep.join([str(ROOT), *sys.path])
     small = ("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--json")
-    asked = ("splash", "splash:running_max=on;window=64,64;block_q=256;block_kv=128")
+    asked = ("splash", "splash:window=64,64;block_q=256;block_kv=128")
     both = [
         subprocess.Popen(
             [sys.executable, "-m", "tpuport", "plan", *small, "--attention", text],

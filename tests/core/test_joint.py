@@ -10,9 +10,8 @@ import pytest
 
 from tests.core.test_sequence_parallel import active_on
 from tests.tolerances import TOLERANCES
-from tpuport.core import joint, streams, token_norms
+from tpuport.core import joint, token_norms
 from tpuport.core.joint import JointSequence
-from tpuport.core.token_norms import HeadNorm
 
 
 @pytest.mark.parametrize("lengths", [None, (4, 7)])
@@ -54,84 +53,6 @@ def vectors(dim: int) -> np.ndarray:
             1e3 + rng.standard_normal((32, dim)),
         ]
     ).astype(np.float32)
-
-
-@pytest.mark.parametrize("dim", [16, 64, 128])
-@pytest.mark.parametrize("given", ["neither", "weight", "bias", "both"])
-@pytest.mark.parametrize("centre", [True, False], ids=["layer norm", "RMS norm"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_normed_vector_is_longer_than_the_bound_and_some_nearly_are(
-    dtype: str, centre: bool, given: str, dim: int
-) -> None:
-    rng = np.random.default_rng(dim)
-    # The largest weight is a negative one.
-    factors = rng.uniform(0.1, 1.5, dim)
-    factors[dim // 3] = -2.5
-    weight = jnp.asarray(factors, dtype) if given in ("weight", "both") else None
-    offsets = rng.standard_normal(dim) * 0.3
-    bias = jnp.asarray(offsets, dtype) if given in ("bias", "both") else None
-    x = vectors(dim)
-    count = len(x)
-    angles = np.tile(rng.uniform(0, 7, (count, dim // 2)), 2)
-    tables = jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
-    sequence = JointSequence(active_on("dp=1"), text=0, length=count, padded=count)
-    norm = HeadNorm(weight, bias, 1e-6, centre)
-    bound = float(token_norms.norm_bound(dim, weight, bias))
-    for turn in (None, tables):
-        out = token_norms.turned(
-            sequence, jnp.asarray(x)[None, None], norm, turn, dtype
-        )
-        longest = np.linalg.norm(np.asarray(out, np.float64), axis=-1).max()
-        assert longest <= bound <= 1.5 * longest
-
-
-@pytest.mark.parametrize("two_streams", [False, True])
-@pytest.mark.parametrize("feature_major", [False, True])
-@pytest.mark.parametrize("bounds", [None, (3.0, 5.0)])
-def test_no_score_exceeds_the_product_of_both_bounds(
-    bounds: Any,
-    feature_major: bool,
-    two_streams: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: dict[str, Any] = {}
-
-    def record(active: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        given.update(options)
-        return q
-
-    for module in (joint, streams):
-        monkeypatch.setattr(module, "sequence_attention", record)
-    monkeypatch.setattr(
-        JointSequence, "feature_major", property(lambda self: feature_major)
-    )
-    dim, text = 16, 2
-    sequence = JointSequence(
-        active_on("dp=1"), text=text, length=9, padded=12, text_first=not two_streams
-    )
-
-    def heads(tokens: int) -> Any:
-        return jnp.ones((1, 3, dim, tokens) if feature_major else (1, 3, tokens, dim))
-
-    both = None if bounds is None else tuple(jnp.float32(x) for x in bounds)
-    x = heads(12)
-    if two_streams:
-        words = heads(text)
-        streams.attend_streams(
-            sequence,
-            (x, x, x),
-            (words, words, words),
-            jnp.asarray([1]),
-            jnp.float32,
-            bounds=both,
-        )
-    else:
-        joint.attend(sequence, x, x, x, jnp.float32, bounds=both)
-    if bounds is None:
-        assert given["score_bound"] is None
-    else:
-        # The kernel's scores are scaled by 1 / sqrt(16).
-        assert float(given["score_bound"]) == pytest.approx(3.0 * 5.0 / 4.0)
 
 
 def test_a_mean_far_from_zero_costs_a_norm_no_digits() -> None:

@@ -103,22 +103,11 @@ def ours(folder: Path) -> KernelCost:
 
 
 @needs_libtpu
-def test_our_kernel_is_costed_without_and_with_a_running_maximum(
-    ours: KernelCost, cost: KernelCost
-) -> None:
+def test_our_kernel_is_costed_beside(ours: KernelCost, cost: KernelCost) -> None:
     assert ours.steps == 2 * 2 * 4
     assert ours.cycles < cost.cycles
-    assert ours.exact_cycles is not None
-    assert ours.exact_step_bundles is not None
-    assert ours.exact_cycles > ours.cycles
-    assert ours.exact_step_bundles > ours.step_bundles
-    # One way or the other: neither step holds the whole program.
-    assert ours.exact_step_bundles < ours.program_bundles + ours.exact_cycles / 16
+    # A step runs a part of the program; which one tells its place.
     assert ours.step_bundles < ours.program_bundles
-    assert ours.exact_bundles_per_tile == pytest.approx(
-        ours.bundles_per_tile * ours.exact_step_bundles / ours.step_bundles
-    )
-    assert (cost.exact_cycles, cost.exact_bundles_per_tile) == (None, None)
 
 
 @needs_libtpu

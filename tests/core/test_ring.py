@@ -242,7 +242,6 @@ def test_our_kernel_in_a_ring(
             kv_len=tokens,
             lengths=jnp.asarray(lengths[:1]),
             scale=None,
-            score_bound=None,
             platform="cpu",
             choice=SPLASH,
             chip=None,

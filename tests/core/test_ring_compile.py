@@ -40,8 +40,7 @@ for way, least in (("passed", 0.0), ("gathered", ring.LEAST_HIDDEN)):
                         chip="v6e", records=[])
     active = Active(None, context)
     def call(q, k, v):
-        return sequence_attention(active, q, k, v, kv_len=4000, feature_major=True,
-                                  score_bound=8.0)
+        return sequence_attention(active, q, k, v, kv_len=4000, feature_major=True)
     program = parse(jax.jit(call).lower(x, x, x).compile().as_text())
     network = Network(topology, chip("v6e"), list(mesh.devices.flat))
     cost = lambda *_: KernelCost(cycles=1e3, bound="MXU", flops=0.0)

@@ -42,8 +42,6 @@ def cost_of(case: AttentionCase, speed: float) -> KernelCost:
         program_bundles=1,
         step_bundles=speed * blocks.q * blocks.kv / 2**20,
         cycles=cycles,
-        exact_step_bundles=None,
-        exact_cycles=None,
         utilization={"MXU": 0.5},
         busiest="MXU",
         spills=0.0,

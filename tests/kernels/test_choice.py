@@ -27,12 +27,8 @@ EVERY = AttentionChoice(
     block_q=256,
     block_kv=512,
     block_kv_compute=128,
-    running_max=True,
 )
-TEXT = (
-    "splash:window=3,5;k_smooth=on;block_q=256;block_kv=512;block_kv_compute=128;"
-    "running_max=on"
-)
+TEXT = "splash:window=3,5;k_smooth=on;block_q=256;block_kv=512;block_kv_compute=128"
 
 
 def test_text_and_choice_are_the_same_thing() -> None:
@@ -67,7 +63,6 @@ def test_text_and_choice_are_the_same_thing() -> None:
             "blockwise:block_kv_compute=128",
             "blockwise has no block_kv_compute; splash and jax have",
         ),
-        ("jax:running_max=on", "jax has no running_max; splash has"),
     ],
 )
 def test_what_is_not_a_choice_is_named(text: str, message: str) -> None:
@@ -100,7 +95,6 @@ OPTIONS = {
     "block_q=128": ["splash", "jax", "blockwise"],
     "block_kv=128": ["splash", "jax", "blockwise"],
     "block_kv=384;block_kv_compute=384": ["splash", "jax"],
-    "running_max=on": ["splash"],
 }
 HONOURED = [(name, option) for option, names in OPTIONS.items() for name in names]
 REFUSED = [(n, o) for o, names in OPTIONS.items() for n in NAMES if n not in names]
@@ -203,7 +197,7 @@ def test_the_blocks_that_are_told_are_those_of_the_program(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("splash:block_q=65536;block_kv=65536", "scores take minutes to compile"),
+        ("splash:block_q=51200;block_kv=1024", "scores take minutes to compile"),
         ("splash:block_q=2048;block_kv_compute=8192", "2048 queries by 8192 keys"),
         ("splash:block_kv=262144", "bytes of VMEM at head dim 64; v6e has"),
         ("jax:block_q=8192;block_kv=2048", "8192 queries by 2048 keys in one piece"),
@@ -281,11 +275,10 @@ def test_blocks_of_blockwise_are_those_of_the_program(name: str) -> None:
 def test_auto_goes_on_without_an_option_that_nobody_has() -> None:
     x = jax.ShapeDtypeStruct((1, 1, 1024, 16), "float32")
     problem = describe(x, x, x, platform="cpu")
-    found = select(problem, "auto:running_max=on")
+    found = select(problem, "auto:block_kv_compute=128")
     assert found.implementation == "blockwise"
     assert "without options that it does not have" in found.reason
-    assert ("blockwise", "running_max is an option of splash") in found.passed_over
-    assert found.notice == "blockwise runs, without running_max=on"
+    assert found.notice == "blockwise runs, without block_kv_compute=128"
     assert not select(problem, "auto:block_q=128").notice
 
 

@@ -1,8 +1,7 @@
-"""Our splash kernel against float64, interpreted: what it computes, on either path."""
+"""Our splash kernel against float64, interpreted: what it computes."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,8 +11,11 @@ import pytest
 
 from tests.kernels.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
-from tpuport.kernels.splash import SplashBlocks, splash_attention
-from tpuport.kernels.splash_bounds import MOST_EXPONENT, MOST_VALUE, needs_maximum
+from tpuport.kernels.splash import (
+    SplashBlocks,
+    splash_attention,
+    splash_feature_major,
+)
 
 # Small blocks, so that short inputs run over several of them, the last one partial.
 BLOCKS = SplashBlocks(q=128, kv=256, kv_compute=128)
@@ -22,8 +24,6 @@ MANY = SplashBlocks(q=256, kv=512, kv_compute=128, q_compute=128, kv_step=256)
 TINY = SplashBlocks(q=128, kv=128, kv_compute=128)
 # Keys in the last of the blocks of 3072 at 39826 tokens, by the small blocks of 256.
 REST = 39826 % 3072 % 256 + 256
-# Values times this make every query block take the maximum, and change nothing else.
-LARGE = 2.0 * MOST_VALUE
 
 CASES = [
     *(Case(q_len=n, kv_len=n) for n in (1, 127, 129)),
@@ -49,29 +49,21 @@ def run(*arrays: jax.Array, **options: Any) -> jax.Array:
     return splash_attention(*arrays, interpret=True, **{"blocks": BLOCKS, **options})
 
 
-def both(
-    q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The results of one program without a maximum and with one."""
-    call = jax.jit(functools.partial(run, **options))
-    return call(q, k, v), call(q, k, v * LARGE) / LARGE
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula_in_float64(case: Case) -> None:
     arrays, options = inputs(case)
     want = numpy_attention(*arrays, **options)
-    for got in both(*arrays, **options):
-        assert got.dtype == jnp.float32
-        assert worst(got, want) < TOLERANCES["attention float32"]
+    got = run(*arrays, **options)
+    assert got.dtype == jnp.float32
+    assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 @pytest.mark.parametrize("lengths", [None, (530, 70)])
 def test_many_tiles_in_a_block(lengths: Any) -> None:
     arrays, options = inputs(Case(q_len=300, kv_len=1031, batch=2, lengths=lengths))
     want = numpy_attention(*arrays, **options)
-    for got in both(*arrays, **options, blocks=MANY):
-        assert worst(got, want) < TOLERANCES["attention float32"]
+    got = run(*arrays, **options, blocks=MANY)
+    assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
@@ -81,10 +73,10 @@ def test_bfloat16_in_bfloat16_out(head_dim: int) -> None:
     )
     arrays, options = inputs(case)
     want = numpy_attention(*arrays, **options)
-    for got in both(*arrays, **options):
-        assert got.dtype == jnp.bfloat16
-        # q is not rounded again, whatever the scale.
-        assert worst(got, want) < TOLERANCES["attention bfloat16"]
+    got = run(*arrays, **options)
+    assert got.dtype == jnp.bfloat16
+    # q is not rounded again, whatever the scale.
+    assert worst(got, want) < TOLERANCES["attention bfloat16"]
 
 
 def windowed(case: Case, left: int, right: int) -> tuple[list[jax.Array], Any]:
@@ -110,8 +102,8 @@ def windowed(case: Case, left: int, right: int) -> tuple[list[jax.Array], Any]:
 def test_windows(case: Case, window: tuple[int, int]) -> None:
     arrays, want = windowed(case, *window)
     _, options = inputs(case)
-    for got in both(*arrays, **options, window=window, blocks=TINY):
-        assert worst(got, want) < TOLERANCES["attention float32"]
+    got = run(*arrays, **options, window=window, blocks=TINY)
+    assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 def test_a_window_over_everything_is_none() -> None:
@@ -128,20 +120,19 @@ def test_queries_without_a_key_in_their_window_give_zero() -> None:
 
 def test_without_keys_the_result_is_zero() -> None:
     arrays, options = inputs(Case(q_len=129, kv_len=600, lengths=(0, 9)))
-    for got in both(*arrays, **options):
-        np.testing.assert_array_equal(got[0], 0)
-        assert float(jnp.abs(got[1]).min(axis=(0, 2)).max()) > 0
+    got = run(*arrays, **options)
+    np.testing.assert_array_equal(got[0], 0)
+    assert float(jnp.abs(got[1]).min(axis=(0, 2)).max()) > 0
 
 
 @pytest.mark.parametrize("junk", [1e6, np.inf, np.nan])
 def test_keys_that_do_not_count_leave_no_trace(junk: float) -> None:
     (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=(131, 513)))
-    clean = both(q, k, v, **options)
+    clean = run(q, k, v, **options)
     for item, length in enumerate((131, 513)):
         k = k.at[item, :, length:].set(junk)
         v = v.at[item, :, length:].set(junk)
-    for got, dirty in zip(clean, both(q, k, v, **options), strict=True):
-        np.testing.assert_array_equal(got, dirty)
+    np.testing.assert_array_equal(clean, run(q, k, v, **options))
 
 
 @pytest.mark.parametrize("length", [1, 127, 129, 513])
@@ -150,10 +141,52 @@ def test_padding_changes_no_bit(length: int) -> None:
     # with any weight at all, 2^-20 of the rest, would show in the last bits.
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=700, heads=1, kv_heads=1))
     lengths = jnp.full((2,), length, jnp.int32)
-    alone = both(q, k[:, :, :length], v[:, :, :length])
-    among = both(q, k, v, kv_lengths=lengths)
-    for a, b in zip(alone, among, strict=True):
-        np.testing.assert_array_equal(a, b)
+    alone = run(q, k[:, :, :length], v[:, :, :length])
+    np.testing.assert_array_equal(alone, run(q, k, v, kv_lengths=lengths))
+
+
+@pytest.mark.parametrize("window", [None, (200, 60)])
+@pytest.mark.parametrize("lengths", [None, (131, 513)])
+def test_keys_that_do_not_count_raise_no_maximum(
+    lengths: Any, window: tuple[int, int] | None
+) -> None:
+    # Scores of about -500 where keys count and of about 5000 where they do not: if the
+    # maximum were of all, every weight would be 0. The caller has seen to the values.
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=600))
+    q, k = jnp.abs(q) + 7, -jnp.abs(k) - 7
+    counts = jnp.arange(600) < jnp.asarray(lengths or (500, 500))[:, None]
+    counts = counts[:, None, :, None]
+    k, v = jnp.where(counts, k, 70.0), jnp.where(counts, v, 0)
+    options: dict[str, Any] = {"kv_len": 500}
+    if lengths:
+        options = {"kv_lengths": jnp.asarray(lengths)}
+    got = splash_feature_major(
+        *(x.swapaxes(2, 3) for x in (q, k, v)),
+        hidden=True,
+        window=window,
+        blocks=BLOCKS,
+        interpret=True,
+        **options,
+    ).swapaxes(2, 3)
+    clean = jnp.where(counts, k, 0.0)
+    want = run(
+        q, clean, v, window=window, kv_lengths=jnp.asarray(lengths or (500, 500))
+    )
+    np.testing.assert_array_equal(got, want)
+    assert float(jnp.abs(got).min(axis=2).max()) > 0
+
+
+def test_keys_that_fill_no_block_at_all_do_not_count() -> None:
+    # Two whole blocks of keys, of which only the first counts.
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=512))
+    got = splash_feature_major(
+        *(x.swapaxes(2, 3) for x in (q, k, v)),
+        kv_len=256,
+        blocks=BLOCKS,
+        interpret=True,
+    ).swapaxes(2, 3)
+    want = numpy_attention(q, k[:, :, :256], v[:, :, :256])
+    assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 @pytest.mark.parametrize("reach", [0.5, 2])
@@ -163,8 +196,8 @@ def test_padding_takes_no_weight_from_very_negative_scores(reach: float) -> None
     (q, k, v), options = inputs(Case(q_len=130, kv_len=129))
     q, k = jnp.abs(q) + reach, -jnp.abs(k) - reach
     want = numpy_attention(q, k, v, **options)
-    for got in both(q, k, v, **options):
-        assert worst(got, want) < TOLERANCES["attention float32 large scores"]
+    got = run(q, k, v, **options)
+    assert worst(got, want) < TOLERANCES["attention float32 large scores"]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -177,7 +210,6 @@ def test_large_norms(is_causal: bool) -> None:
         worst(got, numpy_attention(*arrays, **options))
         < (TOLERANCES["attention float32 large scores"])
     )
-    assert not bool(jnp.isfinite(run(*arrays, **options, running_max=False)).all())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -187,8 +219,8 @@ def test_one_dominant_key_gives_its_value_exactly(dtype: str) -> None:
     k = jnp.zeros_like(k).at[..., 0].set(-20).at[:, :, 70, 0].set(20)
     want = jnp.broadcast_to(v[:, :, 70:71], q.shape)
     exact = 1e-6 if dtype == "float32" else 0
-    for got in both(q, k, v):
-        assert worst(got, want) <= exact
+    got = run(q, k, v)
+    assert worst(got, want) <= exact
 
 
 def test_equal_scores_give_the_mean() -> None:
@@ -197,8 +229,8 @@ def test_equal_scores_give_the_mean() -> None:
     k = jnp.broadcast_to(k[:, :, :1], k.shape)
     mean = np.asarray(v, np.float64).mean(2, keepdims=True)
     want = jnp.asarray(np.broadcast_to(mean, q.shape), jnp.bfloat16)
-    for got in both(q, k, v):
-        np.testing.assert_array_equal(got, want)
+    got = run(q, k, v)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 257)])
@@ -213,11 +245,6 @@ def test_k_smooth_leaves_the_softmax_and_brings_scores_back(lengths: Any) -> Non
     want = numpy_attention(q, k, v, **options)
     got = run(q, k, v, **options, k_smooth=True)
     assert worst(got, want) < TOLERANCES["attention float32 large scores"]
-    if lengths is None:
-        # Now the bound holds, and nothing overflows without a maximum.
-        free = run(q, k, v, **options, k_smooth=True, running_max=False)
-        assert worst(free, want) < TOLERANCES["attention float32 large scores"]
-        assert not bool(jnp.isfinite(run(q, k, v, running_max=False)).all())
 
 
 def test_a_nan_is_not_hidden() -> None:
@@ -234,55 +261,3 @@ def test_runs_inside_jit_with_lengths_as_input() -> None:
         got = call(*arrays, jnp.asarray(lengths, jnp.int32))
         want = numpy_attention(*arrays, kv_lengths=np.asarray(lengths))
         assert worst(got, want) < TOLERANCES["attention float32"]
-
-
-@pytest.mark.parametrize("past", [False, True])
-def test_the_path_turns_at_the_bound(past: bool) -> None:
-    # One query and one key just inside or outside. What ran is told from the last bits
-    # of the result, which a maximum taken off or not leaves different.
-    (_, k, v), _ = inputs(Case(q_len=128, kv_len=128, batch=1, heads=1, kv_heads=1))
-    k = k.at[..., 0].set(jnp.tanh(k[..., 0])).at[..., 1:].set(0).at[0, 0, 5, 0].set(1)
-    q = jnp.zeros_like(k).at[..., 0].set(MOST_EXPONENT * (1.01 if past else 0.99))
-    flags = needs_maximum(q, k, v, factor=1.0, q_block=128)
-    assert flags.shape == (1, 1, 1)
-    assert bool(flags[0, 0, 0]) is past
-    chosen, free, exact = (
-        run(q, k, v, scale=float(np.log(2)), blocks=TINY, running_max=way)
-        for way in (None, False, True)
-    )
-    assert bool((free != exact).any())
-    np.testing.assert_array_equal(chosen, exact if past else free)
-
-
-def test_the_bound_is_taken_per_head_and_query_block() -> None:
-    (q, k, v), _ = inputs(Case(q_len=300, kv_len=130, heads=4, kv_heads=2))
-    q = q.at[1, 2, 290].mul(1e3)
-    flags = needs_maximum(q, k, v, factor=0.1, q_block=128)
-    assert flags.shape == (2, 4, 3)
-    assert [tuple(at) for at in np.argwhere(np.asarray(flags))] == [(1, 2, 2)]
-    # One large key: both query heads that share it, and all of their blocks.
-    flags = needs_maximum(q, k.at[0, 1, 7].mul(1e3), v, factor=0.1, q_block=128)
-    heads = {tuple(at[:2]) for at in np.argwhere(np.asarray(flags))}
-    assert heads == {(0, 2), (0, 3), (1, 2)}
-
-
-@pytest.mark.parametrize("value", [MOST_VALUE * 2, np.nan, np.inf])
-def test_values_that_would_overflow_need_a_maximum(value: float) -> None:
-    (q, k, v), _ = inputs(Case(q_len=128, kv_len=128))
-    assert not bool(needs_maximum(q, k, v, factor=0.1, q_block=128).any())
-    flags = needs_maximum(q, k, v.at[0, 1, 3, 3].set(value), factor=0.1, q_block=128)
-    assert [tuple(at) for at in np.argwhere(np.asarray(flags))] == [(0, 1, 0)]
-
-
-def test_both_paths_in_one_call() -> None:
-    # One query of many is large: its block takes the maximum, its neighbours do not.
-    (q, k, v), _ = inputs(Case(q_len=384, kv_len=300, heads=2, kv_heads=1))
-    q = q.at[0, 1, 300].mul(100)
-    want = numpy_attention(q, k, v)
-    got = run(q, k, v)
-    assert worst(got, want) < TOLERANCES["attention float32 large scores"]
-    free = run(q, k, v, running_max=False)
-    # The blocks without it are, bit for bit, those that have no choice.
-    np.testing.assert_array_equal(got[0, 0], free[0, 0])
-    np.testing.assert_array_equal(got[0, 1, :256], free[0, 1, :256])
-    assert not bool(jnp.isfinite(free[0, 1, 300]).all())

@@ -24,19 +24,17 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 INPUTS: dict[str, Callable[..., Arrays]] = {
     "random": lambda q, k, v: (q, k, v),
     "large": lambda q, k, v: (q * 8, k * 8, v),
-    # A few keys take most of the weight, and no bound asks for a maximum.
+    # A few keys take most of the weight.
     "peaked": lambda q, k, v: (q * 1.5, k * 1.5, v),
     "small": lambda q, k, v: (q * 0.1, k * 0.1, v),
     "equal": lambda q, k, v: (q, k * 0 + k[:, :, :1], v),
     "dominant": lambda q, k, v: (q, k.at[:, :, 7].set(3 * q[:, :, 5]), v),
     "offset": lambda q, k, v: (q, k, abs(v) + 5),
+    "one of many": lambda q, k, v: (q * 0.3, k.at[:, :, 9].set(0.55 * q[:, :, 3]), v),
 }
-# Weights are rounded to 8 bits. With the maximum off, the largest are 1, exactly, or
-# just below, where rounding costs least; without, they lie anywhere between two powers
-# of two. Seen at head dim 64, where all else is alike: up to 1.045 times the error, and
-# 1.15 where it is the few largest that matter.
-ANYWHERE = {"peaked": 1.2}
-MOST = 1.06
+# Both round weights alike, to 8 bits, at most at other keys. Seen: 0.06 to 1.008 times
+# the error.
+MOST = 1.01
 
 
 class _OnePass:
@@ -56,13 +54,12 @@ Kernels = dict[str, Callable[..., jax.Array]]
 
 
 def kernels() -> Kernels:
-    """Both kernels, ours with the maximum always and where it is needed."""
+    """Both kernels."""
     ours = SplashBlocks(q=256, kv=256, kv_compute=128)
     theirs = BlockSizes(q=256, kv=256, kv_compute=128)
     ours_run = functools.partial(splash_attention, blocks=ours, interpret=True)
     return {
-        "maximum": jax.jit(functools.partial(ours_run, running_max=True)),
-        "chosen": jax.jit(ours_run),
+        "ours": jax.jit(ours_run),
         "jax": jax.jit(
             functools.partial(jax_splash_attention, blocks=theirs, interpret=True)
         ),
@@ -95,12 +92,12 @@ def errors(found: Kernels, dtype: str, head_dim: int, name: str) -> dict[str, fl
 def test_bfloat16(name: str, on_tpu: tuple[int, Kernels]) -> None:
     head_dim, found = on_tpu
     error = errors(found, "bfloat16", head_dim, name)
-    assert error["maximum"] <= error["jax"] * 1.01
-    assert error["chosen"] <= error["jax"] * ANYWHERE.get(name, MOST)
+    assert error["ours"] <= error["jax"] * MOST
+    assert error["ours"] <= error["jax"] * MOST
     if head_dim == 128 and name == "large":
         # jax's kernel wants a scale that is no power of two in q, which is rounded
         # for it; ours takes it in float32.
-        assert error["chosen"] < error["jax"] / 10
+        assert error["ours"] < error["jax"] / 10
 
 
 def test_float32() -> None:
@@ -109,5 +106,4 @@ def test_float32() -> None:
     for name in INPUTS:
         error = errors(found, "float32", 64, name)
         least = 1e-7
-        assert error["maximum"] <= max(error["jax"] * 2, least), name
-        assert error["chosen"] <= max(error["jax"] * 2, least), name
+        assert error["ours"] <= max(error["jax"] * 2, least), name

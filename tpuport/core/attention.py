@@ -56,7 +56,6 @@ class AttentionRecord:
         blocks: tokens per step of the implementation, by option name.
         window: (left, right) of a local window, ``None`` without one.
         k_smooth: whether the mean key was subtracted.
-        running_max: whether a running maximum was asked for.
         causal: whether query i sees keys 0..i only.
         dtype: of q, k and v.
         padded: tokens of the joint sequence with its padding; ``None`` without one.
@@ -77,7 +76,6 @@ class AttentionRecord:
     blocks: Mapping[str, int] = field(default_factory=dict)
     window: tuple[int, int] | None = None
     k_smooth: bool = False
-    running_max: bool = False
     causal: bool = False
     dtype: str = "float32"
     padded: int | None = None
@@ -441,7 +439,6 @@ def _record(
         blocks=dict(selection.blocks),
         window=choice.window,
         k_smooth=choice.k_smooth,
-        running_max=choice.running_max and selection.implementation == "splash",
         causal=is_causal,
         dtype=str(q.dtype),
         notice=selection.notice,

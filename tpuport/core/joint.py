@@ -307,7 +307,6 @@ def attend(
     dtype: Any,
     *,
     kv_lengths: jax.Array | None = None,
-    bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Attention of all tokens on those that are no padding.
 
@@ -316,8 +315,6 @@ def attend(
         q, k, v: as :func:`to_heads` gives them.
         dtype: what they are rounded to.
         kv_lengths: integers [B]: only so many leading tokens of an item count.
-        bounds: of the lengths of queries and of keys, see
-            :func:`tpuport.core.token_norms.norm_bound`; ``None`` where there are none.
 
     Returns:
         of the shape of ``q``, in ``dtype``.
@@ -333,10 +330,6 @@ def attend(
         if not sequence.feature_major:
             shape = (-1, 1, sequence.padded, 1)
         v = jnp.where(counts.reshape(shape), v, 0)
-    bound = None
-    if bounds is not None:
-        head_dim = q.shape[2 if sequence.feature_major else 3]
-        bound = bounds[0] * bounds[1] / head_dim**0.5
     return sequence_attention(
         sequence.active,
         q.astype(dtype),
@@ -344,6 +337,5 @@ def attend(
         v.astype(dtype),
         kv_len=sequence.length,
         kv_lengths=kv_lengths,
-        score_bound=bound,
         feature_major=sequence.feature_major,
     )

@@ -64,8 +64,6 @@ class AttentionCase:
         blocks: tiles; None for what the implementation chooses.
         is_causal, window, k_smooth: options of the call; a window is (left, right).
         has_lengths: whether the valid keys of each item are given when it runs.
-        running_max: whether ``tpuport`` is to take the running maximum always, and not
-            only where the scores' bound needs it.
     """
 
     implementation: str
@@ -82,7 +80,6 @@ class AttentionCase:
     window: tuple[int, int] | None = None
     k_smooth: bool = False
     has_lengths: bool = False
-    running_max: bool = False
 
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:

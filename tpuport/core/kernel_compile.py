@@ -162,7 +162,6 @@ def _tpuport(case: AttentionCase) -> Callable[..., Any]:
             k_smooth=case.k_smooth,
             kv_lengths=lengths,
             blocks=blocks,
-            running_max=True if case.running_max else None,
             chip=case.chip,
         )
 

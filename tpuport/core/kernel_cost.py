@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from tpuport.core.kernel_case import (
     with_blocks,
 )
 from tpuport.core.schedule import (
-    Execution,
     KernelSchedule,
     dump_flags,
     read_dump,
@@ -79,15 +79,12 @@ class KernelCost:
         name: of the kernel in the compiled program.
         grid: steps of one core along each axis.
         program_bundles: length of the kernel's program.
-        step_bundles: of one grid step in which every part runs, initialising and
-            finishing too.
+        step_bundles: of one grid step, in the mean over all of them: those that begin
+            or finish a row of blocks run more.
         cycles: of the whole call on one core, parts weighed by how often they run.
-        exact_step_bundles, exact_cycles: the same where the scores' bound makes the
-            kernel take a running maximum everywhere; None for a kernel that has one
-            way only.
         utilization: unit -> share of its slots filled during ``cycles``.
         busiest: the unit with the fewest slots to spare.
-        spills, fills: stores and loads of such a step that serve registers only.
+        spills, fills: stores and loads of a step that serve registers only.
         cores: that share the grid; ``cycles`` is of each.
         other_cycles: the compiler's estimate for the rest of the call: padding,
             transposes, scaling.
@@ -103,8 +100,6 @@ class KernelCost:
     program_bundles: int
     step_bundles: float
     cycles: float
-    exact_step_bundles: float | None
-    exact_cycles: float | None
     utilization: dict[str, float]
     busiest: str
     spills: float
@@ -136,19 +131,8 @@ class KernelCost:
 
     @property
     def bundles_per_tile(self) -> float:
-        """Bundles for 2^20 scores where every part of a grid step runs in each."""
-        return self.step_bundles * self._steps_per_tile
-
-    @property
-    def exact_bundles_per_tile(self) -> float | None:
-        """The same with the running maximum, where the kernel has both ways."""
-        if self.exact_step_bundles is None:
-            return None
-        return self.exact_step_bundles * self._steps_per_tile
-
-    @property
-    def _steps_per_tile(self) -> float:
-        return self.steps * self.cores / self.padded_scores * TILE
+        """Bundles for 2^20 scores that are computed, those of padding among them."""
+        return self.cycles * self.cores / self.padded_scores * TILE
 
     @property
     def cycles_per_tile(self) -> float:
@@ -281,11 +265,10 @@ def _cost(
             f"({', '.join(answer['kernels']) or 'none'}); one is expected"
         )
     schedule = schedules[names[0]]
-    way, once = _ways(schedule, _operands(case, exact=False))
-    exact: tuple[Execution, Execution] | None = None
-    if case.implementation == "tpuport" and not case.running_max:
-        exact = _ways(schedule, _operands(case, exact=True))
+    # Of what stays open, the dearest way.
+    way = schedule.executions(scalars=_operands(case))[-1]
     grid = way.grid
+    steps = math.prod(grid)
     assert case.blocks is not None  # chosen by kernel_cycles
     # Two cores share a grid where one of its axes lets them.
     cores = chip(case.chip).cores
@@ -297,14 +280,12 @@ def _cost(
         name=names[0],
         grid=grid,
         program_bundles=schedule.bundles,
-        step_bundles=once.cycles,
+        step_bundles=way.cycles / steps,
         cycles=way.cycles,
-        exact_step_bundles=exact[1].cycles if exact else None,
-        exact_cycles=exact[0].cycles if exact else None,
         utilization=way.utilization,
         busiest=way.busiest,
-        spills=once.used["VSTORE:SPILL"],
-        fills=once.used["VLOAD:FILL"],
+        spills=way.used["VSTORE:SPILL"] / steps,
+        fills=way.used["VLOAD:FILL"] / steps,
         cores=cores,
         other_cycles=answer["other_cycles"],
         compile_seconds=answer["compile_seconds"],
@@ -314,23 +295,15 @@ def _cost(
     )
 
 
-def _ways(
-    schedule: KernelSchedule, scalars: dict[int, int]
-) -> tuple[Execution, Execution]:
-    """The whole call and one step; of what stays open, the dearest."""
-    found = schedule.executions(scalars=scalars)[-1]
-    return found, schedule.once(scalars=scalars)
-
-
-def _operands(case: AttentionCase, *, exact: bool) -> dict[int, int]:
+def _operands(case: AttentionCase) -> dict[int, int]:
     """What the kernel's scalar operands hold, by position.
 
-    The kernel of tpuport is given the keys that count, and for each block of queries
-    whether it needs a running maximum. What others are given is left open.
+    The kernel of tpuport is given the keys that count. What others are given is left
+    open.
     """
     if case.implementation != "tpuport":
         return {}
-    return {0: case.kv_len, 1: int(exact)}
+    return {0: case.kv_len}
 
 
 def describe(case: AttentionCase) -> str:

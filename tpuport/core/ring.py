@@ -69,13 +69,6 @@ class Ring:
         out: jax.Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
         return out
 
-    def largest(self, x: jax.Array) -> jax.Array:
-        """The maximum over the group."""
-        import jax
-
-        out: jax.Array = jax.lax.pmax(x, self.axis, axis_index_groups=self._lists)
-        return out
-
     def gather(self, x: jax.Array) -> jax.Array:
         """All tokens of the group, in order."""
         import jax
@@ -99,7 +92,6 @@ def ring_attention(
     kv_len: int,
     lengths: jax.Array | None,
     scale: float | None,
-    score_bound: jax.Array | None,
     platform: str,
     choice: AttentionChoice,
     chip: str | None,
@@ -114,7 +106,6 @@ def ring_attention(
         kv_len: tokens of the group that count come before this one.
         lengths: integers [H], at most ``kv_len``: how many count of each.
         scale: of the scores; None means 1/sqrt(D).
-        score_bound: a number that no scaled score of the group exceeds, if known.
         platform, choice, chip, interpret: as ``attention`` has them.
 
     Returns:
@@ -134,17 +125,12 @@ def ring_attention(
         lengths = jnp.full((q.shape[0],), kv_len, jnp.int32)
     if choice.k_smooth:
         k = _smooth(ring, k, lengths)
-        if score_bound is not None:
-            # The mean is no longer than the longest key.
-            score_bound = 2 * score_bound
     attention = chunked_attention(
         q,
         k,
         v,
         has_lengths=not all_count,
         scale=scale,
-        score_bound=score_bound,
-        largest=ring.largest,
         platform=platform,
         implementation=choice,
         chip=chip,
@@ -254,7 +240,6 @@ def gathered_attention(
     kv_len: int,
     lengths: jax.Array | None,
     scale: float | None,
-    score_bound: jax.Array | None,
     platform: str,
     choice: AttentionChoice,
     chip: str | None,
@@ -274,13 +259,9 @@ def gathered_attention(
     from tpuport.kernels.attention import attention_feature_major, smooth_keys
     from tpuport.kernels.padding import pad_dim
 
-    if choice.k_smooth and choice.window is not None and score_bound is not None:
-        # Smoothed here, by a mean that is no longer than the longest key.
-        score_bound = 2 * score_bound
     run = functools.partial(
         attention_feature_major,
         hidden=True,
-        score_bound=score_bound,
         scale=scale,
         platform=platform,
         chip=chip,

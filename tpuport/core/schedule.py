@@ -153,17 +153,6 @@ class KernelSchedule:
         """Length of the program."""
         return len(self.used)
 
-    def once(
-        self, *, trips: int | None = None, scalars: Mapping[int, int] | None = None
-    ) -> Execution:
-        """One grid step in which every branch takes its dearer side.
-
-        Args:
-            trips: of inner loops whose bound is not in the program.
-            scalars: what scalar operands of the kernel hold, by their position.
-        """
-        return _Walk(self, trips, scalars or {}).dearest()
-
     def executions(
         self,
         *,
@@ -246,16 +235,6 @@ class _Walk:
                 counts[loop.end :] += 1
             ways.append(self._execution(counts, assumed, bounds))
         return ways
-
-    def dearest(self) -> Execution:
-        """One step, with the dearest assignment of all conditions."""
-        found = [
-            self._execution(
-                self._run(self.low, self.high, self.known, assumed), assumed, (1,)
-            )
-            for assumed in _assignments([self._jumps(self.known)])
-        ]
-        return max(found, key=lambda way: way.cycles)
 
     def _indices(self, turn: int, grid: tuple[int, ...] | None) -> dict[str, int]:
         """Values of the grid's index variables in a turn of its loop."""

@@ -140,7 +140,6 @@ def sequence_attention(
     kv_len: int,
     kv_lengths: jax.Array | None = None,
     scale: float | None = None,
-    score_bound: jax.Array | None = None,
     feature_major: bool,
 ) -> jax.Array:
     """Attention of all tokens on those that count.
@@ -153,7 +152,6 @@ def sequence_attention(
         kv_len: tokens that count come before this one.
         kv_lengths: integers [B], at most ``kv_len``: how many count of each item.
         scale: of the scores; None means 1/sqrt(D).
-        score_bound: a number that no scaled score exceeds, if one is known.
 
     Returns:
         of the shape and dtype of ``q``; arbitrary for tokens that do not count.
@@ -180,7 +178,6 @@ def sequence_attention(
     folded = round_up(count, split.ulysses)
     each = folded // split.ulysses
 
-    bound = jnp.asarray(jnp.inf if score_bound is None else score_bound, jnp.float32)
     if kv_lengths is None:
         kv_lengths = jnp.full((batch,), kv_len, jnp.int32)
         has_lengths = False
@@ -199,11 +196,7 @@ def sequence_attention(
     )
 
     def run(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        lengths: jax.Array | None,
-        bound: jax.Array,
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None
     ) -> jax.Array:
         return _kernel(
             context,
@@ -213,15 +206,14 @@ def sequence_attention(
             kv_len=kv_len,
             lengths=lengths,
             scale=scale,
-            bound=bound,
             feature_major=feature_major,
         )
 
     def on_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, bound: jax.Array
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
     ) -> jax.Array:
         if sequence_axis is None:
-            return run(q, k, v, lengths if has_lengths else None, bound)
+            return run(q, k, v, lengths if has_lengths else None)
         place = jax.lax.axis_index(sequence_axis)
         groups = split.exchanges
 
@@ -252,7 +244,7 @@ def sequence_attention(
             mine = jax.lax.dynamic_slice_in_dim(every, start, each)
         q, k, v = (to_heads(x) for x in (q, k, v))
         if split.ring == 1:
-            return to_tokens(run(q, k, v, mine, bound))
+            return to_tokens(run(q, k, v, mine))
         if not feature_major:
             q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
         together = ring_attention if record.ring_keys == PASSED else gathered_attention
@@ -264,7 +256,6 @@ def sequence_attention(
             kv_len=kv_len,
             lengths=mine,
             scale=scale,
-            score_bound=bound,
             platform=context.platform,
             choice=as_choice(context.implementation),
             chip=context.chip,
@@ -273,7 +264,7 @@ def sequence_attention(
 
     mesh = context.mesh
     if mesh is None or mesh.size == 1:
-        return run(q, k, v, kv_lengths if has_lengths else None, bound)
+        return run(q, k, v, kv_lengths if has_lengths else None)
     dims = [batch_axis, head_axis, None, None]
     dims[tokens] = sequence_axis
     spec = PartitionSpec(*dims)
@@ -281,9 +272,9 @@ def sequence_attention(
     out: jax.Array = compat.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(spec, spec, spec, lengths_spec, PartitionSpec()),
+        in_specs=(spec, spec, spec, lengths_spec),
         out_specs=spec,
-    )(q, k, v, kv_lengths, bound)
+    )(q, k, v, kv_lengths)
     return out
 
 
@@ -296,7 +287,6 @@ def _kernel(
     kv_len: int,
     lengths: jax.Array | None,
     scale: float | None,
-    bound: jax.Array,
     feature_major: bool,
 ) -> jax.Array:
     from tpuport.kernels.attention import attention, attention_feature_major
@@ -309,7 +299,6 @@ def _kernel(
             kv_len=kv_len,
             kv_lengths=lengths,
             hidden=True,
-            score_bound=bound,
             scale=scale,
             platform=context.platform,
             implementation=context.implementation,
@@ -385,7 +374,6 @@ def _record(
         blocks=dict(selection.blocks),
         window=choice.window,
         k_smooth=choice.k_smooth,
-        running_max=choice.running_max and selection.implementation == "splash",
         dtype=str(q.dtype),
         padded=length,
         ulysses=degrees.ulysses,

@@ -113,8 +113,6 @@ def attend_streams(
     text: Heads,
     lengths: jax.Array,
     dtype: Any,
-    *,
-    bounds: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the tokens of both streams on all that count.
 
@@ -125,8 +123,6 @@ def attend_streams(
         text: the same of the text by itself.
         lengths: integers [B]: so many leading tokens of the text count.
         dtype: what they are rounded to.
-        bounds: of the lengths of all queries and of all keys, see
-            :func:`tpuport.core.token_norms.norm_bound`; ``None`` where there are none.
 
     Returns:
         For the joint sequence and, out of its places there, for the text, each in the
@@ -150,9 +146,6 @@ def attend_streams(
         put_text(sequence, whole.astype(dtype), part.astype(dtype), dim)
         for whole, part in ((q, text_q), (k, text_k), (v, text_v))
     )
-    bound = None
-    if bounds is not None:
-        bound = bounds[0] * bounds[1] / q.shape[5 - dim] ** 0.5
     out = sequence_attention(
         sequence.active,
         q,
@@ -160,7 +153,6 @@ def attend_streams(
         v,
         kv_len=sequence.length,
         kv_lengths=lengths + count,
-        score_bound=bound,
         feature_major=sequence.feature_major,
     )
     return out, take_text(sequence, out, dim)

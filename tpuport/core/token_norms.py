@@ -298,21 +298,3 @@ def _turned_by_kernel(
         (split, (), (None, tokens), (None, tokens)),
         split,
     )
-
-
-def norm_bound(
-    head_dim: int, weight: jax.Array | None, bias: jax.Array | None
-) -> jax.Array:
-    """What the length of a vector that a :class:`HeadNorm` gives does not exceed.
-
-    Normed elements have squares of at most D in all, whatever the input; rotation does
-    not change a length. What rounding adds is allowed for.
-    """
-    import jax.numpy as jnp
-
-    length = jnp.float32(head_dim**0.5 * 1.02)
-    if weight is not None:
-        length = length * jnp.abs(weight.astype(jnp.float32)).max()
-    if bias is not None:
-        length = length + 1.02 * jnp.linalg.norm(bias.astype(jnp.float32))
-    return length

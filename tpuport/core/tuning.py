@@ -24,11 +24,10 @@ from tpuport.core.kernel_case import (
 from tpuport.core.kernel_cost import KernelCost, KernelCostError, kernel_cycles
 from tpuport.errors import UsageError
 
-#: The largest tile looked at: the kernel writes tiles out, and the compiler takes long
-#: for long programs.
-LARGEST = 4096
+#: The largest tile looked at, as large as the kernel's own rule takes.
+LARGEST = 9984
 #: Tokens that tiles of queries are multiples of, those that suit the kernel first.
-STEPS = (512, 256, 128)
+STEPS = (256, 128)
 COMPUTES = (128, 256, 384, 512, 1024)
 #: Padding beyond that of the best tiles so far by more than this share of the scores is
 #: not made up for by faster tiles.

@@ -95,7 +95,6 @@ def attention(
             kv_lengths=kv_lengths,
             window=choice.window,
             blocks=splash_tiles(blocks),
-            running_max=True if choice.running_max else None,
             chip=chip or DEFAULT_CHIP,
             platform=platform,
             interpret=interpret,
@@ -147,7 +146,6 @@ def attention_feature_major(
     kv_len: int | None = None,
     kv_lengths: jax.Array | None = None,
     hidden: bool = False,
-    score_bound: jax.Array | None = None,
     scale: float | None = None,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
@@ -166,9 +164,7 @@ def attention_feature_major(
         v: of shape [B, Hkv, Dv, Lk].
         kv_len: only keys before this index count; None for all.
         kv_lengths: integers of shape [B], at most ``kv_len``; see ``attention``.
-        hidden: the caller has made ``v`` zero at the keys that do not count, and ``k``
-            finite.
-        score_bound: a number that no scaled score exceeds, if one is known.
+        hidden: the caller has made ``v`` zero at the keys that do not count.
 
     The other arguments and the errors are those of ``attention``.
 
@@ -196,10 +192,8 @@ def attention_feature_major(
             kv_len=kv_len,
             kv_lengths=kv_lengths,
             hidden=hidden,
-            score_bound=score_bound,
             k_smooth=choice.k_smooth,
             blocks=splash_tiles(selection.blocks),
-            running_max=True if choice.running_max else None,
             chip=chip or DEFAULT_CHIP,
             platform=platform,
             interpret=interpret,

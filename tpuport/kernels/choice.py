@@ -29,8 +29,6 @@ class AttentionChoice:
             does not change by it; in low precision the scores are rounded less.
         block_q, block_kv, block_kv_compute: tokens per step of a kernel; ``None`` for
             the implementation's own choice.
-        running_max: keep an exact running maximum of the scores also where their bound
-            makes that needless.
 
     Raises:
         UsageError: a value out of range, or an option that the implementation never
@@ -43,7 +41,6 @@ class AttentionChoice:
     block_q: int | None = None
     block_kv: int | None = None
     block_kv_compute: int | None = None
-    running_max: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -89,8 +86,7 @@ class AttentionChoice:
     @property
     def only_some_have(self) -> str:
         """The options that were given and not every implementation has, as text."""
-        given = {**self.blocks, **({"running_max": "on"} if self.running_max else {})}
-        return ", ".join(f"{name}={value}" for name, value in given.items())
+        return ", ".join(f"{name}={value}" for name, value in self.blocks.items())
 
     @property
     def plain(self) -> AttentionChoice:
@@ -170,7 +166,6 @@ _OWNERS: Mapping[str, tuple[str, ...]] = {
     "block_q": ("blockwise", "splash", "jax"),
     "block_kv": ("blockwise", "splash", "jax"),
     "block_kv_compute": ("splash", "jax"),
-    "running_max": ("splash",),
 }
 _FORMS: Mapping[str, str] = {
     "window": "LEFT,RIGHT",
@@ -178,7 +173,6 @@ _FORMS: Mapping[str, str] = {
     "block_q": "N",
     "block_kv": "N",
     "block_kv_compute": "N",
-    "running_max": "on|off",
 }
 _PARSERS: Mapping[str, Callable[[str, str], Any]] = {
     "window": _window,
@@ -186,5 +180,4 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {
     "block_q": _size,
     "block_kv": _size,
     "block_kv_compute": _size,
-    "running_max": _switch,
 }

@@ -25,7 +25,7 @@ from tpuport.kernels.blockwise import blockwise_sums, default_tiling
 from tpuport.kernels.choice import AUTO, AttentionChoice
 from tpuport.kernels.masking import LOWEST
 from tpuport.kernels.padding import pad_dim
-from tpuport.kernels.problem import Problem, describe_feature_major, resolve_scale
+from tpuport.kernels.problem import Problem, describe_feature_major
 from tpuport.kernels.reference import combined, normalised, reference_sums
 from tpuport.kernels.selection import (
     DEFAULT_CHIP,
@@ -34,9 +34,8 @@ from tpuport.kernels.selection import (
     select,
     splash_tiles,
 )
-from tpuport.kernels.splash import LOG2_E, splash_plan
+from tpuport.kernels.splash import splash_plan, with_factor
 from tpuport.kernels.splash_blocks import RESERVED, padded_dim, vmem_limit
-from tpuport.kernels.splash_bounds import needs_maximum
 from tpuport.kernels.splash_kernel import Plan, divided, empty_state, run
 
 Sums = Any
@@ -84,8 +83,6 @@ def chunked_attention(
     *,
     has_lengths: bool,
     scale: float | None = None,
-    score_bound: jax.Array | None = None,
-    largest: Callable[[jax.Array], jax.Array] | None = None,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
@@ -98,9 +95,6 @@ def chunked_attention(
         k: one of the chunks, of shape [B, Hkv, D, Lk].
         v: of shape [B, Hkv, Dv, Lk].
         has_lengths: whether ``add`` will be given lengths.
-        score_bound: a number that no scaled score of any chunk exceeds, if known.
-        largest: takes the maximum of an array over all devices that chunks come from;
-            None where ``k`` and ``v`` are at least as large as any other chunk.
 
     The other arguments are those of ``attention_feature_major``.
 
@@ -125,32 +119,14 @@ def chunked_attention(
             sums = functools.partial(blockwise_sums, tiling=tiling)
         return _Formula(q=q.swapaxes(2, 3), v_dim=problem.v_dim, scale=scale, sums=sums)
     blocks = splash_tiles(selection.blocks)
-    plan = splash_plan(
-        problem,
-        blocks,
-        resolve_scale(scale, problem.head_dim) * LOG2_E,
-        running_max=True if choice.running_max else None,
-        partial=True,
-    )
-    if plan.running_max is None:
-        flags = needs_maximum(
-            q,
-            k,
-            v,
-            factor=plan.factor,
-            q_block=blocks.q,
-            feature_axis=2,
-            most=None if score_bound is None else score_bound * LOG2_E,
-            largest=largest,
-        )
-    else:
-        flags = jnp.zeros((problem.batch, problem.heads, plan.q_blocks), bool)
+    q, factor = with_factor(q, scale)
+    chip = chip or DEFAULT_CHIP
+    plan = splash_plan(problem, blocks, factor, chip=chip, partial=True)
     return _Kernel(
         plan=plan,
         q=pad_dim(q, 2, padded_dim(problem.head_dim)),
-        flags=flags.astype(jnp.int32).reshape(-1),
         v_dim=problem.v_dim,
-        vmem_limit=vmem_limit(chip or DEFAULT_CHIP) + RESERVED,
+        vmem_limit=vmem_limit(chip) + RESERVED,
         interpret=interpret,
     )
 
@@ -176,7 +152,6 @@ class _Kernel:
 
     plan: Plan
     q: jax.Array
-    flags: jax.Array
     v_dim: int
     vmem_limit: int
     interpret: bool
@@ -198,7 +173,6 @@ class _Kernel:
         return run(
             self.plan,
             lengths.astype(jnp.int32),
-            self.flags,
             self.q,
             k,
             v,

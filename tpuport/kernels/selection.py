@@ -89,26 +89,20 @@ def _not_on_tpu(problem: Problem) -> str | None:
     return f"it is for TPU; the platform is {problem.platform!r}"
 
 
-def _only_splash(choice: AttentionChoice) -> str | None:
-    if choice.running_max:
-        return "running_max is an option of splash"
-    return None
-
-
 def _no_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
     if choice.blocks:
         return f"it has no blocks to set, got {', '.join(choice.blocks)}"
-    return _only_splash(choice)
+    return None
 
 
 def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
     if choice.block_kv_compute is not None:
         return "it has no block_kv_compute"
-    return _only_splash(choice)
+    return None
 
 
 def _jax_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    why = jax_splash_refusal(problem) or _only_splash(choice)
+    why = jax_splash_refusal(problem)
     if why is not None or not choice.blocks:
         return why
     tiles = jax_tiles(_jax_blocks(problem, choice, chip))

@@ -20,11 +20,11 @@ from tpuport.kernels.splash_blocks import (
     RESERVED,
     SplashBlocks,
     default_blocks,
+    default_lag,
     padded_dim,
     vmem_bytes,
     vmem_limit,
 )
-from tpuport.kernels.splash_bounds import needs_maximum
 from tpuport.kernels.splash_kernel import Plan, run
 
 __all__ = [
@@ -110,7 +110,6 @@ def splash_attention(
     kv_lengths: jax.Array | None = None,
     k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
-    running_max: bool | None = None,
     chip: str = "v6e",
     platform: str = "tpu",
     interpret: bool = False,
@@ -130,10 +129,6 @@ def splash_attention(
         k_smooth: subtract from each key the mean of the keys that count, which leaves
             the softmax as it is and makes scores smaller. Keys are rounded once more.
         blocks: tiles; None means ``default_blocks``.
-        running_max: None takes a maximum off the scores where a bound on them, known
-            when the program runs, does not make that needless. True always takes it.
-            False never does: the result is then wrong where scores leave the bound
-            (``splash_bounds``); it is there to measure the program alone.
         chip: what the program is for: "v5e", "v5p", "v6e", "v7x".
         platform: where the program will run; only "tpu" unless ``interpret``.
         interpret: run the kernel's program op by op, on any platform.
@@ -157,7 +152,6 @@ def splash_attention(
         kv_lengths=kv_lengths,
         k_smooth=k_smooth,
         blocks=blocks,
-        running_max=running_max,
         chip=chip,
         platform=platform,
         interpret=interpret,
@@ -177,10 +171,8 @@ def splash_feature_major(
     kv_len: int | None = None,
     kv_lengths: jax.Array | None = None,
     hidden: bool = False,
-    score_bound: jax.Array | None = None,
     k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
-    running_max: bool | None = None,
     chip: str = "v6e",
     platform: str = "tpu",
     interpret: bool = False,
@@ -192,10 +184,8 @@ def splash_feature_major(
         k: of shape [B, Hkv, D, Lk].
         v: of shape [B, Hkv, Dv, Lk].
         kv_len: only keys before this index count; None for all.
-        hidden: the caller has made ``v`` zero at the keys that do not count, and ``k``
-            finite, so that nothing needs to be done about them.
-        score_bound: a number that no scaled score exceeds, as far as the caller knows
-            one. Where it is small enough, q, k and v are not read to find out.
+        hidden: the caller has made ``v`` zero at the keys that do not count, so that
+            nothing needs to be done about them.
 
     The other arguments and the errors are those of ``splash_attention``. Arrays whose
     head dim is a multiple of 16 and whose keys fill whole blocks are not copied.
@@ -226,32 +216,17 @@ def splash_feature_major(
         chip=chip,
         itemsize=_itemsize(problem),
     )
-    factor = resolve_scale(scale, problem.head_dim) * LOG2_E
+    q, factor = with_factor(q, scale)
     kv_len = problem.kv_len if kv_len is None else kv_len
     k, v, lengths = _hide_keys(k, v, kv_lengths, kv_len, hidden, k_smooth)
     plan = splash_plan(
         problem,
         blocks,
         factor,
+        chip=chip,
         window=window,
-        running_max=running_max,
         kv_len=kv_len,
     )
-    if running_max is None:
-        flags = needs_maximum(
-            q,
-            k,
-            v,
-            factor=factor,
-            q_block=blocks.q,
-            feature_axis=2,
-            # The mean of the keys is no longer than the longest of them.
-            most=None
-            if score_bound is None
-            else score_bound * LOG2_E * (2 if k_smooth else 1),
-        )
-    else:
-        flags = jnp.zeros((problem.batch, problem.heads, plan.q_blocks), bool)
     depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
     keys = plan.kv_blocks * blocks.kv
     # The last block of queries may be short: what the kernel makes of the rest of it
@@ -259,7 +234,6 @@ def splash_feature_major(
     out = run(
         plan,
         lengths,
-        flags.astype(jnp.int32).reshape(-1),
         pad_dim(q, 2, depth),
         pad_dim(pad_dim(k, 2, depth), 3, keys),
         pad_dim(pad_dim(v, 2, rows), 3, keys),
@@ -269,13 +243,25 @@ def splash_feature_major(
     return out[:, :, : problem.v_dim]
 
 
+def with_factor(q: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
+    """q [B, H, D, Lq] and what its scores are multiplied by to be exponents of 2.
+
+    The factor is above 0, since the kernel takes the maximum of the scores before. A
+    sign goes to ``q``, and so does a scale of 0.
+    """
+    factor = resolve_scale(scale, q.shape[2]) * LOG2_E
+    if factor > 0:
+        return q, factor
+    return (q * 0, 1.0) if factor == 0 else (-q, -factor)
+
+
 def splash_plan(
     problem: Problem,
     blocks: SplashBlocks,
     factor: float,
     *,
+    chip: str,
     window: tuple[int, int] | None = None,
-    running_max: bool | None = None,
     kv_len: int | None = None,
     partial: bool = False,
 ) -> Plan:
@@ -295,11 +281,11 @@ def splash_plan(
         factor=factor,
         left=left,
         right=right,
-        running_max=running_max,
         has_lengths=problem.has_lengths,
         kv_len=problem.kv_len if kv_len is None else kv_len,
         q_blocks=ceil_div(problem.q_len, blocks.q),
         kv_blocks=kv_blocks,
+        lag=default_lag(max(problem.head_dim, problem.v_dim), chip),
         partial=partial,
     )
 
@@ -312,7 +298,7 @@ def _hide_keys(
     hidden: bool,
     k_smooth: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """k and v that are 0 where a key does not count, and how many keys count."""
+    """k, v that is 0 where a key does not count, and how many keys count."""
     batch, _, _, size = k.shape
     if kv_lengths is None:
         lengths = jnp.full((batch,), kv_len, jnp.int32)
@@ -326,7 +312,7 @@ def _hide_keys(
         mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
         k = (k.astype(jnp.float32) - mean).astype(k.dtype)
     if not (all_count or hidden):
-        k, v = jnp.where(counts, k, 0), jnp.where(counts, v, 0)
+        v = jnp.where(counts, v, 0)
     return k, v, lengths
 
 

@@ -16,19 +16,22 @@ unit and as they are after rounding, so that numerator and denominator round ali
 query with one dominant key gets its value exactly. And keys that do not count need no
 mask: their weights meet zeros.
 
-A grid step is written out as a sequence of tiles. The matrix unit takes its products
-in the order of the program, so the second product of a tile stands ``lag`` tiles after
-the first one: the exponentials between them run meanwhile. Tiles go through VMEM on
-the way, which keeps them out of the registers.
+Scores wait for their maximum. A round takes ``kv_step`` keys, written out as a sequence
+of tiles, and does three things at once: it makes the scores of its own keys and finds
+their running maximum, it makes the weights of the round before, whose maximum is known
+by then, and it adds up what these weigh. None waits for another, so matrix unit,
+exponentials and the rest run side by side, and the maximum costs next to nothing. A
+block of queries begins with a round that only makes scores and ends with one that only
+weighs; between them the round that waits lies in VMEM, from one grid step to the next.
 
-Without a maximum, a weight is 2^(score - ``SHIFT``). Where a query block's scores are
-not bounded (``flags``), the program takes the exact running maximum instead.
+The maximum is that of all keys so far, those of the round included: no weight exceeds
+1, and the largest is 1 exactly. Keys that do not count take the place of one that does
+until their weights meet zeros, so that none raises the maximum.
 
 Keys that come in chunks, a call each: with ``partial`` the sums are not divided but
 handed on, float32 with the rows of the values first, then ``TOTAL_ROW``, the sum of the
 weights, and ``HIGHEST_ROW``, the maximum that was taken off. The next call goes on from
-them, so that all calls together add what one call on all keys would. The flags must be
-the same in all of them.
+them, so that all calls together add what one call on all keys would.
 """
 
 from __future__ import annotations
@@ -50,22 +53,17 @@ from tpuport.kernels.masking import LOWEST
 from tpuport.kernels.reference import matmul_precision
 from tpuport.kernels.splash_blocks import (
     COUNT_ROWS,
-    MOST_WRITTEN_OUT,
+    LANES,
+    SUBLANES,
     SUM_ROWS,
     SplashBlocks,
 )
 
 NAME = "tpuport_splash"
-# Scores near 0 are the most common ones, and 2^score near 1 is where rounding to
-# bfloat16 turns twice as coarse. A shift brings them to the fine side; the softmax does
-# not change. It costs one bundle in 1400: the matrix unit is busy meanwhile.
-SHIFT = 0.125
 # Rows of a state that come after those of the values. The rows that sum weights are
 # all alike: any but the first may hold something else on the way.
 TOTAL_ROW = 0
 HIGHEST_ROW = 1
-# The program with the running maximum is for few calls or none: a shorter one will do.
-MOST_EXACT_WRITTEN_OUT = MOST_WRITTEN_OUT // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +71,10 @@ class Plan:
     """Everything about a call that is known before it runs.
 
     ``left`` and ``right`` bound the keys a query sees by their distance, None for no
-    bound. ``factor`` times a score is the exponent of 2. ``running_max`` None leaves
-    it to the flags. ``has_lengths``: how many of the ``kv_len`` keys count is known
-    when the program runs. ``partial``: sums come in and go out, see above.
+    bound. ``factor``, above 0, times a score is the exponent of 2. ``has_lengths``: how
+    many of the ``kv_len`` keys count is known when the program runs. ``lag``: how many
+    tiles a second product stays behind its exponentials. ``partial``: sums come in and
+    go out, see above.
     """
 
     blocks: SplashBlocks
@@ -83,11 +82,11 @@ class Plan:
     factor: float
     left: int | None
     right: int | None
-    running_max: bool | None
     has_lengths: bool
     kv_len: int
     q_blocks: int
     kv_blocks: int
+    lag: int = 0
     partial: bool = False
 
     def first_blocks(self) -> np.ndarray:
@@ -104,6 +103,16 @@ class Plan:
         return np.minimum(stops + reach, most) // self.blocks.kv
 
     @property
+    def has_edges(self) -> bool:
+        """Whether queries may see only some of the keys that count."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def may_pad(self) -> bool:
+        """Whether a block may hold keys that do not count."""
+        return self.has_lengths or self.kv_len != self.kv_blocks * self.blocks.kv
+
+    @property
     def steps(self) -> int:
         """Key blocks that any query block may see, at most."""
         return max(1, int((self.last_blocks() - self.first_blocks()).max()) + 1)
@@ -112,7 +121,6 @@ class Plan:
 def run(
     plan: Plan,
     lengths: jax.Array,
-    flags: jax.Array,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -126,10 +134,8 @@ def run(
     Args:
         plan: the static part.
         lengths: keys that count, int32 of shape [B].
-        flags: whether a query block needs the running maximum, int32 of shape
-            [B H q_blocks].
         q: of shape [B, H, D, Lq].
-        k: of shape [B, Hkv, D, Lk]; finite where a key does not count.
+        k: of shape [B, Hkv, D, Lk].
         v: of shape [B, Hkv, Dv, Lk]; zeros where a key does not count.
         state: float32 [B, H, Dv + SUM_ROWS, Lq] if ``plan.partial``: what the call on
             the keys before gave, or :func:`empty_state`.
@@ -145,33 +151,36 @@ def run(
     rows = v.shape[2]
     # What a step asks of its place is looked up: scalar divisions are slow.
     first = jnp.asarray(plan.first_blocks())
-    counted = jnp.maximum(lengths - 1, 0)[:, None] // blocks.kv
+    # -1 where no key counts.
+    counted = (lengths - 1)[:, None] // blocks.kv
     last = jnp.minimum(jnp.asarray(plan.last_blocks()), counted)
-    first = jnp.minimum(first, last).reshape(-1)
+    first = jnp.clip(first, 0, jnp.maximum(last, 0)).reshape(-1)
     last = last.reshape(-1)
 
     def q_map(b: Any, h: Any, i: Any, j: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, 0, i
 
     def kv_map(*args: Any) -> tuple[Any, ...]:
-        b, h, i, j, _, _, first, last = args
+        b, h, i, j, _, first, last = args
         head = h if plan.groups == 1 else lax.div(h, jnp.int32(plan.groups))
         at = b * plan.q_blocks + i
         block = j if plan.left is None else first[at] + j
         if plan.has_lengths or plan.left is not None or plan.right is not None:
             # Steps past the last block stay on it: nothing is fetched for them.
-            block = jnp.minimum(block, last[at])
+            block = jnp.minimum(block, jnp.maximum(last[at], 0))
         return b, head, 0, block
 
-    def tile(dtype: Any, rows: int) -> list[Any]:
-        shape = (rows, blocks.q_compute)
-        count = blocks.lag + 1 + (plan.running_max is not False)
-        return [pltpu.VMEM(shape, dtype) for _ in range(count)]
+    size = blocks.kv_compute
+    parts = blocks.kv_step // size
+    tiles = parts * (blocks.q // blocks.q_compute)
+
+    def vmem(count: int, rows: int, columns: int, dtype: Any) -> list[Any]:
+        return [pltpu.VMEM((rows, columns), dtype) for _ in range(count)]
 
     scores = batch * heads * q_len * plan.steps * blocks.kv
     out = pl.BlockSpec((None, None, rows, blocks.q), q_map)
     out_shape = jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype)
-    operands, aliases = [lengths, flags, first, last, q, k, v], {}
+    operands, aliases = [lengths, first, last, q, k, v], {}
     in_state = []
     if plan.partial:
         assert state is not None
@@ -182,7 +191,7 @@ def run(
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=3,
             grid=(batch, heads, plan.q_blocks, plan.steps),
             in_specs=[
                 pl.BlockSpec((None, None, depth, blocks.q), q_map),
@@ -193,10 +202,11 @@ def run(
             out_specs=out,
             scratch_shapes=[
                 pltpu.VMEM((rows + SUM_ROWS, blocks.q), jnp.float32),
-                pltpu.VMEM((1, blocks.q), jnp.float32),
-                tile(q.dtype, blocks.kv_compute),
-                tile(jnp.float32, 1),
-                [pltpu.VMEM((blocks.kv_compute, depth), k.dtype) for _ in range(2)],
+                [pltpu.VMEM((SUBLANES, blocks.q), jnp.float32) for _ in range(3)],
+                vmem(tiles, size, blocks.q_compute, jnp.float32),
+                vmem(parts, size, depth, k.dtype),
+                vmem(parts, rows + COUNT_ROWS, size, v.dtype),
+                pltpu.VMEM((depth, LANES), k.dtype),
             ],
         ),
         out_shape=out_shape,
@@ -243,7 +253,6 @@ def _inverse(total: jax.Array) -> jax.Array:
 def _kernel(
     plan: Plan,
     lengths_ref: Any,
-    flags_ref: Any,
     first_ref: Any,
     last_ref: Any,
     q_ref: Any,
@@ -255,11 +264,10 @@ def _kernel(
     state_ref, refs_behind = (
         (refs_behind[0], refs_behind[1:]) if plan.partial else (None, refs_behind)
     )
-    out_ref, sums_ref, highest_ref, weights_refs, rescale_refs, turned_refs = (
-        refs_behind
-    )
+    out_ref, sums_ref, highest_refs, *scratch = refs_behind
+    scores, turned, held, stand_in = scratch
     blocks = plan.blocks
-    b, h, i, j = (pl.program_id(dim) for dim in range(4))
+    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     at = b * plan.q_blocks + i
     # What is known is not looked up, so that a reader of the program can follow it.
     block = j if plan.left is None else first_ref[at] + j
@@ -269,21 +277,34 @@ def _kernel(
         first_k=block * blocks.kv,
         length=lengths_ref[b] if plan.has_lengths else plan.kv_len,
     )
+    highest_ref, candidate_ref, rescale_ref = highest_refs
     refs = _Refs(
         q=q_ref,
         k=k_ref,
         v=v_ref,
-        state=state_ref,
         sums=sums_ref,
         highest=highest_ref,
-        weights=weights_refs,
-        rescales=rescale_refs,
-        turned=turned_refs,
-        fresh=j == 0,
+        candidate=candidate_ref,
+        rescale=rescale_ref,
+        scores=scores,
+        turned=turned,
+        held=held,
+        stand_in=stand_in,
         edges=edges,
     )
+    rows = sums_ref.shape[0] - SUM_ROWS
+    highest_row = rows + HIGHEST_ROW
 
-    # Every query block has a first step that is live, also where it sees no key.
+    @pl.when(j == 0)
+    def _() -> None:
+        if state_ref is None:
+            sums_ref[...] = jnp.zeros_like(sums_ref)
+            highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
+        else:
+            sums_ref[...] = state_ref[...]
+            highest = state_ref[highest_row : highest_row + 1]
+            highest_ref[...] = jnp.broadcast_to(highest, highest_ref.shape)
+
     live = []
     if plan.has_lengths:
         live.append(block <= last_ref[at])
@@ -292,45 +313,74 @@ def _kernel(
             live.append(edges.first_k <= edges.first_q + (blocks.q - 1 + plan.right))
         if plan.left is not None:
             live.append(block < plan.kv_blocks)
-    if plan.running_max is None:
-        exact = flags_ref[(b * pl.num_programs(1) + h) * plan.q_blocks + i] != 0
-        ways = [(False, [*live, ~exact]), (True, [*live, exact])]
+    # The first step of a query block is live unless no key counts at all.
+    any_live = [last_ref[at] >= 0] if plan.has_lengths else []
+
+    def begin() -> None:
+        if plan.may_pad:
+            # Every key that does not count is this one, which does.
+            column = refs.k[:, 0:1]
+            stand_in[...] = jnp.broadcast_to(column, stand_in.shape)
+        _turn(refs, blocks, 0, 0)
+        # Masks are right everywhere, and this round is one of many.
+        _round(plan, refs, 0, edges if plan.has_edges else None, weigh=False)
+
+    _when([*live, j == 0], begin)
+
+    def go_on(masked: bool) -> None:
+        pl.when(j > 0)(functools.partial(_turn, refs, blocks, 0, 0))
+
+        def body(index: Any, carry: None) -> None:
+            start = pl.multiple_of(index * blocks.kv_step, blocks.kv_step)
+            go = functools.partial(_round, plan, refs, start, edges if masked else None)
+            # The very first one is done.
+            pl.when(j + index > 0)(go)
+
+        lax.fori_loop(0, blocks.kv // blocks.kv_step, body, None)
+
+    if plan.has_edges:
+        whole = edges.whole()
+        _when([*live, whole], functools.partial(go_on, False))
+        _when([*live, ~whole], functools.partial(go_on, True))
     else:
-        ways = [(plan.running_max, live)]
-    for use_max, runs in ways:
-        whole = edges.whole(use_max)
-        tiles = functools.partial(_tiles, plan, refs, use_max)
-        if whole is None:
-            _when(runs, functools.partial(tiles, None))
-        else:
-            _when([*runs, whole], functools.partial(tiles, None))
-            _when([*runs, ~whole], functools.partial(tiles, edges))
+        _when(live, functools.partial(go_on, False))
+
+    @functools.partial(_when, [*any_live, j == plan.steps - 1])
+    def _() -> None:
+        _round(plan, refs, None, None)
 
     @pl.when(j == plan.steps - 1)
     def _() -> None:
         if plan.partial:
-            row = out_ref.shape[0] - SUM_ROWS + HIGHEST_ROW
             out_ref[...] = sums_ref[...]
-            # Without a maximum nothing reads it.
-            out_ref[row : row + 1] = highest_ref[...]
+            out_ref[highest_row : highest_row + 1] = highest_ref[:1]
             return
-        rows = out_ref.shape[0]
         inverse = _inverse(sums_ref[rows : rows + 1])
         out_ref[...] = (sums_ref[:rows] * inverse).astype(out_ref.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Refs:
+    """What the rounds of a query block work on.
+
+    ``scores`` are those of the round that waits for its weights, ``held`` its values,
+    ``turned`` the keys of the round to come. ``candidate`` is the maximum of the scores
+    of the round being made, as far as it has come, for each eighth of the keys;
+    ``highest`` that of the rounds before; ``rescale`` what the sums shrink by before
+    the waiting round is added. The three have SUBLANES rows, the last two all alike.
+    """
+
     q: Any
     k: Any
     v: Any
-    state: Any
     sums: Any
     highest: Any
-    weights: list[Any]
-    rescales: list[Any]
+    candidate: Any
+    rescale: Any
+    scores: list[Any]
     turned: list[Any]
-    fresh: Any
+    held: list[Any]
+    stand_in: Any
     edges: _Edges
 
 
@@ -343,26 +393,21 @@ class _Edges:
     first_k: Any
     length: Any
 
-    def whole(self, use_max: bool) -> Any:
-        """Whether every pair of this step's blocks is allowed; None: always."""
+    def whole(self) -> Any:
+        """Whether every pair of this step's blocks is within the window."""
         plan, blocks = self.plan, self.plan.blocks
         last_k = self.first_k + (blocks.kv - 1)
         checks = []
-        if use_max and (plan.has_lengths or plan.kv_len % blocks.kv):
-            checks.append(last_k < self.length)
         if plan.right is not None:
             checks.append(last_k <= self.first_q + plan.right)
         if plan.left is not None:
             checks.append(self.first_k >= self.first_q + (blocks.q - 1 - plan.left))
-        return functools.reduce(operator.and_, checks) if checks else None
+        return functools.reduce(operator.and_, checks)
 
-    def counting(self, keys: Any, dtype: Any) -> Any:
-        """The rows that count the keys of a tile, [COUNT_ROWS, kv_compute]."""
-        shape = (COUNT_ROWS, self.plan.blocks.kv_compute)
-        if not self.plan.has_lengths and self.plan.kv_len % self.plan.blocks.kv == 0:
-            return jnp.ones(shape, dtype)
+    def counts(self, keys: Any, shape: tuple[int, int]) -> Any:
+        """Whether keys along the lanes count, bool of ``shape``."""
         k_ids = self.first_k + keys + lax.broadcasted_iota(jnp.int32, shape, 1)
-        return jnp.where(k_ids < self.length, 1.0, 0.0).astype(dtype)
+        return k_ids < self.length
 
     def allowed(self, keys: Any, queries: int, shape: tuple[int, int]) -> Any:
         """Which pairs of a tile are allowed, bool of ``shape`` (keys, queries)."""
@@ -384,100 +429,122 @@ def _when(conditions: list[Any], body: Callable[[], None]) -> None:
         body()
 
 
-def _tiles(plan: Plan, refs: _Refs, use_max: bool, edges: _Edges | None) -> None:
-    """All tiles of a step; ``edges`` None where every pair is allowed."""
-    blocks = plan.blocks
-    if edges is not None:
-        step = blocks.kv_compute
-    elif use_max:
-        step = blocks.keys_written_out(MOST_EXACT_WRITTEN_OUT)
-    else:
-        step = blocks.kv_step
-
-    def rounds(index: Any, carry: None) -> None:
-        start = pl.multiple_of(index * step, step)
-        tiles = [
-            (start + key, query)
-            for key in range(0, step, blocks.kv_compute)
-            for query in range(0, blocks.q, blocks.q_compute)
-        ]
-        fresh = refs.fresh & (index == 0)
-        _pipeline(
-            plan, refs, tiles, blocks.q // blocks.q_compute, fresh, edges, use_max
-        )
-
-    lax.fori_loop(0, blocks.kv // step, rounds, None, unroll=blocks.kv == step)
+def _turn(refs: _Refs, blocks: SplashBlocks, start: Any, part: int) -> None:
+    """Turn a part of the keys of the round at ``start``, with a stand-in for some."""
+    size = blocks.kv_compute
+    first = start + part * size
+    keys = refs.k[:, pl.ds(first, size)]
+    if refs.edges.plan.may_pad:
+        # Registers of 32 bits: not every chip chooses among 16.
+        stand_in = jnp.concatenate([refs.stand_in[...]] * (size // LANES), 1)
+        counts = refs.edges.counts(first, keys.shape)
+        wide = jnp.where(counts, keys.astype(jnp.float32), stand_in.astype(jnp.float32))
+        keys = wide.astype(keys.dtype)
+    refs.turned[part][...] = keys.T
 
 
-def _pipeline(
-    plan: Plan,
-    refs: _Refs,
-    tiles: list[tuple[Any, int]],
-    starts: int,
-    fresh: Any,
-    edges: _Edges | None,
-    use_max: bool,
+def _hold(refs: _Refs, blocks: SplashBlocks, start: Any, part: int) -> None:
+    """Values of a part of a round, and the rows that count its keys, for later."""
+    size = blocks.kv_compute
+    first = start + part * size
+    values = refs.v[:, pl.ds(first, size)]
+    rows = values.shape[0]
+    held = refs.held[part]
+    held[:rows] = values
+    shape = (COUNT_ROWS, size)
+    counting = jnp.ones(shape, jnp.float32)
+    if refs.edges.plan.may_pad:
+        counting = jnp.where(refs.edges.counts(first, shape), counting, 0.0)
+    held[rows:] = counting.astype(held.dtype)
+
+
+def _round(
+    plan: Plan, refs: _Refs, start: Any, edges: _Edges | None, *, weigh: bool = True
 ) -> None:
-    """Tiles (first key, first query) in order, second products ``lag`` tiles late.
+    """Scores of the keys at ``start``, weights and sums of the round before.
 
-    The first ``starts`` of them start their sums anew if ``fresh``.
+    Args:
+        plan: the static part.
+        refs: what the query block works on.
+        start: the first of the ``kv_step`` keys; None for no scores.
+        edges: masks for the scores; None where every pair is allowed.
+        weigh: whether a round waits for its weights.
     """
     blocks = plan.blocks
+    size, width = blocks.kv_compute, blocks.q_compute
+    per_part = blocks.q // width
+    parts = blocks.kv_step // size
     precision = matmul_precision(refs.q.dtype)
     dot = functools.partial(
         jnp.dot, precision=precision, preferred_element_type=jnp.float32
     )
-    kept = refs.sums.shape[0]
-    count = len(refs.weights)
-    # A tile with a maximum is longer under way.
-    lag = blocks.lag + use_max
 
-    def before(ref: Any, number: int, start: float, row: int | None = None) -> Any:
-        columns = pl.ds(tiles[number][1], blocks.q_compute)
-        held = ref[:, columns]
-        if number >= starts:
-            return held
-        first: Any = start
-        if refs.state is not None:
-            rows = slice(None) if row is None else slice(row, row + 1)
-            first = refs.state[rows, columns]
-        return jnp.where(fresh, first, held)
+    waiting: dict[int, tuple[Any, Any]] = {}
 
-    def weigh(number: int) -> None:
-        key, query = tiles[number]
-        columns = pl.ds(query, blocks.q_compute)
-        turned = refs.turned[number // starts % len(refs.turned)]
-        if query == 0:
-            turned[...] = refs.k[:, pl.ds(key, blocks.kv_compute)].T
-        scores = dot(turned[...], refs.q[:, columns])
-        scores = scores * plan.factor - (0.0 if use_max else SHIFT)
+    def slabs(x: Any) -> Any:
+        """Rows by whole registers."""
+        return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1])
+
+    def place(number: int) -> tuple[int, Any]:
+        return number // per_part, pl.ds(number % per_part * width, width)
+
+    def score(number: int) -> None:
+        part, columns = place(number)
+        scores = dot(refs.turned[part][...], refs.q[:, columns])
         if edges is not None:
-            allowed = edges.allowed(key, query, scores.shape)
+            query = number % per_part * width
+            allowed = edges.allowed(start + part * size, query, scores.shape)
             scores = jnp.where(allowed, scores, -jnp.inf)
-        if use_max:
-            old = before(refs.highest, number, LOWEST, kept - SUM_ROWS + HIGHEST_ROW)
-            highest = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
-            refs.highest[:, columns] = highest
-            refs.rescales[number % count][...] = jnp.exp2(old - highest)
-            scores = scores - highest
-        weights = jnp.exp2(scores).astype(refs.q.dtype)
-        refs.weights[number % count][...] = weights
+        refs.scores[number][...] = scores
+        highest = slabs(scores).max(axis=0)
+        if part > 0:
+            highest = jnp.maximum(highest, refs.candidate[:, columns])
+        if part < parts - 1:
+            refs.candidate[:, columns] = highest
+            return
+        # The round is complete for these queries, and its weights may be made.
+        for shift in (4, 2, 1):
+            highest = jnp.maximum(highest, pltpu.roll(highest, shift, 0))
+        old = refs.highest[:, columns]
+        highest = jnp.maximum(old, highest)
+        refs.highest[:, columns] = highest
+        refs.rescale[:, columns] = jnp.exp2((old - highest) * plan.factor)
+
+    def to_weights(number: int) -> None:
+        part, columns = place(number)
+        below = slabs(refs.scores[number][...]) - refs.highest[:, columns]
+        weights = jnp.exp2(below * plan.factor).reshape(size, width)
+        # The round being made may overwrite it before it is needed.
+        due = refs.rescale[:, columns] if part == 0 else None
+        waiting[number] = weights.astype(refs.q.dtype), due
 
     def add(number: int) -> None:
-        key, query = tiles[number]
-        columns = pl.ds(query, blocks.q_compute)
-        weights = refs.weights[number % count][...]
-        values = refs.v[:, pl.ds(key, blocks.kv_compute)]
-        counting = refs.edges.counting(key, refs.v.dtype)
-        summed = dot(jnp.concatenate([values, counting]), weights)[:kept]
-        old = before(refs.sums, number, 0.0)
-        if use_max:
-            old = old * refs.rescales[number % count][...]
+        part, columns = place(number)
+        weights, due = waiting.pop(number)
+        old = refs.sums[:, columns]
+        summed = dot(refs.held[part][...], weights)[: old.shape[0]]
+        if due is not None:
+            old = (slabs(old) * due).reshape(old.shape)
         refs.sums[:, columns] = old + summed
 
-    for number in range(len(tiles)):
-        weigh(number)
-        if number >= lag:
-            add(number - lag)
-    for number in range(max(len(tiles) - lag, 0), len(tiles)):
-        add(number)
+    for number in range(parts * per_part + plan.lag):
+        inside = number < parts * per_part
+        if weigh and inside:
+            to_weights(number)
+        if start is not None and inside:
+            score(number)
+            part, first_query = divmod(number, per_part)
+            if first_query == 0 and part < parts - 1:
+                _turn(refs, blocks, start, part + 1)
+            if first_query == per_part - 1 and part == 0:
+                # Those of the next round; the last one's are not in this block.
+                after = jnp.minimum(start + blocks.kv_step, blocks.kv - blocks.kv_step)
+                _turn(refs, blocks, pl.multiple_of(after, size), 0)
+        last = number - plan.lag
+        if last < 0:
+            continue
+        if weigh:
+            add(last)
+        if start is not None and last % per_part == per_part - 1:
+            # Nothing needs the values before them any more.
+            _hold(refs, blocks, start, last // per_part)

@@ -76,7 +76,6 @@ def test_what_was_passed_over_is_told_too() -> None:
     [
         ({"window": (3, 5)}, "window 3,5"),
         ({"k_smooth": True}, "k_smooth"),
-        ({"running_max": True}, "running_max"),
         ({"causal": True}, "causal"),
         ({"frame_tokens": 9}, "frames of 9 see those before"),
         ({"split": (None, None, None, None)}, "not split"),

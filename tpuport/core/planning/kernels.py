@@ -41,10 +41,6 @@ _READERS = tuple(
 _TIMEOUT_SECONDS = 560
 _MATRIX_UNIT = "MXU"
 
-#: Share of the dearest way's cycles below which a kernel is taken to have skipped its
-#: work; see :func:`usual`.
-WORKS = 0.25
-
 
 class KernelError(TpuportError):
     """The schedule of a kernel could not be had."""
@@ -232,20 +228,9 @@ def keep_schedules(uses: Iterable[KernelUse], folder: Path) -> list[str]:
 def usual(ways: Sequence[Execution]) -> Execution:
     """The way that a call is taken to go, of all that its data may make it go.
 
-    The dearest one: a mask in the data skips nothing. A flag in the data (what is
-    compared with 0 for equality) is taken as off, though, as long as the kernel still
-    does its work then: flags ask for a slower, more careful program.
+    The dearest one: what is in the data skips nothing.
     """
-    dearest = max(ways, key=lambda way: way.cycles)
-    plain = [
-        way
-        for way in ways
-        if all(holds for text, holds in way.conditions if text.endswith(" eq 0"))
-    ]
-    if not plain:
-        return dearest
-    found = max(plain, key=lambda way: way.cycles)
-    return found if found.cycles >= WORKS * dearest.cycles else dearest
+    return max(ways, key=lambda way: way.cycles)
 
 
 def _listed(array: Array) -> list[Any]:

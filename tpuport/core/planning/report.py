@@ -258,8 +258,6 @@ def _shape(record: Mapping[str, Any]) -> str:
         parts.append("window {},{}".format(*record["window"]))
     if record["k_smooth"]:
         parts.append("k_smooth")
-    if record["running_max"]:
-        parts.append("running_max")
     return ", ".join(parts)
 
 

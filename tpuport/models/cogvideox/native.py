@@ -133,18 +133,8 @@ def _attention(
             given = token_norms.HeadNorm(weight, bias, norm.eps)
         return token_norms.turned(sequence, heads(linear), given, tables, x.dtype)
 
-    def bound(norm: Any) -> jax.Array:
-        weight, bias = (
-            None if vector is None else arrays(vector)
-            for vector in (norm.weight, norm.bias)
-        )
-        return token_norms.norm_bound(head_dim, weight, bias)
-
     q, k = turned(attn.to_q, attn.norm_q), turned(attn.to_k, attn.norm_k)
-    bounds = None
-    if attn.norm_q is not None and attn.norm_k is not None:
-        bounds = bound(attn.norm_q), bound(attn.norm_k)
-    out = joint.attend(sequence, q, k, heads(attn.to_v), x.dtype, bounds=bounds)
+    out = joint.attend(sequence, q, k, heads(attn.to_v), x.dtype)
     linear = attn.to_out[0]
     bias = None if linear.bias is None else arrays(linear.bias)
     y = joint.from_heads(sequence, out, arrays(linear.weight), bias)

@@ -128,23 +128,6 @@ def _centres(norm: Any) -> bool:
     )
 
 
-def bounds(
-    attn: Any, queries: tuple[Any, ...], keys: tuple[Any, ...]
-) -> tuple[jax.Array, jax.Array] | None:
-    """Of the lengths of queries and keys by their norms; ``None`` without norms."""
-    import jax.numpy as jnp
-
-    if any(norm is None for norm in (*queries, *keys)):
-        return None
-    head_dim = attn.to_q.weight.shape[0] // attn.heads
-
-    def longest(norms: tuple[Any, ...]) -> jax.Array:
-        found = [token_norms.norm_bound(head_dim, *parameters(norm)) for norm in norms]
-        return jnp.max(jnp.stack(found))
-
-    return longest(queries), longest(keys)
-
-
 def modulation(
     sequence: JointSequence,
     norm: Any,
@@ -207,9 +190,6 @@ def double_block(original: Callable[..., Any]) -> Callable[..., Any]:
             ),
             active.arrays(lengths),
             x.dtype,
-            bounds=bounds(
-                attn, (attn.norm_q, attn.norm_added_q), (attn.norm_k, attn.norm_added_k)
-            ),
         )
         x = video.add(x, video.output(attn.to_out[0], out), values[2])
         text = words.add(text, words.output(attn.to_add_out, text_out), text_values[2])

@@ -21,7 +21,6 @@ from tpuport.models.hunyuanvideo.native import (
     HALVES,
     Stream,
     begin,
-    bounds,
     double_block,
     finish,
     halves,
@@ -64,7 +63,6 @@ def _single_block(original: Callable[..., Any]) -> Callable[..., Any]:
             x.dtype,
             kv_lengths=active.arrays(lengths).astype(jnp.int32)
             + (sequence.length - sequence.text),
-            bounds=bounds(attn, (attn.norm_q,), (attn.norm_k,)),
         )
         # One layer for attention and feed-forward side by side: the product of each
         # with its columns, added up.
