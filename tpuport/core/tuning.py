@@ -86,7 +86,7 @@ def tune(
 ) -> Tuning:
     """Search the tiles with the fewest cycles for a call.
 
-    From ``start`` the keys held in VMEM, the queries and the keys at a time are varied
+    From ``start`` the keys at a time, the keys held in VMEM and the queries are varied
     in turn, each over the sizes that cut the length evenly into about as many tiles,
     until a round brings nothing or ``limit`` candidates have been compiled. Tiles that
     pad much more than the best so far are left out.
@@ -135,7 +135,7 @@ def tune(
     improved = True
     while improved and exhausted:
         before = best.cycles if best else None
-        for axis in ("kv", "q", "kv_compute"):
+        for axis in ("kv_compute", "kv", "q"):
             centre = best.blocks if best else start
             most = (1 + MORE_PADDING) * _padded(case, centre)
             for blocks in _along(axis, centre, case):
