@@ -25,8 +25,9 @@ block of queries begins with a round that only makes scores and ends with one th
 weighs; between them the round that waits lies in VMEM, from one grid step to the next.
 
 The maximum is that of all keys so far, those of the round included: no weight exceeds
-1, and the largest is 1 exactly. Keys that do not count take the place of one that does
-until their weights meet zeros, so that none raises the maximum.
+1, and the largest is 1 exactly. In place of keys that do not count there is one that
+does, so that they raise no maximum, until their weights meet zeros. Where queries see
+only some keys, blocks that hold others or none are masked.
 
 Keys that come in chunks, a call each: with ``partial`` the sums are not divided but
 handed on, float32 with the rows of the values first, then ``TOTAL_ROW``, the sum of the
@@ -311,10 +312,11 @@ def _kernel(
     else:
         if plan.right is not None:
             live.append(edges.first_k <= edges.first_q + (blocks.q - 1 + plan.right))
-        if plan.left is not None:
-            live.append(block < plan.kv_blocks)
+        if plan.left is not None or plan.kv_len <= (plan.kv_blocks - 1) * blocks.kv:
+            live.append(edges.first_k < plan.kv_len)
     # The first step of a query block is live unless no key counts at all.
-    any_live = [last_ref[at] >= 0] if plan.has_lengths else []
+    may_be_empty = plan.has_lengths or plan.kv_len == 0
+    any_live = [last_ref[at] >= 0] if may_be_empty else []
 
     def begin() -> None:
         if plan.may_pad:
@@ -394,10 +396,13 @@ class _Edges:
     length: Any
 
     def whole(self) -> Any:
-        """Whether every pair of this step's blocks is within the window."""
+        """Whether every pair of this step's blocks is allowed.
+
+        A stand-in for keys that do not count may be one that a query does not see.
+        """
         plan, blocks = self.plan, self.plan.blocks
         last_k = self.first_k + (blocks.kv - 1)
-        checks = []
+        checks = [last_k < self.length] if plan.may_pad else []
         if plan.right is not None:
             checks.append(last_k <= self.first_q + plan.right)
         if plan.left is not None:
