@@ -209,10 +209,7 @@ def test_no_device_ever_holds_all_keys() -> None:
 def test_our_kernel_in_a_ring(
     ring_size: int, groups: list[list[int]], size: float
 ) -> None:
-    """Interpreted, in chunks of 160 tokens, with and without a maximum.
-
-    Keys of one device are large: the others must know.
-    """
+    """Interpreted, in chunks of 160 tokens, of which one has the largest keys."""
     active = active_on(f"sp={sum(map(len, groups))}")
     chunk = 160
     tokens = chunk * ring_size

@@ -19,7 +19,7 @@ from tpuport.kernels.splash import (
 
 # Small blocks, so that short inputs run over several of them, the last one partial.
 BLOCKS = SplashBlocks(q=128, kv=256, kv_compute=128)
-# More tiles in a round than are under way at once, and two rounds.
+# Several rounds, parts of a round and tiles of queries.
 MANY = SplashBlocks(q=256, kv=512, kv_compute=128, q_compute=128, kv_step=256)
 TINY = SplashBlocks(q=128, kv=128, kv_compute=128)
 # Keys in the last of the blocks of 3072 at 39826 tokens, by the small blocks of 256.
@@ -106,6 +106,59 @@ def test_windows(case: Case, window: tuple[int, int]) -> None:
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 
+@pytest.mark.parametrize("window", [(300, 390), (300, 0), (90, 90)])
+@pytest.mark.parametrize("lengths", [None, (300, 390)])
+@pytest.mark.parametrize("blocks", [TINY, MANY], ids=["tiny", "several"])
+@pytest.mark.parametrize("first", [40.0, np.nan])
+def test_a_key_that_a_query_does_not_see_is_nothing_to_it(
+    first: float, blocks: SplashBlocks, lengths: Any, window: tuple[int, int]
+) -> None:
+    # The first key stands in for padding, and its score is about 100 times the others'.
+    case = Case(q_len=390, kv_len=390, heads=1, kv_heads=1, lengths=lengths)
+    (q, k, v), options = inputs(case)
+    q = jnp.abs(q) + 1
+    distance = np.arange(390) - np.arange(390)[:, None]
+    mask = (-window[0] <= distance) & (distance <= window[1])
+    want = numpy_attention(q, k.at[:, :, 0].set(0), v, **options, mask=mask)
+    k = k.at[:, :, 0].set(first)
+    got = run(q, k, v, **options, window=window, blocks=blocks)
+    unseen = slice(window[0] + 1, None)
+    found, right = np.asarray(got)[:, :, unseen], want[:, :, unseen]
+    assert worst(found, right) < TOLERANCES["attention float32"]
+
+
+@pytest.mark.parametrize("blocks", [TINY, MANY], ids=["tiny", "several"])
+@pytest.mark.parametrize("kv_len", [100, 256, 600])
+@pytest.mark.parametrize(
+    ("window", "is_causal"), [(None, True), ((200, 60), False), ((150, 2000), False)]
+)
+def test_keys_after_the_last_one_add_nothing_in_a_window(
+    window: tuple[int, int] | None, is_causal: bool, kv_len: int, blocks: SplashBlocks
+) -> None:
+    # The array goes on for whole blocks of keys that do not count.
+    (q, k, v), _ = inputs(Case(q_len=700, kv_len=1024, batch=1, heads=1, kv_heads=1))
+    distance = np.arange(kv_len) - np.arange(700)[:, None]
+    left, right = window or (700, 0)
+    mask = (-left <= distance) & (distance <= right)
+    got = splash_feature_major(
+        *(x.swapaxes(2, 3) for x in (q, k, v)),
+        kv_len=kv_len,
+        window=window,
+        is_causal=is_causal,
+        blocks=blocks,
+        interpret=True,
+    ).swapaxes(2, 3)
+    want = numpy_attention(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask)
+    assert worst(got, want) < TOLERANCES["attention float32"]
+
+
+def test_a_window_that_ends_with_whole_blocks() -> None:
+    case = Case(q_len=768, kv_len=512, batch=1, heads=1, kv_heads=1)
+    arrays, want = windowed(case, 100, 600)
+    got = run(*arrays, window=(100, 600), blocks=TINY)
+    assert worst(got, want) < TOLERANCES["attention float32"]
+
+
 def test_a_window_over_everything_is_none() -> None:
     arrays, _ = inputs(Case(q_len=129, kv_len=300))
     np.testing.assert_array_equal(run(*arrays, window=(900, 900)), run(*arrays))
@@ -126,13 +179,17 @@ def test_without_keys_the_result_is_zero() -> None:
 
 
 @pytest.mark.parametrize("junk", [1e6, np.inf, np.nan])
-def test_keys_that_do_not_count_leave_no_trace(junk: float) -> None:
-    (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=(131, 513)))
-    clean = run(q, k, v, **options)
-    for item, length in enumerate((131, 513)):
+@pytest.mark.parametrize("lengths", [(131, 513), (0, 300)])
+@pytest.mark.parametrize("blocks", [BLOCKS, MANY], ids=["one", "several"])
+def test_keys_that_do_not_count_leave_no_trace(
+    blocks: SplashBlocks, lengths: tuple[int, int], junk: float
+) -> None:
+    (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=lengths))
+    clean = run(q, k, v, **options, blocks=blocks)
+    for item, length in enumerate(lengths):
         k = k.at[item, :, length:].set(junk)
         v = v.at[item, :, length:].set(junk)
-    np.testing.assert_array_equal(clean, run(q, k, v, **options))
+    np.testing.assert_array_equal(clean, run(q, k, v, **options, blocks=blocks))
 
 
 @pytest.mark.parametrize("length", [1, 127, 129, 513])

@@ -197,8 +197,8 @@ def vmem_bytes(
     """
     depth = padded_dim(head_dim)
     rows = padded_dim(head_dim if v_dim is None else v_dim)
-    # The buffers of q, k and v, as blocks come and go, and of the sums, in float32, which
-    # come and go where keys are taken in chunks. The output takes less.
+    # The buffers of q, k and v, as blocks come and go, and of the sums, in float32,
+    # that do so where keys are taken in chunks. The output takes less.
     moving = depth * (blocks.q + blocks.kv) * itemsize + rows * blocks.kv * itemsize
     moving += 2 * (rows + SUM_ROWS) * blocks.q * 4
     # Scores, turned keys and values of one round.
