@@ -85,19 +85,6 @@ def test_a_choice_by_the_data_is_taken_one_way_or_the_other(chip: str) -> None:
     assert all(len(runs(way)) < everything for way in ways)
 
 
-def test_one_step_has_each_part_once_and_loops_by_their_trips() -> None:
-    schedule = example("v6e")
-    grid, products, by_data = schedule.program.loops
-    once = runs(schedule.once(trips=3))
-    dearest = runs(schedule.executions(trips=3)[-1])
-    # All of the grid's loop but the cheaper side of the choice by the data.
-    assert set(once) == {at for at in dearest if grid.head <= at < grid.end}
-    for at, count in once.items():
-        trips = 4 if products.head <= at < products.end else 1
-        trips = 3 if by_data.head <= at < by_data.end else trips
-        assert count == trips
-
-
 def test_the_trips_of_a_loop_by_the_data_must_be_given() -> None:
     schedule = example("v6e")
     with pytest.raises(ScheduleError, match=r"the loop at 0x[0-9a-f]+ of example"):
@@ -131,8 +118,6 @@ def test_what_a_scalar_operand_holds_settles_all_that_hangs_on_it(
         )
     ]
     assert [way.cycles for way in ways] == [way.cycles for way in by_hand]
-    once = runs(schedule.once(scalars={0: value}))
-    assert once.get(by_data.head, 0) == value
 
 
 def test_a_test_of_an_index_against_data_is_one_condition_in_all_steps() -> None:

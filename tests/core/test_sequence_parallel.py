@@ -83,7 +83,8 @@ def test_chunks_too_short_for_a_ring_meet_whole_blocks_of_all_keys() -> None:
     assert padded == 20480
     assert too_short(padded // 8, 64, 2, "v6e") is not None
     blocks = default_blocks(padded // 8, padded, 64, chip="v6e")
-    assert (blocks.q, blocks.kv) == (2560, 2560)
+    assert (blocks.q, padded % blocks.kv) == (2560, 0)
+    assert blocks.kv > padded // 8
 
 
 def test_padding_is_for_the_chunks_of_the_devices_that_share_heads() -> None:
