@@ -17,7 +17,8 @@ from ._settings import Settings
 
 if TYPE_CHECKING:
     from tpuport.core.request import Request
-    from tpuport.core.spec import ModelPort, Variant
+    from tpuport.core.spec import ModelPort
+    from tpuport.core.variant import Variant
 
 
 def check_built_for(

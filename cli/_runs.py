@@ -10,18 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import (
-    STAGES,
-    RunDirectory,
-    blocks_of,
-    implementation_in,
-    write_sidecar,
-)
-from tpuport.core.artifacts import sidecar_path as sidecar_of
+from tpuport.core.documents import sidecar_path as sidecar_of
+from tpuport.core.documents import write_sidecar
 from tpuport.core.implementations import choices
 from tpuport.core.media import Source
 from tpuport.core.report import RunReport, StageReport
 from tpuport.core.request import Request
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.run_record import STAGES, blocks_of, implementation_in
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
 

@@ -14,6 +14,7 @@ from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.arrays import check_dtype
 from tpuport.core.checkpoint import local_folder
+from tpuport.core.component import TORCHAX
 from tpuport.core.implementations import check_chosen
 from tpuport.core.inspection import PROFILED_CALLS
 from tpuport.core.media import Source, parse_aspect_ratio, read_image, read_video
@@ -27,9 +28,10 @@ from tpuport.core.request import (
 )
 from tpuport.core.request_builder import RequestBuilder
 from tpuport.core.run_record import RUN_FILE, STAGES
-from tpuport.core.spec import BLOCKS, TORCHAX, ModelPort, Variant
+from tpuport.core.spec import BLOCKS, ModelPort
 from tpuport.core.step_cache import StepCache
 from tpuport.core.topology import TOPOLOGY_NAMES, parse_topology
+from tpuport.core.variant import Variant
 from tpuport.errors import AttentionError, MeshError, UsageError
 from tpuport.plugins import get_port
 

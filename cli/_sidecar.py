@@ -6,9 +6,10 @@ import platform
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import STAGES, RunDirectory, blocks_of
 from tpuport.core.report import RunReport
 from tpuport.core.request import Request
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.run_record import STAGES, blocks_of
 
 from ._outputs import Outputs
 from ._versions import versions
@@ -36,7 +37,7 @@ def describe(
     Args:
         latents: of all videos of the run, in the leading dim.
     """
-    from tpuport.core.session import latents_digest
+    from tpuport.core.result import latents_digest
 
     whole = Request.from_dict(run.settings)
     batch, place = divmod(index, whole.batch_size)

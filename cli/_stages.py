@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.artifacts import STAGE_FILES, STAGES, RunDirectory
 from tpuport.core.report import RunReport
 from tpuport.core.request import Request
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.run_record import STAGE_FILES, STAGES
 
 from ._built import check_built_request
 from ._cache import cache_folder, new_run_folder

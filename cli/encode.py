@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tpuport.core.artifacts import STAGES
+from tpuport.core.run_record import STAGES
 from tpuport.errors import UsageError
 
 from ._environment import prepare

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from tpuport.core.artifacts import RUN_FILE, STAGES
 from tpuport.core.report import RunReport, StageReport
+from tpuport.core.run_record import RUN_FILE, STAGES
 
 from ._cache import cache_folder, new_run_folder
 from ._environment import prepare

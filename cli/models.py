@@ -6,8 +6,9 @@ from typing import Any
 
 from tpuport.api import DEFAULT_MODEL
 from tpuport.core.implementations import names_of
-from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.spec import ModelPort
 from tpuport.core.step_cache import METHODS
+from tpuport.core.variant import Variant
 from tpuport.plugins import installed_plugins
 
 from ._errors import reported

@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 from packaging.requirements import Requirement
 
-from tpuport.core.attention_lengths import define_attention_op
+from tpuport.core.model_runtime import EVERYWHERE
 from tpuport.core.ops import OpOverride, inspect_overrides
 from tpuport.core.patching import Patch, PatchStatus, inspect_patches
-from tpuport.core.runtime import EVERYWHERE
 from tpuport.core.spec import BLOCKS, ModelPort, with_blocks
 from tpuport.errors import PatchError
 from tpuport.plugins import get_port, installed_plugins
@@ -116,7 +115,6 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
 
     Patches that one kind of blocks has alone are among them and say so.
     """
-    define_attention_op()
     found: dict[Patch | OpOverride, Entry] = {}
 
     def add(

@@ -70,8 +70,9 @@ if TYPE_CHECKING:
     from tpuport.core.planning.planner import Planner, Requests
     from tpuport.core.report import Reporter
     from tpuport.core.request import Request
-    from tpuport.core.spec import ModelPort, Variant
+    from tpuport.core.spec import ModelPort
     from tpuport.core.topology import Topology
+    from tpuport.core.variant import Variant
 
 AUTO = "auto"
 ALL = "all"

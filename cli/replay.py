@@ -12,18 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from tpuport.core.artifacts import (
-    STAGES,
-    RunDirectory,
-    blocks_of,
-    implementation_in,
-    read_sidecar,
-)
 from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.documents import read_sidecar
 from tpuport.core.media import Source, read_image, read_video
 from tpuport.core.report import Reporter, RunReport, StageReport
 from tpuport.core.request import Request
-from tpuport.core.session import Session, latents_digest
+from tpuport.core.result import latents_digest
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.run_record import STAGES, blocks_of, implementation_in
+from tpuport.core.session import Session
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 from tpuport.plugins import get_port
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 import tpuport
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.porting import PortedProgram
 from tpuport.models.cogvideox.plugin import PORT
 from tpuport.patches.conv import CONVOLUTION

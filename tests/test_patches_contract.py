@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tpuport.cli.patches import EVERYWHERE, Entry, examine
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.ops import OpOverride, resolve_operator
 from tpuport.core.patching import Patch, applied, inspect_patches
-from tpuport.core.runtime import Runtime
 from tpuport.core.spec import BLOCKS, ModelPort, with_blocks
 from tpuport.errors import OpConflictError, PatchError
 from tpuport.plugins import installed_plugins
@@ -205,7 +205,7 @@ def test_overrides_are_installed_while_tracing_and_no_longer(form: ModelPort) ->
 
         return dataclasses.replace(override, make=make)
 
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=None, platform="cpu", overrides=[spied(o) for o in form.overrides]
     )
     before = dict(runtime.env._ops)
@@ -225,7 +225,7 @@ def test_overrides_are_installed_while_tracing_and_no_longer(form: ModelPort) ->
 
 
 def test_every_runtime_installs_what_is_listed_as_everywhere() -> None:
-    runtime = Runtime(mesh=None, platform="cpu")
+    runtime = model_runtime(mesh=None, platform="cpu")
     before = dict(runtime.env._ops)
     with runtime.tracing() as env:
         changed = {op for op, entry in env._ops.items() if before.get(op) is not entry}
@@ -237,7 +237,7 @@ def test_an_override_whose_operator_is_gone_fails_by_name(override: OpOverride) 
     target = misspelt(override.targets[-1])
     gone = dataclasses.replace(override, targets=(target,))
     with pytest.raises(OpConflictError) as caught:
-        Runtime(mesh=None, platform="cpu", overrides=[gone])
+        model_runtime(mesh=None, platform="cpu", overrides=[gone])
     assert f"op override target {target!r} does not exist" in str(caught.value)
     assert f"{override.owner!r} claims it" in str(caught.value)
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from tpuport.core.component import TORCHAX
 from tpuport.core.implementations import check_chosen, with_chosen
 from tpuport.core.inspection import PROFILED_CALLS, Inspection
-from tpuport.core.spec import TORCHAX, ModelPort, Variant, with_blocks
+from tpuport.core.spec import ModelPort, with_blocks
+from tpuport.core.variant import Variant
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port, reader_of
 
@@ -188,7 +190,7 @@ def port(
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
         MeshError: the mesh does not fit the devices.
     """
-    from tpuport.core.mesh import build_mesh
+    from tpuport.core.device_order import build_mesh
     from tpuport.core.porting import PortedProgram, component_of
 
     found, component = component_of(with_blocks(get_port(model), blocks), module)
@@ -327,7 +329,7 @@ def make_mesh(
     import jax
 
     from tpuport.core.default_mesh import default_mesh
-    from tpuport.core.mesh import build_mesh
+    from tpuport.core.device_order import build_mesh
 
     devices = jax.devices() if devices is None else devices
     if asked is None:

@@ -11,23 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.attention import AttentionPolicy
+from tpuport.core.active import AttentionPolicy
 from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.component import Component
 from tpuport.core.request import Request
 from tpuport.core.sharding import ShardRule
-from tpuport.core.spec import (
-    Call,
-    Component,
-    FrameRule,
-    ModelPort,
-    Program,
-    SizeRule,
-    Stage,
-    StageContext,
-    Variant,
-    Work,
-)
+from tpuport.core.spec import ModelPort
+from tpuport.core.stage import Program, Stage
 from tpuport.core.tensors import TensorSpec
+from tpuport.core.variant import FrameRule, SizeRule, Variant
+from tpuport.core.work import Call, StageContext, Work
 from tpuport.hookspecs import hookimpl
 
 CLASSES = {

@@ -14,7 +14,8 @@ from tests.cli.tools import SMALL, Cli, Made, Ran, call
 from tests.tolerances import TOLERANCES
 from tpuport.cli._runs import resume_command
 from tpuport.cli._settings import Settings
-from tpuport.core.artifacts import blocks_of, read_sidecar, write_sidecar
+from tpuport.core.documents import read_sidecar, write_sidecar
+from tpuport.core.run_record import blocks_of
 
 SETTINGS = (
     *("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL),

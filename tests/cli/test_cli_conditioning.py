@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.cli.tools import SMALL, Cli
 from tpuport.cli import bench
-from tpuport.core.artifacts import read_sidecar
+from tpuport.core.documents import read_sidecar
 from tpuport.core.video import read_back, write_video
 
 HUNYUAN = ("--model", "hunyuanvideo", "--frames", "5", "--steps", "2")

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import SMALL, Cli, Made
-from tpuport.core.artifacts import read_sidecar
-from tpuport.core.session import Session, latents_digest
+from tpuport.core.documents import read_sidecar
+from tpuport.core.result import latents_digest
+from tpuport.core.session import Session
 from tpuport.core.video import read_back
 from tpuport.errors import OutputError
 

@@ -18,10 +18,9 @@ from tests.cli.tools import SMALL, Cli
 from tests.tolerances import TOLERANCES
 from tpuport.cli._runs import resume_command
 from tpuport.cli._settings import Settings
-from tpuport.core.artifacts import STAGES
 from tpuport.core.delivery import Delivery
-from tpuport.core.frames import FrameChecks
-from tpuport.core.video import to_uint8
+from tpuport.core.frames import FrameChecks, to_uint8
+from tpuport.core.run_record import STAGES
 from tpuport.errors import VideoError
 
 

@@ -15,9 +15,10 @@ import pytest
 from tests.cli.tools import Cli
 from tpuport.cli import patches as command
 from tpuport.core import ops, patching
+from tpuport.core.component import NativeForm
 from tpuport.core.ops import OpOverride
 from tpuport.core.patching import Patch
-from tpuport.core.spec import ModelPort, NativeForm, with_blocks
+from tpuport.core.spec import ModelPort, with_blocks
 from tpuport.models.cogvideox.plugin import PORT
 from tpuport.plugins import Plugin, installed_plugins
 

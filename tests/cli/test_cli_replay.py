@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli, Made
-from tpuport.core.artifacts import read_sidecar, write_sidecar
+from tpuport.core.documents import read_sidecar, write_sidecar
 from tpuport.core.video import read_back
 
 

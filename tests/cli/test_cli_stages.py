@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.cli.tools import SMALL, Cli, Made
 from tests.tolerances import TOLERANCES
-from tpuport.core.artifacts import read_sidecar
+from tpuport.core.documents import read_sidecar
 from tpuport.core.video import read_back
 
 SETTINGS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL)

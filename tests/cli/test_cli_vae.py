@@ -16,7 +16,8 @@ from tests.cli.test_plan import needs_libtpu, plan
 from tests.cli.tools import SMALL, Cli, Ran
 from tpuport.cli._runs import resume_command
 from tpuport.cli._settings import Settings
-from tpuport.core.artifacts import implementation_in, read_sidecar, write_sidecar
+from tpuport.core.documents import read_sidecar, write_sidecar
+from tpuport.core.run_record import implementation_in
 from tpuport.core.video import read_back
 
 

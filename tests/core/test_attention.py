@@ -13,15 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.tolerances import TOLERANCES
+from tpuport.core.active import AttentionPolicy, AttentionRecord, OpContext
 from tpuport.core.arrays import to_torch
-from tpuport.core.attention import (
-    AttentionPolicy,
-    AttentionRecord,
-    scaled_dot_product_attention,
-)
-from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.ops import OpContext
-from tpuport.core.runtime import Runtime
+from tpuport.core.attention import scaled_dot_product_attention
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.errors import AttentionError, UsageError
 
 TOLERANCE = TOLERANCES["attention torch float32"]
@@ -140,7 +137,7 @@ def test_grouped_heads(
 
 def test_a_torch_call_in_a_traced_block_takes_the_override() -> None:
     q, k, v = tensors((2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    runtime = Runtime(mesh=None, platform="cpu")
+    runtime = model_runtime(mesh=None, platform="cpu")
     with runtime.tracing() as env:
         arrays = [env.to_xla(x) for x in (q, k, v)]
         out = F.scaled_dot_product_attention(*arrays, enable_gqa=True)

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.tolerances import TOLERANCES
+from tpuport.core.active import AttentionPolicy, AttentionRecord, OpContext
 from tpuport.core.arrays import to_torch
-from tpuport.core.attention import AttentionPolicy, AttentionRecord
 from tpuport.core.attention_lengths import (
     define_attention_op,
     eager_attention,
     length_attention,
 )
-from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.ops import OpContext
-from tpuport.core.runtime import Runtime
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.errors import AttentionError
 
 TOLERANCE = TOLERANCES["attention torch float32"]
@@ -183,7 +183,9 @@ def test_the_op_is_defined_once_and_is_plain_torch_outside_of_a_traced_block() -
 def test_a_traced_block_takes_the_kernels_and_records_it(overload: bool) -> None:
     q, k, v = tensors(2)
     lengths = torch.tensor([7, 0])
-    runtime = Runtime(mesh=None, platform="cpu", attention_implementation="blockwise")
+    runtime = model_runtime(
+        mesh=None, platform="cpu", attention_implementation="blockwise"
+    )
     op = torch.ops.tpuport.attention
     with runtime.tracing() as env:
         arrays = [env.to_xla(x) for x in (q, k, v, lengths)]

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tpuport
-from tpuport.core.checkpoint import Checkpoint, build_skeleton, load_class
+from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.component import Component
 from tpuport.core.session import Session
-from tpuport.core.spec import Component
+from tpuport.core.skeleton import build_skeleton, load_class
 from tpuport.errors import HubError, ShardingError, TpuportError, WeightsError
 from tpuport.plugins import get_port
 

@@ -22,7 +22,7 @@ from tpuport.core import executables, programs
 from tpuport.core.executables import ExecutableStore, NotSerialisable
 from tpuport.core.kept_shapes import KeptShapes
 from tpuport.core.report import StageReport
-from tpuport.core.session import Result
+from tpuport.core.result import Result
 
 ROOT = Path(__file__).parents[2]
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}

@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-from tpuport.core.attention import AttentionPolicy
-from tpuport.core.convolutions import (
-    ConvolutionRecord,
-    counted,
-    joined,
-    note,
-    passed_over,
-    words,
-)
-from tpuport.core.ops import OpContext
-from tpuport.core.report import RunReport, StageReport
+from tpuport.core.active import AttentionPolicy, ConvolutionRecord, OpContext
+from tpuport.core.convolutions import counted, joined, note, passed_over
+from tpuport.core.report import RunReport, StageReport, words
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from tests.core.toys import installed_toy
 from tpuport.core import executor as executors
 from tpuport.core.delivery import Delivery
 from tpuport.core.executor import Executor
-from tpuport.core.frames import as_frames, encode_pixels
-from tpuport.core.spec import Call, Program, Stage, StageContext, Work
-from tpuport.core.video import to_uint8
+from tpuport.core.frames import as_frames, encode_pixels, to_uint8
+from tpuport.core.stage import Program, Stage
+from tpuport.core.work import Call, StageContext, Work
 from tpuport.errors import PluginError, UsageError, VideoError
 
 CHUNKS, LENGTH, SIDE = 12, 3, 64

@@ -13,8 +13,8 @@ import pytest
 
 from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.chips import chip
-from tpuport.core.device_order import OWN_ORDER, torus_order
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import OWN_ORDER, build_mesh, torus_order
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.network import Network
 from tpuport.core.sequence_parallel import Degrees, degrees
 from tpuport.core.topology import TOPOLOGY_NAMES, Topology, parse_topology

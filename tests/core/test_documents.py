@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.core.runs import refusal
-from tpuport.core.artifacts import read_sidecar, sidecar_path, write_sidecar
+from tpuport.core.documents import read_sidecar, sidecar_path, write_sidecar
 from tpuport.errors import UsageError
 
 

@@ -17,8 +17,9 @@ from tpuport.core.executor import CALLS_IN_FLIGHT, Executor
 from tpuport.core.inspection import Inspection
 from tpuport.core.programs import Programs, Ready
 from tpuport.core.report import CompileReport, StageReport
-from tpuport.core.spec import Call, Program, Stage, Work
+from tpuport.core.stage import Program, Stage
 from tpuport.core.steady_trace import SteadyTrace
+from tpuport.core.work import Call, Work
 
 CALLS = 23
 

@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from tests.core.runs import failing, refusal
-from tpuport.core.artifacts import (
-    TensorSpec,
-    atomic_write_bytes,
-    atomic_write_json,
-    replacing,
-    save_tensors,
-)
+from tpuport.core.files import atomic_write_bytes, atomic_write_json, replacing
+from tpuport.core.tensors import TensorSpec, save_tensors
 from tpuport.errors import UsageError
 
 

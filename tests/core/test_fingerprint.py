@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tpuport.core import fingerprint
-from tpuport.core.artifacts import fingerprint_files
+from tpuport.core.fingerprint import fingerprint_files
 from tpuport.errors import UsageError, WeightsError
 
 

@@ -17,9 +17,11 @@ from tpuport.core.frames import (
     encode_on_host,
     encode_pixels,
     measure,
+    to_uint8,
 )
-from tpuport.core.spatial import SpatialLayout, spread
-from tpuport.core.video import check_frames, to_uint8
+from tpuport.core.lowering import spread
+from tpuport.core.spatial import SpatialLayout
+from tpuport.core.video import check_frames
 from tpuport.errors import UsageError, VideoError
 
 

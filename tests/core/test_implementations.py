@@ -22,16 +22,13 @@ import tpuport
 from tests.core.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
-from tpuport.core.implementations import (
-    Implementation,
-    check_chosen,
-    choices,
-    with_chosen,
-)
+from tpuport.core.component import Component, Implementation
+from tpuport.core.implementations import check_chosen, choices, with_chosen
 from tpuport.core.jax_module import BoundJaxModule
 from tpuport.core.program_key import surroundings
 from tpuport.core.report import StageReport
-from tpuport.core.spec import Component, ModelPort, Program
+from tpuport.core.spec import ModelPort
+from tpuport.core.stage import Program
 from tpuport.core.vae_tiling import Footprint
 from tpuport.errors import PluginError, UsageError, WeightsError
 

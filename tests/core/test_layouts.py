@@ -15,11 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.tolerances import TOLERANCES
 from tpuport.core import placement
 from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.device_order import build_mesh
 from tpuport.core.layouts import in_order
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
-from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import ShardRule, plan_sharding
 
 
@@ -30,7 +31,7 @@ class Turned(torch.nn.Module):
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu"])
 def test_latents_are_row_major_on_a_tpu(platform: str) -> None:
-    ported = PortedModule(Turned(), Runtime(mesh=None, platform=platform))
+    ported = PortedModule(Turned(), model_runtime(mesh=None, platform=platform))
     x = jnp.arange(6.0).reshape(1, 2, 3)
 
     def run(x: jax.Array) -> jax.Array:
@@ -94,7 +95,7 @@ def test_a_weight_in_another_order_gives_the_same(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     module = torch.nn.Conv3d(4, 6, 3, padding=1)
     mesh = build_mesh(MeshSpec(dp=2))
-    ported = PortedModule(module, Runtime(mesh=mesh, platform="cpu"))
+    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"))
     tensors = dict(module.state_dict())
     rules = (ShardRule(pattern=".*", spec=()),)
     plan = plan_sharding(rules, tensors, dict(mesh.shape), component="conv")

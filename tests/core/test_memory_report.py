@@ -11,8 +11,9 @@ import pytest
 
 import tpuport
 from tests.core.toys import installed_toy
+from tpuport.core.device_memory import plan_of
 from tpuport.core.executables import Traced
-from tpuport.core.memory_report import MemoryLog, RunMemory, plan_of, table
+from tpuport.core.memory_report import MemoryLog, RunMemory, table
 from tpuport.core.programs import Ready
 
 MIB = 2**20

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tpuport.core.mesh import AXES, MeshSpec, auto_mesh, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import AXES, MeshSpec, auto_mesh
 from tpuport.errors import MeshError
 
 EXAMPLE = 'write for example "dp=2,tp=4" or "2,1,4" (dp, sp, tp)'

@@ -12,9 +12,10 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule, WeightNames, constrain
-from tpuport.core.runtime import Runtime
 
 
 class Toy(torch.nn.Module):
@@ -50,7 +51,7 @@ def toy() -> Toy:
 
 @pytest.fixture
 def ported(toy: Toy) -> PortedModule:
-    return PortedModule(toy, Runtime(mesh=None, platform="cpu"))
+    return PortedModule(toy, model_runtime(mesh=None, platform="cpu"))
 
 
 def weights_of(ported: PortedModule) -> dict[str, jax.Array]:
@@ -161,7 +162,7 @@ def test_there_is_no_dropout(ported: PortedModule) -> None:
 def test_it_lowers_on_abstract_arrays_with_no_weights_at_all() -> None:
     with torch.device("meta"):
         toy = Toy()
-    ported = PortedModule(toy, Runtime(mesh=None, platform="cpu"))
+    ported = PortedModule(toy, model_runtime(mesh=None, platform="cpu"))
     abstract = ported.abstract_weights(lambda name, tensor: jnp.bfloat16)
     assert set(abstract) == {*ported.names.stored, *ported.names.computed}
     assert abstract["inner.0.bias"].shape == (6,)

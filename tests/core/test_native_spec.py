@@ -21,10 +21,11 @@ import tpuport
 from tests.core.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
+from tpuport.core.component import NativeForm
 from tpuport.core.patching import Patch
 from tpuport.core.program_key import surroundings
 from tpuport.core.source_hash import port_packages
-from tpuport.core.spec import BLOCKS, ModelPort, NativeForm, with_blocks
+from tpuport.core.spec import BLOCKS, ModelPort, with_blocks
 from tpuport.core.splitting import ForwardSplit
 from tpuport.core.transforms import WeightTransform
 from tpuport.errors import UsageError

@@ -17,7 +17,8 @@ from tests.core.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport.core.executor import Executor
 from tpuport.core.inspection import Inspection
-from tpuport.core.spec import Call, Program, Stage, Work
+from tpuport.core.stage import Program, Stage
+from tpuport.core.work import Call, Work
 from tpuport.errors import UsageError
 
 STAGES = ("encode", "denoise", "decode")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tpuport.core import compat
-from tpuport.core.attention import AttentionPolicy
-from tpuport.core.ops import OpContext, OpOverride, OpRegistry, resolve_operator
-from tpuport.core.runtime import Runtime
+from tpuport.core.active import AttentionPolicy, OpContext
+from tpuport.core.model_runtime import model_runtime
+from tpuport.core.ops import OpOverride, OpRegistry, resolve_operator
 from tpuport.errors import OpConflictError
 
 CONTEXT = OpContext(mesh=None, platform="cpu", attention=AttentionPolicy(), records=[])
@@ -157,8 +157,8 @@ def test_runtimes_do_not_see_each_other_nor_touch_the_default_environment() -> N
     torchax = compat.import_torchax()
     default = torchax.default_env()
     before = dict(default._ops)
-    mine = Runtime(mesh=None, platform="cpu", overrides=[claim(RELU, ATEN)])
-    other = Runtime(mesh=None, platform="cpu")
+    mine = model_runtime(mesh=None, platform="cpu", overrides=[claim(RELU, ATEN)])
+    other = model_runtime(mesh=None, platform="cpu")
     with mine.tracing() as env:
         x = env.to_xla(torch.tensor([-1.0]))
         assert torch.nn.functional.relu(x).jax().tolist() == [-7]
@@ -175,4 +175,4 @@ def test_a_runtime_refuses_conflicts_when_it_is_made() -> None:
     """Attention is claimed by every runtime."""
     again = claim("torch.nn.functional.scaled_dot_product_attention", owner="model")
     with pytest.raises(OpConflictError, match=r"'model'.*'tpuport\.core\.attention'"):
-        Runtime(mesh=None, platform="cpu", overrides=[again])
+        model_runtime(mesh=None, platform="cpu", overrides=[again])

@@ -25,10 +25,11 @@ from tpuport.core import placement
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.checkpoint import Checkpoint
 from tpuport.core.components import Components
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
-from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import ShardingPlan, ShardRule, plan_sharding
 from tpuport.errors import PluginError, ShardingError
 from tpuport.plugins import get_port
@@ -46,7 +47,7 @@ def planned(
     module: Tower, rules: tuple[ShardRule, ...] = RULES
 ) -> tuple[PortedModule, ShardingPlan, Any]:
     mesh = build_mesh(MeshSpec(dp=1, tp=2))
-    ported = PortedModule(module, Runtime(mesh=mesh, platform="cpu"), ("blocks",))
+    ported = PortedModule(module, model_runtime(mesh=mesh, platform="cpu"), ("blocks",))
     stored = dict(module.state_dict())
     plan = plan_sharding(rules, stored, dict(mesh.shape), component="tower")
     return ported, plan, mesh

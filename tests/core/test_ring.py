@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.kernels.oracle import numpy_attention, worst
 from tests.tolerances import TOLERANCES
 from tpuport.core import compat, ring
-from tpuport.core.active import Active
-from tpuport.core.attention import AttentionPolicy
-from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.ops import OpContext
+from tpuport.core.active import Active, AttentionPolicy, OpContext
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.ring import Ring, ring_attention, too_short
 from tpuport.core.sequence_parallel import sequence_attention
 from tpuport.kernels.choice import AttentionChoice

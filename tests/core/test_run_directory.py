@@ -27,8 +27,9 @@ from tests.core.runs import (
     request,
     rewrite,
 )
-from tpuport.core.artifacts import STAGE_FILES, RunDirectory
 from tpuport.core.fingerprint import hash_output
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.run_record import STAGE_FILES
 from tpuport.errors import UsageError
 
 

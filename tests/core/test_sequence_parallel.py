@@ -11,10 +11,9 @@ import pytest
 
 from tests.kernels.oracle import numpy_attention, worst
 from tests.tolerances import TOLERANCES
-from tpuport.core.active import Active
-from tpuport.core.attention import AttentionPolicy
-from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.ops import OpContext
+from tpuport.core.active import Active, AttentionPolicy, OpContext
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.ring import too_short
 from tpuport.core.sequence_parallel import (
     Degrees,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.core.runs import SETTINGS, encode, refusal, request
-from tpuport.core.artifacts import RunDirectory
+from tpuport.core.run_directory import RunDirectory
 
 
 def test_every_differing_setting_is_named_with_both_values(run: RunDirectory) -> None:

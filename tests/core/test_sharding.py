@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.sharding import (
     ShardingPlan,
     ShardRule,

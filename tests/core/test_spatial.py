@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpuport.core.halos import Side
+from tpuport.core.lowering import spread
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.runtime import Runtime
-from tpuport.core.spatial import (
-    Side,
-    SpatialLayout,
-    SpatialSplit,
-    choose_split,
-    split_of,
-    spread,
-)
+from tpuport.core.spatial import SpatialLayout, SpatialSplit, choose_split, split_of
 from tpuport.errors import PluginError
 
 # Rows and columns that divide, that do not, and fewer than there are devices.
@@ -42,7 +38,7 @@ DIMS = (2, 3)
 def runtime(devices: int = 8) -> Runtime:
     axis = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("any",), axis_types=axis)
-    return Runtime(mesh=mesh, platform="cpu")
+    return model_runtime(mesh=mesh, platform="cpu")
 
 
 def pixels(shape: tuple[int, ...], mean: float = 0.0) -> np.ndarray:

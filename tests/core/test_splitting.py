@@ -15,8 +15,8 @@ import torch
 from tests.models.conftest import FORMS, make_transformer
 from tests.models.test_cogvideox_components import transformer_inputs
 from tpuport.core.arrays import to_numpy
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
 from tpuport.core.splitting import ForwardSplit, Where, capture, resume
 from tpuport.errors import PluginError
 from tpuport.models.cogvideox.plugin import PORT
@@ -35,7 +35,7 @@ def arrays(tree: Any) -> Any:
 
 
 def ported(module: torch.nn.Module) -> tuple[PortedModule, dict[str, jax.Array]]:
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=None, platform="cpu", patches=PORT.patches, overrides=PORT.overrides
     )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

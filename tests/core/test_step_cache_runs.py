@@ -13,16 +13,13 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import BoundModule, PortedModule
-from tpuport.core.runtime import Runtime
-from tpuport.core.spec import Call, Program, Stage, Work
 from tpuport.core.splitting import ForwardSplit
-from tpuport.core.step_cache import (
-    StepCache,
-    cached_programs,
-    state_struct,
-    with_step_cache,
-)
+from tpuport.core.stage import Program, Stage
+from tpuport.core.step_cache import StepCache
+from tpuport.core.step_caching import cached_programs, state_struct, with_step_cache
+from tpuport.core.work import Call, Work
 from tpuport.errors import PluginError, UsageError
 
 
@@ -150,7 +147,7 @@ def work_of(batch: int, names: Sequence[str] = ("step",)) -> Work:
 
 
 def bind(module: torch.nn.Module) -> BoundModule:
-    ported = PortedModule(module, Runtime(mesh=None, platform="cpu"))
+    ported = PortedModule(module, model_runtime(mesh=None, platform="cpu"))
     weights = {k: jnp.asarray(to_numpy(v)) for k, v in module.state_dict().items()}
     return ported.bind(weights)
 
@@ -304,7 +301,7 @@ def test_every_tensor_is_an_input_of_both_programs(
 def test_the_state_is_found_without_weights_or_data() -> None:
     with torch.device("meta"):
         toy = Toy()
-    ported = PortedModule(toy, Runtime(mesh=None, platform="cpu"))
+    ported = PortedModule(toy, model_runtime(mesh=None, platform="cpu"))
     model = ported.bind(ported.abstract_weights(lambda name, tensor: jnp.bfloat16))
     latents, text = tensors(2)
     args = (

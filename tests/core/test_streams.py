@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuport.core.active import Active
-from tpuport.core.attention import AttentionPolicy
+from tpuport.core.active import Active, AttentionPolicy, OpContext
+from tpuport.core.device_order import build_mesh
 from tpuport.core.joint import JointSequence
-from tpuport.core.mesh import MeshSpec, build_mesh
-from tpuport.core.ops import OpContext
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.streams import put_text, take_text, text_alone
 
 

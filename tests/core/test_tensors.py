@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.core.runs import EMBEDDINGS, embeddings, encode, failing, refusal
-from tpuport.core.artifacts import RunDirectory, TensorSpec
+from tpuport.core.run_directory import RunDirectory
+from tpuport.core.tensors import TensorSpec
 from tpuport.errors import UsageError
 
 

@@ -20,8 +20,9 @@ from tpuport.core.executor import Executor
 from tpuport.core.inspection import Inspection
 from tpuport.core.programs import Programs, Ready
 from tpuport.core.report import CompileReport
-from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.stage import Program, Stage
 from tpuport.core.vae_tiling import DoesNotFitError, Footprint, decide
+from tpuport.core.work import Call, StageContext, Work
 from tpuport.errors import UsageError
 
 GIB = 2**30

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tpuport.core.frames import to_uint8
 from tpuport.core.video import (
     VideoWriter,
     check_frames,
     check_output,
     output_paths,
     read_back,
-    to_uint8,
     video_kind,
     write_video,
 )

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tpuport.core.arrays import to_numpy
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
 from tpuport.core.spec import ModelPort
 
 WIDTH = 6
@@ -95,7 +95,7 @@ def port(
 ) -> tuple[PortedModule, dict[str, jax.Array]]:
     """The module on one device with its own weights, and what ``model`` changes."""
     changes = {"patches": model.patches, "overrides": model.overrides} if model else {}
-    runtime = Runtime(mesh=None, platform="cpu", **changes)
+    runtime = model_runtime(mesh=None, platform="cpu", **changes)
     ported = PortedModule(module, runtime, stacked)
     tensors = ported.tensors()
     weights: dict[str, jax.Array] = {}

@@ -12,7 +12,8 @@ import torch
 
 import tpuport
 from tests.tolerances import TOLERANCES
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.porting import PortedProgram, component_of
 from tpuport.core.spec import with_blocks
 from tpuport.plugins import get_port

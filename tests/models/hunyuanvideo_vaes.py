@@ -11,9 +11,9 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import BoundModule, PortedModule
 from tpuport.core.patching import Patch
-from tpuport.core.runtime import Runtime
 from tpuport.models.hunyuanvideo import vae as ours
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
 from tpuport.patches.conv import CONVOLUTION
@@ -96,7 +96,7 @@ class Bound:
     def __init__(
         self, vae: torch.nn.Module, patches: Sequence[Patch], mesh: Any = None
     ) -> None:
-        self.runtime = Runtime(
+        self.runtime = model_runtime(
             mesh=mesh,
             platform="cpu",
             patches=(*SLICE_ASSIGNMENT, *patches),

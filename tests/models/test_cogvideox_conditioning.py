@@ -25,10 +25,10 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.checkpoint import Checkpoint
 from tpuport.core.media import read_image, read_video
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
 from tpuport.core.session import Session
-from tpuport.core.spec import StageContext
+from tpuport.core.work import StageContext
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox import conditioning, config
 from tpuport.models.cogvideox.plugin import PORT
@@ -116,7 +116,7 @@ def test_the_moments_are_upstreams(
     frames: int, changes: dict[str, Any], batch: int
 ) -> None:
     module = make_vae(**changes)
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=None, platform="cpu", patches=PORT.patches, overrides=PORT.overrides
     )
     ported = PortedModule(module, runtime)

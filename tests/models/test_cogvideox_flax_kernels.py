@@ -20,8 +20,9 @@ from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core import spatial
 from tpuport.core.convolutions import counted
 from tpuport.core.jax_module import JaxModule
-from tpuport.core.runtime import Runtime
-from tpuport.core.spatial import SpatialSplit, spread
+from tpuport.core.lowering import spread
+from tpuport.core.model_runtime import model_runtime
+from tpuport.core.spatial import SpatialSplit
 from tpuport.kernels.conv import MARGIN_BYTES, vmem_bytes
 from tpuport.models.cogvideox.flax_stages import FLAX
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
@@ -53,7 +54,7 @@ def module(
 ) -> JaxModule:
     axis = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("x",), axis_types=axis)
-    return JaxModule(FlaxWeights(config), Runtime(mesh=mesh, platform=platform))
+    return JaxModule(FlaxWeights(config), model_runtime(mesh=mesh, platform=platform))
 
 
 def chunk_by_chunk(
@@ -206,7 +207,7 @@ from tests.models.compiled_layers import in_a_decoder
 from tpuport.core.components import Loaded
 from tpuport.core.jax_module import JaxModule
 from tpuport.core.lowering import lower
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.models.cogvideox.flax_stages import FLAX
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
 from tpuport.plugins import get_port
@@ -218,7 +219,7 @@ axis = (jax.sharding.AxisType.Auto,)
 mesh = jax.sharding.Mesh(np.array(devices), ("x",), axis_types=axis)
 whole = NamedSharding(mesh, PartitionSpec())
 weights = FlaxWeights(config)
-ported = JaxModule(weights, Runtime(mesh=mesh, platform="tpu"))
+ported = JaxModule(weights, model_runtime(mesh=mesh, platform="tpu"))
 arrays = {
     name: jax.ShapeDtypeStruct(weight.shape, jnp.bfloat16, sharding=whole)
     for name, weight in weights.by_name.items()

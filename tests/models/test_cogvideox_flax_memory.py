@@ -11,7 +11,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.models.cogvideox.flax_grid import grid_of
 from tpuport.models.cogvideox.flax_layers import GroupNorm, moments_of
 
@@ -20,7 +20,7 @@ devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").
 axis = (jax.sharding.AxisType.Auto,)
 mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",), axis_types=axis)
 whole = NamedSharding(mesh, PartitionSpec())
-grid = grid_of(Runtime(mesh=mesh, platform="tpu").op_context())
+grid = grid_of(model_runtime(mesh=mesh, platform="tpu").op_context())
 
 def run(x):
     norm = GroupNorm(channels, channels // 4, 1e-6)

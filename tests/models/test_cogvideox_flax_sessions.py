@@ -18,10 +18,10 @@ from tests.models.conftest import BUFFERS, pictures
 from tests.tolerances import TOLERANCES
 from tpuport.core.delivery import Delivery
 from tpuport.core.device_memory import planned_bytes
+from tpuport.core.frames import to_uint8
 from tpuport.core.media import read_image
 from tpuport.core.planning.abstract import abstract_programs
 from tpuport.core.vae_tiling import TilingDecision
-from tpuport.core.video import to_uint8
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.vae_memory import MARGIN
 from tpuport.plugins import get_port

@@ -14,7 +14,8 @@ from diffusers import AutoencoderKLCogVideoX
 from jax.sharding import Mesh, PartitionSpec
 
 from tests.tolerances import TOLERANCES
-from tpuport.core.spatial import AXES, COLUMNS, ROWS, VIDEOS, Side, Space, padded
+from tpuport.core.halos import Side
+from tpuport.core.spatial import AXES, COLUMNS, ROWS, VIDEOS, Space, padded
 from tpuport.models.cogvideox import conditioning, stages
 from tpuport.models.cogvideox.flax_grid import Grid
 from tpuport.models.cogvideox.flax_weights import FlaxWeights

@@ -12,7 +12,8 @@ import torch
 
 from tests.models.conftest import make_transformer, make_vae
 from tests.tolerances import TOLERANCES
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.patching import inspect_patches
 from tpuport.core.porting import PortedProgram
 from tpuport.core.rotary import RotaryCache

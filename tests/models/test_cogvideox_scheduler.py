@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tpuport.core.spec import FrameRule
+from tpuport.core.variant import FrameRule
 from tpuport.models.cogvideox import config, scheduler
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tpuport.core.checkpoint import build_skeleton
 from tpuport.core.module import WeightNames
 from tpuport.core.sharding import ShardingPlan, WeightInfo, plan_sharding
+from tpuport.core.skeleton import build_skeleton
 from tpuport.errors import ShardingError
 from tpuport.models.cogvideox.config import VARIANTS
 from tpuport.models.cogvideox.plugin import PORT

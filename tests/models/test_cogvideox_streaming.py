@@ -16,7 +16,7 @@ import torch
 import tpuport
 from tests.core.toys import Heard
 from tpuport.core.delivery import Delivery
-from tpuport.core.video import to_uint8
+from tpuport.core.frames import to_uint8
 
 FRAMES, HEIGHT, WIDTH = 49, 64, 96
 #: Of two latent frames each; the first has an odd one more.

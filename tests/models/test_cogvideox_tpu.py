@@ -24,7 +24,7 @@ from tpuport.core.checkpoint import build_skeleton
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.sharding import WeightInfo, plan_sharding
 from tpuport.core.spec import with_blocks
 from tpuport.models.cogvideox.plugin import PORT
@@ -36,7 +36,7 @@ mesh = build_mesh(MeshSpec.parse(sys.argv[1]), devices)
 component = port.components["transformer"]
 # Full width, two of the 42 layers: what a chip sees of a layer is what it will be.
 config = {**port.variant("1.5-5b").configs["transformer"], "num_layers": 2}
-runtime = Runtime(
+runtime = model_runtime(
     mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
     attention=port.attention,
 )

@@ -19,9 +19,10 @@ from diffusers.models.upsampling import CogVideoXUpsample3D
 from tests.tolerances import TOLERANCES
 from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.convolutions import counted
+from tpuport.core.lowering import spread
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
-from tpuport.core.spatial import SpatialLayout, spread
+from tpuport.core.spatial import SpatialLayout
 from tpuport.kernels.conv import MARGIN_BYTES, vmem_bytes
 from tpuport.patches import video
 from tpuport.patches.video import KERNEL, PRODUCT
@@ -53,7 +54,7 @@ def _ported(vae: Any, devices: int, without: str = "") -> PortedModule:
     port = get_port("cogvideox")
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     patches = [patch for patch in port.patches if patch.name != without]
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=mesh, platform="tpu", patches=patches, overrides=port.overrides
     )
     return PortedModule(vae, runtime)
@@ -276,7 +277,7 @@ from tests.models.compiled_layers import in_a_decoder
 from tpuport.core.components import Loaded
 from tpuport.core.lowering import lower
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.plugins import get_port
 
 port = get_port("cogvideox")
@@ -287,7 +288,7 @@ mesh = jax.sharding.Mesh(np.array(devices), ("x",), axis_types=axis)
 whole = NamedSharding(mesh, PartitionSpec())
 component = port.components["vae"]
 config = {**variant.configs["vae"], "layers_per_block": 1}
-runtime = Runtime(
+runtime = model_runtime(
     mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides
 )
 ported = PortedModule(build_skeleton(component, config), runtime)

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.checkpoint import Checkpoint, build_skeleton, match_names
+from tpuport.core.checkpoint import Checkpoint
+from tpuport.core.component import Component
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
-from tpuport.core.spec import Component
+from tpuport.core.skeleton import build_skeleton, match_names
 from tpuport.models.hunyuanvideo import demo, encoders, inputs
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
@@ -99,7 +100,7 @@ def load(folder: Path, class_name: str) -> tuple[PortedModule, dict[str, Any]]:
     part = component(class_name)
     config = json.loads((folder / "config.json").read_text())
     module = build_skeleton(part, config)
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=None,
         platform="cpu",
         patches=SLICE_ASSIGNMENT,
@@ -108,9 +109,7 @@ def load(folder: Path, class_name: str) -> tuple[PortedModule, dict[str, Any]]:
     )
     ported = PortedModule(module, runtime)
     files = load_file(folder / "model.safetensors")
-    found = match_names(
-        "test", part, module, files, ported.names.tied, ported.names.stored
-    )
+    found = match_names("test", part, files, ported.names.tied, ported.names.stored)
     weights = {name: to_numpy(files[stored]) for name, stored in found.items()}
     buffers = dict(module.named_buffers())
     weights |= {name: to_numpy(buffers[name]) for name in ported.names.computed}

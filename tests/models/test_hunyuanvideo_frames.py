@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tpuport.core.delivery import Delivery
-from tpuport.core.video import check_frames, to_uint8
+from tpuport.core.frames import to_uint8
+from tpuport.core.video import check_frames
 from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo.common import JoinedFrames
 from tpuport.patches.tiling import TilePlan, assemble, tiled_axis, whole_axis

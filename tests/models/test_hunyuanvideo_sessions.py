@@ -14,11 +14,11 @@ import torch
 import tpuport
 from tests.models.hunyuanvideo_upstream import picture
 from tests.tolerances import TOLERANCES
-from tpuport.core.executor import Timing
 from tpuport.core.media import read_image
 from tpuport.core.quality import compare
 from tpuport.core.report import Reporter
-from tpuport.core.spec import Work
+from tpuport.core.stage_run import Timing
+from tpuport.core.work import Work
 from tpuport.errors import UsageError, WeightsError
 from tpuport.models.hunyuanvideo import stages
 

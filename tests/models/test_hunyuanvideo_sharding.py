@@ -14,10 +14,11 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.checkpoint import build_skeleton
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.component import Component
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule, WeightNames
-from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import (
     ShardingPlan,
     ShardRule,
@@ -25,7 +26,7 @@ from tpuport.core.sharding import (
     named_shardings,
     plan_sharding,
 )
-from tpuport.core.spec import Component
+from tpuport.core.skeleton import build_skeleton
 from tpuport.errors import ShardingError
 from tpuport.models.hunyuanvideo import encoders, published, sharding
 from tpuport.models.hunyuanvideo.plugin import PORT
@@ -339,7 +340,7 @@ def test_heads_that_tp_cuts_through_give_the_same_numbers(tp: int) -> None:
     config = Qwen2_5_VLTextModel.config_class.from_dict(SMALL_QWEN)
     module = Qwen2_5_VLTextModel(config).eval()
     mesh = build_mesh(MeshSpec.parse(f"tp={tp}"))
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=mesh, platform="cpu", patches=SLICE_ASSIGNMENT, overrides=FLOAT32_NORMS
     )
     ported = PortedModule(module, runtime)

@@ -18,9 +18,8 @@ import tpuport
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.delivery import Delivery
-from tpuport.core.frames import FrameChecks, measure
+from tpuport.core.frames import FrameChecks, measure, to_uint8
 from tpuport.core.planning.abstract import abstract_programs
-from tpuport.core.video import to_uint8
 from tpuport.models.hunyuanvideo import tiles_in_time
 from tpuport.models.hunyuanvideo.tiles_in_time import blended, in_time_work
 from tpuport.patches.tiling import TilePlan, assemble, fading, tiled_axis, whole_axis

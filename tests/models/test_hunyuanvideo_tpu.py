@@ -22,7 +22,7 @@ from tpuport.core.checkpoint import build_skeleton
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.sharding import WeightInfo, plan_sharding
 from tpuport.core.spec import with_blocks
 from tpuport.kernels.reference import reference_attention
@@ -38,7 +38,7 @@ devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").
 mesh = build_mesh(MeshSpec.parse(case["mesh"]), devices)
 component = port.components["transformer"]
 config = {**variant.configs["transformer"], **case["layers"]}
-runtime = Runtime(
+runtime = model_runtime(
     mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
     attention=port.attention,
 )

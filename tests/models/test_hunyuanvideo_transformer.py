@@ -11,10 +11,11 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.patching import Patch, applied
-from tpuport.core.runtime import Runtime
 from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.tracing import SLICE_ASSIGNMENT
@@ -115,7 +116,7 @@ class Ported:
         from jax.sharding import NamedSharding, PartitionSpec
 
         self.mesh = None if mesh is None else build_mesh(MeshSpec.parse(mesh))
-        self.runtime = Runtime(
+        self.runtime = model_runtime(
             mesh=self.mesh,
             platform="cpu",
             patches=patches,

@@ -13,10 +13,11 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.patching import Patch, applied
-from tpuport.core.runtime import Runtime
 from tpuport.core.sharding import ShardRule, named_shardings, plan_sharding
 from tpuport.models.hunyuanvideo import sharding
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
@@ -121,7 +122,7 @@ class Ported:
         platform: str = "cpu",
     ) -> None:
         self.mesh = build_mesh(MeshSpec.parse(mesh))
-        self.runtime = Runtime(
+        self.runtime = model_runtime(
             mesh=self.mesh,
             platform=platform,
             patches=patches,

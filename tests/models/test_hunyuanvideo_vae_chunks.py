@@ -19,8 +19,9 @@ from tests.models.test_hunyuanvideo_vae_space import force, split_run
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.chunking import chunk_lengths
+from tpuport.core.lowering import spread
 from tpuport.core.module import BoundModule
-from tpuport.core.spatial import SpatialLayout, spread
+from tpuport.core.spatial import SpatialLayout
 from tpuport.errors import PluginError
 from tpuport.models.hunyuanvideo import vae as ours
 

@@ -28,10 +28,12 @@ from tests.models.hunyuanvideo_vaes import (
 from tests.tolerances import TOLERANCES
 from tpuport.core import spatial
 from tpuport.core.arrays import to_numpy
+from tpuport.core.device_order import build_mesh
 from tpuport.core.frames import encode_pixels
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.lowering import spread
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.module import BoundModule
-from tpuport.core.spatial import SpatialLayout, SpatialSplit, spread
+from tpuport.core.spatial import SpatialLayout, SpatialSplit
 from tpuport.models.hunyuanvideo import vae as ours
 from tpuport.models.hunyuanvideo.common import without_phantoms
 from tpuport.patches.tiling import TilePlan, assemble

@@ -26,9 +26,10 @@ from tests.models.test_hunyuanvideo_vae_space import farthest, force
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.convolutions import counted
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.lowering import spread
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.module import BoundModule
-from tpuport.core.spatial import spread
 from tpuport.models.hunyuanvideo import vae as ours
 from tpuport.patches.video import KERNEL, PRODUCT
 

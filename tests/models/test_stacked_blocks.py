@@ -17,7 +17,8 @@ from tests.models import test_hunyuanvideo_transformer as form_15
 from tests.models import test_hunyuanvideo_transformer_13b as form_13b
 from tests.models.conftest import make_transformer
 from tests.models.test_cogvideox_components import transformer_inputs
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.porting import PortedProgram, component_of
 from tpuport.models.hunyuanvideo import encoders
 from tpuport.plugins import get_port

@@ -27,7 +27,7 @@ from tpuport.core.checkpoint import build_skeleton
 from tpuport.core.mesh import MeshSpec, build_mesh
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.sharding import WeightInfo, plan_sharding
 from tpuport.core.spec import with_blocks
 from tpuport.plugins import get_port
@@ -47,7 +47,7 @@ inputs = [{k: array(*v) for k, v in part.items()} for part in case["inputs"]]
 step = port.stage("denoise").programs["step"].fn
 
 def measure(stacked):
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
         attention=port.attention,
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
-from tpuport.core.runtime import Runtime
 from tpuport.patches.activations import GELU_ROUNDED_ONCE, gelu
 
 
@@ -37,7 +37,7 @@ def test_a_runtime_with_the_override_runs_it(approximate: str) -> None:
     x = jnp.linspace(-4, 4, 4096).astype(jnp.bfloat16)
     found = {}
     for overrides in ((), (GELU_ROUNDED_ONCE,)):
-        runtime = Runtime(mesh=None, platform="cpu", overrides=overrides)
+        runtime = model_runtime(mesh=None, platform="cpu", overrides=overrides)
         ported = PortedModule(module, runtime)
         # Op by op: a compiler that fuses may keep more digits than torchax asks for.
         found[bool(overrides)] = ported.apply({}, x)

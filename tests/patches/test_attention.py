@@ -10,13 +10,13 @@ import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.patches.attention import attend, take_tokens, valid_first, valid_order
 
 
 def compiled(function: Any, *tensors: torch.Tensor, **options: Any) -> Any:
     """A torch function as one compiled program."""
-    runtime = Runtime(mesh=None, platform="cpu")
+    runtime = model_runtime(mesh=None, platform="cpu")
 
     @jax.jit
     def call(*arrays: Any) -> Any:

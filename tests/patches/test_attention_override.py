@@ -20,8 +20,8 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.attention import ATTENTION
 from tpuport.core.attention_lengths import LENGTH_ATTENTION
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.ops import resolve_operator
-from tpuport.core.runtime import Runtime
 
 TOLERANCE = TOLERANCES["attention torch float32"]
 
@@ -49,7 +49,7 @@ def test_a_row_without_a_key_is_zero_as_in_torch_and_nan_by_torchax(
     expected = sdpa(q, k, v, mask)
     assert torch.equal(expected[:, :, 2], torch.zeros(batch, 2, 8))
 
-    runtime = Runtime(mesh=None, platform="cpu")
+    runtime = model_runtime(mesh=None, platform="cpu")
     arrays = [to_numpy(x) for x in (q, k, v, mask)]
     found = to_torch(jax.jit(traced(runtime, sdpa))(*arrays))
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
@@ -97,6 +97,8 @@ def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does(
     array = jax.ShapeDtypeStruct((1, 2, length, 8), jnp.float32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     arrays = (array, array, array, lengths)
-    runtime = Runtime(mesh=None, platform="cpu", attention_implementation="blockwise")
+    runtime = model_runtime(
+        mesh=None, platform="cpu", attention_implementation="blockwise"
+    )
     assert array.size <= largest(traced(runtime, call), *arrays) < length * length / 4
     assert largest(by_torchax(runtime, call), *arrays) >= length * length

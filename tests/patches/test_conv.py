@@ -12,6 +12,7 @@ import torch
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.convolutions import counted
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.runtime import Runtime
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.video import KERNEL, PRODUCT
@@ -38,7 +39,7 @@ def test_conv3d_is_torchs(case: str, platform: str) -> None:
     torch.manual_seed(0)
     module = torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
     x = torch.randn(2, 4, 7, 9, 10)
-    runtime = Runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
+    runtime = model_runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
     found = _call(runtime, module, x)
     assert found.shape == module(x).shape
     assert float((found - module(x)).abs().max()) <= ATOL
@@ -49,7 +50,7 @@ def test_conv3d_is_torchs(case: str, platform: str) -> None:
 def test_other_convolutions_are_left_alone(cls: Any) -> None:
     module = cls(4, 6, 3, padding=1)
     x = torch.randn(2, 4, *(9,) * (module.weight.ndim - 2))
-    runtime = Runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
     assert float((_call(runtime, module, x) - module(x)).abs().max()) <= ATOL
 
 
@@ -89,7 +90,7 @@ def test_the_cpu_convolves_over_two_axes_and_without_the_override_over_three(
         return torch.func.functional_call(module, weights, (x,))
 
     cpu, tpu = (
-        Runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
+        model_runtime(mesh=None, platform=platform, overrides=[CONVOLUTION])
         for platform in ("cpu", "tpu")
     )
     assert axes_convolved(traced(cpu, call), x, *arrays) == [axes]
@@ -130,7 +131,7 @@ def test_what_a_convolution_runs_as_is_told_and_why(case: str) -> None:
         once = torch.func.functional_call(module, weights, (x,))
         return once, torch.func.functional_call(module, weights, (x,))
 
-    runtime = Runtime(mesh=None, platform="tpu", overrides=[CONVOLUTION])
+    runtime = model_runtime(mesh=None, platform="tpu", overrides=[CONVOLUTION])
     jax.make_jaxpr(traced(runtime, call))(x, *arrays)
     (record,) = counted(runtime.convolutions)
     implementation, reason = TOLD[case]
@@ -141,7 +142,7 @@ def test_what_a_convolution_runs_as_is_told_and_why(case: str) -> None:
 
 def test_on_a_cpu_no_kernel_is_passed_over() -> None:
     module = torch.nn.Conv2d(4, 6, 3)
-    runtime = Runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
     _call(runtime, module, torch.zeros(1, 4, 6, 7))
     (record,) = runtime.convolutions
     assert (record.implementation, record.reason) == ("XLA", "")
@@ -176,7 +177,7 @@ def test_a_mesh_without_a_split_is_left_to_the_compiler() -> None:
     found = []
     for devices in (1, 2):
         mesh = jax.make_mesh((devices,), ("tp",), axis_types=axis)
-        runtime = Runtime(mesh=mesh, platform="tpu", overrides=[CONVOLUTION])
+        runtime = model_runtime(mesh=mesh, platform="tpu", overrides=[CONVOLUTION])
         jaxpr = str(jax.make_jaxpr(traced(runtime, call))(x, *arrays))
         found.append("pallas_call" in jaxpr)
     assert found == [True, False]

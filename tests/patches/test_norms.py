@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.runtime import Runtime
+from tpuport.core.model_runtime import model_runtime
 from tpuport.patches.norms import FLOAT32_NORMS, group_norm, layer_norm
 
 Norm = Callable[..., Any]
@@ -119,7 +119,7 @@ def test_torch_modules_take_them_in_a_traced_block(name: str) -> None:
     x = normal(SHAPE) + 1000
     expected = MODULES[name].double()(x.double()).detach()
     module = MODULES[name].float()
-    runtime = Runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
     with runtime.tracing() as env:
         weights = {k: env.to_xla(v.detach()) for k, v in module.named_parameters()}
         out = torch.func.functional_call(module, weights, (env.to_xla(x),))
@@ -147,7 +147,7 @@ def test_the_aten_operators_give_their_statistics_too(operator: str, args: Any) 
             return call(x, weight, bias, *args, 1e-6)
         return call(x, *args, weight, bias, 1e-6)
 
-    runtime = Runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
     with runtime.tracing() as env:
         outs = arrange(*(env.to_xla(t) for t in (x, weight, bias)))
         found = [to_torch(env.t2j_iso(out)) for out in outs]
@@ -178,7 +178,7 @@ FAILING: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 def compiled(make: Callable[..., Any], call: Any, *tensors: torch.Tensor) -> Any:
-    runtime = Runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=FLOAT32_NORMS)
     if make is by_torchax:
         # What a traced block leaves behind is torchax's own.
         with runtime.tracing():

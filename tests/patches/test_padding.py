@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.patches.tools import traced
-from tpuport.core.runtime import Runtime
-from tpuport.core.spatial import Side, Space
+from tpuport.core.halos import Side
+from tpuport.core.model_runtime import model_runtime
+from tpuport.core.spatial import Space
 from tpuport.patches.padding import PADDING, pad
 
 CASES: list[tuple[tuple[int, ...], list[int], dict[str, Any]]] = [
@@ -31,7 +32,7 @@ def test_it_is_torchs(
     shape: tuple[int, ...], widths: list[int], options: dict[str, Any]
 ) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    runtime = Runtime(mesh=None, platform="cpu", overrides=[PADDING])
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=[PADDING])
     found = traced(runtime, lambda x: F.pad(x, widths, **options))(x.numpy())
     assert np.array_equal(np.asarray(found), F.pad(x, widths, **options).numpy())
 

@@ -12,9 +12,8 @@ import pytest
 from tests.core.test_spatial import DIMS, pixels, split
 from tests.tolerances import TOLERANCES
 from tpuport.core import spatial
-from tpuport.core.attention import AttentionPolicy
+from tpuport.core.active import AttentionPolicy, OpContext
 from tpuport.core.convolutions import counted
-from tpuport.core.ops import OpContext
 from tpuport.core.spatial import SpatialSplit
 from tpuport.patches.video import KERNEL, convolve, enlarged_convolution
 

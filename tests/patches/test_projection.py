@@ -12,9 +12,9 @@ from diffusers.models.normalization import AdaLayerNorm, AdaLayerNormContinuous
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.patching import Patch
-from tpuport.core.runtime import Runtime
 from tpuport.patches.projection import MODULATED_NORMS
 
 
@@ -54,7 +54,7 @@ def test_the_norm_is_kept_apart_and_the_same(name: str) -> None:
 
     def traced(patches: tuple[Patch, ...]) -> tuple[str, torch.Tensor]:
         ported = PortedModule(
-            module, Runtime(mesh=None, platform="cpu", patches=patches)
+            module, model_runtime(mesh=None, platform="cpu", patches=patches)
         )
         weights = {k: to_numpy(v) for k, v in module.state_dict().items()}
         run = jax.jit(ported.apply).lower(weights, *arrays)

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.patches.tools import by_torchax, traced
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.runtime import Runtime
 from tpuport.patches.resize import NEAREST_RESIZE
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(mesh=None, platform="cpu", overrides=[NEAREST_RESIZE])
+    return model_runtime(mesh=None, platform="cpu", overrides=[NEAREST_RESIZE])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -46,7 +47,7 @@ def runtime() -> Runtime:
 def test_every_element_is_torchs(
     shape: tuple[int, ...], arguments: dict[str, Any], platform: str
 ) -> None:
-    runtime = Runtime(mesh=None, platform=platform, overrides=[NEAREST_RESIZE])
+    runtime = model_runtime(mesh=None, platform=platform, overrides=[NEAREST_RESIZE])
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with runtime.tracing() as env:
         found = F.interpolate(env.j2t_iso(jnp.asarray(x.numpy())), **arguments)

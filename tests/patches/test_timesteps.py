@@ -10,9 +10,9 @@ import torch
 from diffusers.models.embeddings import Timesteps, get_timestep_embedding
 
 from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.patching import Patch, applied
-from tpuport.core.runtime import Runtime
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING, timestep_embedding
 
 TIMES = torch.tensor([37.0, 1000.0, 6000.0])
@@ -21,7 +21,9 @@ TIMES = torch.tensor([37.0, 1000.0, 6000.0])
 def error(patches: tuple[Patch, ...]) -> float:
     """Largest difference of a compiled embedding from torch's."""
     module = Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)
-    ported = PortedModule(module, Runtime(mesh=None, platform="cpu", patches=patches))
+    ported = PortedModule(
+        module, model_runtime(mesh=None, platform="cpu", patches=patches)
+    )
     found = jax.jit(functools.partial(ported.apply, {}))(to_numpy(TIMES))
     return float((to_torch(found) - module(TIMES)).abs().max())
 

@@ -14,9 +14,9 @@ import torch
 from tests.patches.tools import traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.patching import Patch
-from tpuport.core.runtime import Runtime
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.tracing import SLICE_ASSIGNMENT, write_slice
 
@@ -104,7 +104,7 @@ def test_torch_code_assigns_as_in_torch(through_view: bool, key: Any) -> None:
             x[key] = value
         return x
 
-    runtime = Runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
+    runtime = model_runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
     with runtime.tracing() as env:
         out = assign(env.to_xla(start()), env.to_xla(value))
         found = to_torch(env.t2j_iso(out))
@@ -118,7 +118,7 @@ def test_an_update_through_a_view_reaches_the_tensor() -> None:
         x[..., 2:].mul_(2)
         return x
 
-    runtime = Runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
+    runtime = model_runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
     with runtime.tracing() as env:
         found = to_torch(env.t2j_iso(add(env.to_xla(start()))))
     assert torch.equal(found, add(start()))
@@ -128,7 +128,7 @@ def test_a_bool_mask_is_written_by_torchax() -> None:
     mask = start() % 2 == 0
     expected = start()
     expected[mask] = -1.0
-    runtime = Runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
+    runtime = model_runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
     with runtime.tracing() as env:
         x = env.to_xla(start())
         x[env.to_xla(mask)] = -1.0
@@ -136,7 +136,7 @@ def test_a_bool_mask_is_written_by_torchax() -> None:
 
 
 def test_nothing_is_patched_outside_of_a_traced_block() -> None:
-    runtime = Runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
+    runtime = model_runtime(mesh=None, platform="cpu", patches=SLICE_ASSIGNMENT)
     from torchax.tensor import Tensor
     from torchax.view import NarrowInfo
 
@@ -171,7 +171,7 @@ def test_each_patch_joins_slices_where_torchax_scatters(name: str, assign: Any) 
     (patch,) = (p for p in SLICE_ASSIGNMENT if p.name == name)
 
     def program(*patches: Patch) -> str:
-        runtime = Runtime(mesh=None, platform="cpu", patches=patches)
+        runtime = model_runtime(mesh=None, platform="cpu", patches=patches)
         call = jax.jit(traced(runtime, assign))
         return str(
             call.lower(start().numpy(), np.ones((4, 2, 6), np.float32)).as_text()
@@ -216,7 +216,7 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
         expected = module(**inputs, image_rotary_emb=(cos, sin), return_dict=False)[
             0
         ].numpy()
-    runtime = Runtime(
+    runtime = model_runtime(
         mesh=None,
         platform="cpu",
         patches=(*patches, *PATCHES),

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.core.test_spatial import DIMS, SHAPES, pixels, split
-from tpuport.core.attention import AttentionPolicy
-from tpuport.core.ops import OpContext
+from tpuport.core.active import AttentionPolicy, OpContext
 from tpuport.kernels.conv_sides import outer_columns
 from tpuport.patches.video import _edges, modulation_maps, pointwise
 

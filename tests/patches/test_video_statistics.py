@@ -10,8 +10,7 @@ import pytest
 
 from tests.core.test_spatial import DIMS, SHAPES, pixels, split
 from tests.tolerances import TOLERANCES
-from tpuport.core.attention import AttentionPolicy
-from tpuport.core.ops import OpContext
+from tpuport.core.active import AttentionPolicy, OpContext
 from tpuport.core.spatial import Space
 from tpuport.patches.video import _channel_statistics
 

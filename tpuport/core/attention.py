@@ -12,81 +12,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
-from tpuport.core.ops import OpContext, OpOverride
+from tpuport.core.active import AttentionRecord, OpContext
+from tpuport.core.ops import OpOverride
 from tpuport.errors import AttentionError, UsageError
 
 if TYPE_CHECKING:
     import jax
 
     from tpuport.kernels.choice import AttentionChoice
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionPolicy:
-    """Which mesh axis splits which dim of q, k and v; a model hands one in.
-
-    ``None`` leaves the dim whole. Heads and batch are split where the axis divides
-    them. Queries are split over ``sequence`` at any length: they are padded to the
-    axis size and the padding is cut off again; keys and values are gathered.
-    """
-
-    batch: str | None = "dp"
-    heads: str | None = "tp"
-    sequence: str | None = "sp"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionRecord:
-    """What one traced attention call runs as.
-
-    Attributes:
-        query: shape [B, H, Lq, D], without the padding of a split.
-        key: shape [B, Hkv, Lk, D].
-        implementation: the kernel that was chosen.
-        reason: why, including what was passed over.
-        split: mesh axis per dim of the query, ``None`` where whole.
-        key_lengths: whether each batch item has its own number of valid keys.
-        frame_tokens: of frame-causal attention; the kernel then runs once per frame
-            and the split of Lq is one of the tokens of each frame.
-        blocks: tokens per step of the implementation, by option name.
-        window: (left, right) of a local window, ``None`` without one.
-        k_smooth: whether the mean key was subtracted.
-        causal: whether query i sees keys 0..i only.
-        dtype: of q, k and v.
-        padded: tokens of the joint sequence with its padding; ``None`` without one.
-        ulysses: devices that exchange tokens for heads.
-        ring: devices that share heads and have a part of the queries each.
-        ring_keys: how these meet each other's keys, ``"passed"`` round a ring or
-            ``"gathered"``; ``None`` where there is one device only.
-        notice: where it is not what the user chose, what became of that.
-    """
-
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    implementation: str
-    reason: str
-    split: tuple[str | None, ...]
-    key_lengths: bool = False
-    frame_tokens: int | None = None
-    blocks: Mapping[str, int] = field(default_factory=dict)
-    window: tuple[int, int] | None = None
-    k_smooth: bool = False
-    causal: bool = False
-    dtype: str = "float32"
-    padded: int | None = None
-    ulysses: int = 1
-    ring: int = 1
-    ring_keys: str | None = None
-    notice: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 def check_implementation(asked: str, platform: str) -> AttentionChoice:

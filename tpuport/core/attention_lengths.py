@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.active import OpContext
 from tpuport.core.attention import split_attention
-from tpuport.core.ops import OpContext, OpOverride
+from tpuport.core.ops import OpOverride
 
 if TYPE_CHECKING:
     import jax
@@ -180,5 +181,6 @@ LENGTH_ATTENTION = OpOverride(
     make=_make,
     owner="tpuport.core.attention_lengths",
     reason="key lengths and frames without a mask of Lq x Lk",
+    define=define_attention_op,
 )
-"""An override every runtime installs, after :func:`define_attention_op`."""
+"""Key lengths and frames of attention, in the runtime of every model."""

@@ -7,7 +7,6 @@ files are never read.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.fingerprint import fingerprint_files
-from tpuport.core.spec import Component
 from tpuport.errors import HubError, MissingWeightsError, WeightsError
 
 if TYPE_CHECKING:
@@ -313,93 +311,3 @@ def _download(repo_id: str, folders: Sequence[str]) -> Path:
             f"({type(error).__name__}: {reason[:160]}). Check the name and the "
             "network, or download it elsewhere and pass the folder to --weights"
         ) from error
-
-
-def load_class(class_path: str) -> Any:
-    """The class that ``"package:Class"`` names."""
-    module, _, name = class_path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def build_skeleton(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
-    """The upstream module with parameters on the meta device and buffers computed.
-
-    A full-size model costs no memory for its weights this way. Non-persistent buffers
-    (position tables) are computed by upstream's own constructor.
-
-    Raises:
-        WeightsError: the config does not build the class.
-    """
-    import torch
-    from accelerate import init_empty_weights
-
-    cls = load_class(component.class_path)
-    with init_empty_weights(include_buffers=False):
-        try:
-            if hasattr(cls, "from_config"):
-                module = cls.from_config(dict(config))
-            else:
-                module = cls(cls.config_class.from_dict(dict(config)))
-        except (TypeError, ValueError, KeyError) as error:
-            raise WeightsError(
-                f"{component.name}/config.json does not build a "
-                f"{component.class_path.partition(':')[2]}: {error}"
-            ) from error
-    assert isinstance(module, torch.nn.Module)
-    if hasattr(module, "tie_weights"):
-        # Moving each parameter to meta by itself parts those that are one.
-        module.tie_weights()
-    return module.eval()
-
-
-def match_names(
-    source: str,
-    component: Component,
-    module: torch.nn.Module,
-    stored: Mapping[str, Any],
-    tied: Mapping[str, str],
-    expected: Sequence[str],
-) -> dict[str, str]:
-    """Expected weight name -> name in the files. Tied weights may have either name, and
-    all of them the component's prefix.
-
-    Raises:
-        WeightsError: a tensor is missing or extra; the message names it.
-    """
-    aliases: dict[str, list[str]] = {name: [name] for name in expected}
-    for alias, name in tied.items():
-        if name in aliases:
-            aliases[name].append(alias)
-    if component.stored_prefix:
-        for names in aliases.values():
-            names += [component.stored_prefix + name for name in names]
-    found: dict[str, str] = {}
-    for name, candidates in aliases.items():
-        for candidate in candidates:
-            if candidate in stored:
-                found[name] = candidate
-                break
-    missing = [name for name in expected if name not in found]
-    known = {c for candidates in aliases.values() for c in candidates}
-    extra = [
-        name
-        for name in stored
-        if name not in known
-        and not any(re.fullmatch(pattern, name) for pattern in component.ignored)
-    ]
-    problems = []
-    for label, names in (("missing", missing), ("extra", extra)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            problems.append(f"{label} tensor {names[0]}{more}")
-    if problems:
-        raise WeightsError(
-            f"{source}: {component.name}/ does not fit its config.json: "
-            + "; ".join(problems)
-        )
-    return found
-
-
-def is_used(used: Sequence[str], name: str) -> bool:
-    """Whether one of the regexes ``used`` is of the weight of that name."""
-    return any(re.fullmatch(pattern, name) for pattern in used)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import checkpoint as checkpoints
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.attention import check_implementation
 from tpuport.core.device_memory import array_bytes
@@ -19,6 +18,7 @@ from tpuport.core.implementations import (
     implementation_of,
 )
 from tpuport.core.jax_module import JaxModule
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
 from tpuport.core.report import Reporter
@@ -27,8 +27,8 @@ from tpuport.core.sharding import (
     GATHERED,
     ShardingPlan,
     WeightInfo,
-    plan_layout,
 )
+from tpuport.core.skeleton import build_skeleton, is_used, match_names
 from tpuport.core.spec import ModelPort
 from tpuport.core.transforms import transformer
 from tpuport.errors import UsageError, WeightsError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.checkpoint import Checkpoint
-    from tpuport.core.implementations import WeightMap
+    from tpuport.core.jax_module import WeightMap
 
 
 EVERYTHING = (".*",)
@@ -123,7 +123,7 @@ class Components:
         if name not in self._skeletons:
             component = self.port.components[name]
             self.checkpoint.check_class(name, component.class_path)
-            self._skeletons[name] = checkpoints.build_skeleton(
+            self._skeletons[name] = build_skeleton(
                 component, self.checkpoint.config(name)
             )
         return self._skeletons[name]
@@ -150,7 +150,7 @@ class Components:
                     mesh.axis_names,
                     axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
                 )
-            self._runtimes[key] = Runtime(
+            self._runtimes[key] = model_runtime(
                 mesh=mesh,
                 platform=self.platform,
                 patches=() if plain else self.port.patches,
@@ -199,7 +199,7 @@ class Components:
             stored: WeightInfo(tuple(tensors[stored].shape), itemsize)
             for stored in ported.names.stored
         }
-        plan = plan_layout(self.port, name, self.layout, weights, dict(mesh.shape))
+        plan = self.port.sharding_plan(name, self.layout, weights, dict(mesh.shape))
         stacked = self.port.components[name].stacked if self.stack else ()
         if stacked and mesh.size > 1:
             ported = PortedModule(module, ported.runtime, stacked)
@@ -237,13 +237,13 @@ class Components:
         floating = jax_dtype(self.dtype_of(name))
         replicated = NamedSharding(runtime.mesh, PartitionSpec())
 
-        def is_used(weight: str) -> bool:
-            return checkpoints.is_used(used, weight)
+        def wanted(weight: str) -> bool:
+            return is_used(used, weight)
 
         weight_map = self.weight_map(name)
         if weight_map is not None:
             module = JaxModule(weight_map, runtime)
-            structs = module.abstract_weights(plan, runtime.mesh, floating, is_used)
+            structs = module.abstract_weights(plan, runtime.mesh, floating, wanted)
             return Loaded(module, structs, plan, replicated)
         stacked = self.port.components[name].stacked if self.stack else ()
         ported = PortedModule(self.skeleton(name), runtime, stacked)
@@ -253,7 +253,7 @@ class Components:
             cast = tensor.is_floating_point() and weight not in computed
             return floating if cast else array_dtype(tensor)
 
-        weights = abstract_weights(ported, plan, runtime.mesh, dtype, is_used)
+        weights = abstract_weights(ported, plan, runtime.mesh, dtype, wanted)
         return Loaded(ported, weights, plan, replicated)
 
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
@@ -290,7 +290,7 @@ class Components:
                 "more than by default"
             )
         tensors = ported.tensors()
-        by_file = {v: k for k, v in found.items() if checkpoints.is_used(used, k)}
+        by_file = {v: k for k, v in found.items() if is_used(used, k)}
         dtype = torch_dtype(self.dtype_of(name))
         transform = transformer(
             self.port.components[name].transforms,
@@ -347,10 +347,9 @@ class Components:
             WeightsError: files, names or shapes are off.
         """
         files = self.checkpoint.weight_files(name)
-        found = checkpoints.match_names(
+        found = match_names(
             self.checkpoint.source,
             self.port.components[name],
-            ported.module,
             files,
             ported.names.tied,
             ported.names.stored,

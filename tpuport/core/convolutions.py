@@ -8,34 +8,13 @@ words, so that reports of runs and plans can tell.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.active import ConvolutionRecord
+
 if TYPE_CHECKING:
-    from tpuport.core.ops import OpContext
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvolutionRecord:
-    """What some traced calls run as.
-
-    Attributes:
-        call: what they are, such as ``"convolution"``; a block that holds several is
-            noted only where it was refused as a whole, and its convolutions by
-            themselves.
-        implementation: what does them.
-        reason: why what is better was passed over; empty where nothing was.
-        count: how many there are, as traced: one in a scanned block counts once.
-    """
-
-    call: str
-    implementation: str
-    reason: str = ""
-    count: int = 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+    from tpuport.core.active import OpContext
 
 
 def note(
@@ -77,10 +56,3 @@ def joined(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """:func:`counted` of records as :meth:`ConvolutionRecord.as_dict` gives them."""
     found = counted(ConvolutionRecord(**entry) for entry in entries)
     return tuple(record.as_dict() for record in found)
-
-
-def words(entry: Mapping[str, Any]) -> str:
-    """One record for people: how many of what, by what, and why."""
-    count, call = entry["count"], entry["call"]
-    text = f"{count} {call}{'s' * (count > 1)} by {entry['implementation']}"
-    return text + (f": {entry['reason']}" if entry["reason"] else "")

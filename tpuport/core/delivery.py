@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.frames import STATISTICS, FrameChecks, check_pixels, measure
-from tpuport.core.video import to_uint8
+from tpuport.core.frames import STATISTICS, FrameChecks, check_pixels, measure, to_uint8
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tpuport.core.chips import chip as chip_named
 from tpuport.core.chips import chip_of
-from tpuport.core.memory_report import plan_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 #: How the compiler says that a program is too large, before and after it has tried to
@@ -128,3 +127,26 @@ def planned_bytes(compiled: Any) -> int | None:
     """
     parts = plan_of(compiled)
     return sum(parts.values()) - 2 * parts["shared"] if parts else None
+
+
+def plan_of(compiled: Any) -> dict[str, int]:
+    """Bytes per device by what a compiled program uses them for.
+
+    Args:
+        compiled: a ``jax.stages.Compiled``, compiled here or loaded from a file.
+
+    Returns:
+        ``arguments``, ``outputs``, ``shared`` (outputs in the place of arguments),
+        ``temporaries`` and ``code``; empty for what is no compiled program.
+    """
+    analyse = getattr(compiled, "memory_analysis", None)
+    found = analyse() if analyse is not None else None
+    if found is None:
+        return {}
+    return {
+        "arguments": int(found.argument_size_in_bytes),
+        "outputs": int(found.output_size_in_bytes),
+        "shared": int(found.alias_size_in_bytes),
+        "temporaries": int(found.temp_size_in_bytes),
+        "code": int(found.generated_code_size_in_bytes),
+    }

@@ -24,7 +24,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.mesh import AXES
+
 if TYPE_CHECKING:
+    import jax
+
     from tpuport.core.mesh import MeshSpec
 
 #: Chips up to which a slice's own order is kept, which has the same boxes.
@@ -124,3 +128,35 @@ def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
         (tuple(a + step for a, step in zip(start, along, strict=True)), size)
         for along in itertools.product(*steps)
     ]
+
+
+def build_mesh(
+    spec: MeshSpec, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """The jax mesh of axes (dp, sp, tp) over the first ``spec.size`` devices.
+
+    On more than eight chips of a TPU slice they are put in an order along its links,
+    whatever order they come in (:func:`tpuport.core.device_order.torus_order`;
+    ``jax.make_mesh`` refuses some subsets of a slice). Otherwise the order of
+    ``devices`` is kept. Axis types are Auto, so the compiler chooses the shardings that
+    are not given.
+
+    Args:
+        spec: may have one axis of -1.
+        devices: ``jax.devices()`` when not given.
+
+    Raises:
+        MeshError: there are too few devices.
+    """
+    import jax
+    import numpy as np
+
+    found = list(jax.devices() if devices is None else devices)
+    spec = spec.resolve(len(found))
+    grid = np.empty(spec.size, dtype=object)
+    grid[:] = torus_order(found[: spec.size], spec)
+    return jax.sharding.Mesh(
+        grid.reshape([spec.shape[axis] for axis in AXES]),
+        AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    )

@@ -17,16 +17,18 @@ from tpuport.core.op_by_op import OpByOp
 from tpuport.core.programs import Programs
 from tpuport.core.report import Reporter, StageReport
 from tpuport.core.rotary import RotaryCache
-from tpuport.core.spec import Stage, StageContext, Work
+from tpuport.core.stage import Stage
 from tpuport.core.stage_run import StageRun, Timing, load
 from tpuport.core.steady_trace import SteadyTrace
-from tpuport.core.step_cache import StepCache, with_step_cache
+from tpuport.core.step_cache import StepCache
+from tpuport.core.step_caching import with_step_cache
 from tpuport.core.vae_tiling import (
     DoesNotFitError,
     TilingDecision,
     check_choice,
     decide,
 )
+from tpuport.core.work import StageContext, Work
 
 if TYPE_CHECKING:
     import torch

@@ -50,7 +50,7 @@ def encode_pixels(
 ) -> dict[str, jax.Array]:
     """Planes as they leave the device, with what :class:`FrameChecks` needs of them.
 
-    Bytes are those of :func:`tpuport.core.video.to_uint8`: the same float32 product,
+    Bytes are those of :func:`tpuport.core.frames.to_uint8`: the same float32 product,
     rounded the same way, a tie to the even byte.
 
     Args:
@@ -136,8 +136,6 @@ def encode_on_host(x: np.ndarray, pixels: str) -> dict[str, np.ndarray]:
         UsageError: ``pixels`` is neither.
     """
     import numpy as np
-
-    from tpuport.core.video import to_uint8
 
     check_pixels(pixels)
     finite = np.isfinite(x).sum(axis=(1, 3, 4), dtype=np.int32)
@@ -231,3 +229,26 @@ class FrameChecks:
                     f"video {index}: all pixels of its {video.frames} frames have the "
                     f"same colour ({colour})"
                 )
+
+
+def to_uint8(frames: np.ndarray) -> np.ndarray:
+    """Frames in [0, 1] as bytes: ``rint(x * 255)``, values outside clipped.
+
+    A tie goes to the even byte, as in upstream's ``VaeImageProcessor.numpy_to_pil``
+    (diffusers ``image_processor.py``). Bytes come back as they are.
+
+    Raises:
+        VideoError: a value is NaN or infinite, or the frames are integers of another
+            type.
+    """
+    import numpy as np
+
+    if frames.dtype == np.uint8:
+        return frames
+    if not np.issubdtype(frames.dtype, np.floating):
+        raise VideoError(f"frames must be float or uint8, not {frames.dtype}")
+    if not np.isfinite(frames).all():
+        raise VideoError("the frames hold NaN or infinite values")
+    # float16 cannot tell the neighbours of 255 * x apart.
+    wide = frames.astype(np.float32, copy=False)
+    return np.rint(np.clip(wide, 0, 1) * 255).astype(np.uint8)

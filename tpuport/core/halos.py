@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.spatial import Side
 
 Border = Literal["zeros", "edge"]
 """What lies beyond the picture: zeros, or its outermost row or column again."""
@@ -81,3 +81,63 @@ def exchanged(
             got = jnp.where(ends, cut(n - 1, n) if last is None else last, got)
         parts.append(got)
     return jnp.concatenate(parts, axis=dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """Rows or columns of a picture over devices.
+
+    Attributes:
+        axis: the mesh axis.
+        parts: devices along it.
+        size: elements of the whole side, at the resolution of what is split.
+    """
+
+    axis: str
+    parts: int
+    size: int
+
+    @property
+    def each(self) -> int:
+        """Elements on a device, phantom ones included."""
+        return -(-self.size // self.parts)
+
+    @property
+    def even(self) -> bool:
+        """Whether there are no phantom elements."""
+        return self.size % self.parts == 0
+
+    def whole(self, n: int) -> int:
+        """Elements of the whole side at the resolution that has n on a device.
+
+        Raises:
+            ValueError: no resolution has: n was padded or cut.
+        """
+        if n * self.size % self.each:
+            raise ValueError(
+                f"{n} {self.axis} on a device, where a picture of {self.size} has "
+                f"{self.each}"
+            )
+        return n * self.size // self.each
+
+    def start(self, n: int) -> jax.Array:
+        """Where this device's elements start in the whole side."""
+        import jax
+
+        return jax.lax.axis_index(self.axis) * n
+
+    def real(self, n: int) -> jax.Array:
+        """Booleans [n]: which of this device's elements are no phantoms."""
+        import jax.numpy as jnp
+
+        return self.start(n) + jnp.arange(n) < self.whole(n)
+
+    def count(self, n: int) -> jax.Array | int:
+        """How many of them there are."""
+        import jax.numpy as jnp
+
+        return n if self.even else jnp.clip(self.ahead(n), 0, n)
+
+    def ahead(self, n: int) -> jax.Array:
+        """How many there are from this device's first on, on all devices together."""
+        return self.whole(n) - self.start(n)

@@ -8,84 +8,17 @@ it reads one port and no flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tpuport.core.spec import TORCHAX, Component, ModelPort, Program, Stage
+from tpuport.core.component import TORCHAX, Component, Implementation
+from tpuport.core.spec import ModelPort
+from tpuport.core.stage import Stage
 from tpuport.errors import PluginError, UsageError
 
 if TYPE_CHECKING:
-    from tpuport.core.vae_tiling import Footprint
-    from tpuport.core.work import StageContext
     from tpuport.kernels.choice import AttentionChoice
-
-
-class StoredWeight(Protocol):
-    """One weight of an implementation, and where it comes from.
-
-    Attributes:
-        name: in the implementation.
-        stored: upstream's name, as the component's sharding rules have it.
-        order: which of the stored dims stands at each of its own.
-        shape: in the implementation.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stored(self) -> str: ...
-    @property
-    def order(self) -> tuple[int, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class WeightMap(Protocol):
-    """The weights of an implementation of one config."""
-
-    @property
-    def by_stored_name(self) -> Mapping[str, StoredWeight]:
-        """Every weight by upstream's name."""
-
-    def check(self, stored: Iterable[str]) -> None:
-        """Refuse a checkpoint with other names than these.
-
-        Raises:
-            WeightsError: some are missing, or some are unknown.
-        """
-
-    def convert(self, stored: str, array: Any) -> tuple[str, Any]:
-        """One stored tensor -> its name here, and the array with its dims turned.
-
-        Raises:
-            WeightsError: no such weight, or one of another shape.
-        """
-
-    def bind(self, arrays: Mapping[str, Any]) -> Any:
-        """The module with these weights: arrays, or tracers inside a program."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Implementation:
-    """A component in JAX alone, on upstream's weights.
-
-    Attributes:
-        weights: its weights, from the component's config. Raises NotImplementedError
-            for a config that it cannot run.
-        programs: by stage, those that take the place of the component's own programs
-            of the same names; what they get and give, apart from the carry, is theirs.
-            Their model is a :class:`~tpuport.core.jax_module.BoundJaxModule`.
-        footprints: by stage, in place of the stage's; a stage that has one needs one.
-        packages: what it is written with, whose versions are part of a program's key.
-    """
-
-    weights: Callable[[Mapping[str, Any]], WeightMap]
-    programs: Mapping[str, Mapping[str, Program]]
-    footprints: Mapping[
-        str, Callable[[StageContext, bool, Sequence[Any]], Footprint]
-    ] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()
 
 
 def names_of(component: Component) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tpuport.core.layouts import row_major
 from tpuport.core.module import Weights, constrain
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from tpuport.core.implementations import WeightMap
     from tpuport.core.runtime import Runtime
     from tpuport.core.spatial import Space
 
@@ -127,3 +126,48 @@ class BoundJaxModule:
     def row_major(self, x: jax.Array) -> jax.Array:
         """See :func:`tpuport.core.layouts.row_major`."""
         return row_major(x, self.platform)
+
+
+class StoredWeight(Protocol):
+    """One weight of an implementation, and where it comes from.
+
+    Attributes:
+        name: in the implementation.
+        stored: upstream's name, as the component's sharding rules have it.
+        order: which of the stored dims stands at each of its own.
+        shape: in the implementation.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stored(self) -> str: ...
+    @property
+    def order(self) -> tuple[int, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class WeightMap(Protocol):
+    """The weights of an implementation of one config."""
+
+    @property
+    def by_stored_name(self) -> Mapping[str, StoredWeight]:
+        """Every weight by upstream's name."""
+
+    def check(self, stored: Iterable[str]) -> None:
+        """Refuse a checkpoint with other names than these.
+
+        Raises:
+            WeightsError: some are missing, or some are unknown.
+        """
+
+    def convert(self, stored: str, array: Any) -> tuple[str, Any]:
+        """One stored tensor -> its name here, and the array with its dims turned.
+
+        Raises:
+            WeightsError: no such weight, or one of another shape.
+        """
+
+    def bind(self, arrays: Mapping[str, Any]) -> Any:
+        """The module with these weights: arrays, or tracers inside a program."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class KeptShapes(dict[Any, Any]):
-    """What :func:`tpuport.core.step_cache.with_step_cache` keeps its shapes in.
+    """What :func:`tpuport.core.step_caching.with_step_cache` keeps its shapes in.
 
     Args:
         known: what this process has found already.

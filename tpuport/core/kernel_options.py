@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpuport.core.ops import OpContext
+    from tpuport.core.active import OpContext
 
 #: Of a core's VMEM, what a kernel may take.
 VMEM_SHARE = 7 / 8

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.libtpu_flags import flags_for
-from tpuport.core.spatial import spread
+from tpuport.core.spatial import (
+    SpatialLayout,
+    padded,
+    partition,
+    spatial_mesh,
+    split_of,
+)
 
 if TYPE_CHECKING:
     import jax
 
     from tpuport.core.components import Loaded
-    from tpuport.core.spec import Program
+    from tpuport.core.runtime import Runtime
+    from tpuport.core.stage import Program
 
 
 def trace(
@@ -81,3 +89,57 @@ def lower(
 ) -> jax.stages.Lowered:
     """:func:`trace`, and lower what it gives."""
     return trace(stage, name, program, loaded, args).lower()
+
+
+def spread(
+    run: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
+    runtime: Runtime,
+    layout: SpatialLayout,
+    args: tuple[Any, Any, Any],
+) -> tuple[Callable[[Any, Any, Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
+    """A program that runs on its part of the picture, as one of whole arrays.
+
+    Args:
+        run: ``run(weights, carry, constants, inputs) -> (carry, output)``.
+        runtime: where it is traced; tracing finds the :class:`Space` there.
+        layout: of its arrays.
+        args: carry, constants and inputs, or ``ShapeDtypeStruct`` in their place.
+
+    Returns:
+        the program, and the shardings of its carry and its output as prefixes of their
+        trees.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    assert runtime.mesh is not None
+    split, space = split_of(layout, runtime.mesh, args[2])
+    mesh = spatial_mesh(runtime.mesh, split)
+    gives = (partition(layout.carry), jax.tree.map(partition, layout.output))
+    takes = (
+        PartitionSpec(),
+        partition(layout.carry),
+        PartitionSpec(),
+        {name: partition(layout.inputs[name]) for name in args[2]},
+    )
+
+    def on_device(
+        weights: Any, carry: Any, constants: Any, inputs: Any
+    ) -> tuple[Any, Any]:
+        with runtime.split(space):
+            return run(weights, carry, constants, inputs)
+
+    def whole(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
+        inputs = {k: padded(space, layout.inputs[k], x) for k, x in inputs.items()}
+        inner = jax.shard_map(
+            on_device, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False
+        )
+        out: tuple[Any, Any] = inner(weights, carry, constants, inputs)
+        return out
+
+    places = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        gives,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    return whole, places

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.device_memory import plan_of
+
 if TYPE_CHECKING:
     from tpuport.core.programs import Ready
 
@@ -151,29 +153,6 @@ def live_memory(devices: Iterable[Any]) -> tuple[DeviceMemory, ...]:
         peak = int(stats.get("peak_bytes_in_use", in_use))
         found.append(DeviceMemory(device=_name(device), in_use=in_use, peak=peak))
     return tuple(found)
-
-
-def plan_of(compiled: Any) -> dict[str, int]:
-    """Bytes per device by what a compiled program uses them for.
-
-    Args:
-        compiled: a ``jax.stages.Compiled``, compiled here or loaded from a file.
-
-    Returns:
-        ``arguments``, ``outputs``, ``shared`` (outputs in the place of arguments),
-        ``temporaries`` and ``code``; empty for what is no compiled program.
-    """
-    analyse = getattr(compiled, "memory_analysis", None)
-    found = analyse() if analyse is not None else None
-    if found is None:
-        return {}
-    return {
-        "arguments": int(found.argument_size_in_bytes),
-        "outputs": int(found.output_size_in_bytes),
-        "shared": int(found.alias_size_in_bytes),
-        "temporaries": int(found.temp_size_in_bytes),
-        "code": int(found.generated_code_size_in_bytes),
-    }
 
 
 def planned_memory(

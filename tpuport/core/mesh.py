@@ -10,13 +10,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tpuport.core.device_order import torus_order
 from tpuport.errors import MeshError
-
-if TYPE_CHECKING:
-    import jax
 
 AXES = ("dp", "sp", "tp")
 """The mesh axes, outermost first."""
@@ -292,38 +288,6 @@ def auto_mesh(
     legal = sorted(n for n in _divisors(left) if common % n == 0)
     tp = 1 if tokens else legal[-1]
     return MeshSpec(dp=dp, sp=left // tp, tp=tp)
-
-
-def build_mesh(
-    spec: MeshSpec, devices: Sequence[jax.Device] | None = None
-) -> jax.sharding.Mesh:
-    """The jax mesh of axes (dp, sp, tp) over the first ``spec.size`` devices.
-
-    On more than eight chips of a TPU slice they are put in an order along its links,
-    whatever order they come in (:func:`tpuport.core.device_order.torus_order`;
-    ``jax.make_mesh`` refuses some subsets of a slice). Otherwise the order of
-    ``devices`` is kept. Axis types are Auto, so the compiler chooses the shardings that
-    are not given.
-
-    Args:
-        spec: may have one axis of -1.
-        devices: ``jax.devices()`` when not given.
-
-    Raises:
-        MeshError: there are too few devices.
-    """
-    import jax
-    import numpy as np
-
-    found = list(jax.devices() if devices is None else devices)
-    spec = spec.resolve(len(found))
-    grid = np.empty(spec.size, dtype=object)
-    grid[:] = torus_order(found[: spec.size], spec)
-    return jax.sharding.Mesh(
-        grid.reshape([spec.shape[axis] for axis in AXES]),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-    )
 
 
 def _integer(value: Any, axis: str, asked: Any) -> int:

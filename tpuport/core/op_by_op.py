@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tpuport.core.components import Loaded
     from tpuport.core.report import CompileReport
     from tpuport.core.request import Request
-    from tpuport.core.spec import Program
+    from tpuport.core.stage import Program
 
 
 class OpByOp:

@@ -13,44 +13,11 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
+from tpuport.core.active import OpContext
 from tpuport.errors import OpConflictError
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.attention import AttentionPolicy, AttentionRecord
-    from tpuport.core.convolutions import ConvolutionRecord
-    from tpuport.core.spatial import Space
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpContext:
-    """What an implementation may depend on.
-
-    Attributes:
-        mesh: the device mesh the traced program runs on.
-        platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: where it will be lowered.
-        attention: how attention is split over the mesh.
-        implementation: the attention asked for, as
-            :class:`tpuport.kernels.choice.AttentionChoice` reads it.
-        chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
-        space: how the picture is split over devices, in a program that is; the arrays
-            are then a device's own and there is no mesh.
-        records: attention calls traced so far append what ran here.
-        convolutions: as do convolutions, each of them.
-    """
-
-    mesh: jax.sharding.Mesh | None
-    platform: str
-    attention: AttentionPolicy
-    implementation: str = "auto"
-    chip: str | None = None
-    space: Space | None = None
-    records: list[AttentionRecord]
-    convolutions: list[ConvolutionRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +31,15 @@ class OpOverride:
             in place of tensors and must honour the torch signature whole.
         owner: who claims it, for messages.
         reason: why torchax's own implementation does not do.
+        define: makes the operators where torch has none of that name; called before
+            they are looked up, as often as that happens.
     """
 
     targets: tuple[str, ...]
     make: Callable[[OpContext], Callable[..., Any]]
     owner: str
     reason: str
+    define: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:
@@ -127,6 +97,8 @@ def _identity(operator: Any) -> str:
 
 
 def _resolve(override: OpOverride, target: str) -> Any:
+    if override.define is not None:
+        override.define()
     try:
         return resolve_operator(target)
     except OpConflictError as error:

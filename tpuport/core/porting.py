@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.component import Component
 from tpuport.core.gathering import gathered, room_for_weights
+from tpuport.core.model_runtime import model_runtime
 from tpuport.core.module import PortedModule
 from tpuport.core.placement import abstract_weights, place_weights
-from tpuport.core.runtime import Runtime
-from tpuport.core.sharding import ShardingPlan, plan_layout
-from tpuport.core.spec import Component, ModelPort
+from tpuport.core.sharding import ShardingPlan
+from tpuport.core.spec import ModelPort
 from tpuport.core.transforms import transformer
 from tpuport.errors import UsageError
 
@@ -57,7 +58,7 @@ class PortedProgram:
         floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
         import torch
 
-        self._runtime = Runtime(
+        self._runtime = model_runtime(
             mesh=mesh,
             platform=str(mesh.devices.flat[0].platform),
             patches=port.patches,
@@ -71,7 +72,7 @@ class PortedProgram:
         names = self._ported.names
         key = next(k for k, c in port.components.items() if c is component)
         stored = {name: tensors[name] for name in names.stored}
-        whole = plan_layout(port, key, sharding, stored, dict(mesh.shape))
+        whole = port.sharding_plan(key, sharding, stored, dict(mesh.shape))
         room = room_for_weights(mesh.devices.flat)
         self.plan: ShardingPlan = gathered(whole, self._ported, stored, room=room)
         self._replicated = NamedSharding(mesh, PartitionSpec())

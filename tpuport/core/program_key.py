@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from tpuport.core.components import Components, Loaded
     from tpuport.core.request import Request
-    from tpuport.core.spec import ModelPort, Program
+    from tpuport.core.spec import ModelPort
+    from tpuport.core.stage import Program
     from tpuport.kernels.choice import AttentionChoice
 
 #: Raised when the meaning of a field changes.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tpuport.core.program_key import ProgramKey
     from tpuport.core.request import Request
     from tpuport.core.runtime import Runtime
-    from tpuport.core.spec import Program, Stage
+    from tpuport.core.stage import Program, Stage
     from tpuport.core.vae_tiling import TilingDecision
 
 #: Of executables, in the folder of the compile cache.

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tpuport.core.convolutions import words
-
 #: Block sizes of attention, in the order in which they are told, and for people.
 _BLOCKS = {"block_q": "q", "block_kv": "kv", "block_kv_compute": "kv compute"}
 
@@ -73,7 +71,7 @@ class StageReport:
         sharding: the plan of each component, weights left out.
         attention: what attention ran as.
         convolutions: what those of all its programs ran as, and why a kernel was passed
-            over; see :class:`tpuport.core.convolutions.ConvolutionRecord`.
+            over; see :class:`tpuport.core.active.ConvolutionRecord`.
         patches: which patches were applied while tracing, in this process or in the
             one that kept the executable.
         op_by_op: whether nothing was compiled: each op ran by itself.
@@ -330,3 +328,10 @@ class Reporter:
 
     def stage_finished(self, report: StageReport) -> None:
         """A stage ended."""
+
+
+def words(entry: Mapping[str, Any]) -> str:
+    """One record for people: how many of what, by what, and why."""
+    count, call = entry["count"], entry["call"]
+    text = f"{count} {call}{'s' * (count > 1)} by {entry['implementation']}"
+    return text + (f": {entry['reason']}" if entry["reason"] else "")

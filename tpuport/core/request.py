@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
-    from tpuport.core.spec import Variant
     from tpuport.core.tensors import TensorSpec
+    from tpuport.core.variant import Variant
 
 #: Seeds are what ``torch.Generator.manual_seed`` takes without wrapping.
 MAX_SEED = 2**63 - 1

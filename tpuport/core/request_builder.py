@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.report import Reporter
-    from tpuport.core.spec import ModelPort, Variant
+    from tpuport.core.spec import ModelPort
+    from tpuport.core.variant import Variant
 
 
 class RequestBuilder:

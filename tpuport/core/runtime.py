@@ -14,21 +14,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
-from tpuport.core.active import Active, activated
-from tpuport.core.attention import ATTENTION, AttentionPolicy, AttentionRecord
-from tpuport.core.attention_lengths import LENGTH_ATTENTION, define_attention_op
+from tpuport.core.active import (
+    Active,
+    AttentionPolicy,
+    AttentionRecord,
+    ConvolutionRecord,
+    OpContext,
+    activated,
+)
 from tpuport.core.chips import chip_of
-from tpuport.core.convolutions import ConvolutionRecord
-from tpuport.core.ops import OpContext, OpOverride, OpRegistry
+from tpuport.core.ops import OpOverride, OpRegistry
 from tpuport.core.patching import Patch, PatchReport, applied
 
 if TYPE_CHECKING:
     import jax
 
     from tpuport.core.spatial import Space
-
-EVERYWHERE: tuple[OpOverride, ...] = (ATTENTION, LENGTH_ATTENTION)
-"""The op overrides of every runtime, whatever the model."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,7 +40,8 @@ class Runtime:
         mesh: devices the programs run on; ``None`` for the default device.
         platform: where programs are lowered.
         patches: monkey patches on upstream code, applied while tracing.
-        overrides: op overrides besides attention.
+        overrides: op overrides; those of every model are not added here, but by
+            :func:`tpuport.core.model_runtime.model_runtime`.
         attention: how attention is split over the mesh.
         attention_implementation: what attention to use, as
             :class:`tpuport.kernels.choice.AttentionChoice` reads it.
@@ -66,8 +68,7 @@ class Runtime:
 
         self.env = Environment()
         self._space: Space | None = None
-        define_attention_op()
-        self._registry = OpRegistry([*EVERYWHERE, *self.overrides])
+        self._registry = OpRegistry(self.overrides)
         self._registry.resolve()
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
-from tpuport.core.attention import AttentionRecord
+from tpuport.core.active import AttentionRecord
 from tpuport.core.ring import GATHERED, PASSED, keys_within, too_short
 
 if TYPE_CHECKING:

@@ -21,9 +21,10 @@ from tpuport.core.request import check_given
 from tpuport.core.result import Result as Result
 from tpuport.core.result import latents_digest as latents_digest
 from tpuport.core.result import no_frames
-from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.spec import ModelPort
 from tpuport.core.stage_runner import StageRunner
 from tpuport.core.vae_tiling import check_choice
+from tpuport.core.variant import Variant
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import ShardingError
@@ -22,7 +22,6 @@ from tpuport.errors import ShardingError
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.spec import ModelPort
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One entry per dim: a mesh axis, several, or ``None``; ``()`` replicates any rank."""
@@ -306,29 +305,6 @@ def plan_sharding(
     if strict:
         plan.check()
     return plan
-
-
-def plan_layout(
-    port: ModelPort,
-    name: str,
-    layout: str,
-    weights: Mapping[str, Any],
-    mesh_shape: Mapping[str, int],
-) -> ShardingPlan:
-    """:func:`plan_sharding` of a component in a layout, with what the layout costs.
-
-    Raises:
-        ShardingError: rules and weights disagree.
-        UsageError: the model has no such layout.
-    """
-    plan = plan_sharding(port.rules(name, layout), weights, mesh_shape, component=name)
-    if layout not in port.components[name].layouts:
-        return replace(plan, layout=layout) if layout == GATHERED else plan
-    default = plan_sharding(
-        port.components[name].sharding, weights, mesh_shape, component=name
-    )
-    extra = plan.bytes_per_device - default.bytes_per_device
-    return replace(plan, layout=layout, extra_bytes_per_device=extra)
 
 
 def named_shardings(

@@ -14,80 +14,19 @@ Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.halos import Border, exchanged
+from tpuport.core.halos import Border, Side, exchanged
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.runtime import Runtime
 
 VIDEOS, ROWS, COLUMNS = AXES = ("videos", "rows", "columns")
 """The mesh axes of a program split in space."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """Rows or columns of a picture over devices.
-
-    Attributes:
-        axis: the mesh axis.
-        parts: devices along it.
-        size: elements of the whole side, at the resolution of what is split.
-    """
-
-    axis: str
-    parts: int
-    size: int
-
-    @property
-    def each(self) -> int:
-        """Elements on a device, phantom ones included."""
-        return -(-self.size // self.parts)
-
-    @property
-    def even(self) -> bool:
-        """Whether there are no phantom elements."""
-        return self.size % self.parts == 0
-
-    def whole(self, n: int) -> int:
-        """Elements of the whole side at the resolution that has n on a device.
-
-        Raises:
-            ValueError: no resolution has: n was padded or cut.
-        """
-        if n * self.size % self.each:
-            raise ValueError(
-                f"{n} {self.axis} on a device, where a picture of {self.size} has "
-                f"{self.each}"
-            )
-        return n * self.size // self.each
-
-    def start(self, n: int) -> jax.Array:
-        """Where this device's elements start in the whole side."""
-        import jax
-
-        return jax.lax.axis_index(self.axis) * n
-
-    def real(self, n: int) -> jax.Array:
-        """Booleans [n]: which of this device's elements are no phantoms."""
-        import jax.numpy as jnp
-
-        return self.start(n) + jnp.arange(n) < self.whole(n)
-
-    def count(self, n: int) -> jax.Array | int:
-        """How many of them there are."""
-        import jax.numpy as jnp
-
-        return n if self.even else jnp.clip(self.ahead(n), 0, n)
-
-    def ahead(self, n: int) -> jax.Array:
-        """How many there are from this device's first on, on all devices together."""
-        return self.whole(n) - self.start(n)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,57 +289,3 @@ def padded(space: Space, letters: str, x: jax.Array) -> jax.Array:
             each = x.shape[dim] // side.size
             pads[dim] = (0, (side.each * side.parts - side.size) * each)
     return jnp.pad(x, pads) if any(p != (0, 0) for p in pads) else x
-
-
-def spread(
-    run: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
-    runtime: Runtime,
-    layout: SpatialLayout,
-    args: tuple[Any, Any, Any],
-) -> tuple[Callable[[Any, Any, Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
-    """A program that runs on its part of the picture, as one of whole arrays.
-
-    Args:
-        run: ``run(weights, carry, constants, inputs) -> (carry, output)``.
-        runtime: where it is traced; tracing finds the :class:`Space` there.
-        layout: of its arrays.
-        args: carry, constants and inputs, or ``ShapeDtypeStruct`` in their place.
-
-    Returns:
-        the program, and the shardings of its carry and its output as prefixes of their
-        trees.
-    """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    assert runtime.mesh is not None
-    split, space = split_of(layout, runtime.mesh, args[2])
-    mesh = spatial_mesh(runtime.mesh, split)
-    gives = (partition(layout.carry), jax.tree.map(partition, layout.output))
-    takes = (
-        PartitionSpec(),
-        partition(layout.carry),
-        PartitionSpec(),
-        {name: partition(layout.inputs[name]) for name in args[2]},
-    )
-
-    def on_device(
-        weights: Any, carry: Any, constants: Any, inputs: Any
-    ) -> tuple[Any, Any]:
-        with runtime.split(space):
-            return run(weights, carry, constants, inputs)
-
-    def whole(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
-        inputs = {k: padded(space, layout.inputs[k], x) for k, x in inputs.items()}
-        inner = jax.shard_map(
-            on_device, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False
-        )
-        out: tuple[Any, Any] = inner(weights, carry, constants, inputs)
-        return out
-
-    places = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        gives,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return whole, places

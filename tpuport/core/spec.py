@@ -11,259 +11,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.component import Component
 from tpuport.core.request import Request
-from tpuport.core.sharding import GATHERED, ShardRule
-from tpuport.core.tensors import TensorSpec
+from tpuport.core.sharding import GATHERED, ShardingPlan, ShardRule, plan_sharding
+from tpuport.core.stage import Stage
+from tpuport.core.variant import Option, Variant
 from tpuport.core.work import Call as Call
-from tpuport.core.work import StageContext, Tree, Work
 from tpuport.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:
-    from tpuport.core.attention import AttentionPolicy
+    from tpuport.core.active import AttentionPolicy
     from tpuport.core.checkpoint import Checkpoint
-    from tpuport.core.implementations import Implementation
     from tpuport.core.ops import OpOverride
     from tpuport.core.patching import Patch
-    from tpuport.core.spatial import SpatialLayout
-    from tpuport.core.splitting import ForwardSplit
-    from tpuport.core.stacking import StackedBlocks
-    from tpuport.core.transforms import WeightTransform
-    from tpuport.core.vae_tiling import Footprint
 
 BLOCKS = ("native", "upstream")
 """What ``--blocks`` takes; the first one is the default."""
-
-TORCHAX = "torchax"
-"""The implementation that every component has: upstream's own class, traced."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NativeForm:
-    """A component whose blocks are written for the chip, with upstream's weights.
-
-    Attributes:
-        patches: on upstream's modules, in force with ``--blocks native``, where they
-            take the place of the port's patches on the same targets.
-        transforms: of the weights that these want in another order.
-        split: takes the place of ``Component.split``; ``None`` to keep it.
-    """
-
-    patches: tuple[Patch, ...]
-    transforms: tuple[WeightTransform, ...] = ()
-    split: ForwardSplit | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Component:
-    """One folder of a checkpoint with weights.
-
-    Attributes:
-        name: the folder, as ``model_index.json`` names it.
-        class_path: ``"package:Class"``, the upstream class.
-        sharding: rules that match every stored weight exactly once.
-        layouts: other tables of such rules by name, for ``--sharding NAME``; a
-            component without the name keeps ``sharding``.
-        stored_prefix: what stored names may have in front of the class's own, where
-            files were saved by a version of upstream with one more module around it.
-        ignored: regexes of stored names that upstream's loader passes over as well.
-        single_device: run on the first device of the mesh instead of all of it.
-        dtype: of its weights whatever the session's is; ``None`` for the session's.
-        heads: the number of attention heads in a config, for mesh checks.
-        split: where its forward can be cut for step caching; ``None`` if it cannot.
-        stacked: dotted paths of its ``ModuleList`` s of identical blocks, which run
-            under one scan on weights with a leading dim; sharding rules are written for
-            the single blocks as ever. A ``StackedBlocks`` where not all are alike.
-        native: the same computation written for the chip; ``None`` for upstream's own.
-        transforms: of its weights as they are loaded; see :func:`with_blocks`.
-        implementations: others than upstream's class, by name; see
-            :mod:`tpuport.core.implementations`.
-    """
-
-    name: str
-    class_path: str
-    sharding: tuple[ShardRule, ...]
-    layouts: Mapping[str, tuple[ShardRule, ...]] = field(default_factory=dict)
-    stored_prefix: str = ""
-    ignored: tuple[str, ...] = ()
-    single_device: bool = False
-    dtype: str | None = None
-    heads: Callable[[Mapping[str, Any]], int] | None = None
-    split: ForwardSplit | None = None
-    stacked: tuple[str | StackedBlocks, ...] = ()
-    native: NativeForm | None = None
-    transforms: tuple[WeightTransform, ...] = ()
-    implementations: Mapping[str, Implementation] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """A pure function that a stage calls, compiled once per shape.
-
-    Attributes:
-        component: whose weights it takes.
-        fn: ``fn(model, carry, constants, inputs) -> (carry, output)`` on JAX arrays;
-            the model is a :class:`~tpuport.core.module.BoundModule`, or what the
-            component's implementation binds.
-        donate: whether the carry's memory may be reused for the new carry.
-        space: how its arrays are split in space over the mesh; ``fn`` then has a
-            device's own part of them. ``None`` where the mesh is the model's affair.
-    """
-
-    component: str
-    fn: Callable[[Any, Tree, Tree, Tree], tuple[Tree, Tree]]
-    donate: bool = True
-    space: SpatialLayout | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """One of encode, denoise, decode.
-
-    Attributes:
-        name: of the stage.
-        unit: what one call is called in progress output.
-        components: the folders whose weights it may load.
-        files: further folders it reads (a tokenizer, a scheduler's config).
-        programs: by name.
-        plan: the work of one batch.
-        upstream: the same work done by plain upstream code.
-        writes: the tensors of its file; the leading dim is the number of videos.
-        batch_rows: how many rows the program's batch dim has, for the mesh check.
-        require: raises WeightsError when ``files`` lack something.
-        needs: which of ``components`` a request needs; all of them when not given.
-        loads: of a component, regexes of the stored weights this stage needs, where
-            that is not all of them: a decoder needs no encoder. The others are checked
-            but not loaded.
-        footprint: ``footprint(ctx, tiled, devices)`` estimates what each of the mesh's
-            devices holds at the peak, in tiles or not; never much below what the
-            compiler comes to. ``ctx`` has no inputs. With it, ``auto`` tiles where it
-            must: see :mod:`tpuport.core.vae_tiling`.
-    """
-
-    name: str
-    unit: str
-    components: tuple[str, ...]
-    files: tuple[str, ...] = ()
-    programs: Mapping[str, Program]
-    plan: Callable[[StageContext], Work]
-    upstream: Callable[[StageContext], dict[str, Any]]
-    writes: tuple[TensorSpec, ...]
-    batch_rows: Callable[[Request], int] | None = None
-    require: Callable[[Checkpoint], None] | None = None
-    needs: Callable[[Request], tuple[str, ...]] | None = None
-    loads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    footprint: Callable[[StageContext, bool, Sequence[Any]], Footprint] | None = None
-
-    def components_for(self, request: Request | None) -> tuple[str, ...]:
-        """The components that a request needs; without a request, all of them."""
-        if request is None or self.needs is None:
-            return self.components
-        return self.needs(request)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrameRule:
-    """Legal frame counts: ``step * n + 1``, up to ``limit``."""
-
-    step: int
-    limit: int | None = None
-
-    def allows(self, frames: int) -> bool:
-        """Whether ``frames`` is on the rule."""
-        return (
-            frames >= 1
-            and (frames - 1) % self.step == 0
-            and (self.limit is None or frames <= self.limit)
-        )
-
-    def nearest(self, frames: int) -> tuple[int, ...]:
-        """The one or two legal counts closest to ``frames``, ascending."""
-        below = max((frames - 1) // self.step, 0) * self.step + 1
-        choices = [below, below + self.step]
-        if self.limit is not None:
-            top = (self.limit - 1) // self.step * self.step + 1
-            choices = [min(c, top) for c in choices]
-        return tuple(sorted(set(choices)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SizeRule:
-    """Legal heights and widths: multiples of ``multiple``, up to ``limit`` pixels."""
-
-    multiple: int
-    limit: int | None = None
-
-    def allows(self, pixels: int) -> bool:
-        """Whether one side is on the rule."""
-        return (
-            pixels >= self.multiple
-            and pixels % self.multiple == 0
-            and (self.limit is None or pixels <= self.limit)
-        )
-
-    def nearest(self, pixels: int) -> tuple[int, ...]:
-        """The one or two legal sides closest to ``pixels``, ascending."""
-        below = pixels // self.multiple * self.multiple
-        choices = [max(below, self.multiple), below + self.multiple]
-        if self.limit is not None:
-            top = self.limit // self.multiple * self.multiple
-            choices = [min(c, top) for c in choices]
-        return tuple(sorted(set(choices)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A setting that only this model has, given as ``--option name=value``."""
-
-    name: str
-    help: str
-    parse: Callable[[Any], Any]
-    choices: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """One published checkpoint, as data.
-
-    Attributes:
-        name: what ``--variant`` takes.
-        title: for people.
-        repo_id: the hub id of the published weights; empty for the built-in demo.
-        height, width, num_frames, fps: the default shape of a video.
-        num_inference_steps, guidance_scale: defaults.
-        dtype: of the published weights as run on a TPU.
-        frames: the rule for frame counts.
-        sizes: the rule for heights and widths.
-        options: defaults of the model's own options.
-        configs: the config of each component, for checks without weights.
-        notes: caveats shown by ``tpuport models``.
-        tasks: what it can do: ``"t2v"``, ``"i2v"`` (from an image), ``"v2v"`` (from a
-            video).
-        form: which of the model's forms it is a checkpoint of.
-        resolutions: the size classes it knows, by name, as what ``bucket`` takes; the
-            first one is the default.
-        strength: default share of the steps that video to video runs.
-    """
-
-    name: str
-    title: str
-    repo_id: str
-    height: int
-    width: int
-    num_frames: int
-    fps: float
-    num_inference_steps: int
-    guidance_scale: float
-    dtype: str
-    frames: FrameRule
-    sizes: SizeRule
-    options: Mapping[str, Any] = field(default_factory=dict)
-    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    notes: str = ""
-    tasks: tuple[str, ...] = ("t2v",)
-    form: str = ""
-    resolutions: Mapping[str, int] = field(default_factory=dict)
-    strength: float = 0.8
 
 
 def guided_by_scale(request: Request) -> bool:
@@ -359,6 +122,34 @@ class ModelPort:
             )
         component = self.components[name]
         return component.layouts.get(layout, component.sharding)
+
+    def sharding_plan(
+        self,
+        name: str,
+        layout: str,
+        weights: Mapping[str, Any],
+        mesh_shape: Mapping[str, int],
+    ) -> ShardingPlan:
+        """Where the weights of a component go in a layout, and what the layout costs.
+
+        Args:
+            name: of the component.
+            layout: one of ``layouts``.
+            weights: name -> tensor or ``WeightInfo``.
+            mesh_shape: axis -> size.
+
+        Raises:
+            ShardingError: rules and weights disagree.
+            UsageError: the model has no such layout.
+        """
+        rules = self.rules(name, layout)
+        plan = plan_sharding(rules, weights, mesh_shape, component=name)
+        component = self.components[name]
+        if layout not in component.layouts:
+            return replace(plan, layout=layout) if layout == GATHERED else plan
+        default = plan_sharding(component.sharding, weights, mesh_shape, component=name)
+        extra = plan.bytes_per_device - default.bytes_per_device
+        return replace(plan, layout=layout, extra_bytes_per_device=extra)
 
     def form_of(self, variant: Variant) -> ModelPort:
         """The form that a variant is a checkpoint of."""

@@ -14,8 +14,9 @@ from tpuport.core.delivery import Delivery
 from tpuport.core.device_memory import planned_bytes, refused_bytes
 from tpuport.core.programs import Ready
 from tpuport.core.report import CompileReport, Reporter
-from tpuport.core.spec import Program, Stage, Work
+from tpuport.core.stage import Program, Stage
 from tpuport.core.vae_tiling import DoesNotFitError
+from tpuport.core.work import Work
 
 if TYPE_CHECKING:
     from tpuport.core.memory_report import MemoryLog

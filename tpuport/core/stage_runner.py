@@ -15,7 +15,7 @@ from tpuport.core.request import Request
 from tpuport.core.request_builder import RequestBuilder
 from tpuport.core.run_directory import RunDirectory
 from tpuport.core.run_record import STAGE_FILES
-from tpuport.core.spec import Stage
+from tpuport.core.stage import Stage
 from tpuport.errors import UsageError, WeightsError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from tpuport.core.files import replacing
-from tpuport.core.frames import FrameChecks, measure
+from tpuport.core.frames import FrameChecks, measure, to_uint8
 from tpuport.core.video_encoders import Encoder, open_encoder
 from tpuport.errors import OutputError, VideoError
 
@@ -32,29 +32,6 @@ _FRAME_GLOB = "frame-*.png"
 
 
 # --- frames
-
-
-def to_uint8(frames: np.ndarray) -> np.ndarray:
-    """Frames in [0, 1] as bytes: ``rint(x * 255)``, values outside clipped.
-
-    A tie goes to the even byte, as in upstream's ``VaeImageProcessor.numpy_to_pil``
-    (diffusers ``image_processor.py``). Bytes come back as they are.
-
-    Raises:
-        VideoError: a value is NaN or infinite, or the frames are integers of another
-            type.
-    """
-    import numpy as np
-
-    if frames.dtype == np.uint8:
-        return frames
-    if not np.issubdtype(frames.dtype, np.floating):
-        raise VideoError(f"frames must be float or uint8, not {frames.dtype}")
-    if not np.isfinite(frames).all():
-        raise VideoError("the frames hold NaN or infinite values")
-    # float16 cannot tell the neighbours of 255 * x apart.
-    wide = frames.astype(np.float32, copy=False)
-    return np.rint(np.clip(wide, 0, 1) * 255).astype(np.uint8)
 
 
 def check_frames(frames: np.ndarray) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.ops import OpContext, OpOverride
+from tpuport.core.active import OpContext
+from tpuport.core.ops import OpOverride
 
 if TYPE_CHECKING:
     import jax

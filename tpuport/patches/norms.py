@@ -13,7 +13,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.ops import OpContext, OpOverride
+from tpuport.core.active import OpContext
+from tpuport.core.ops import OpOverride
 
 if TYPE_CHECKING:
     import jax

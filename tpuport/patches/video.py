@@ -17,7 +17,7 @@ from tpuport.core.kernel_options import kernel_options
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.ops import OpContext
+    from tpuport.core.active import OpContext
     from tpuport.core.spatial import Space
     from tpuport.kernels.phantoms import Real
 

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpuport.kernels
-from tpuport.core.attention import AttentionRecord
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.active import AttentionRecord
+from tpuport.core.device_order import build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.cost import _KERNELS
 from tpuport.core.planning.flops import (
     ELEMENTWISE,

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from tpuport.core.device_order import build_mesh
 from tpuport.core.media import read_image
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.abstract import (
     AbstractProgram,
     abstract_programs,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.planning.test_search import measured, plan_of
-from tpuport.core.attention import AttentionRecord
+from tpuport.core.active import AttentionRecord
 from tpuport.core.chips import chip
 from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.account import Account, Row

@@ -20,8 +20,8 @@ from tpuport.core.planning.plan import Plan, StagePlan
 from tpuport.core.planning.report import text
 from tpuport.core.planning.search import Candidate, advise, rank
 from tpuport.core.request import Request
-from tpuport.core.spec import FrameRule, SizeRule
 from tpuport.core.topology import Topology, parse_topology
+from tpuport.core.variant import FrameRule, SizeRule
 from tpuport.errors import MeshError, UsageError
 
 V6E = chip("v6e")

@@ -13,22 +13,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.active import ConvolutionRecord
 from tpuport.core.arrays import to_numpy
 from tpuport.core.components import EVERYTHING, Components, Loaded
-from tpuport.core.convolutions import ConvolutionRecord, counted
-from tpuport.core.executor import Executor, Timing, merge
+from tpuport.core.convolutions import counted
+from tpuport.core.executor import Executor, merge
 from tpuport.core.lowering import placed, trace
 from tpuport.core.report import Reporter
-from tpuport.core.spec import Stage, Work
+from tpuport.core.stage import Stage
+from tpuport.core.stage_run import Timing
+from tpuport.core.work import Work
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.attention import AttentionRecord
+    from tpuport.core.active import AttentionRecord
     from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.request import Request
-    from tpuport.core.spec import ModelPort, Program, Variant
+    from tpuport.core.spec import ModelPort
+    from tpuport.core.stage import Program
     from tpuport.core.vae_tiling import TilingDecision
+    from tpuport.core.variant import Variant
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.checkpoint import Checkpoint, load_class
+from tpuport.core.checkpoint import Checkpoint
 from tpuport.core.demo import demo_checkpoint
 from tpuport.core.files import one_line
-from tpuport.core.spec import ModelPort, Variant
+from tpuport.core.skeleton import load_class
+from tpuport.core.spec import ModelPort
+from tpuport.core.variant import Variant
 from tpuport.errors import HubError
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpuport.core.attention import AttentionRecord
+    from tpuport.core.active import AttentionRecord
 
 #: How the names of kernels begin whose FLOPs are products, and of those without any.
 PRODUCTS = ("tpuport_conv",)

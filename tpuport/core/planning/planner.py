@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.chips import chip as chip_named
 from tpuport.core.components import Components
 from tpuport.core.default_mesh import default_mesh
+from tpuport.core.device_order import build_mesh
 from tpuport.core.gathering import WEIGHT_SHARE, undivided
 from tpuport.core.implementations import choices, with_chosen
 from tpuport.core.libtpu_flags import flags_for
-from tpuport.core.mesh import MeshSpec, build_mesh
+from tpuport.core.mesh import MeshSpec
 from tpuport.core.planning.abstract import AbstractProgram, abstract_programs
 from tpuport.core.planning.kernels import KernelCosts, KernelsMet, keep_schedules
 from tpuport.core.planning.measure import Measured, measure
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     from tpuport.core.checkpoint import Checkpoint
     from tpuport.core.chips import Chip
     from tpuport.core.request import Request
-    from tpuport.core.spec import ModelPort, Variant
+    from tpuport.core.spec import ModelPort
     from tpuport.core.vae_tiling import TilingDecision
+    from tpuport.core.variant import Variant
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""

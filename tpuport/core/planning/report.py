@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tpuport.core.convolutions import words
 from tpuport.core.planning.measure import Measured
 from tpuport.core.planning.plan import DENOISE, STAGES, Plan, StagePlan
+from tpuport.core.report import words
 
 _WORDS = {
     "attention": "attention",

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.media import to_images
 from tpuport.core.spatial import SpatialLayout
-from tpuport.core.spec import Call, Program, StageContext
+from tpuport.core.stage import Program
+from tpuport.core.work import Call, StageContext
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.inputs import (
     latent_shape,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpuport.core.request import Request, denoising_steps
-from tpuport.core.spec import FrameRule, Option, SizeRule, Variant
+from tpuport.core.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox import published
 

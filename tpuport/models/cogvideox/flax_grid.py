@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.ops import OpContext
+    from tpuport.core.active import OpContext
     from tpuport.core.spatial import Space
 
 #: Dims of rows and columns of an activation.

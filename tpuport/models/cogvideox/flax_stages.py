@@ -13,10 +13,10 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.component import Implementation
 from tpuport.core.frames import PIXELS, encode_pixels
-from tpuport.core.implementations import Implementation
 from tpuport.core.spatial import SpatialLayout
-from tpuport.core.spec import Program
+from tpuport.core.stage import Program
 from tpuport.models.cogvideox import vae_memory
 from tpuport.models.cogvideox.flax_grid import Grid, grid_of
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.request import Request
-from tpuport.core.spec import StageContext
+from tpuport.core.work import StageContext
 from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import joint, token_norms
 from tpuport.core.active import current
+from tpuport.core.component import NativeForm
 from tpuport.core.feed_forward import feed_forward
 from tpuport.core.joint import JointSequence
 from tpuport.core.patching import Patch
-from tpuport.core.spec import NativeForm
 from tpuport.core.splitting import ForwardSplit
 from tpuport.core.transforms import WeightTransform, to_halves
 

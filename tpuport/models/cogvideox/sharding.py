@@ -7,7 +7,7 @@ matches exactly one rule; the session refuses anything else.
 
 from __future__ import annotations
 
-from tpuport.core.attention import AttentionPolicy
+from tpuport.core.active import AttentionPolicy
 from tpuport.core.sharding import ShardRule
 
 ATTENTION = AttentionPolicy(batch="dp", heads="tp", sequence="sp")

@@ -19,8 +19,9 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.request import Request, denoising_steps
 from tpuport.core.spatial import SpatialLayout
-from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.stage import Program, Stage
 from tpuport.core.tensors import TensorSpec
+from tpuport.core.work import Call, StageContext, Work
 from tpuport.errors import VideoError
 from tpuport.models.cogvideox import (
     conditioning,

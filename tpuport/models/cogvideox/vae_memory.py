@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpuport.core.spatial import choose_split
-from tpuport.core.spec import StageContext
 from tpuport.core.vae_tiling import Footprint
+from tpuport.core.work import StageContext
 from tpuport.models.cogvideox import vae_tiles
 from tpuport.models.cogvideox.inputs import latent_shape, padding_frames
 

@@ -14,9 +14,10 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.chunking import chunk_lengths
 from tpuport.core.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.spatial import SpatialLayout
-from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.stage import Program, Stage
 from tpuport.core.tensors import TensorSpec
 from tpuport.core.vae_tiling import Footprint
+from tpuport.core.work import Call, StageContext, Work
 from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo import tiles_in_time, vae, vae_memory
 from tpuport.patches.tiled_frames import JoinedFrames

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.request import Request
-from tpuport.core.spec import FrameRule, Option, SizeRule, Variant
+from tpuport.core.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo import published
 from tpuport.models.hunyuanvideo.demo import DEMO_CONFIGS, DEMO_CONFIGS_13B

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.media import to_images
-from tpuport.core.spec import StageContext
+from tpuport.core.work import StageContext
 
 if TYPE_CHECKING:
     import torch

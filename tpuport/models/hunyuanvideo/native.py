@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core import joint, streams, token_norms
 from tpuport.core.active import current
+from tpuport.core.component import NativeForm
 from tpuport.core.feed_forward import feed_forward, gelu_dense
 from tpuport.core.joint import JointSequence
 from tpuport.core.patching import Patch
-from tpuport.core.spec import NativeForm
 from tpuport.core.transforms import WeightTransform, to_halves
 from tpuport.models.hunyuanvideo.patches import text_tokens, unpatchify
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import joint, streams
+from tpuport.core.component import NativeForm
 from tpuport.core.joint import JointSequence
 from tpuport.core.patching import Patch
-from tpuport.core.spec import NativeForm
 from tpuport.core.transforms import WeightTransform
 from tpuport.models.hunyuanvideo.native import (
     HALVES,

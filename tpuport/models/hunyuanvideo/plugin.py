@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.spec import Component, ModelPort
+from tpuport.core.component import Component
+from tpuport.core.spec import ModelPort
 from tpuport.core.splitting import ForwardSplit
 from tpuport.core.stacking import StackedBlocks
 from tpuport.hookspecs import hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpuport.core.flow_match import FlowSchedule, make_flow_schedule, make_scheduler
-from tpuport.core.spec import StageContext
+from tpuport.core.work import StageContext
 
 
 def schedule(ctx: StageContext) -> FlowSchedule:

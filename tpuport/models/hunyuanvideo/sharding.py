@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tpuport.core.attention import AttentionPolicy
+from tpuport.core.active import AttentionPolicy
 from tpuport.core.sharding import ShardRule
 
 ATTENTION = AttentionPolicy(batch="dp", heads="tp", sequence="sp")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.request import Request
-from tpuport.core.spec import Call, Program, Stage, StageContext, Work
+from tpuport.core.stage import Program, Stage
 from tpuport.core.text_buckets import trim
+from tpuport.core.work import Call, StageContext, Work
 from tpuport.models.hunyuanvideo import encoders, inputs, rotary, scheduler, upstream
 from tpuport.models.hunyuanvideo.common import (
     INITIAL_LATENTS,

@@ -19,8 +19,8 @@ from typing import Any
 
 from tpuport.core.chunking import chunk_lengths
 from tpuport.core.spatial import choose_split
-from tpuport.core.spec import StageContext
 from tpuport.core.vae_tiling import Footprint
+from tpuport.core.work import StageContext
 from tpuport.models.hunyuanvideo import vae
 from tpuport.models.hunyuanvideo.tiles_in_time import is_in_time
 from tpuport.patches.tiling import TilePlan

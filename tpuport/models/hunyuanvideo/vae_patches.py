@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    from tpuport.core.active import Active
-    from tpuport.core.ops import OpContext
+    from tpuport.core.active import Active, OpContext
 
 
 # ------------------------------------------------------------------- attention
