@@ -1,4 +1,8 @@
-"""The command line. Importing it is cheap: no torch, no jax, no numpy."""
+"""The command line: `tpuport ...`.
+
+Here itself only the app that lists the commands.
+Order of the rooms, lowest first: shown, asked, runs, commands.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``tpuport`` with ``argv`` (by default the process's own); the exit code."""
-    from ._app import run
+    from tpuport.cli.app import run
 
     return run(argv)
 

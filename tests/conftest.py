@@ -9,8 +9,8 @@ if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could set it up")
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's optimisations for CPUs take most of a test's time and nearly none of what is
-# tested; models/test_optimised.py runs programs compiled as they are for users. Flags
-# that the user has set come later and win.
+# tested; models/shared/test_optimised.py runs programs compiled as they are for users.
+# Flags that the user has set come later and win.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
@@ -33,23 +33,23 @@ import pytest
 
 #: The files that take most of a minute or more, longest first.
 LONGEST = (
-    "models/test_cogvideox_vae_tpu.py",
-    "models/test_cogvideox_flax_kernels.py",
-    "models/test_hunyuanvideo_videos.py",
-    "models/test_hunyuanvideo_tiles_in_time.py",
-    "models/test_cogvideox_tiles.py",
-    "cli/test_plan.py",
-    "models/test_hunyuanvideo_tpu.py",
-    "models/test_cogvideox_flax_sessions.py",
-    "models/test_hunyuanvideo_native.py",
-    "models/test_cogvideox_tpu.py",
-    "test_readme.py",
-    "models/test_hunyuanvideo_13b_native.py",
-    "models/test_hunyuanvideo_vae.py",
-    "models/test_stacked_tpu.py",
-    "models/test_hunyuanvideo_meshes.py",
-    "cli/test_cli_conditioning.py",
-    "cli/test_cli_generate.py",
+    "models/cogvideox/vae/test_tpu.py",
+    "models/cogvideox/flax/test_kernels.py",
+    "models/hunyuanvideo/test_videos.py",
+    "models/hunyuanvideo/vae/test_tiles_in_time.py",
+    "models/cogvideox/vae/test_tiles.py",
+    "cli/commands/test_plan.py",
+    "models/hunyuanvideo/blocks/test_tpu.py",
+    "models/cogvideox/flax/test_sessions.py",
+    "models/hunyuanvideo/blocks/test_native.py",
+    "models/cogvideox/test_tpu.py",
+    "house/test_readme.py",
+    "models/hunyuanvideo/blocks/test_13b_native.py",
+    "models/hunyuanvideo/vae/test_vae.py",
+    "models/shared/test_stacked_tpu.py",
+    "models/hunyuanvideo/test_meshes.py",
+    "cli/commands/test_conditioning.py",
+    "cli/commands/test_generate.py",
 )
 
 

@@ -24,7 +24,7 @@ IMPORTED = [
     "jax.experimental.topologies",
     "diffusers.models.autoencoders.autoencoder_kl_cogvideox",
     "diffusers.pipelines.pipeline_utils",
-    "tpuport.core.session",
+    "tpuport.core.run.session",
     "tpuport.models.cogvideox.plugin",
     "tpuport.models.hunyuanvideo.plugin",
 ]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from tpuport.core.component import TORCHAX
-from tpuport.core.implementations import check_chosen, with_chosen
-from tpuport.core.inspection import PROFILED_CALLS, Inspection
-from tpuport.core.spec import ModelPort, with_blocks
-from tpuport.core.variant import Variant
+from tpuport.core.run.inspection import PROFILED_CALLS, Inspection
+from tpuport.core.spec.choices import check_chosen, with_chosen
+from tpuport.core.spec.component import TORCHAX
+from tpuport.core.spec.model_port import ModelPort, with_blocks
+from tpuport.core.spec.variant import Variant
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port, reader_of
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    from tpuport.core.checkpoint import Checkpoint
-    from tpuport.core.mesh import MeshSpec
-    from tpuport.core.porting import PortedProgram
-    from tpuport.core.report import Reporter
-    from tpuport.core.session import Session
+    from tpuport.core.mesh.mesh_spec import MeshSpec
+    from tpuport.core.reports import Reporter
+    from tpuport.core.run.ported_program import PortedProgram
+    from tpuport.core.run.session import Session
+    from tpuport.core.weights.checkpoint import Checkpoint
 
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
 
@@ -107,7 +107,7 @@ def load(
         reporter: told about progress.
 
     Returns:
-        A :class:`~tpuport.core.session.Session`, usable in a ``with`` block.
+        A :class:`~tpuport.core.run.session.Session`, usable in a ``with`` block.
 
     Raises:
         UnknownModelError: no such model or variant.
@@ -118,8 +118,8 @@ def load(
     import jax
 
     from tpuport.core.arrays import check_dtype, dtype_name
-    from tpuport.core.report import Reporter as SilentReporter
-    from tpuport.core.session import Session
+    from tpuport.core.reports import Reporter as SilentReporter
+    from tpuport.core.run.session import Session
 
     reporter = reporter or SilentReporter()
     found = with_blocks(get_port(model), blocks)
@@ -190,8 +190,8 @@ def port(
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
         MeshError: the mesh does not fit the devices.
     """
-    from tpuport.core.device_order import build_mesh
-    from tpuport.core.porting import PortedProgram, component_of
+    from tpuport.core.mesh.device_mesh import build_mesh
+    from tpuport.core.run.ported_program import PortedProgram, component_of
 
     found, component = component_of(with_blocks(get_port(model), blocks), module)
     spec = _parse_mesh(mesh)
@@ -209,13 +209,13 @@ def port(
 
 
 def _parse_mesh(mesh: MeshLike) -> MeshSpec | None:
-    from tpuport.core.mesh import MeshSpec
+    from tpuport.core.mesh.mesh_spec import MeshSpec
 
     return None if mesh is None else MeshSpec.parse(mesh)
 
 
 def _spec_of(mesh: jax.sharding.Mesh) -> MeshSpec:
-    from tpuport.core.mesh import MeshSpec
+    from tpuport.core.mesh.mesh_spec import MeshSpec
 
     return MeshSpec.parse(dict(mesh.shape))
 
@@ -232,11 +232,12 @@ def find_checkpoint(
 
     Raises:
         UnknownModelError: no such variant.
-        WeightsError: see :func:`tpuport.core.checkpoint.resolve`; or the checkpoint is
+        WeightsError: see :func:`tpuport.core.weights.checkpoint.resolve`; or the
+        checkpoint is
             of another form than the variant.
     """
-    from tpuport.core.checkpoint import resolve
-    from tpuport.core.demo import demo_checkpoint
+    from tpuport.core.spec.demo_checkpoint import demo_checkpoint
+    from tpuport.core.weights.checkpoint import resolve
 
     named = port.variant(variant) if variant is not None else None
     source: str | Path | None = weights
@@ -288,7 +289,7 @@ def default_rows(
     Two where both prompts of guidance are run; a distilled checkpoint has one, and so
     has a ``guidance_scale`` that turns guidance off.
     """
-    from tpuport.core.request import Request
+    from tpuport.core.spec.request import Request
 
     request = Request(
         prompts=("",),
@@ -328,8 +329,8 @@ def make_mesh(
     """
     import jax
 
-    from tpuport.core.default_mesh import default_mesh
-    from tpuport.core.device_order import build_mesh
+    from tpuport.core.mesh.device_mesh import build_mesh
+    from tpuport.core.spec.default_mesh import default_mesh
 
     devices = jax.devices() if devices is None else devices
     if asked is None:

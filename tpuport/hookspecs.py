@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from tpuport.core.spec import ModelPort
+    from tpuport.core.spec.model_port import ModelPort
 
 GROUP = "tpuport"
 """Entry-point group and pluggy project name."""

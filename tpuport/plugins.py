@@ -14,7 +14,7 @@ from tpuport import hookspecs
 from tpuport.errors import PluginError, UnknownModelError
 
 if TYPE_CHECKING:
-    from tpuport.core.spec import ModelPort
+    from tpuport.core.spec.model_port import ModelPort
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def load_plugins(
 
 
 def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
-    from tpuport.core.spec import ModelPort
+    from tpuport.core.spec.model_port import ModelPort
 
     package = _package(entry_point)
     where = f"plugin {entry_point.name!r} of {package}"

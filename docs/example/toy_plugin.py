@@ -1,7 +1,7 @@
 """A whole model port on one page: what docs/port-a-model.md walks through.
 
-``tests/test_plugins.py`` loads it as an installed plugin, makes a video on one device
-and on a mesh, and compares both with the upstream modules.
+``tests/house/test_plugins.py`` loads it as an installed plugin, makes a video on one
+device and on a mesh, and compares both with the upstream modules.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.active import AttentionPolicy
-from tpuport.core.checkpoint import Checkpoint
-from tpuport.core.component import Component
-from tpuport.core.request import Request
-from tpuport.core.sharding import ShardRule
-from tpuport.core.spec import ModelPort
-from tpuport.core.stage import Program, Stage
-from tpuport.core.tensors import TensorSpec
-from tpuport.core.variant import FrameRule, SizeRule, Variant
-from tpuport.core.work import Call, StageContext, Work
+from tpuport.core.files.stage_tensors import TensorSpec
+from tpuport.core.spec.component import Component
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage_work import Call, StageContext, Work
+from tpuport.core.spec.variant import FrameRule, SizeRule, Variant
+from tpuport.core.tracing.context import AttentionPolicy
+from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.core.weights.sharding import ShardRule
 from tpuport.hookspecs import hookimpl
 
 CLASSES = {

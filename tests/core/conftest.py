@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.core.runs import SETTINGS
-from tests.core.upstream import UPSTREAM
-from tpuport.core.run_directory import RunDirectory
+from tests.core.files.runs import SETTINGS
+from tests.core.tracing.upstream import UPSTREAM
+from tpuport.core.files.run_directory import RunDirectory
 
 
 @pytest.fixture

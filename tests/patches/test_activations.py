@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tpuport.core.model_runtime import model_runtime
-from tpuport.core.module import PortedModule
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches.activations import GELU_ROUNDED_ONCE, gelu
 
 

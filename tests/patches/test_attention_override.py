@@ -18,10 +18,10 @@ import torch
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.attention import ATTENTION
-from tpuport.core.attention_lengths import LENGTH_ATTENTION
-from tpuport.core.model_runtime import model_runtime
-from tpuport.core.ops import resolve_operator
+from tpuport.core.layers.attention import ATTENTION
+from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.op_overrides import resolve_operator
 
 TOLERANCE = TOLERANCES["attention torch float32"]
 

@@ -11,11 +11,11 @@ import torch
 
 from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
-from tpuport.core.convolutions import counted
-from tpuport.core.model_runtime import model_runtime
-from tpuport.core.runtime import Runtime
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.layers.video_layers import KERNEL, PRODUCT
+from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.runtime import Runtime
 from tpuport.patches.conv import CONVOLUTION
-from tpuport.patches.video import KERNEL, PRODUCT
 
 ATOL = TOLERANCES["module float32"]
 
@@ -151,7 +151,7 @@ def test_on_a_cpu_no_kernel_is_passed_over() -> None:
 def _trace(runtime: Runtime, module: torch.nn.Module, x: Any) -> Any:
     import jax.numpy as jnp
 
-    from tpuport.core.module import PortedModule
+    from tpuport.core.tracing.ported_module import PortedModule
 
     weights = {k: jnp.asarray(v.detach().numpy()) for k, v in module.named_parameters()}
     return PortedModule(module, runtime).apply(weights, x)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.core.test_spatial import DIMS, pixels, split
+from tests.core.mesh.test_spatial_split import DIMS, pixels, split
 from tests.tolerances import TOLERANCES
-from tpuport.core import spatial
-from tpuport.core.active import AttentionPolicy, OpContext
-from tpuport.core.convolutions import counted
-from tpuport.core.spatial import SpatialSplit
-from tpuport.patches.video import KERNEL, convolve, enlarged_convolution
+from tpuport.core.layers.video_layers import KERNEL, convolve, enlarged_convolution
+from tpuport.core.mesh import spatial_split as spatial
+from tpuport.core.mesh.spatial_split import SpatialSplit
+from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.core.tracing.convolution_notes import counted
 
 CHANNELS = 128
 

@@ -12,9 +12,9 @@ from diffusers.models.normalization import AdaLayerNorm, AdaLayerNormContinuous
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.model_runtime import model_runtime
-from tpuport.core.module import PortedModule
-from tpuport.core.patching import Patch
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.patching import Patch
+from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches.projection import MODULATED_NORMS
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.patches.tools import by_torchax, traced
-from tpuport.core.model_runtime import model_runtime
-from tpuport.core.runtime import Runtime
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.runtime import Runtime
 from tpuport.patches.resize import NEAREST_RESIZE
 
 

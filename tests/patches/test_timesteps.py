@@ -10,9 +10,9 @@ import torch
 from diffusers.models.embeddings import Timesteps, get_timestep_embedding
 
 from tpuport.core.arrays import to_numpy, to_torch
-from tpuport.core.model_runtime import model_runtime
-from tpuport.core.module import PortedModule
-from tpuport.core.patching import Patch, applied
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.patching import Patch, applied
+from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING, timestep_embedding
 
 TIMES = torch.tensor([37.0, 1000.0, 6000.0])

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tpuport.core.runtime import Runtime
+from tpuport.core.tracing.runtime import Runtime
 
 Arrays = Callable[..., Any]
 

@@ -1,1 +1,5 @@
-"""Attention in JAX: no torch, no model names."""
+"""Kernels for one chip: arrays in, arrays out, JAX alone.
+
+Here itself only what all kernels share: padding and phantom elements.
+Rooms: convolution, norms, attention; none imports another, or the core.
+"""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.active import OpContext
-from tpuport.core.ops import OpOverride
+from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
 
 if TYPE_CHECKING:
     import jax

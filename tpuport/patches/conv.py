@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.active import OpContext
-from tpuport.core.ops import OpOverride
+from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
 
 if TYPE_CHECKING:
     import jax
@@ -131,11 +131,11 @@ def video_kernel(
     """
     import jax.numpy as jnp
 
-    from tpuport.core.convolutions import note
-    from tpuport.core.kernel_options import kernel_options
-    from tpuport.kernels.conv import video_convolution
-    from tpuport.kernels.conv_kernel import pitch_of
-    from tpuport.patches.video import KERNEL, convolve, has_kernels
+    from tpuport.core.layers.video_layers import KERNEL, convolve, has_kernels
+    from tpuport.core.tracing.convolution_notes import note
+    from tpuport.core.tracing.kernel_options import kernel_options
+    from tpuport.kernels.convolution.conv import video_convolution
+    from tpuport.kernels.convolution.conv_kernel import pitch_of
 
     if not has_kernels(context):
         raise NotImplementedError("a kernel on a mesh, without a split")
@@ -202,8 +202,8 @@ def _beyond(
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
 
-    from tpuport.core.convolutions import note, passed_over
-    from tpuport.patches.video import PRODUCT
+    from tpuport.core.layers.video_layers import PRODUCT
+    from tpuport.core.tracing.convolution_notes import note, passed_over
 
     platform, space = context.platform, context.space
 

@@ -13,13 +13,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.active import OpContext
-from tpuport.core.ops import OpOverride
+from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.spatial import Space
+    from tpuport.core.mesh.spatial_split import Space
 
 
 def _trailing_axes(

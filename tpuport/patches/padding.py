@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.active import OpContext
-from tpuport.core.ops import OpOverride
+from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.halos import Border
-    from tpuport.core.spatial import Space
+    from tpuport.core.mesh.halos import Border
+    from tpuport.core.mesh.spatial_split import Space
 
 _MODES = {
     "constant": "constant",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tpuport.core.active import current
-from tpuport.core.patching import Patch
+from tpuport.core.tracing.context import current
+from tpuport.core.tracing.patching import Patch
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:

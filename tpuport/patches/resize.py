@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.active import OpContext
-from tpuport.core.ops import OpOverride
+from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
 
 if TYPE_CHECKING:
     import jax

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tpuport.core.patching import Patch
+from tpuport.core.tracing.patching import Patch
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.media import to_images
-from tpuport.core.spatial import SpatialLayout
-from tpuport.core.stage import Program
-from tpuport.core.work import Call, StageContext
+from tpuport.core.files.sources import to_images
+from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.spec.stage import Program
+from tpuport.core.spec.stage_work import Call, StageContext
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.inputs import (
     latent_shape,
@@ -29,7 +29,7 @@ from tpuport.models.cogvideox.inputs import (
 if TYPE_CHECKING:
     import torch
 
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 #: What each task starts from, and the tensor that the encode stage makes of it.
 SOURCES = {

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpuport.core.request import Request, denoising_steps
-from tpuport.core.variant import FrameRule, Option, SizeRule, Variant
+from tpuport.core.spec.request import Request, denoising_steps
+from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox import published
 
 if TYPE_CHECKING:
-    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: One VAE step in space is 8 pixels, a transformer patch is 2 of those.
 PIXELS_PER_PATCH = 16

@@ -171,7 +171,7 @@ class Downsample(FrameConv):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', Y / 2, X / 2, C]."""
-        from tpuport.core.convolutions import note
+        from tpuport.core.tracing.convolution_notes import note
 
         if self.in_time:
             x = _halved(x)

@@ -1,9 +1,9 @@
 """Where the pixels of an activation are, and what a layer needs from beside its own.
 
 An activation of the Flax VAE is [B, T, Y, X, C]. On a mesh it is a device's part of a
-larger picture (:class:`tpuport.core.spatial.Space`), and a layer asks here for the rows
-and columns around its own, and for statistics of the whole picture. On a TPU the grid
-also has what the project's kernels run in; those ask for themselves.
+larger picture (:class:`tpuport.core.mesh.spatial_split.Space`), and a layer asks here
+for the rows and columns around its own, and for statistics of the whole picture. On a
+TPU the grid also has what the project's kernels run in; those ask for themselves.
 
 Legend: B videos, T/Y/X frames, rows, columns of a device, C channels, G groups.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.active import OpContext
-    from tpuport.core.spatial import Space
+    from tpuport.core.mesh.spatial_split import Space
+    from tpuport.core.tracing.context import OpContext
 
 #: Dims of rows and columns of an activation.
 ROWS, COLUMNS = 2, 3
@@ -38,7 +38,7 @@ class Grid:
 
     def normalises(self, channels: int) -> bool:
         """Whether the kernels do the norms of so many channels."""
-        from tpuport.patches.video import LANES
+        from tpuport.core.layers.video_layers import LANES
 
         return self.kernels is not None and channels % LANES == 0
 
@@ -58,7 +58,7 @@ class Grid:
         Raises:
             ValueError: more are asked for than a device has.
         """
-        from tpuport.core.halos import exchanged
+        from tpuport.core.mesh.halos import exchanged
 
         if self.space is None:
             return x, ((before, after), (before, after))
@@ -129,7 +129,7 @@ class Grid:
 
 def grid_of(context: OpContext) -> Grid:
     """How the pictures of the program that is being traced are split."""
-    from tpuport.patches.video import has_kernels
+    from tpuport.core.layers.video_layers import has_kernels
 
     kernels = context if has_kernels(context) else None
     return Grid(space=context.space, kernels=kernels)

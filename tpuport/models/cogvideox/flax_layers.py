@@ -5,7 +5,8 @@ holds its weights under the names of upstream's module tree and says in ``STORED
 what upstream calls them and how its dims are ordered there.
 
 On a TPU convolutions and norms run in the project's kernels
-(:mod:`tpuport.patches.video`). What these cannot do is XLA's, and noted as such.
+(:mod:`tpuport.core.layers.video_layers`). What these cannot do is XLA's, and noted as
+such.
 
 Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels,
 Tz/Yz/Xz the latents' own frames, rows and columns. Source: diffusers 0.42
@@ -79,8 +80,8 @@ def convolve(
     import jax
     import jax.numpy as jnp
 
-    from tpuport.core.convolutions import passed_over
-    from tpuport.patches import video
+    from tpuport.core.layers import video_layers as video
+    from tpuport.core.tracing.convolution_notes import passed_over
 
     context = grid.kernels
     if context is not None:
@@ -116,8 +117,8 @@ def enlarged(
     Returns:
         [N, copies T, 2Y, 2X, O]; ``None`` where no kernel can.
     """
-    from tpuport.core.convolutions import passed_over
-    from tpuport.patches.video import enlarged_convolution
+    from tpuport.core.layers.video_layers import enlarged_convolution
+    from tpuport.core.tracing.convolution_notes import passed_over
 
     context = grid.kernels
     if context is None:
@@ -161,7 +162,7 @@ def plain_convolution(
     import jax
     import jax.numpy as jnp
 
-    from tpuport.kernels.reference import matmul_precision
+    from tpuport.kernels.attention.reference import matmul_precision
 
     dtype = x.dtype
     x, pads = grid.padded(x, before, after)
@@ -259,9 +260,9 @@ class Pointwise(nnx.Module):
         import jax
         import jax.numpy as jnp
 
-        from tpuport.core.convolutions import note
-        from tpuport.kernels.reference import matmul_precision
-        from tpuport.patches.video import PRODUCT
+        from tpuport.core.layers.video_layers import PRODUCT
+        from tpuport.core.tracing.convolution_notes import note
+        from tpuport.kernels.attention.reference import matmul_precision
 
         if grid.kernels is not None:
             note(grid.kernels, PRODUCT)
@@ -323,9 +324,9 @@ class GroupNorm(nnx.Module):
 
         Args:
             x: [N, T, Y, X, C].
-            modulation: as :func:`tpuport.patches.video.group_norm` takes it.
+            modulation: as :func:`tpuport.core.layers.video_layers.group_norm` takes it.
         """
-        from tpuport.patches.video import group_norm
+        from tpuport.core.layers.video_layers import group_norm
 
         assert grid.kernels is not None
         return group_norm(
@@ -391,8 +392,8 @@ class SpatialNorm(nnx.Module):
 
     def _maps(self, z: jax.Array, columns: int, grid: Grid) -> jax.Array:
         """The modulation as the kernel of the norm takes it."""
-        from tpuport.core.convolutions import note
-        from tpuport.patches.video import PRODUCT, modulation_maps
+        from tpuport.core.layers.video_layers import PRODUCT, modulation_maps
+        from tpuport.core.tracing.convolution_notes import note
 
         assert grid.kernels is not None
         for _ in range(2):

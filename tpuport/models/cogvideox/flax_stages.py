@@ -13,17 +13,17 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.component import Implementation
-from tpuport.core.frames import PIXELS, encode_pixels
-from tpuport.core.spatial import SpatialLayout
-from tpuport.core.stage import Program
+from tpuport.core.files.frames import PIXELS, encode_pixels
+from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.spec.component import Implementation
+from tpuport.core.spec.stage import Program
 from tpuport.models.cogvideox import vae_memory
 from tpuport.models.cogvideox.flax_grid import Grid, grid_of
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.jax_module import BoundJaxModule
+    from tpuport.core.weights.jax_module import BoundJaxModule
     from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
 #: Rows and columns of pixels to one of latents, in every published checkpoint.

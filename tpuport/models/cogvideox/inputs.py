@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.request import Request
-from tpuport.core.work import StageContext
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage_work import StageContext
 from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:
     import torch
 
-    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 MAX_TEXT_TOKENS = 226
 """The default of upstream's pipeline, ``max_sequence_length``."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import joint, token_norms
-from tpuport.core.active import current
-from tpuport.core.component import NativeForm
-from tpuport.core.feed_forward import feed_forward
-from tpuport.core.joint import JointSequence
-from tpuport.core.patching import Patch
-from tpuport.core.splitting import ForwardSplit
-from tpuport.core.transforms import WeightTransform, to_halves
+from tpuport.core.layers import joint_sequence as joint
+from tpuport.core.layers import token_norms
+from tpuport.core.layers.feed_forward import feed_forward
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.spec.component import NativeForm
+from tpuport.core.tracing.context import current
+from tpuport.core.tracing.forward_split import ForwardSplit
+from tpuport.core.tracing.patching import Patch
+from tpuport.core.weights.transforms import WeightTransform, to_halves
 
 if TYPE_CHECKING:
     import jax

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.active import current
-from tpuport.core.convolutions import passed_over
-from tpuport.core.patching import Patch
+from tpuport.core.layers.video_layers import LANES
+from tpuport.core.tracing.context import current
+from tpuport.core.tracing.convolution_notes import passed_over
+from tpuport.core.tracing.patching import Patch
 from tpuport.models.cogvideox import vae_native as native
-from tpuport.patches.video import LANES
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.component import Component
-from tpuport.core.spec import ModelPort
-from tpuport.core.splitting import ForwardSplit
-from tpuport.core.stacking import StackedBlocks
+from tpuport.core.spec.component import Component
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, inputs, native, sharding, stages
 from tpuport.models.cogvideox.flax_stages import FLAX
@@ -21,7 +21,7 @@ from tpuport.patches.padding import PADDING
 from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.tracing import SLICE_ASSIGNMENT
+from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
 
 def _make_demo(folder: Path, variant: str) -> None:

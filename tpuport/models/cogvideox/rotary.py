@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.rotary import RotaryCache, RotaryKey
+from tpuport.core.layers.rotary_tables import RotaryCache, RotaryKey
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from tpuport.errors import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ matches exactly one rule; the session refuses anything else.
 
 from __future__ import annotations
 
-from tpuport.core.active import AttentionPolicy
-from tpuport.core.sharding import ShardRule
+from tpuport.core.tracing.context import AttentionPolicy
+from tpuport.core.weights.sharding import ShardRule
 
 ATTENTION = AttentionPolicy(batch="dp", heads="tp", sequence="sp")
 

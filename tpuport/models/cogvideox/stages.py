@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.frames import PIXELS, as_frames, encode_pixels
-from tpuport.core.request import Request, denoising_steps
-from tpuport.core.spatial import SpatialLayout
-from tpuport.core.stage import Program, Stage
-from tpuport.core.tensors import TensorSpec
-from tpuport.core.work import Call, StageContext, Work
+from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
+from tpuport.core.files.stage_tensors import TensorSpec
+from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.spec.request import Request, denoising_steps
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.errors import VideoError
 from tpuport.models.cogvideox import (
     conditioning,
@@ -43,7 +43,7 @@ from tpuport.models.cogvideox.inputs import (
 from tpuport.models.cogvideox.vae_tiles import chunk_lengths as chunk_lengths
 
 if TYPE_CHECKING:
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 #: What a 1.5 image-to-video transformer takes as ``ofs``; fixed in upstream's pipeline.
 OFFSET = 2.0

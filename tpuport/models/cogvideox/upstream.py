@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.work import StageContext
+from tpuport.core.spec.stage_work import StageContext
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.conditioning import (
     given_latents,

@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpuport.core.spatial import choose_split
-from tpuport.core.vae_tiling import Footprint
-from tpuport.core.work import StageContext
+from tpuport.core.mesh.spatial_split import choose_split
+from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.tiling import Footprint
 from tpuport.models.cogvideox import vae_tiles
 from tpuport.models.cogvideox.inputs import latent_shape, padding_frames
 

@@ -1,9 +1,9 @@
 """CogVideoX's autoencoder blocks on TPU, from the project's kernels.
 
 The same computation as upstream's with upstream's weights, on tensors [B, C, T, Y, X]
-as upstream holds them; see :mod:`tpuport.patches.video`. Norm, modulation and SiLU are
-one pass, and a convolution reads the frames kept from the chunk before and the rows and
-columns of other devices without putting them together first.
+as upstream holds them; see :mod:`tpuport.core.layers.video_layers`. Norm, modulation
+and SiLU are one pass, and a convolution reads the frames kept from the chunk before and
+the rows and columns of other devices without putting them together first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    from tpuport.core.active import Active
+    from tpuport.core.tracing.context import Active
 
 Cache = dict[str, Any]
 
@@ -24,8 +24,8 @@ KEPT = 2
 
 def applies(channels: int) -> bool:
     """Whether blocks of so many channels have a native form where this is traced."""
-    from tpuport.core.active import current
-    from tpuport.patches.video import LANES, has_kernels
+    from tpuport.core.layers.video_layers import LANES, has_kernels
+    from tpuport.core.tracing.context import current
 
     return has_kernels(current().context) and channels % LANES == 0
 
@@ -52,7 +52,7 @@ def causal_convolution(
     Raises:
         NotImplementedError: the kernels cannot.
     """
-    from tpuport.core.active import current
+    from tpuport.core.tracing.context import current
 
     active = current()
     x = channels_last(active.arrays(inputs))
@@ -75,11 +75,12 @@ def _causal(
     """On arrays [B, T, Y, X, C]: the output, and the frames for the next chunk.
 
     ``kept`` has the last frames of ``x``, where there is an array of them already;
-    ``added`` is :func:`~tpuport.patches.video.convolve`'s ``residual`` or ``shortcut``.
+    ``added`` is :func:`~tpuport.core.layers.video_layers.convolve`'s ``residual`` or
+    ``shortcut``.
     """
     import jax.numpy as jnp
 
-    from tpuport.patches.video import convolve
+    from tpuport.core.layers.video_layers import convolve
 
     conv = module.conv
     frames = module.time_kernel_size - 1
@@ -102,7 +103,7 @@ def norm(
 
     ``silu`` says whether to end with SiLU, which in upstream's code comes after it.
     """
-    from tpuport.core.active import current
+    from tpuport.core.tracing.context import current
 
     active = current()
     x = channels_last(active.arrays(features))
@@ -122,8 +123,8 @@ def _norm(
     kept: int = 0,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On arrays [B, T, Y, X, C]; and the last ``kept`` frames by themselves."""
-    from tpuport.core.convolutions import note
-    from tpuport.patches.video import PRODUCT, group_norm, modulation_maps
+    from tpuport.core.layers.video_layers import PRODUCT, group_norm, modulation_maps
+    from tpuport.core.tracing.convolution_notes import note
 
     maps = None
     layer = module
@@ -164,7 +165,7 @@ def resnet_block(
     """
     import torch
 
-    from tpuport.core.active import current
+    from tpuport.core.tracing.context import current
 
     if not isinstance(module.nonlinearity, torch.nn.SiLU):
         raise NotImplementedError(f"{type(module.nonlinearity).__name__} between")
@@ -204,8 +205,8 @@ def upsample(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Raises:
         NotImplementedError: the kernels cannot.
     """
-    from tpuport.core.active import current
-    from tpuport.patches.video import enlarged_convolution
+    from tpuport.core.layers.video_layers import enlarged_convolution
+    from tpuport.core.tracing.context import current
 
     conv = module.conv
     known = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)

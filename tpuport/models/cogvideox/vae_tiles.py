@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.work import Call, Work
-from tpuport.patches.tiled_frames import JoinedFrames
-from tpuport.patches.tiling import Axis, TilePlan, tiled_axis, whole_axis
+from tpuport.core.layers.tiled_frames import JoinedFrames
+from tpuport.core.layers.tiles import Axis, TilePlan, tiled_axis, whole_axis
+from tpuport.core.spec.stage_work import Call, Work
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,23 +11,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.chunking import chunk_lengths
-from tpuport.core.frames import PIXELS, as_frames, encode_pixels
-from tpuport.core.spatial import SpatialLayout
-from tpuport.core.stage import Program, Stage
-from tpuport.core.tensors import TensorSpec
-from tpuport.core.vae_tiling import Footprint
-from tpuport.core.work import Call, StageContext, Work
+from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
+from tpuport.core.files.stage_tensors import TensorSpec
+from tpuport.core.layers.tiled_frames import JoinedFrames
+from tpuport.core.layers.tiles import TilePlan
+from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage_work import Call, StageContext, Work
+from tpuport.core.spec.tiling import Footprint
+from tpuport.core.tracing.chunk_state import chunk_lengths
 from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo import tiles_in_time, vae, vae_memory
-from tpuport.patches.tiled_frames import JoinedFrames
-from tpuport.patches.tiling import TilePlan
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.request import Request
-from tpuport.core.variant import FrameRule, Option, SizeRule, Variant
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo import published
 from tpuport.models.hunyuanvideo.demo import DEMO_CONFIGS, DEMO_CONFIGS_13B
 from tpuport.models.hunyuanvideo.inputs import require_feature_extractor
 
 if TYPE_CHECKING:
-    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 FORM_15 = ""
 """The form of every 1.5 checkpoint, text and image to video alike."""

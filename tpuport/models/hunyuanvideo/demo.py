@@ -20,7 +20,7 @@ from tpuport.models.hunyuanvideo.demo_tokenizers import (
 )
 
 if TYPE_CHECKING:
-    from tpuport.core.variant import Variant
+    from tpuport.core.spec.variant import Variant
 
 VERSION = "1"
 """Part of the cache key: raise it when the files below change."""

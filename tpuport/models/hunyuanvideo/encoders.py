@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 #: The state upstream takes: ``hidden_states[-(num_hidden_layers_to_skip + 1)]``.
 HIDDEN_STATE = -3

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.media import to_images
-from tpuport.core.work import StageContext
+from tpuport.core.files.sources import to_images
+from tpuport.core.spec.stage_work import StageContext
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from tpuport.core.checkpoint import Checkpoint
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 Say = Callable[[str], None]
 

@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import joint, streams, token_norms
-from tpuport.core.active import current
-from tpuport.core.component import NativeForm
-from tpuport.core.feed_forward import feed_forward, gelu_dense
-from tpuport.core.joint import JointSequence
-from tpuport.core.patching import Patch
-from tpuport.core.transforms import WeightTransform, to_halves
+from tpuport.core.layers import joint_sequence as joint
+from tpuport.core.layers import text_and_video as streams
+from tpuport.core.layers import token_norms
+from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.spec.component import NativeForm
+from tpuport.core.tracing.context import current
+from tpuport.core.tracing.patching import Patch
+from tpuport.core.weights.transforms import WeightTransform, to_halves
 from tpuport.models.hunyuanvideo.patches import text_tokens, unpatchify
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core import joint, streams
-from tpuport.core.component import NativeForm
-from tpuport.core.joint import JointSequence
-from tpuport.core.patching import Patch
-from tpuport.core.transforms import WeightTransform
+from tpuport.core.layers import joint_sequence as joint
+from tpuport.core.layers import text_and_video as streams
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.spec.component import NativeForm
+from tpuport.core.tracing.patching import Patch
+from tpuport.core.weights.transforms import WeightTransform
 from tpuport.models.hunyuanvideo.native import (
     HALVES,
     Stream,

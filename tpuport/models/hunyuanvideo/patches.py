@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.patching import Patch
-from tpuport.patches.attention import attend, take_tokens, valid_first, valid_order
+from tpuport.core.tracing.patching import Patch
+from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def _joint_attention(
             "the patched attention takes the number of valid text tokens, of shape "
             f"[{hidden_states.shape[0]}], for attention_mask; got one of shape "
             f"{[*attention_mask.shape]}. Order the tokens with "
-            "tpuport.patches.attention.valid_first, which counts them."
+            "tpuport.patches.valid_tokens.valid_first, which counts them."
         )
     query = attn.norm_q(_heads(attn, attn.to_q(hidden_states)))
     key = attn.norm_k(_heads(attn, attn.to_k(hidden_states)))

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.patching import Patch
+from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.patches import unpatchify, with_lora_scale
-from tpuport.patches.attention import attend, take_tokens, valid_order
+from tpuport.patches.valid_tokens import attend, take_tokens, valid_order
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.component import Component
-from tpuport.core.spec import ModelPort
-from tpuport.core.splitting import ForwardSplit
-from tpuport.core.stacking import StackedBlocks
+from tpuport.core.spec.component import Component
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.hookspecs import hookimpl
 from tpuport.models.hunyuanvideo import (
     config,
@@ -32,7 +32,7 @@ from tpuport.patches.padding import PADDING
 from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.tracing import SLICE_ASSIGNMENT
+from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
 #: The two blocks that refine the text, in both forms of the model.
 REFINER = "context_embedder.token_refiner.refiner_blocks"

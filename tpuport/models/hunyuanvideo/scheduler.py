@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpuport.core.flow_match import FlowSchedule, make_flow_schedule, make_scheduler
-from tpuport.core.work import StageContext
+from tpuport.core.layers.flow_match import (
+    FlowSchedule,
+    make_flow_schedule,
+    make_scheduler,
+)
+from tpuport.core.spec.stage_work import StageContext
 
 
 def schedule(ctx: StageContext) -> FlowSchedule:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tpuport.core.active import AttentionPolicy
-from tpuport.core.sharding import ShardRule
+from tpuport.core.tracing.context import AttentionPolicy
+from tpuport.core.weights.sharding import ShardRule
 
 ATTENTION = AttentionPolicy(batch="dp", heads="tp", sequence="sp")
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.request import Request
-from tpuport.core.stage import Program, Stage
-from tpuport.core.tensors import TensorSpec
-from tpuport.core.text_buckets import trim
-from tpuport.core.work import Call, StageContext, Work
+from tpuport.core.files.stage_tensors import TensorSpec
+from tpuport.core.layers.text_trimming import trim
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.models.hunyuanvideo import (
     encoders,
     images,
@@ -49,7 +49,7 @@ from tpuport.models.hunyuanvideo.vae import (
 from tpuport.models.hunyuanvideo.vae_memory import footprint_15
 
 if TYPE_CHECKING:
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 #: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
 TEXT_BUCKETS = (64, 128, 192, 256, 384, 512, 768)

@@ -21,24 +21,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.frames import as_frames, encode_pixels
-from tpuport.core.spatial import SpatialLayout
-from tpuport.core.work import Call, Work
+from tpuport.core.files.frames import as_frames, encode_pixels
+from tpuport.core.layers.tiles import TilePlan, fading
+from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.spec.stage_work import Call, Work
 from tpuport.models.hunyuanvideo import vae
-from tpuport.patches.tiling import TilePlan, fading
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
     import torch
 
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 #: Of a tile that is not the first: frames at its front that are thrown away.
 DROPPED = 1
 
 SEAM = SpatialLayout(inputs={"latents": "BCTYX", "seam": "E"}, carry="BCEYX", output={})
-"""Of the program that makes a seam of zeros; see :mod:`tpuport.core.spatial`."""
+"""Of the program that makes a seam of zeros; see
+:mod:`tpuport.core.mesh.spatial_split`."""
 TILE = SpatialLayout(
     inputs={"latents": "BCTYX", "rising": "E", "falling": "E", "counts": "F"},
     carry="BCEYX",
@@ -94,8 +95,8 @@ def tile_frames(
             tile's first F frames are finished ones of the video.
 
     Returns:
-        the end of this tile, and what :func:`tpuport.core.frames.encode_pixels` gives
-        of its first F frames.
+        the end of this tile, and what :func:`tpuport.core.files.frames.encode_pixels`
+        gives of its first F frames.
     """
     import jax.numpy as jnp
 

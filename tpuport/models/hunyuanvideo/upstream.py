@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.work import StageContext
+from tpuport.core.spec.stage_work import StageContext
 from tpuport.models.hunyuanvideo import images, inputs
 from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
 from tpuport.models.hunyuanvideo.scheduler import upstream_scheduler
@@ -290,7 +290,7 @@ def _load(ctx: StageContext, name: str, classes: dict[str, str] | None = None) -
 
 def _from_pretrained(ctx: StageContext, name: str, path: str) -> Any:
     """One component loaded by upstream's own ``from_pretrained``."""
-    from tpuport.core.skeleton import load_class
+    from tpuport.core.weights.skeleton import load_class
 
     # ByT5 stays in float32, as the port has it.
     glyphs = path.endswith("T5EncoderModel")

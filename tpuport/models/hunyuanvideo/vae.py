@@ -1,7 +1,7 @@
 """Encoding and decoding by tiles and chunks, for both HunyuanVideo autoencoders.
 
 A plan follows upstream's tile settings, read from the module; a tile goes through one
-of the small programs below; :mod:`tpuport.patches.tiling` joins the results on the
+of the small programs below; :mod:`tpuport.core.layers.tiles` joins the results on the
 host, or :mod:`tpuport.models.hunyuanvideo.tiles_in_time` on the device. A 1.5 video
 that is no more than one tile is decoded by chunks of latent frames.
 
@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.chunking import run_chunk
-from tpuport.core.spatial import SpatialLayout
+from tpuport.core.layers.tiles import Axis, TilePlan, tiled_axis, whole_axis
+from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.tracing.chunk_state import run_chunk
 from tpuport.errors import UsageError
-from tpuport.patches.tiling import Axis, TilePlan, tiled_axis, whole_axis
 
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.module import BoundModule
+    from tpuport.core.tracing.ported_module import BoundModule
 
 
 def plan_decode(vae: Any, latent_shape: Sequence[int], tiling: bool) -> TilePlan:
@@ -160,7 +160,8 @@ def _plan_13b(
 # -------------------------------------------------------------------- programs
 
 #: What becomes of the arrays where the picture is split over devices; see
-#: :mod:`tpuport.core.spatial`. All of the carry are pictures of some latent frames.
+#: :mod:`tpuport.core.mesh.spatial_split`. All of the carry are pictures of some latent
+#: frames.
 TILE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output="BCFYX")
 FRAMES = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
 WHOLE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output=FRAMES)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpuport.core.chunking import chunk_lengths
-from tpuport.core.spatial import choose_split
-from tpuport.core.vae_tiling import Footprint
-from tpuport.core.work import StageContext
+from tpuport.core.layers.tiles import TilePlan
+from tpuport.core.mesh.spatial_split import choose_split
+from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.tiling import Footprint
+from tpuport.core.tracing.chunk_state import chunk_lengths
 from tpuport.models.hunyuanvideo import vae
 from tpuport.models.hunyuanvideo.tiles_in_time import is_in_time
-from tpuport.patches.tiling import TilePlan
 
 #: Latent frames of 1.5 that are decoded at a time, where the video is not tiled. An
 #: activation at the size of the pixels is that of 8 frames; every chunk more gathers

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.chunking import current_chunk
-from tpuport.core.patching import Patch
+from tpuport.core.tracing.chunk_state import current_chunk
+from tpuport.core.tracing.patching import Patch
 
 if TYPE_CHECKING:
     import jax
     import torch
 
-    from tpuport.core.active import Active, OpContext
+    from tpuport.core.tracing.context import Active, OpContext
 
 
 # ------------------------------------------------------------------- attention
@@ -79,7 +79,7 @@ def _attend_by_frames(
     heads: int,
 ) -> torch.Tensor:
     """Attention of [B, H * D, t, y, x] to the frames of each query and before it."""
-    from tpuport.patches.attention import attend
+    from tpuport.patches.valid_tokens import attend
 
     active, chunk = _active(), current_chunk()
     if active is None or (chunk is None and active.context.space is None):
@@ -107,7 +107,7 @@ def _attend_by_frames(
 
 def _active() -> Active | None:
     """What is being traced; ``None`` in plain torch."""
-    from tpuport.core.active import current
+    from tpuport.core.tracing.context import current
 
     try:
         return current()
@@ -131,7 +131,7 @@ def _frame_by_frame(
     import jax
     import jax.numpy as jnp
 
-    from tpuport.core.attention_lengths import length_attention
+    from tpuport.core.layers.attention_lengths import length_attention
 
     batch, _, frames, rows, columns = query.shape
     per_frame = key.shape[3] * key.shape[4]

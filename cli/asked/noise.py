@@ -1,0 +1,90 @@
+"""Initial noise that the user brings along in a safetensors file."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.cli.shown.errors import one_line
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The one tensor of a file.
+
+    Attributes:
+        file: as the user named it.
+        sha256: of the file.
+        tensor: of shape [N, T, C, Y, X].
+    """
+
+    file: str
+    sha256: str
+    tensor: torch.Tensor
+
+    def for_videos(self, count: int) -> torch.Tensor:
+        """One noise per video; a single one serves all.
+
+        Raises:
+            UsageError: the file holds neither one nor ``count``.
+        """
+        found = len(self.tensor)
+        if found not in (1, count):
+            raise UsageError(
+                f"{self.file} holds the noise of {found} videos, and {count} are asked "
+                f"for; give one, or {count}"
+            )
+        return self.tensor.expand(count, *self.tensor.shape[1:]).contiguous()
+
+    def record(self) -> dict[str, Any]:
+        """What run.json and a sidecar say about it."""
+        return {"file": str(Path(self.file).absolute()), "sha256": self.sha256}
+
+
+def read_noise(file: str | None) -> Noise | None:
+    """The noise in ``file``, or ``None`` for none.
+
+    Raises:
+        UsageError: no such file, no safetensors file, not one tensor, no noise.
+    """
+    if file is None:
+        return None
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        data = Path(file).expanduser().read_bytes()
+        tensors = load(data)
+    except OSError as error:
+        raise UsageError(
+            f"latents file {file} cannot be read: {error.strerror}"
+        ) from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"latents file {file} is not a safetensors file ({one_line(error)})"
+        ) from error
+    if len(tensors) != 1:
+        raise UsageError(
+            f"latents file {file} holds {len(tensors)} tensors "
+            f"({', '.join(sorted(tensors)) or 'none'}); one is expected"
+        )
+    (tensor,) = tensors.values()
+    if tensor.ndim == 4:
+        tensor = tensor[None]
+    shape = list(tensor.shape)
+    if tensor.ndim != 5 or not tensor.numel() or not tensor.is_floating_point():
+        raise UsageError(
+            f"latents file {file} holds a {tensor.dtype} of shape {shape}; floating "
+            "point of shape [videos, latent frames, channels, rows, columns] is needed"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise UsageError(f"latents file {file} holds NaN or infinite values")
+    digest = hashlib.sha256(data).hexdigest()
+    return Noise(file=file, sha256=digest, tensor=tensor)

@@ -1,0 +1,453 @@
+"""``tpuport bench``: how fast a model runs here, and against upstream's own code."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.options import (
+    AspectRatio,
+    Attention,
+    Blocks,
+    CacheDir,
+    Debug,
+    Dtype,
+    Executables,
+    Frames,
+    Guidance,
+    Height,
+    Image,
+    Json,
+    Mesh,
+    Model,
+    ModelOption,
+    NoCompileCache,
+    Resolution,
+    Sharding,
+    Size,
+    SourceVideo,
+    StepCaching,
+    Steps,
+    Strength,
+    Vae,
+    VariantName,
+    Weights,
+    Width,
+)
+from tpuport.cli.asked.sessions import (
+    check_early,
+    check_run_early,
+    open_session,
+    read_source,
+)
+from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.shown.errors import reported
+from tpuport.cli.shown.output import columns, print_json
+from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.versions import versions
+from tpuport.core.reports import Reporter, StageReport
+from tpuport.core.spec.choices import choices
+from tpuport.core.spec.request import Request, denoising_steps
+from tpuport.core.spec.step_cache import METHODS, StepCache
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpuport.core.run.session import Session
+
+PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
+
+#: Load average per CPU before the start from which the times are called in question.
+BUSY = 0.5
+
+#: The first run of upstream comes second in the process and finds torch imported.
+FIRST_NOTE = (
+    "both keep their modules loaded after the first run; the first run of diffusers "
+    "comes after that of tpuport and finds the libraries imported"
+)
+
+
+def bench(
+    context: typer.Context,
+    model: Model = None,
+    variant: VariantName = None,
+    weights: Weights = None,
+    size: Size = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    option: ModelOption = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    sharding: Sharding = None,
+    blocks: Blocks = None,
+    vae: Vae = None,
+    image: Image = None,
+    video: SourceVideo = None,
+    strength: Strength = None,
+    resolution: Resolution = None,
+    aspect_ratio: AspectRatio = None,
+    cache: StepCaching = None,
+    quality: Annotated[
+        bool,
+        typer.Option(
+            "--quality",
+            help="Time the step cache, or without --cache each method of it, with PSNR "
+            "and SSIM against the exact run of the same seed.",
+        ),
+    ] = False,
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, help="Steady-state runs of each.")
+    ] = 3,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="diffusers", help="Compare with upstream's code."
+        ),
+    ] = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    executables: Executables = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the first call and the steady state, stage by stage.
+
+    With --against diffusers the same request is run by plain upstream code in the same
+    process, in turns with tpuport, so that both see the same machine. With --cache the
+    request is run with and without the step cache, and what the cache costs in quality
+    is printed beside what it saves.
+    """
+    if context.invoked_subcommand is not None:
+        with reported(debug=debug):
+            _alone(context)
+        return
+    with reported(debug=debug) as guard:
+        if against not in (None, "diffusers"):
+            raise UsageError(f"--against {against!r}: only diffusers can be named")
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        caches = [settings.cache] if settings.cache else []
+        if quality and not caches:
+            caches = list(METHODS)
+        result = measure(settings, repeat=repeat, against=against, caches=caches)
+        if settings.json:
+            print_json(result)
+        else:
+            print("\n".join(_text(result)))
+
+
+def _alone(context: typer.Context) -> None:
+    """Refuse options before the name of a subcommand, which would drop them."""
+    for name in context.params:
+        source = getattr(context.get_parameter_source(name), "name", "")
+        if source == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} before {context.invoked_subcommand!r} would not be used; put "
+                f"options after `tpuport bench {context.invoked_subcommand}`"
+            )
+
+
+@dataclass
+class _Runs:
+    """What one backend did: its first run, then the steady ones."""
+
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, StageReport]] = field(default_factory=list)
+    frames: Any = None
+
+    def as_dict(self, steps: int) -> dict[str, Any]:
+        first, steady = self.stages[0], self.stages[1:]
+        names = list(first)
+        medians = {
+            name: statistics.median(run[name].total_seconds for run in steady)
+            for name in names
+        }
+        return {
+            "first": {
+                "seconds": self.seconds[0],
+                "load_seconds": sum(s.load_seconds for s in first.values()),
+                "compile_seconds": sum(s.compile_seconds for s in first.values()),
+                "programs": sum(len(s.compiles) for s in first.values()),
+                "loaded": sum(c.loaded for s in first.values() for c in s.compiles),
+                "cached_programs": sum(
+                    c.cached for s in first.values() for c in s.compiles
+                ),
+                "stages": {name: first[name].total_seconds for name in names},
+            },
+            "steady": {
+                "seconds": statistics.median(self.seconds[1:]),
+                "all_seconds": self.seconds[1:],
+                "stages": medians,
+                "seconds_per_step": medians["denoise"] / steps,
+            },
+        }
+
+
+def measure(
+    settings: Settings,
+    *,
+    repeat: int,
+    against: str | None,
+    caches: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run the benchmark; the result is JSON-ready.
+
+    Args:
+        settings: what to run.
+        repeat: steady-state runs of each.
+        against: ``"diffusers"`` or ``None``.
+        caches: step caches, each run in turns with the exact run.
+    """
+    import numpy as np
+
+    check_run_early(check_early(settings), settings)
+    cache = cache_folder(settings.cache_dir)
+    load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    backends = ["tpuport", *([against] if against else [])]
+    cached = [str(StepCache.parse(text)) for text in caches]
+    runs = {name: _Runs() for name in [*backends, *cached]}
+    with make_display() as display:
+        opened = time.perf_counter()
+        with open_session(
+            settings, cache=cache, reporter=_Quiet(display), keep_loaded=True
+        ) as session:
+            opened = time.perf_counter() - opened
+            source = read_source(settings, session.variant)
+            request = session.request(
+                prompt=PROMPT,
+                source=source,
+                strength=settings.strength,
+                resolution=settings.resolution,
+                aspect_ratio=settings.aspect_ratio,
+                height=settings.height,
+                width=settings.width,
+                num_frames=settings.frames,
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance,
+                options=settings.options,
+            )
+            requests = {name: replace(request, step_cache=name) for name in cached}
+            for asked in requests.values():
+                session.check(asked)
+            pixels = {source.kind: source.for_videos(1)} if source else {}
+            # What `tpuport compile` builds makes bytes, as `generate` writes them.
+            frames = "uint8" if settings.executables else "float32"
+            # Turn by turn, so that a machine that slows down slows all.
+            for turn in range(1 + repeat):
+                what = "first run" if turn == 0 else f"run {turn} of {repeat}"
+                for name, taken in runs.items():
+                    asked = requests.get(name, request)
+                    backend = name if name in backends else "tpuport"
+                    _run(session, asked, backend, taken, pixels, frames)
+                    display.say(f"{name}: {what}, {taken.seconds[-1]:.2f} s")
+            report = session.run_report(
+                list(runs["tpuport"].stages[-1].values()),
+                sum(sum(r.seconds) for r in runs.values()),
+            )
+    steps = denoising_steps(request)
+    result: dict[str, Any] = {
+        "command": "bench",
+        "model": session.port.name,
+        "variant": session.variant.name,
+        "weights": session.checkpoint.reference,
+        "settings": request.as_dict(),
+        "dtype": session.dtype,
+        "blocks": session.port.blocks,
+        "implementations": choices(session.port),
+        "mesh": report.mesh,
+        "platform": report.platform,
+        "devices": report.devices,
+        "versions": versions(),
+        "repeat": repeat,
+        "load_average": load_average,
+        "cpus": cpus,
+        "notes": [],
+        "open_seconds": opened,
+        "peak_host_bytes": report.peak_host_bytes,
+        "peak_device_bytes": report.peak_device_bytes,
+        "backends": {name: run.as_dict(steps) for name, run in runs.items()},
+    }
+    if against:
+        ours, theirs = (result["backends"][name]["steady"] for name in backends)
+        result["ratio"] = {
+            "total": theirs["seconds"] / ours["seconds"],
+            **{
+                name: theirs["stages"][name] / ours["stages"][name]
+                for name in ours["stages"]
+            },
+        }
+        difference = np.abs(runs["tpuport"].frames - runs[against].frames)
+        result["max_frame_difference"] = float(difference.max())
+        result["notes"].append(FIRST_NOTE)
+        if frames == "uint8":
+            result["notes"].append(
+                "frames were made as bytes, as with --executables: differences are "
+                f"multiples of {1 / 255:.4f}"
+            )
+    if cached:
+        result["step_caches"] = {
+            name: _price(runs["tpuport"], runs[name], result["backends"], name)
+            for name in cached
+        }
+    if load_average > BUSY * cpus:
+        result["notes"].append(
+            f"the machine was busy at the start (load {load_average:.1f} on {cpus} "
+            "CPUs): do not trust these times"
+        )
+    return result
+
+
+def _price(
+    exact: _Runs, cached: _Runs, backends: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """What a step cache saves, as ratios above 1, and what it costs."""
+    from tpuport.core.files.quality import compare
+
+    before, after = (backends[key]["steady"] for key in ("tpuport", name))
+    return {
+        "speedup": before["seconds"] / after["seconds"],
+        "denoise_speedup": before["stages"]["denoise"] / after["stages"]["denoise"],
+        **compare(cached.frames, exact.frames).as_dict(),
+    }
+
+
+class _Quiet(Reporter):
+    """Passes on what is said; the stages of many runs would only scroll by."""
+
+    def __init__(self, inner: Reporter) -> None:
+        self._inner = inner
+
+    def say(self, text: str) -> None:
+        self._inner.say(text)
+
+    def compiling(self, stage: str, program: str) -> None:
+        self._inner.compiling(stage, program)
+
+
+def _run(
+    session: Session,
+    request: Request,
+    backend: str,
+    runs: _Runs,
+    pixels: Mapping[str, Any],
+    frames: str,
+) -> None:
+    """One whole run, kept in ``runs``; ``pixels`` are what it starts from.
+
+    ``frames`` is what they are made as, ``"float32"`` or ``"uint8"``; they are kept as
+    floats in [0, 1].
+    """
+    import numpy as np
+
+    from tpuport.core.files.video_file import check_frames
+    from tpuport.core.run.frame_delivery import Delivery
+
+    delivery = Delivery(frames)
+    started = time.perf_counter()
+    tensors: dict[str, Any] = dict(pixels)
+    reports: dict[str, StageReport] = {}
+    for stage in session.port.stages:
+        tensors, report = session.run_stage(
+            stage.name, request, tensors, backend=backend, delivery=delivery
+        )
+        reports[stage.name] = report
+    runs.seconds.append(time.perf_counter() - started)
+    runs.stages.append(reports)
+    made = tensors["frames"]
+    if made.dtype == np.uint8:
+        delivery.check()
+        made = made.astype(np.float32) / 255
+    check_frames(made)
+    runs.frames = made
+
+
+def _text(result: dict[str, Any]) -> Sequence[str]:
+    """The result for people."""
+    request, caches = result["settings"], result.get("step_caches", {})
+    backends = {n: b for n, b in result["backends"].items() if n not in caches}
+    against = [name for name in backends if name != "tpuport"]
+    head = ["", *backends, *(["ratio"] if against else [])]
+    rows: list[list[str]] = [head]
+
+    def row(label: str, values: list[float], ratio: float | None = None) -> None:
+        cells = [label, *(f"{value:.3f} s" for value in values)]
+        if against:
+            cells.append("" if ratio is None else f"{ratio:.2f}x")
+        rows.append(cells)
+
+    firsts = [backend["first"] for backend in backends.values()]
+    steadies = [backend["steady"] for backend in backends.values()]
+    ratios = result.get("ratio", {})
+    row("first run", [first["seconds"] for first in firsts])
+    row("  load", [first["load_seconds"] for first in firsts])
+    row("  compile", [first["compile_seconds"] for first in firsts])
+    row("steady run", [s["seconds"] for s in steadies], ratios.get("total"))
+    row("  fastest", [min(s["all_seconds"]) for s in steadies])
+    row("  slowest", [max(s["all_seconds"]) for s in steadies])
+    for name in steadies[0]["stages"]:
+        row(f"  {name}", [s["stages"][name] for s in steadies], ratios.get(name))
+        if name == "denoise":
+            row("    per step", [s["seconds_per_step"] for s in steadies])
+    if against:  # upstream compiles nothing
+        for line in rows:
+            if line[0].strip() == "compile":
+                line[2] = "-"
+    lines = [
+        f"{result['model']} {result['variant']}, {request['width']}x"
+        f"{request['height']}, {request['num_frames']} frames, "
+        f"{request['num_inference_steps']} steps, {result['dtype']}, "
+        f"{result['blocks']} blocks, "
+        f"{''.join(f'{f} {n}, ' for n, f in result['implementations'].items())}"
+        f"{result['devices']} x {result['platform']} ({result['mesh']}), "
+        f"median of {result['repeat']}",
+        "",
+        *columns(rows),
+    ]
+    if against:
+        lines += [
+            "",
+            "ratio: diffusers / tpuport, above 1 tpuport is faster",
+            f"largest difference of the frames: {result['max_frame_difference']:.2g}",
+        ]
+    if caches:
+        lines += ["", *columns(_price_rows(result, caches))]
+        lines += ["", "quality is of this video only; see docs/step-caching.md"]
+    return [*lines, *(f"note: {note}" for note in result["notes"])]
+
+
+def _price_rows(
+    result: dict[str, Any], caches: dict[str, Any]
+) -> Sequence[Sequence[str]]:
+    """One row per step cache, and the exact run they are compared with."""
+    rows = [["step cache", "denoise", "speed-up", "whole run", "PSNR", "SSIM"]]
+
+    def denoise(name: str) -> str:
+        return f"{result['backends'][name]['steady']['stages']['denoise']:.3f} s"
+
+    rows.append(["none (exact)", denoise("tpuport"), "1.00x", "1.00x", "-", "-"])
+    for name, price in caches.items():
+        psnr = "identical" if price["psnr"] is None else f"{price['psnr']:.2f} dB"
+        rows.append(
+            [
+                name,
+                denoise(name),
+                f"{price['denoise_speedup']:.2f}x",
+                f"{price['speedup']:.2f}x",
+                psnr,
+                f"{price['ssim']:.4f}",
+            ]
+        )
+    return rows

@@ -1,0 +1,209 @@
+"""``tpuport bench attention``: what the compiler's schedule says of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.options import CacheDir, Debug, Json
+from tpuport.cli.asked.settings import gather
+from tpuport.cli.shown.errors import one_line, reported
+from tpuport.cli.shown.output import columns, print_json, say
+from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.versions import version
+from tpuport.errors import TpuportError, UsageError
+
+if TYPE_CHECKING:
+    from tpuport.core.cost.attention_case import AttentionCase
+    from tpuport.core.cost.attention_cycles import KernelCost
+    from tpuport.core.reports import Reporter
+
+#: A package that brings a kernel of its own, needed for nothing else.
+_OPTIONAL = "tokamax"
+_ALL = ("tpuport", "jax", "tokamax")
+_UNITS = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
+
+Chip = Annotated[
+    str, typer.Option("--chip", help="v4, v5e, v5p, v6e or v7x; none need be here.")
+]
+HeadDim = Annotated[int, typer.Option("--head-dim", min=1, help="Width of a head.")]
+QLen = Annotated[int, typer.Option("--q-len", min=1, help="Queries.")]
+KvLen = Annotated[
+    int | None, typer.Option("--kv-len", min=1, help="Keys. (default: as queries)")
+]
+Heads = Annotated[int, typer.Option("--heads", min=1, help="Of one chip.")]
+
+
+def bench_attention(
+    context: typer.Context,
+    chip: Chip = "v6e",
+    head_dim: HeadDim = 64,
+    q_len: QLen = 39826,
+    kv_len: KvLen = None,
+    heads: Heads = 12,
+    tiles: Annotated[
+        str,
+        typer.Option(
+            "--blocks",
+            metavar="auto|Q/KV/COMPUTE",
+            help="Tokens of the tiles, for all kernels; auto leaves them to each.",
+        ),
+    ] = "auto",
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel",
+            help="tpuport, jax or tokamax; may be repeated. (default: all installed)",
+        ),
+    ] = None,
+    cache_dir: CacheDir = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare attention kernels by the TPU compiler's schedule; needs no TPU.
+
+    Each kernel is compiled for the chip, and its bundles (one a cycle) are counted:
+    all that a grid step runs, for 2^20 scores. "whole call" also has the padding of
+    the lengths and how often each part runs.
+    """
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        folder = cache_folder(settings.cache_dir) / "kernels"
+        from tpuport.core.cost.attention_case import AttentionCase, Blocks
+
+        case = AttentionCase(
+            implementation=_ALL[0],
+            chip=chip,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len or q_len,
+            head_dim=head_dim,
+            blocks=None if tiles == "auto" else Blocks.parse(tiles),
+        )
+        names = _chosen(kernel)
+        with make_display() as display:
+            rows, failed = _compared(case, names, folder, display)
+        if not rows:
+            raise failed[0]
+        if settings.json:
+            print_json(rows)
+        else:
+            print("\n".join(_text(rows)))
+        if failed:
+            raise typer.Exit(1)
+
+
+def _compared(
+    case: AttentionCase, names: Sequence[str], folder: Path, reporter: Reporter
+) -> tuple[list[dict[str, Any]], list[TpuportError]]:
+    """The rows of the kernels named, and the errors of those that are left out."""
+    from tpuport.core.cost.attention_cycles import kernel_cycles
+    from tpuport.core.mesh.slices import TopologyError
+
+    rows: list[dict[str, Any]] = []
+    failed: list[TpuportError] = []
+    for name in names:
+        if name == "tpuport" and case.blocks is None:
+            _say_if_stale(case, reporter)
+        asked = replace(case, implementation=name)
+        try:
+            with reporter.timed(f"compiling {name} for {case.chip}"):
+                rows.append(row(kernel_cycles(asked, cache=folder)))
+        except TopologyError:
+            raise  # without the compiler none of them has figures
+        except TpuportError as error:
+            if len(names) == 1:
+                raise
+            reporter.say(f"{name} is left out: {one_line(error)}")
+            failed.append(error)
+        else:
+            bundles = rows[-1]["bundles_per_2_20_scores"]
+            reporter.say(f"{name}: {bundles:.0f} bundles for 2^20 scores")
+    return rows, failed
+
+
+def _chosen(asked: list[str] | None) -> list[str]:
+    unknown = [name for name in asked or () if name not in _ALL]
+    if unknown:
+        raise UsageError(f"unknown kernel {unknown[0]!r}; known are: {', '.join(_ALL)}")
+    if asked:
+        return list(dict.fromkeys(asked))
+    if version(_OPTIONAL) is None:
+        say(f"{_OPTIONAL} is not installed, so its kernel is not compared")
+        return [name for name in _ALL if name != _OPTIONAL]
+    return list(_ALL)
+
+
+def _say_if_stale(case: AttentionCase, reporter: Reporter) -> None:
+    from tpuport.core.cost.tile_search import is_stale
+    from tpuport.kernels.attention.block_table import find_entry
+
+    entry = find_entry(case.chip, case.head_dim, case.q_len, case.kv_len)
+    if entry is not None and is_stale(entry):
+        reporter.say(
+            "the tiles in the table were found for another form of the kernel; "
+            "`tpuport tune --again --write` looks anew"
+        )
+
+
+def row(cost: KernelCost) -> dict[str, Any]:
+    """One kernel's figures, JSON-ready."""
+    return {
+        "implementation": cost.case.implementation,
+        "chip": cost.case.chip,
+        "head_dim": cost.case.head_dim,
+        "q_len": cost.case.q_len,
+        "kv_len": cost.case.kv_len,
+        "heads": cost.case.heads,
+        "blocks": str(cost.blocks),
+        "bundles_per_2_20_scores": cost.bundles_per_tile,
+        "whole_call_cycles_per_2_20_scores": cost.cycles_per_tile,
+        "whole_call_cycles": cost.cycles,
+        "grid": list(cost.grid),
+        "cores": cost.cores,
+        "bundles_per_grid_step": cost.step_bundles,
+        "utilization": cost.utilization,
+        "busiest": cost.busiest,
+        "spills": cost.spills,
+        "fills": cost.fills,
+        "other_cycles": cost.other_cycles,
+        "compile_seconds": cost.compile_seconds,
+        "versions": cost.versions,
+    }
+
+
+def _text(rows: list[dict[str, Any]]) -> list[str]:
+    first = rows[0]
+    table = [
+        ["kernel", "blocks", "bundles", "whole call", *_UNITS, "spills", "fills"],
+        *(
+            [
+                r["implementation"],
+                r["blocks"],
+                f"{r['bundles_per_2_20_scores']:.0f}",
+                f"{r['whole_call_cycles_per_2_20_scores']:.0f}",
+                *(f"{r['utilization'][unit]:.0%}" for unit in _UNITS),
+                f"{r['spills']:.0f}",
+                f"{r['fills']:.0f}",
+            ]
+            for r in rows
+        ),
+    ]
+    return [
+        f"{first['chip']}, head dim {first['head_dim']}, {first['q_len']} x "
+        f"{first['kv_len']}, {first['heads']} heads",
+        "",
+        *columns(table),
+        "",
+        "bundles: cycles for 2^20 scores, all that the grid steps run",
+        "whole call: cycles for 2^20 scores asked for, with the padding of the lengths",
+        "MXU ...: share of the unit's slots that is used",
+    ]

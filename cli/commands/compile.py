@@ -1,0 +1,349 @@
+"""``tpuport compile``: a run's programs as files, for devices here or elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuport import api
+from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.absent_chips import prepare_topology
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.options import (
+    AspectRatio,
+    Attention,
+    Blocks,
+    CacheDir,
+    Config,
+    Debug,
+    Dtype,
+    EncodeOn,
+    Frames,
+    Guidance,
+    Height,
+    Image,
+    Json,
+    Mesh,
+    Model,
+    ModelOption,
+    NegativePrompt,
+    Prompt,
+    PromptFile,
+    Resolution,
+    Sharding,
+    Size,
+    SourceVideo,
+    StepCaching,
+    Steps,
+    Strength,
+    Vae,
+    VaeTiling,
+    VariantName,
+    Weights,
+    Width,
+)
+from tpuport.cli.asked.sessions import (
+    check_early,
+    check_folder,
+    check_run_early,
+    in_words,
+    known_variant,
+    make_request,
+    open_session,
+    read_source,
+)
+from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.commands.bench import PROMPT
+from tpuport.cli.shown.errors import reported
+from tpuport.cli.shown.output import gibibytes, plural, print_json, say
+from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.versions import versions
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.reports import Reporter
+from tpuport.core.spec.choices import choices, with_chosen
+from tpuport.core.spec.model_port import BLOCKS, with_blocks
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpuport.core.mesh.slices import Topology
+    from tpuport.core.plan.abstract_programs import AbstractProgram
+    from tpuport.core.run.session import Session
+
+LOCAL = "local"
+
+
+def compile_(
+    context: typer.Context,
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--topology",
+            metavar="NAME",
+            help="A TPU slice that need not be here, such as v6e-8; cpu-8 for eight "
+            "virtual CPU devices; local for the devices of this machine.",
+        ),
+    ] = LOCAL,
+    model: Model = None,
+    variant: VariantName = None,
+    weights: Weights = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stage",
+            metavar="encode|denoise|decode",
+            help="Compile these stages alone; may be repeated. (default: all)",
+        ),
+    ] = None,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    negative_prompt: NegativePrompt = None,
+    size: Size = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    image: Image = None,
+    video: SourceVideo = None,
+    strength: Strength = None,
+    resolution: Resolution = None,
+    aspect_ratio: AspectRatio = None,
+    cache: StepCaching = None,
+    option: ModelOption = None,
+    mesh: Mesh = None,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    sharding: Sharding = None,
+    blocks: Blocks = None,
+    vae: Vae = None,
+    vae_tiling: VaeTiling = None,
+    encode_on: EncodeOn = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FOLDER", help="For the executables; required."),
+    ] = None,
+    cache_dir: CacheDir = None,
+    config: Config = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compile every program of a run into a folder for `generate --executables`.
+
+    The settings are those of `generate`. No weights are read, and for a named topology
+    none are needed: a variant's own config is enough.
+    """
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        found = _prepare_devices(topology, debug=settings.debug)
+        document = _compile(settings, topology, found, stage)
+        if settings.json:
+            print_json(document)
+
+
+def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
+    """Set the process up for the devices named; a TPU topology is returned.
+
+    Raises:
+        UsageError: there is no such topology.
+    """
+    from tpuport.core.mesh.slices import parse_topology
+
+    virtual = re.fullmatch(r"cpu-([1-9][0-9]*)", name)
+    if name == LOCAL or virtual:
+        if virtual:
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            flag = f"--xla_force_host_platform_device_count={virtual[1]}"
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        prepare(debug=debug)
+        return None
+    found = parse_topology(name, others="local, or cpu-8")
+    prepare_topology(found)
+    prepare(debug=debug)
+    return found
+
+
+def _compile(
+    settings: Settings, name: str, topology: Topology | None, stages: list[str] | None
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    if not settings.out:
+        raise UsageError("--out is missing; name the folder for the executables")
+    folder = Path(settings.out).expanduser()
+    check_folder("--out", folder)
+    port = check_early(settings)
+    if topology is not None and settings.mesh is not None:
+        MeshSpec.parse(settings.mesh).resolve(topology.devices)
+    names = [s.name for s in port.stages]
+    for asked in stages or ():
+        if asked not in names:
+            raise UsageError(f"--stage {asked!r}: choose one of {', '.join(names)}")
+    check_run_early(port, settings)
+    if not settings.prompts:
+        settings = replace(settings, prompts=(PROMPT,))
+    cache = cache_folder(settings.cache_dir)
+    with (
+        make_display() as display,
+        _session(settings, topology, cache, display) as session,
+    ):
+        from tpuport.core.plan.abstract_programs import abstract_programs
+        from tpuport.core.plan.build_ahead import build_weighed
+        from tpuport.core.programs.built_folder import write_manifest
+
+        source = read_source(settings, session.variant)
+        request = make_request(session, settings, source)
+        display.say(in_words(request))
+        wanted = [n for n in names if not stages or n in stages]
+        if session.encode_on == "host" and names[0] in wanted:
+            wanted.remove(names[0])
+        count = len(request.prompts)
+
+        def programs(
+            stages: Sequence[str], tiling: str, decided: Callable[[Any], None]
+        ) -> Iterator[AbstractProgram]:
+            return abstract_programs(
+                session.port,
+                session.variant,
+                session.checkpoint,
+                request,
+                session.mesh,
+                dtype=session.dtype,
+                attention=settings.attention or "auto",
+                sharding=settings.sharding or "default",
+                stages=stages,
+                inputs={source.kind: source.for_videos(count)} if source else None,
+                vae_tiling=tiling,
+                decided=decided,
+                reporter=display,
+            )
+
+        built, decided = build_weighed(
+            programs,
+            session.components,
+            request,
+            folder,
+            stages=wanted,
+            vae_tiling=session.executor.vae_tiling,
+            attached=topology is None,
+            reporter=display,
+        )
+        about = {
+            "model": session.port.name,
+            "variant": session.variant.name,
+            "topology": name,
+            "mesh": ",".join(f"{a}={n}" for a, n in session.mesh.shape.items()),
+            "device_kind": str(session.mesh.devices.flat[0].device_kind),
+            "dtype": session.dtype,
+            "attention": settings.attention or "auto",
+            "sharding": settings.sharding or "default",
+            "blocks": session.port.blocks,
+            "implementations": choices(session.port),
+            "encode_on": session.encode_on,
+            "vae_tiling": session.executor.vae_tiling,
+            "tiling": {tiling.stage: tiling.as_dict() for tiling in decided},
+            "settings": {
+                name: value
+                for name, value in request.as_dict().items()
+                if name not in ("prompts", "negative_prompts", "seeds", "sources")
+            },
+            "versions": versions(),
+        }
+        for tiling in decided:
+            display.say(tiling.line())
+        entries = [b.entry for b in built]
+        write_manifest(folder, entries, wanted, about, display.say)
+    total = sum(b.entry.size for b in built)
+    say(
+        f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "
+        f"({gibibytes(total)}) to {folder}; use them with --executables {folder}"
+    )
+    return {
+        "command": "compile",
+        **about,
+        "out": str(folder),
+        "stages": wanted,
+        "programs": [b.as_dict() for b in built],
+        "program_bytes": total,
+        "trace_seconds": sum(b.trace_seconds for b in built),
+        "compile_seconds": sum(b.compile_seconds for b in built),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+@contextlib.contextmanager
+def _session(
+    settings: Settings, topology: Topology | None, cache: Path, reporter: Reporter
+) -> Iterator[Session]:
+    """A session on the devices here, or on those of a topology."""
+    if topology is None:
+        with open_session(settings, cache=cache, reporter=reporter) as session:
+            yield session
+        return
+    with _absent(settings, topology, cache, reporter) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def _absent(
+    settings: Settings, topology: Topology, cache: Path, reporter: Reporter
+) -> Iterator[Session]:
+    """A session whose devices are described only: it can make requests, not run them.
+
+    Without --weights a published variant is compiled from its config.
+    """
+    from tpuport.core.mesh.slices import topology_devices
+    from tpuport.core.plan.config_checkpoint import config_checkpoint
+    from tpuport.core.run.session import Session
+    from tpuport.plugins import get_port
+
+    devices = topology_devices(topology)
+    port = with_blocks(
+        get_port(settings.model or DEFAULT_MODEL), settings.blocks or BLOCKS[0]
+    )
+    variant = known_variant(port, settings)
+    with contextlib.ExitStack() as stack:
+        if settings.weights is None and variant is not None and variant.repo_id:
+            form = port.form_of(variant)
+            checkpoint = stack.enter_context(
+                config_checkpoint(form, variant, cache, reporter.say)
+            )
+        else:
+            form, variant, checkpoint = api.find_checkpoint(
+                port,
+                weights=settings.weights,
+                variant=settings.variant,
+                cache=cache,
+                reporter=reporter,
+            )
+        form = with_chosen(form, settings.implementations)
+        mesh = api.make_mesh(
+            form,
+            checkpoint,
+            MeshSpec.parse(settings.mesh) if settings.mesh is not None else None,
+            api.default_rows(form, variant, settings.guidance),
+            devices,
+            reporter,
+        )
+        yield stack.enter_context(
+            Session(
+                form,
+                variant,
+                checkpoint,
+                mesh,
+                dtype=settings.dtype or variant.dtype,
+                encode_on=settings.encode_on or "device",
+                attention=settings.attention or "auto",
+                sharding=settings.sharding or "default",
+                vae_tiling=settings.vae_tiling or "auto",
+                reporter=reporter,
+            )
+        )

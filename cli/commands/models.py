@@ -1,0 +1,121 @@
+"""``tpuport models``: what can be run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.options import Debug, Json
+from tpuport.cli.shown.errors import reported
+from tpuport.cli.shown.output import columns, print_json
+from tpuport.core.spec.choices import names_of
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.step_cache import METHODS
+from tpuport.core.spec.variant import Variant
+from tpuport.plugins import installed_plugins
+
+_HEAD = (
+    *("MODEL", "VARIANT", "FROM", "SIZE", "FRAMES", "FPS", "STEPS", "GUIDANCE"),
+    "OPTIONS",
+)
+
+#: Task -> what a video is made from.
+_FROM = {"t2v": "text", "i2v": "image", "v2v": "video"}
+
+
+def models(json: Json = False, debug: Debug = False) -> None:
+    """List the installed models, their variants and defaults."""
+    with reported(debug=debug):
+        ports = [plugin.port for plugin in installed_plugins().values()]
+        if json:
+            print_json({"models": [_document(port) for port in ports]})
+            return
+        rows: list[tuple[str, ...]] = [_HEAD]
+        rows += [_row(port, variant) for port in ports for variant in port.variants]
+        print("\n".join(columns(rows)))
+        print(f"\nwithout --model: {DEFAULT_MODEL}")
+        for port in ports:
+            print(f"\n{port.name}: {port.title}")
+            print("\n".join(columns([_about(v) for v in port.variants], indent="  ")))
+            for option in port.options:
+                choices = f" ({', '.join(option.choices)})" if option.choices else ""
+                print(f"  --option {option.name}=...: {option.help}{choices}")
+            if sizes := _size_classes(port):
+                print(f"  --resolution: {', '.join(sizes)}, with --aspect-ratio W:H")
+            if any(len(form.layouts) > 1 for form in port.all_forms):
+                print(f"  --sharding: {', '.join(port.layouts)}")
+            for component, names in _implementations(port).items():
+                print(f"  --{component}: {', '.join(names)}")
+            if any(c.split for f in port.all_forms for c in f.components.values()):
+                print(f"  --cache: {', '.join(METHODS)}; see docs/step-caching.md")
+
+
+def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:
+    options = " ".join(f"{k}={_plain(v)}" for k, v in variant.options.items())
+    return (
+        port.name,
+        variant.name,
+        "+".join(_FROM[task] for task in variant.tasks),
+        f"{variant.width}x{variant.height}",
+        str(variant.num_frames),
+        f"{variant.fps:g}",
+        str(variant.num_inference_steps),
+        f"{variant.guidance_scale:g}",
+        options,
+    )
+
+
+def _implementations(port: ModelPort) -> dict[str, tuple[str, ...]]:
+    """Of every component that has a choice."""
+    return {
+        name: names_of(component)
+        for form in port.all_forms
+        for name, component in form.components.items()
+        if component.implementations
+    }
+
+
+def _size_classes(port: ModelPort) -> list[str]:
+    return list(dict.fromkeys(n for v in port.variants for n in v.resolutions))
+
+
+def _about(variant: Variant) -> tuple[str, str, str]:
+    text = variant.title + (f"; {variant.notes}" if variant.notes else "")
+    return variant.name, variant.repo_id or "built in", text
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _document(port: ModelPort) -> dict[str, Any]:
+    return {
+        "model": port.name,
+        "title": port.title,
+        "sharding": list(port.layouts),
+        "implementations": {n: list(v) for n, v in _implementations(port).items()},
+        "options": [
+            {"name": o.name, "help": o.help, "choices": list(o.choices)}
+            for o in port.options
+        ],
+        "variants": [
+            {
+                "variant": v.name,
+                "title": v.title,
+                "repo_id": v.repo_id or None,
+                "height": v.height,
+                "width": v.width,
+                "num_frames": v.num_frames,
+                "fps": v.fps,
+                "num_inference_steps": v.num_inference_steps,
+                "guidance_scale": v.guidance_scale,
+                "dtype": v.dtype,
+                "options": dict(v.options),
+                "notes": v.notes,
+                "tasks": list(v.tasks),
+                "form": v.form,
+                "resolutions": list(v.resolutions),
+            }
+            for v in port.variants
+        ],
+    }

@@ -1,0 +1,269 @@
+"""``tpuport patches``: what is changed in upstream code while it is traced, and why."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import typer
+from packaging.requirements import Requirement
+
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.options import Debug, Json
+from tpuport.cli.shown.errors import one_line, reported
+from tpuport.cli.shown.output import plural, print_json
+from tpuport.cli.shown.versions import version
+from tpuport.core.layers.model_runtime import EVERYWHERE
+from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
+from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
+from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
+from tpuport.errors import PatchError
+from tpuport.plugins import get_port, installed_plugins
+
+OnlyModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Only what this model uses. (default: all models)"),
+]
+
+_WIDTH = 100
+#: State -> what is said of one entry and of several; best first.
+_SAID = {
+    "applicable": ("applies", "apply"),
+    "skipped": ("not for this version", "not for this version"),
+    "broken": ("cannot be applied", "cannot be applied"),
+    "gone": ("target is gone", "without a target"),
+}
+_STATES = list(_SAID)
+
+
+@dataclass(kw_only=True, slots=True)
+class Entry:
+    """One patch or op override, and what would become of it here.
+
+    Attributes:
+        name: of the patch; of an override the last part of its first target.
+        kind: ``"patch"`` or ``"override"``.
+        targets: what is replaced, as declared.
+        reason: why.
+        upstream: the versions it is for, such as ``"diffusers>=0.42,<0.43"``; empty
+            for any version of anything.
+        installed: the version found of that package, or ``None``.
+        models: model name -> names of the forms that use it; the first form of a model
+            may be called ``""``.
+        blocks: ``"native"`` or ``"upstream"`` for a patch in force with these
+            ``--blocks`` alone; empty for one that always is.
+        module: where the replacement is defined.
+        link: the upstream issue or source; empty where none is declared.
+        state: ``"applicable"``, ``"skipped"`` (for another version), ``"gone"`` or
+            ``"broken"``.
+        detail: the reason again, or why it is skipped or cannot be applied.
+    """
+
+    name: str
+    kind: str
+    targets: list[str]
+    reason: str
+    upstream: str
+    installed: str | None
+    models: dict[str, list[str]] = field(default_factory=dict)
+    blocks: str = ""
+    module: str
+    link: str
+    state: str = "applicable"
+    detail: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a model that uses it fails."""
+        return self.state in ("gone", "broken")
+
+
+def patches(
+    model: OnlyModel = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the changes to upstream code: what, why, for which versions.
+
+    Patches replace a function, some of them with one kind of --blocks alone; op
+    overrides replace what torchax does for a torch operator. Nothing is applied here.
+    Fails when a target is gone.
+    """
+    with reported(debug=debug):
+        if model is None:
+            ports = [plugin.port for plugin in installed_plugins().values()]
+        else:
+            ports = [get_port(model)]
+        prepare(debug=debug)
+        entries = examine(ports)
+        if json:
+            print_json({"patches": [asdict(entry) for entry in entries]})
+        else:
+            print("\n".join(_text(entries, ports)))
+        wrong = [entry.detail for entry in entries if entry.is_wrong]
+        if wrong:
+            raise PatchError("; ".join(dict.fromkeys(wrong)))
+
+
+def examine(ports: Iterable[ModelPort]) -> list[Entry]:
+    """Every patch, then every override, of all forms of the ports, each once.
+
+    Patches that one kind of blocks has alone are among them and say so.
+    """
+    found: dict[Patch | OpOverride, Entry] = {}
+
+    def add(
+        thing: Patch | OpOverride, form: ModelPort, state: str, why: str, blocks: str
+    ) -> None:
+        entry = found.setdefault(thing, _entry(thing, blocks))
+        if entry.blocks != blocks:
+            entry.blocks = ""
+        # Where the forms differ, the worst is told: with another patch of the same
+        # target in one of them.
+        if _STATES.index(state) >= _STATES.index(entry.state):
+            entry.state, entry.detail = state, why
+        entry.models.setdefault(form.name, []).append(form.form)
+
+    for port in ports:
+        for form in port.all_forms:
+            for patch, by_blocks in _states(form).items():
+                worst = max(by_blocks.values(), key=lambda s: _STATES.index(s.state))
+                blocks = "" if len(by_blocks) == len(BLOCKS) else next(iter(by_blocks))
+                add(patch, form, worst.state, worst.detail, blocks)
+            for status in inspect_overrides((*form.overrides, *EVERYWHERE)):
+                add(status.override, form, status.state, status.detail, "")
+    return sorted(found.values(), key=lambda entry: entry.kind != "patch")
+
+
+def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:
+    """What would become of each patch, by the blocks that it is in force with."""
+    found: dict[Patch, dict[str, PatchStatus]] = {}
+    for blocks in reversed(BLOCKS):  # what every port has comes first
+        patches = with_blocks(form, blocks).patches
+        states = inspect_patches(patches).entries
+        for patch, state in zip(patches, states, strict=True):
+            found.setdefault(patch, {})[blocks] = state
+    return found
+
+
+def _entry(thing: Patch | OpOverride, blocks: str) -> Entry:
+    """What there is to say without looking at the installed packages."""
+    if isinstance(thing, Patch):
+        return Entry(
+            name=thing.name,
+            kind="patch",
+            targets=[thing.target],
+            reason=thing.reason,
+            upstream=thing.upstream,
+            installed=version(_package(thing.upstream)) if thing.upstream else None,
+            module=_module(thing.replacement),
+            link=thing.link,
+            blocks=blocks,
+        )
+    return Entry(
+        name=thing.name,
+        kind="override",
+        targets=list(thing.targets),
+        reason=thing.reason,
+        # It stands in for what torchax has, of any version.
+        upstream="torchax",
+        installed=version("torchax"),
+        module=_module(thing.make),
+        link="",
+    )
+
+
+def _package(upstream: str) -> str:
+    return Requirement(upstream).name
+
+
+def _module(new: Callable[..., Any] | str) -> str:
+    """Where a replacement, which may be a path or a descriptor, is defined."""
+    if isinstance(new, str):
+        return new.partition(":")[0]
+    found: Any = new
+    if isinstance(found, property):
+        found = found.fget
+    while isinstance(found, functools.partial | functools.cached_property):
+        found = found.func
+    # Static and class methods have the module of their function.
+    return str(getattr(found, "__module__", type(found).__module__))
+
+
+def _text(entries: list[Entry], ports: list[ModelPort]) -> list[str]:
+    """The list for people: a line of totals, and a block for each entry."""
+    kinds = Counter(entry.kind for entry in entries)
+    states = Counter(entry.state for entry in entries)
+    totals = [f"{states[s]} {_SAID[s][1]}" for s in _STATES if states[s]]
+    if states["applicable"] == len(entries):
+        totals = ["all apply"]
+    lines = [
+        f"{plural(kinds['patch'], 'patch')} and "
+        f"{plural(kinds['override'], 'op override')}: {', '.join(totals)}"
+    ]
+    forms = {port.name: [form.form for form in port.all_forms] for port in ports}
+    for entry in entries:
+        lines += ["", f"{entry.name}: {_status(entry)}", *_block(entry, forms)]
+    return lines
+
+
+def _status(entry: Entry) -> str:
+    said = _SAID[entry.state][0]
+    if entry.state != "skipped":
+        return said
+    return f"{said} (found {entry.installed or 'no ' + _package(entry.upstream)})"
+
+
+def _block(entry: Entry, forms: dict[str, list[str]]) -> list[str]:
+    rows = [
+        *((entry.kind, target) for target in entry.targets),
+        ("why", entry.reason),
+        ("for", _versions(entry)),
+        (
+            "used by",
+            ", ".join(_used_by(m, u, forms[m]) for m, u in entry.models.items()),
+        ),
+        ("in", entry.module),
+    ]
+    if entry.blocks:
+        rows.append(("in force", f"with --blocks {entry.blocks}"))
+    if entry.link:
+        rows.append(("link", entry.link))
+    if entry.is_wrong:
+        rows.append(("problem", one_line(entry.detail)))
+    lines: list[str] = []
+    for label, text in rows:
+        # Names and links stay whole, also where they do not fit: they are to be copied.
+        lines += textwrap.wrap(
+            text,
+            _WIDTH,
+            initial_indent=f"  {label:<8}  ",
+            subsequent_indent=" " * 12,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def _versions(entry: Entry) -> str:
+    if not entry.upstream:
+        return "any version"
+    wanted = entry.upstream
+    if not Requirement(wanted).specifier:
+        wanted = f"any {wanted}"
+    return f"{wanted}; found {entry.installed or 'none'}"
+
+
+def _used_by(model: str, used: list[str], forms: list[str]) -> str:
+    """The model, and which of its forms where not all of them use it."""
+    others = [form for form in forms if form not in used]
+    if not others:
+        return model
+    # The first form may have no name of its own.
+    return (
+        f"{model} ({', '.join(used) if '' not in used else 'not ' + ', '.join(others)})"
+    )

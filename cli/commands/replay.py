@@ -1,0 +1,333 @@
+"""``tpuport replay``: a recorded run again, and whether its latents are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.noise import Noise, read_noise
+from tpuport.cli.asked.options import (
+    CacheDir,
+    Debug,
+    Json,
+    NoCompileCache,
+    Out,
+    Weights,
+)
+from tpuport.cli.asked.sessions import open_session
+from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.runs.run_stages import (
+    Video,
+    going_on,
+    publish_videos,
+    run_stage,
+    stage_note,
+    video_files,
+)
+from tpuport.cli.shown.errors import reported
+from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.outputs import Outputs, plan_outputs
+from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown.versions import versions
+from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
+from tpuport.core.files.sealed_json import read_sidecar
+from tpuport.core.files.sources import Source, read_image, read_video
+from tpuport.core.reports import Reporter, RunReport, StageReport
+from tpuport.core.run.result import latents_digest
+from tpuport.core.run.session import Session
+from tpuport.core.spec.request import Request
+from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.errors import ArtifactError, ReplayError, WeightsError
+from tpuport.plugins import get_port
+
+
+def replay(
+    context: typer.Context,
+    sidecar: Annotated[
+        str, typer.Argument(metavar="FILE.json", help="The JSON beside a video.")
+    ],
+    weights: Weights = None,
+    out: Out = None,
+    cache_dir: CacheDir = None,
+    no_compile_cache: NoCompileCache = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run a sidecar's settings again and compare the latents, bit for bit.
+
+    With --out the video is made and written too; without it the latents are enough.
+    """
+    with reported(debug=debug) as guard:
+        settings = gather(context)
+        guard.debug = settings.debug
+        prepare(debug=settings.debug)
+        document = _replay(Path(sidecar).expanduser(), settings)
+        say(f"the same latents as {sidecar}: {document['latents_sha256']}")
+        if settings.json:
+            print_json(document)
+
+
+def _replay(file: Path, asked: Settings) -> dict[str, Any]:
+    started = time.perf_counter()
+    recorded = _read(file)
+    settings = _settings(recorded, asked)
+    outputs = plan_outputs(asked.out, 1) if asked.out is not None else None
+    noise = _noise(file, recorded)
+    request = Request.from_dict(recorded["request"])
+    source = _source(file, recorded, request)
+    if outputs is not None and len(request.prompts) > 1:
+        outputs = plan_outputs(outputs.asked, len(request.prompts))
+    cache = cache_folder(asked.cache_dir)
+    with make_display() as display, contextlib.ExitStack() as stack:
+        sessions = _Sessions(recorded, settings, cache, display, stack)
+        session = sessions.of(STAGES[0])
+        _check_weights(file, recorded, session.checkpoint)
+        session.check(request)
+        run = session.open_run(new_run_folder(cache), request)
+        stack.enter_context(
+            going_on(run, settings, asked.out or "video.mp4", temporary=True)
+        )
+        stages: list[StageReport] = []
+        for name in STAGES[:2]:
+            session, how = sessions.of(name), recorded["stages"][name]
+            tensors, stage = run_stage(
+                session,
+                run,
+                name,
+                attention=how["attention"],
+                backend=how["backend"],
+                noise=noise if name == STAGES[0] else None,
+                source=source if name == STAGES[0] else None,
+            )
+            stages.append(stage)
+        place = recorded["video"]
+        digest = latents_digest(tensors["latents"][place : place + 1])
+        same = digest == recorded["latents_sha256"]
+        videos: list[Video] = []
+        if outputs is not None:
+            session = sessions.of(STAGES[2])
+            videos, stage = _write(session, run, recorded, outputs, stages, started)
+            stages.append(stage)
+        report = session.run_report(stages, time.perf_counter() - started)
+    _tell(report, videos)
+    if not same:
+        raise ReplayError(
+            f"{file}: the latents are not the recorded ones: recorded "
+            f"{recorded['latents_sha256']}, now {digest}; {_changes(recorded, report)}"
+        )
+    return {
+        "command": "replay",
+        "sidecar": str(file),
+        "same": True,
+        "latents_sha256": digest,
+        "videos": [video.as_dict() for video in videos],
+        "settings": request.as_dict(),
+        "report": report.as_dict(),
+    }
+
+
+class _Sessions:
+    """A session for each stage, as it was run; one for those that ran alike."""
+
+    def __init__(
+        self,
+        recorded: Mapping[str, Any],
+        settings: Settings,
+        cache: Path,
+        reporter: Reporter,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._recorded = recorded
+        self._settings = settings
+        self._cache = cache
+        self._reporter = reporter
+        self._stack = stack
+        self._open: dict[tuple[Any, ...], Session] = {}
+
+    def of(self, stage: str) -> Session:
+        """The session that runs a stage as the sidecar records it."""
+        how = self._recorded["stages"][stage]
+        changes = {name: how[name] for name in ("dtype", "mesh", "attention")}
+        # Runs recorded by 0.1.0 had one layout.
+        changes["sharding"] = how.get("sharding", "default")
+        changes["blocks"] = blocks_of(how)
+        changes["vae"] = implementation_in(how, "vae")
+        # One for all stages, since it is of decode alone. Once it was an option of the
+        # model, in the request.
+        options = self._recorded["request"].get("options") or {}
+        asked = self._recorded["stages"][STAGES[2]].get("vae_tiling")
+        changes["vae_tiling"] = asked or options.get("vae_tiling") or "auto"
+        key = tuple(changes.values())
+        if key not in self._open:
+            session = open_session(
+                changed(self._settings, **changes),
+                cache=self._cache,
+                reporter=self._reporter,
+            )
+            self._open[key] = self._stack.enter_context(session)
+        return self._open[key]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A sidecar with what a replay needs.
+
+    Raises:
+        ArtifactError: it is not usable.
+    """
+    recorded = read_sidecar(file)
+    kinds: dict[str, type] = {
+        "model": str,
+        "variant": str,
+        "weights": dict,
+        "request": dict,
+        "video": int,
+        "stages": dict,
+        "encode_on": str,
+        "latents_sha256": str,
+    }
+    for key, kind in kinds.items():
+        if not isinstance(recorded.get(key), kind):
+            raise ArtifactError(f"{file}: has no usable {key}; it cannot be replayed")
+    for name in STAGES:
+        stage = recorded["stages"].get(name)
+        needed = {"backend", "attention", "dtype", "mesh"}
+        if not isinstance(stage, dict) or needed - stage.keys():
+            raise ArtifactError(
+                f"{file}: has no usable entry for the stage {name}; it cannot be "
+                "replayed"
+            )
+    return recorded
+
+
+def _settings(recorded: Mapping[str, Any], asked: Settings) -> Settings:
+    """The settings of the sidecar, with what the user gave in their place."""
+    port = get_port(recorded["model"])
+    known = recorded["variant"] in port.variant_names()
+    return changed(
+        asked,
+        model=recorded["model"],
+        variant=recorded["variant"] if known else None,
+        weights=asked.weights or recorded["weights"].get("source"),
+        encode_on=recorded["encode_on"],
+    )
+
+
+def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
+    """The initial noise that the sidecar names, known to be the same file.
+
+    Raises:
+        ArtifactError: it is another file now.
+    """
+    entry = recorded.get("initial_latents")
+    if entry is None:
+        return None
+    noise = read_noise(entry["file"])
+    assert noise is not None
+    if noise.sha256 != entry["sha256"]:
+        raise ArtifactError(
+            f"{entry['file']}: is not the file of initial latents that {file} records "
+            f"(recorded sha256 {entry['sha256'][:16]}, found {noise.sha256[:16]})"
+        )
+    if len(noise.tensor) > 1:
+        count = len(recorded["request"]["prompts"])
+        first = entry["index"] - recorded["video"]
+        noise = changed(noise, tensor=noise.tensor[first : first + count])
+    return noise
+
+
+def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source | None:
+    """The image or video that the sidecar names, known to have the same pixels.
+
+    Raises:
+        ArtifactError: it has others now, or came from memory.
+    """
+    if not request.sources:
+        return None
+    entry = recorded.get("source") or {}
+    if not entry.get("files"):
+        raise ArtifactError(
+            f"{file}: does not say which file the video was made from; it cannot be "
+            "replayed"
+        )
+    name = entry["files"][0]
+    if request.task == "i2v":
+        source = read_image(name)
+    else:
+        frames = request.num_frames
+        source = read_video(name, frames).first(frames)
+    if source.digests_for(len(request.prompts)) != request.sources:
+        raise ArtifactError(f"{name}: is not the {source.kind} that {file} records")
+    return source
+
+
+def _check_weights(
+    file: Path, recorded: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Refuse other weights than the recorded ones, before the work.
+
+    Raises:
+        WeightsError: a component's fingerprint differs.
+    """
+    for name, wanted in recorded["weights"].get("fingerprints", {}).items():
+        if wanted is None:
+            continue
+        found = checkpoint.fingerprint(name) if checkpoint.has(name) else "none"
+        if found != wanted:
+            raise WeightsError(
+                f"{checkpoint.source}: {name} is not what {file} was made with "
+                f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
+                "checkpoint with --weights"
+            )
+
+
+def _write(
+    session: Session,
+    run: RunDirectory,
+    recorded: Mapping[str, Any],
+    outputs: Outputs,
+    stages: list[StageReport],
+    started: float,
+) -> tuple[list[Video], StageReport]:
+    how = recorded["stages"][STAGES[2]]
+    choice = {"attention": how["attention"], "backend": how["backend"]}
+    with video_files(run, outputs) as files:
+        _, stage = run_stage(session, run, STAGES[2], files=files, **choice)
+        report = session.run_report([*stages, stage], time.perf_counter() - started)
+        note = stage_note(session, **choice)
+        videos = publish_videos(session, run, files, report=report, note=note)
+    return videos, stage
+
+
+def _tell(report: RunReport, videos: list[Video]) -> None:
+    say("")
+    print_summary(report)
+    for video in videos:
+        say(f"wrote {video.path}")
+
+
+def _changes(recorded: Mapping[str, Any], report: RunReport) -> str:
+    """What differs between the recorded machine and this one, in words."""
+    then = recorded["stages"][STAGES[1]]
+    before = {**(then.get("versions") or recorded.get("versions", {}))}
+    now: dict[str, Any] = versions()
+    before["platform"], now["platform"] = then.get("platform"), report.platform
+    before["system"] = recorded.get("platform", {}).get("system")
+    now["system"] = platform.platform()
+    differences = [
+        f"{name} {before.get(name) or 'unknown'} then, {now[name] or 'unknown'} now"
+        for name in now
+        if before.get(name) != now[name]
+    ]
+    if not differences:
+        return "no version differs"
+    return "; ".join(differences)

@@ -1,0 +1,337 @@
+"""Stages on a run directory, and how to go on when one of them does not end well."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.cli.asked.noise import Noise
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown import sidecar as _sidecar
+from tpuport.cli.shown.outputs import Outputs
+from tpuport.cli.shown.versions import versions
+from tpuport.cli.shown.videos import VideoFiles
+from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
+from tpuport.core.files.sealed_json import sidecar_path as sidecar_of
+from tpuport.core.files.sealed_json import write_sidecar
+from tpuport.core.files.sources import Source
+from tpuport.core.reports import RunReport, StageReport
+from tpuport.core.spec.choices import choices
+from tpuport.core.spec.request import Request
+from tpuport.errors import ArtifactError, TpuportError, UsageError
+from tpuport.plugins import get_port
+
+if TYPE_CHECKING:
+    from tpuport.core.run.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video:
+    """A video that was written, and the JSON beside it."""
+
+    path: Path
+    sidecar: Path
+    data: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, for ``--json``."""
+        request, index = self.data["request"], self.data["video"]
+        return {
+            "path": str(self.path),
+            "sidecar": str(self.sidecar),
+            "prompt": request["prompts"][index],
+            "negative_prompt": request["negative_prompts"][index],
+            "seed": request["seeds"][0][index % len(request["seeds"][0])],
+            "latents_sha256": self.data["latents_sha256"],
+        }
+
+
+def run_stage(
+    session: Session,
+    run: RunDirectory,
+    name: str,
+    *,
+    attention: str | None = None,
+    backend: str | None = None,
+    noise: Noise | None = None,
+    source: Source | None = None,
+    files: VideoFiles | None = None,
+) -> tuple[dict[str, Any], StageReport]:
+    """Run one stage; run.json also learns what a replay will need.
+
+    ``noise`` and ``source`` go with ``encode``: it writes the one for ``denoise`` and
+    reads the other. ``files`` go with ``decode``: they get its frames, as bytes, while
+    they are made.
+    """
+    extra = {}
+    if noise is not None:
+        count = len(Request.from_dict(run.settings).prompts)
+        extra["initial_latents"] = noise.for_videos(count)
+    return session.run_stage_in(
+        run,
+        name,
+        backend=backend or "tpuport",
+        source=source,
+        extra=extra,
+        note=stage_note(session, attention, backend, noise, source),
+        pixels="uint8",
+        on_frames=None if files is None else files.take,
+    )
+
+
+def stage_note(
+    session: Session,
+    attention: str | None,
+    backend: str | None,
+    noise: Noise | None = None,
+    source: Source | None = None,
+) -> dict[str, Any]:
+    """What run.json keeps of how a stage was asked for."""
+    return {
+        "backend": backend or "tpuport",
+        "attention": attention or "auto",
+        "encode_on": session.encode_on,
+        "vae_tiling": session.executor.vae_tiling,
+        "versions": versions(),
+        "initial_latents": noise.record() if noise is not None else None,
+        "source": None if source is None else _source_record(source),
+    }
+
+
+def _source_record(source: Source) -> dict[str, Any]:
+    return {"kind": source.kind, "files": list(source.files)}
+
+
+def reusable(
+    session: Session,
+    run: RunDirectory,
+    name: str,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> bool:
+    """Whether a stage is finished and was run as it would be run now.
+
+    Says why when it is finished but was run otherwise.
+    """
+    if not run.finished(name):
+        return False
+    record = run.report(name)
+    now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
+    note = stage_note(session, settings.attention, settings.backend)
+    then = record.get("note") or {}
+    keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
+    # A stage without native forms is the same with any blocks.
+    components = session.port.stage(name).components
+    native = any(session.port.components[c].native is not None for c in components)
+    # Nor have components that it does not use.
+    used = session.port.stage(name).components_for(Request.from_dict(run.settings))
+    chosen = choices(session.port, used)
+    # Upstream's code has no other way to run.
+    upstream = settings.backend == "diffusers" or (
+        name == STAGES[0] and session.encode_on == "host"
+    )
+    op_by_op = name in settings.op_by_op and not upstream
+    differences = [
+        f"{key} {before}, now {after}"
+        for key, before, after in [
+            *(
+                (key, record.get(key), now[key])
+                for key in ("dtype", "mesh", "sharding")
+            ),
+            *((key, then.get(key), note[key]) for key in keys),
+            *([("blocks", blocks_of(record), now["blocks"])] if native else []),
+            *(
+                (part, implementation_in(record, part), chosen[part])
+                for part in (() if upstream else chosen)
+            ),
+            ("no_jit", record.get("op_by_op", False), op_by_op),
+        ]
+        if before != after
+    ]
+    if differences:
+        say(f"{name}: was finished with {'; '.join(differences)}: running it again")
+    return not differences
+
+
+_NONE: dict[str, Any] = {"total_seconds": 0.0}
+
+
+def check_noise(session: Session, run: RunDirectory, noise: Noise | None) -> None:
+    """Refuse a run directory whose encode stage kept other initial latents.
+
+    Raises:
+        ArtifactError: it did.
+    """
+    import torch
+
+    if not run.finished(STAGES[0]):
+        return
+    kept = run.read_stage(STAGES[0], session.port.stage(STAGES[0]).writes)
+    found = kept.get("initial_latents")
+    asked = None if noise is None else noise.for_videos(len(kept["prompt_embeds"]))
+    same = found is asked or (
+        found is not None and asked is not None and torch.equal(found, asked)
+    )
+    if not same:
+        words = {True: "initial latents", False: "no initial latents"}
+        raise ArtifactError(
+            f"{run.file}: is of another request: it was made with "
+            f"{words[found is not None]}, asked with "
+            f"{'others' if found is not None and noise else words[noise is not None]}; "
+            "use another run directory"
+        )
+
+
+def video_files(run: RunDirectory, outputs: Outputs) -> VideoFiles:
+    """Writers for the videos of a run."""
+    request = Request.from_dict(run.settings)
+    return VideoFiles(outputs, request.fps, request.num_frames)
+
+
+def publish_videos(
+    session: Session,
+    run: RunDirectory,
+    files: VideoFiles,
+    *,
+    report: RunReport,
+    note: Mapping[str, Any],
+) -> list[Video]:
+    """Name the videos of a run, write their sidecars, record them in run.json.
+
+    Args:
+        files: with all frames of the videos, which were found to be good.
+        report: of the run; its last stage is decode.
+        note: from :func:`stage_note`, of the decode stage.
+
+    Raises:
+        OutputError, ArtifactError: a file cannot be written.
+    """
+    outputs = files.outputs
+    latents = run.read_stage(STAGES[1], session.port.stage(STAGES[1]).writes)["latents"]
+    files.publish()
+    decode = {**session.stage_record(report.stages[-1]), "note": dict(note)}
+    run.record_output(STAGES[2], list(outputs.paths), decode)
+    videos = []
+    for index, path in enumerate(outputs.paths):
+        data = _sidecar.describe(
+            session, run, index, latents=latents, outputs=outputs, report=report
+        )
+        sidecar = sidecar_of(path)
+        write_sidecar(sidecar, data)
+        videos.append(Video(path=path, sidecar=sidecar, data=data))
+    return videos
+
+
+# --- when it does not end well
+
+
+@contextlib.contextmanager
+def going_on(
+    run: RunDirectory, settings: Settings, out: str, *, temporary: bool
+) -> Iterator[None]:
+    """Tell an error in the block what is finished and how to go on.
+
+    A temporary run directory is removed when the block succeeds, or when no stage in it
+    is finished; otherwise it stays.
+    """
+    try:
+        yield
+    except BaseException as error:
+        done = _finished(run)
+        if not done:
+            if temporary:
+                shutil.rmtree(run.path, ignore_errors=True)
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note("no stage was finished; run the same command again")
+        else:
+            error.add_note(
+                f"finished: {', '.join(done)}; kept in {run.path}. Go on with: "
+                + resume_command(run.path, STAGES[len(done) :], settings, out)
+            )
+        raise
+    if temporary:
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def resume_command(
+    folder: Path, stages: Sequence[str], settings: Settings, out: str
+) -> str:
+    """The shell line that runs ``stages`` on a run directory and writes ``out``."""
+    given: dict[str, Any] = {
+        "weights": settings.weights,
+        "mesh": settings.mesh,
+        "dtype": settings.dtype,
+        "attention": settings.attention,
+        "sharding": settings.sharding,
+        "blocks": settings.blocks,
+        "vae": settings.vae,
+        "backend": settings.backend,
+        "cache-dir": settings.cache_dir,
+        "executables": settings.executables,
+        "profile": settings.profile,
+        "profile-calls": settings.profile_calls,
+    }
+    lines = []
+    for stage in stages:
+        words = ["tpuport", stage, "--run-dir", str(folder)]
+        for name, value in given.items():
+            if value is not None:
+                words += [f"--{name}", str(value)]
+        if settings.no_compile_cache:
+            words.append("--no-compile-cache")
+        if settings.memory_report:
+            words.append("--memory-report")
+        if stage in settings.op_by_op:
+            words.append("--no-jit")
+        if stage == STAGES[2]:
+            if settings.vae_tiling is not None:
+                words += ["--vae-tiling", settings.vae_tiling]
+            words += ["--out", out]
+        lines.append(shlex.join(words))
+    return " && ".join(lines)
+
+
+def _finished(run: RunDirectory) -> list[str]:
+    """The stages before decode that are finished, without a gap."""
+    done: list[str] = []
+    try:
+        for name in STAGES[:2]:
+            if not run.finished(name):
+                break
+            done.append(name)
+    except TpuportError:
+        pass  # called while an error is reported, which must not be replaced
+    return done
+
+
+# --- runs that exist
+
+
+def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
+    """The run directory of ``denoise`` and ``decode``, and the settings it implies.
+
+    Model, variant and weights come from run.json where the user gave none.
+
+    Raises:
+        UsageError: ``--run-dir`` is missing.
+        ArtifactError: the run directory is not usable, or of another model.
+    """
+    if settings.run_dir is None:
+        raise UsageError("--run-dir is missing; name the folder of the run")
+    run = RunDirectory.open(settings.run_dir, model=settings.model)
+    port = get_port(run.model)
+    weights = settings.weights
+    if weights is None:
+        weights = run.report(STAGES[0]).get("weights")
+    # A checkpoint of no published size has a variant of its own, found by looking.
+    variant = run.variant if run.variant in port.variant_names() else None
+    # These stages never run the text encoder: its heads need not fit the mesh.
+    return run, replace(
+        settings, model=run.model, variant=variant, weights=weights, encode_on="host"
+    )

@@ -1,0 +1,5 @@
+"""What a person or a program reads: errors, progress, results, files beside a video.
+
+Not here: flags (asked).
+May import: the packages below the command line.
+"""

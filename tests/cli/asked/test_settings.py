@@ -1,0 +1,260 @@
+"""Flags over a YAML file over the environment; what each may hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.commands.generate import generate
+from tpuport.errors import UsageError
+
+_seen: list[Settings] = []
+
+
+def parse(*args: str | Path) -> Settings:
+    """The settings that ``tpuport generate ARGS`` runs with."""
+    app = typer.Typer(add_completion=False)
+
+    def command(context: typer.Context, **options: Any) -> None:
+        _seen.append(gather(context))
+
+    command.__signature__ = __import__("inspect").signature(  # type: ignore[attr-defined]
+        generate, eval_str=True
+    )
+    command.__annotations__ = {
+        name: parameter.annotation
+        for name, parameter in command.__signature__.parameters.items()  # type: ignore[attr-defined]
+    }
+    app.command()(command)
+    typer.main.get_command(app).main(
+        args=[str(arg) for arg in args], standalone_mode=False
+    )
+    return _seen.pop()
+
+
+def refused(*args: str | Path) -> str:
+    """What is said when ``tpuport generate ARGS`` is refused."""
+    with pytest.raises(UsageError) as caught:
+        parse(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    """Writes a YAML file; returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_defaults_are_left_to_the_variant() -> None:
+    assert parse() == Settings()
+
+
+def test_both_spellings_mean_the_same() -> None:
+    short = parse("--steps", "3", "--frames", "9", "--guidance", "2.5")
+    long = ("--num-inference-steps", "3", "--num-frames", "9")
+    assert short == parse(*long, "--guidance-scale", "2.5")
+    assert (short.steps, short.frames, short.guidance) == (3, 9, 2.5)
+
+
+def test_size_is_width_by_height() -> None:
+    settings = parse("--size", "720x480")
+    assert (settings.width, settings.height) == (720, 480)
+
+
+@pytest.mark.parametrize("size", ["720", "720x", "axb", "720x480x3", "-1x5"])
+def test_a_size_of_another_form_is_refused(size: str) -> None:
+    assert "WIDTHxHEIGHT" in refused("--size", size)
+
+
+@pytest.mark.parametrize("size", ["0x64", "96x0"])
+def test_a_size_of_nothing_is_refused(size: str) -> None:
+    assert f"--size: '{size}' is empty" in refused("--size", size)
+
+
+def test_size_and_height_exclude_each_other() -> None:
+    assert "--size and --height" in refused("--size", "96x64", "--height", "64")
+
+
+def test_seeds_are_repeated_or_listed() -> None:
+    assert parse("--seed", "1,2", "--seed", "3").seeds == (1, 2, 3)
+    assert parse("--seed", "0").seeds == (0,)
+    assert "integer" in refused("--seed", "1,x")
+
+
+def test_every_prompt_goes_with_every_seed() -> None:
+    settings = parse("--prompt", "a", "--prompt", "b", "--seed", "1,2")
+    assert settings.videos() == (("a", "a", "b", "b"), (1, 2, 1, 2))
+
+
+def test_options_are_names_and_values() -> None:
+    settings = parse("-o", "scheduler=ddim", "--option", "dynamic-cfg=on")
+    assert settings.options == {"scheduler": "ddim", "dynamic_cfg": "on"}
+    assert "NAME=VALUE" in refused("-o", "scheduler")
+
+
+def test_a_prompt_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("# animals\n\n a panda \na fox # with a tail\n")
+    expected = ("a panda", "a fox # with a tail")
+    assert parse("--prompt-file", prompts).prompts == expected
+
+
+def test_a_prompt_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n# nothing\n")
+    assert "holds no prompt" in refused("--prompt-file", prompts)
+    assert "does not exist" in refused("--prompt-file", tmp_path / "none.txt")
+    assert "cannot be read" in refused("--prompt-file", tmp_path)
+    prompts.write_bytes(b"\xff\xfe\xfa")
+    assert "UTF-8" in refused("--prompt-file", prompts)
+
+
+def test_prompt_and_prompt_file_exclude_each_other(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\n")
+    said = refused("--prompt", "b", "--prompt-file", prompts)
+    assert "--prompt and --prompt-file exclude each other" in said
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--frames", "--height", "--width"])
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_counts_are_positive(flag: str, value: str) -> None:
+    said = refused(flag, value)
+    assert flag in said
+    assert value in said
+
+
+# --- the file
+
+
+def test_a_file_may_hold_any_setting(file: Any) -> None:
+    settings = parse(
+        "--config",
+        file(
+            "model: cogvideox\nvariant: 2b\nprompts: [a, b]\nnegative-prompt: c\n"
+            "size: 96x64\nnum_frames: 9\nfps: 12\nnum-inference-steps: 4\n"
+            "guidance_scale: 1\nseed: [1, '2,3']\nmesh: {dp: 2, tp: 4}\n"
+            "encode_on: host\nblocks: upstream\n"
+            "options: {scheduler: ddim, dynamic_cfg: false}\n"
+            "out: v.gif\nrun-dir: r\nno_compile_cache: true\njson: true\nlatents:\n"
+        ),
+    )
+    assert settings == Settings(
+        model="cogvideox",
+        variant="2b",
+        prompts=("a", "b"),
+        negative_prompt="c",
+        width=96,
+        height=64,
+        frames=9,
+        fps=12.0,
+        steps=4,
+        guidance=1.0,
+        seeds=(1, 2, 3),
+        mesh="dp=2,tp=4",
+        encode_on="host",
+        blocks="upstream",
+        options={"scheduler": "ddim", "dynamic_cfg": False},
+        out="v.gif",
+        run_dir=Path("r"),
+        no_compile_cache=True,
+        json=True,
+    )
+
+
+def test_what_to_look_at_may_be_in_the_file(file: Any) -> None:
+    text = """
+        memory-report: true
+        profile: traces
+        profile_calls: 5
+        no-jit-stage: [denoise, decode]
+    """
+    settings = parse("--config", file(text), "--no-jit-stage", "encode")
+    assert settings.memory_report is True
+    assert settings.profile == Path("traces")
+    assert settings.profile_calls == 5
+    assert settings.no_jit_stages == settings.op_by_op == ("encode",)
+    settings = parse("--config", file("no_jit: true"))
+    assert settings.op_by_op == ("encode", "denoise", "decode")
+    assert parse().op_by_op == ()
+
+
+def test_flags_win_over_the_file(file: Any) -> None:
+    config = file("steps: 4\nframes: 17\nprompt: from the file\nseed: 5\n")
+    args = ("--num-inference-steps", "2", "--prompt", "a flag", "--seed", "0")
+    settings = parse("--config", config, *args)
+    assert (settings.steps, settings.frames) == (2, 17)
+    assert (settings.prompts, settings.seeds) == (("a flag",), (0,))
+
+
+def test_a_flag_replaces_what_the_file_says_otherwise(
+    file: Any, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    config = file("size: 96x64\nprompt: a\n")
+    settings = parse("--config", config, "--height", "32", "--prompt-file", prompts)
+    assert (settings.width, settings.height) == (96, 32)
+    assert settings.prompts == ("one",)
+    config = file("height: 32\nwidth: 32\n")
+    settings = parse("--config", config, "--size", "96x64")
+    assert (settings.width, settings.height) == (96, 64)
+
+
+def test_the_file_wins_over_the_environment(
+    file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPUPORT_CACHE_DIR", "/from/environment")
+    assert parse().cache_dir == Path("/from/environment")
+    config = file("cache_dir: /from/file\n")
+    assert parse("--config", config).cache_dir == Path("/from/file")
+    assert parse("--config", config, "--cache-dir", "/c").cache_dir == Path("/c")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stpes: 4", "did you mean steps?"),
+        ("num_infrence_steps: 4", "did you mean num_inference_steps?"),
+        ("qqq: 4", "known keys: model"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("steps: many", "steps: 'many' is not an integer"),
+        ("steps: 2.5", "is not an integer"),
+        ("steps: true", "is not an integer"),
+        ("guidance: high", "is not a number"),
+        ("prompt: 3", "is not text"),
+        ("json: 1", "neither true nor false"),
+        ("backend: cuda", "tpuport, diffusers"),
+        ("blocks: fast", "blocks: 'fast' is none of native, upstream"),
+        ("steps: 1\nnum-inference-steps: 2", "second time"),
+        ("size: 96x64\nwidth: 96", "exclude each other"),
+        ("prompt: a\nprompt_file: b", "exclude each other"),
+        ("- a\n- b", "holds list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(file: Any, text: str, said: str) -> None:
+    config = file(text)
+    message = refused("--config", config)
+    assert said in message
+    assert str(config) in message
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused("--config", tmp_path / "none.yaml")
+
+
+def test_an_empty_file_says_nothing(file: Any) -> None:
+    assert parse("--config", file("# nothing\n")) == Settings()

@@ -1,0 +1,389 @@
+"""``tpuport generate``: what it writes, says, reuses and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.tools import SMALL, Cli, Made
+from tpuport.core.files.sealed_json import read_sidecar
+from tpuport.core.files.video_file import read_back
+from tpuport.core.run.result import latents_digest
+from tpuport.core.run.session import Session
+from tpuport.errors import OutputError
+
+PANDA = ("generate", "--prompt", "a panda", *SMALL)
+
+
+# --- one run, looked at from all sides
+
+
+def test_every_prompt_gives_a_video(made: Made) -> None:
+    assert [path.name for path in made.videos] == ["video-000.mp4", "video-001.mp4"]
+    for path in made.videos:
+        assert read_back(path) == (9, 64, 96, 8.0)
+
+
+def test_json_has_what_a_script_needs(made: Made) -> None:
+    document = made.ran.json
+    assert [v["prompt"] for v in document["videos"]] == ["a panda", "a fox"]
+    assert [v["seed"] for v in document["videos"]] == [7, 7]
+    assert document["settings"]["num_inference_steps"] == 2
+    assert document["run_dir"] == str(made.run)
+    assert document["variant"] == "demo"
+    stages = {stage["stage"]: stage for stage in document["report"]["stages"]}
+    assert list(stages) == ["encode", "denoise", "decode"]
+    # Two videos, and each program was compiled once.
+    assert [len(s["compiles"]) for s in stages.values()] == [1, 1, 1]
+
+
+def test_plain_lines_say_what_happens(made: Made) -> None:
+    lines = made.ran.err.splitlines()
+    assert "\x1b" not in made.ran.err
+    assert sum("its weights are random" in line for line in lines) == 1
+    assert "denoise: started, 4 steps" in lines
+    said = "making 2 videos from text: 96x64, 9 frames at 8 fps, 2 steps, guidance 6"
+    assert f"{said}, seed 7, 7" in lines
+    assert "compiling denoise/step ..." in lines
+    assert any(line.startswith("compiled denoise/step in ") for line in lines)
+    assert any("s/step" in line for line in lines if "denoise: finished" in line)
+    summary = [line.split()[0] for line in lines if line.startswith("  ")]
+    wanted = ["start-up", "encode", "denoise", "decode", "total", "of", "of"]
+    wanted += ["attention", "peak"]
+    assert summary == wanted
+
+
+def test_the_sidecar_has_every_setting(made: Made) -> None:
+    sidecar = read_sidecar(Path(made.ran.json["videos"][1]["sidecar"]))
+    assert (sidecar["model"], sidecar["variant"]) == ("cogvideox", "demo")
+    assert sidecar["weights"]["source"] == "demo"
+    assert all(sidecar["weights"]["fingerprints"].values())
+    request = sidecar["request"]
+    assert (request["prompts"], request["seeds"]) == (["a fox"], [[7]])
+    assert request["negative_prompts"] == ["blurry"]
+    assert (sidecar["dtype"], sidecar["mesh"]) == ("float32", "dp=1,sp=1,tp=1")
+    assert (sidecar["attention"], sidecar["backend"]) == ("auto", "tpuport")
+    assert sidecar["initial_latents"] is None
+    assert {"python", "tpuport", "torch", "jax"} <= set(sidecar["versions"])
+    assert sidecar["platform"]["backend"] == "cpu"
+    assert sidecar["report"]["stages"]
+
+
+def test_the_digest_is_of_the_video_s_own_latents(made: Made) -> None:
+    latents = load_file(made.run / "latents.safetensors")["latents"]
+    for index, video in enumerate(made.ran.json["videos"]):
+        assert video["latents_sha256"] == latents_digest(latents[index : index + 1])
+
+
+def test_each_video_is_as_if_alone(cli: Cli, made: Made) -> None:
+    """Also: the default name, and no run directory left behind."""
+    args = ("--prompt", "a fox", "--negative-prompt", "blurry", "--seed", "7")
+    ran = cli("generate", *args, *SMALL, "--json")
+    assert ran.code == 0, ran.err
+    (video,) = ran.json["videos"]
+    assert video["path"] == "cogvideox-demo-seed7.mp4"
+    assert Path(video["path"]).is_file()
+    assert video["latents_sha256"] == made.ran.json["videos"][1]["latents_sha256"]
+    assert list(Path(os.environ["TPUPORT_CACHE_DIR"], "runs").iterdir()) == []
+
+
+def test_stderr_has_only_our_own_lines(cache: Path, tmp_path: Path) -> None:
+    """In a process of its own, where the libraries are imported for the first time."""
+    command = [sys.executable, "-m", "tpuport", *PANDA, "--out", "v.gif"]
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [*command, "--cache-dir", str(cache), "--encode-on", "host"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == ""
+    known = (
+        "importing torch and jax",
+        "using",
+        "making",
+        "encode: ",
+        "denoise: ",
+        "decode: ",
+        "loading ",
+        "loaded ",
+        "compil",
+        "recompiling ",
+        "  ",
+    )
+    known = (*known, "wrote v.gif")
+    assert [x for x in done.stderr.splitlines() if x and not x.startswith(known)] == []
+    assert read_back(tmp_path / "v.gif")[:3] == (9, 64, 96)
+
+
+# --- run directories
+
+
+def test_finished_stages_are_reused(cli: Cli, run: Path, made: Made) -> None:
+    args = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL)
+    args = (*args, "--negative-prompt", "blurry", "--run-dir", str(run))
+    ran = cli("generate", *args, "--out", "frames/", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["reused"] == ["encode", "denoise"]
+    assert f"denoise: finished in {run}, reused" in ran.err.splitlines()
+    assert read_back("frames/001")[:3] == (9, 64, 96)
+    sidecars = [video["sidecar"] for video in ran.json["videos"]]
+    assert sidecars == ["frames/000.png.json", "frames/001.png.json"]
+    then, now = made.ran.json["videos"], ran.json["videos"]
+    key = "latents_sha256"
+    assert [v[key] for v in now] == [v[key] for v in then]
+
+    # Asked for in another way, they are not.
+    ran = cli("generate", *args, "--out", "v.gif", "--backend", "diffusers", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["reused"] == []
+    assert "encode: was finished with backend tpuport, now diffusers" in ran.err
+
+
+def test_a_run_directory_of_other_settings_is_refused(cli: Cli, run: Path) -> None:
+    before = (run / "run.json").read_bytes()
+    ran = cli(*PANDA, "--run-dir", run)
+    assert ran.code == 1
+    assert "settings.seeds" in ran.last
+    assert (run / "run.json").read_bytes() == before
+    assert "Go on with" not in ran.err
+
+
+def test_a_run_directory_of_another_schema_is_refused(cli: Cli, run: Path) -> None:
+    document = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**document, "schema_version": 0}))
+    for command in (PANDA, ("denoise",), ("decode",)):
+        ran = cli(*command, "--run-dir", run)
+        assert ran.code == 1
+        assert "schema_version 0" in ran.last
+
+
+def test_initial_latents_come_from_a_file(cli: Cli, tmp_path: Path) -> None:
+    noise = torch.randn(1, 4, 16, 8, 12, generator=torch.Generator().manual_seed(1))
+    save_file({"noise": noise}, "noise.safetensors")
+    args = (*PANDA, "--latents", "noise.safetensors", "--run-dir", "r")
+    ran = cli(*args, "--out", "v.gif", "--json")
+    assert ran.code == 0, ran.err
+    sidecar = read_sidecar(Path("v.gif.json"))
+    assert sidecar["initial_latents"]["file"] == str(tmp_path / "noise.safetensors")
+    assert torch.equal(load_file("r/embeddings.safetensors")["initial_latents"], noise)
+    # It is part of what the run directory is of.
+    again = cli(*args, "--out", "v.gif", "--json")
+    assert again.json["reused"] == ["encode", "denoise"]
+    other = cli(*PANDA, "--run-dir", "r", "--out", "v.gif")
+    assert other.code == 1
+    assert "initial latents" in other.last
+    # And a replay reads the same file, and no other.
+    assert cli("replay", "v.gif.json").code == 0
+    save_file({"noise": noise + 1}, "noise.safetensors")
+    changed = cli("replay", "v.gif.json")
+    assert changed.code == 1
+    assert "noise.safetensors" in changed.last
+
+
+# --- when it ends early
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, stage: str, error: Any) -> None:
+    """Let a stage of every session end in an error."""
+    whole = Session.run_stage
+
+    def run_stage(self: Session, name: str, *args: Any, **options: Any) -> Any:
+        if name == stage:
+            raise error
+        return whole(self, name, *args, **options)
+
+    monkeypatch.setattr(Session, "run_stage", run_stage)
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupted(patch, "denoise", KeyboardInterrupt())
+        ran = cli(*PANDA, "--out", "v.gif", "--cache-dir", cache)
+    assert ran.code == 130
+    *_, first, second = ran.err.splitlines()
+    assert first == "interrupted"
+    assert second.startswith("finished: encode; kept in ")
+    _, _, commands = second.partition("Go on with: ")
+    (kept,) = (cache / "runs").iterdir()
+    assert str(kept) in commands
+    assert not Path("v.gif").exists()
+    for command in commands.split(" && "):
+        program, *args = command.split()
+        assert program == "tpuport"
+        assert cli(*args).code == 0
+    assert read_back("v.gif")[:3] == (9, 64, 96)
+    shutil.rmtree(kept)
+
+
+def test_ctrl_c_before_anything_is_finished_leaves_nothing(
+    cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(monkeypatch, "encode", KeyboardInterrupt())
+    ran = cli(*PANDA)
+    assert ran.code == 130
+    assert "run the same command again" in ran.last
+    assert list((cache / "runs").iterdir()) == []
+
+
+def test_a_video_that_cannot_be_written_loses_nothing(
+    cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def append(*args: Any, **options: Any) -> None:
+        raise OutputError("v.mp4: cannot be written: No space left on device")
+
+    monkeypatch.setattr("tpuport.cli.shown.videos.VideoWriter.append", append)
+    ran = cli(*PANDA, "--out", "v.mp4")
+    assert ran.code == 2
+    assert "error: v.mp4: cannot be written: No space left" in ran.err
+    (kept,) = (cache / "runs").iterdir()
+    assert f"Go on with: tpuport decode --run-dir {kept}" in ran.last
+    assert (kept / "latents.safetensors").is_file()
+    shutil.rmtree(kept)
+
+
+def test_an_unexpected_error_is_one_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(monkeypatch, "encode", RuntimeError("two\nlines"))
+    ran = cli(*PANDA)
+    assert ran.code == 1
+    said = "error: unexpected RuntimeError: two lines; run again with --debug"
+    assert ran.last == said
+    ran = cli(*PANDA, "--debug")
+    assert ran.code == 1
+    assert "Traceback" in ran.err
+    assert ran.last == "error: unexpected RuntimeError: two lines"
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--model", "cogvideo"), "installed: cogvideox"),
+        (("--variant", "7b"), "demo, demo-i2v, 2b, 5b, 5b-i2v, 1.5-5b, 1.5-5b-i2v"),
+        (("--frames", "10"), "nearest valid: 9 or 17"),
+        (("--size", "100x64"), "nearest valid: 96 or 112"),
+        (("--steps", "0"), "--steps: 0"),
+        (("--seed", "-1"), "seed -1"),
+        (("--fps", "0"), "fps 0"),
+        (("--mesh", "pp=2"), "'pp'"),
+        (("--mesh", "dp=3,tp=3"), "there are 8"),
+        (("--mesh", "tp=3"), "legal tp values: 1, 2, 4, 8"),
+        (("--mesh", "dp=4"), "legal dp values: 1, 2"),
+        (("--dtype", "float16"), "float32, bfloat16"),
+        (("--attention", "flash"), "auto, splash"),
+        (("--backend", "cuda"), "tpuport, diffusers"),
+        (("-o", "sampler=x"), "scheduler, dynamic_cfg"),
+        (("-o", "scheduler=x"), "checkpoint, ddim, dpm"),
+        (("--latents", "none.safetensors"), "none.safetensors cannot be read"),
+        (("--out", "video.avi"), ".mp4, .gif, .webm"),
+        (("--out", "file/video.mp4"), "file"),
+        (("--cache-dir", "file/cache"), "--cache-dir"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    cli: Cli, made: Made, args: tuple[str, str], said: str
+) -> None:
+    Path("file").touch()
+    flags = {a for a in args if a.startswith("--")}
+    small = [v for i in (0, 2, 4) if SMALL[i] not in flags for v in SMALL[i : i + 2]]
+    ran = cli("generate", "--prompt", "a", *small, *args)
+    assert ran.code == 2
+    assert said in ran.last
+    assert ran.last.startswith("error: ")
+    assert "started" not in ran.err
+    assert os.listdir() == ["file"]
+
+
+def test_a_kernel_for_tpus_is_refused_before_anything_is_opened(cli: Cli) -> None:
+    ran = cli(*PANDA, "--attention", "splash:block_q=128")
+    assert ran.code == 1
+    assert ran.last.startswith("error: attention splash is for TPU only")
+    assert "demo checkpoint" not in ran.err
+
+
+def test_a_mesh_too_large_for_these_cpus_is_told_where_it_would_do(cli: Cli) -> None:
+    ran = cli(*PANDA, "--mesh", "dp=2,tp=8")
+    assert ran.code == 2
+    assert "needs 16 devices, there are 8" in ran.last
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16 tries it" in ran.last
+    assert ran.last.endswith("tpuport plan --topology v6e-16 plans it")
+
+
+def test_no_prompt_is_refused(cli: Cli) -> None:
+    ran = cli("generate", *SMALL)
+    assert ran.code == 2
+    assert "--prompt" in ran.last
+
+
+def test_a_prompt_over_the_limit_is_warned_of(cli: Cli) -> None:
+    ran = cli("encode", "--prompt", "panda fox " * 200, *SMALL, "--run-dir", "r")
+    assert ran.code == 0
+    assert any(
+        line.startswith("warning: a prompt is ") for line in ran.err.splitlines()
+    )
+
+
+def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
+    ran = cli(*PANDA, "--weights", "./none")
+    assert ran.code == 2
+    assert "does not exist" in ran.last
+    ran = cli(*PANDA, "--executables", "none")
+    assert ran.code == 2
+    assert "the folder of executables none does not exist" in ran.last
+    ran = cli(*PANDA, "--weights", "nobody/nothing")
+    assert ran.code == 1
+    assert "hub id 'nobody/nothing' could not be fetched" in ran.last
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("no component", "text_encoder/"),
+        ("truncated", "truncated"),
+        ("missing", "missing tensor"),
+        ("extra", "extra tensor"),
+        ("pickle", "pickle"),
+        ("no index", "model_index.json"),
+    ],
+)
+def test_damaged_weights_are_refused(
+    cli: Cli, weights: Path, damage: str, said: str
+) -> None:
+    folder = weights / "text_encoder"
+    (file,) = folder.glob("*.safetensors")
+    if damage == "no component":
+        shutil.rmtree(folder)
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "pickle":
+        file.rename(folder / "pytorch_model.bin")
+    elif damage == "no index":
+        (weights / "model_index.json").unlink()
+    else:
+        tensors = load_file(file)
+        if damage == "missing":
+            tensors.pop("encoder.final_layer_norm.weight")
+        else:
+            tensors["encoder.stray.weight"] = torch.zeros(1)
+        save_file(tensors, file)
+    ran = cli(*PANDA, "--weights", weights)
+    assert ran.code == 1
+    assert said in ran.last
+    assert str(weights) in ran.last

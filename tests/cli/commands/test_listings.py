@@ -1,0 +1,117 @@
+"""``models``, ``plugins`` and ``doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.tools import Cli
+from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.commands import doctor
+from tpuport.core.mesh import compiler_flags as libtpu_flags
+from tpuport.core.mesh.compiler_flags import FLAGS, choose_flags, flags_of_chip
+from tpuport.plugins import get_port
+
+
+def test_models_lists_every_variant_with_its_defaults(cli: Cli) -> None:
+    text, document = cli("models").out, cli("models", "--json").json
+    (model,) = (m for m in document["models"] if m["model"] == "cogvideox")
+    port = get_port("cogvideox")
+    assert [v["variant"] for v in model["variants"]] == list(port.variant_names())
+    assert [o["name"] for o in model["options"]] == [o.name for o in port.options]
+    for variant in port.variants:
+        assert f"{variant.width}x{variant.height}" in text
+        assert variant.repo_id in text
+        assert variant.notes in text
+        (entry,) = (v for v in model["variants"] if v["variant"] == variant.name)
+        assert entry["num_inference_steps"] == variant.num_inference_steps
+        assert entry["options"] == dict(variant.options)
+
+
+def test_models_tells_which_one_is_taken_where_none_is_named(cli: Cli) -> None:
+    assert f"without --model: {DEFAULT_MODEL}" in cli("models").out
+
+
+def test_plugins_names_packages_and_modules(cli: Cli) -> None:
+    text, document = cli("plugins").out, cli("plugins", "--json").json
+    (entry,) = (p for p in document["plugins"] if p["model"] == "cogvideox")
+    assert entry["module"] == "tpuport.models.cogvideox.plugin"
+    assert entry["package"].startswith("tpuport ")
+    assert entry["module"] in text
+
+
+def test_doctor_examines_everything(cli: Cli, cache: Path) -> None:
+    ran = cli("doctor", "--json")
+    report = ran.json
+    assert ran.code == 0
+    assert report["problems"] == []
+    assert {"python", "torch", "torchax", "jax", "diffusers"} <= set(report["versions"])
+    assert report["torchax"]["imports"]
+    assert report["devices"]["count"] == 8
+    assert report["ffmpeg"]["version"]
+    assert report["cache"]["folder"] == str(cache)
+    assert report["cache"]["free_bytes"] > 0
+    assert report["environment"]["JAX_PLATFORMS"] == "cpu"
+    text = cli("doctor").out
+    for found in filter(None, report["versions"].values()):
+        assert found in text
+    assert "8 x cpu" in text
+    assert "none found" in text
+
+
+def test_doctor_lists_compiler_flags_of_all_chips_where_there_is_none(cli: Cli) -> None:
+    found = cli("doctor", "--json").json["compiler_flags"]
+    assert found["chip"] is None
+    assert [flag["name"] for flag in found["flags"]] == [f.name for f in FLAGS]
+    assert all(f["chips"] and f["effect"] and f["source"] for f in found["flags"])
+    text = cli("doctor").out
+    assert text.startswith("problems")
+    assert "no TPU here; what they do is in --json" in text
+    lines = {line.split()[1]: line for line in text.splitlines() if "on v" in line}
+    for chip in ("v5e", "v5p", "v6e", "v7x"):
+        flags = [flag.text for flag in flags_of_chip(chip)]
+        assert flags
+        assert all(flag in lines[chip] for flag in flags)
+    names = cli("doctor", "--json").json["torchax"]["overloads_declared"]
+    assert not any(name in text for name in names)
+
+
+def test_doctor_shows_the_flags_of_the_chip_and_whose_they_are(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = flags_of_chip("v6e")[:2]
+    yours = f"--{theirs.name}=0"
+    chosen = choose_flags("v6e", [yours])
+    monkeypatch.setattr(libtpu_flags, "flags_for", lambda device: chosen)
+    found = cli("doctor", "--json").json["compiler_flags"]
+    assert found["chip"] == "v6e"
+    whose = {flag["name"]: flag["yours"] for flag in found["flags"]}
+    assert whose[ours.name] is None
+    assert whose[theirs.name] == yours
+    text = cli("doctor").out
+    assert f"{ours.text} ({', '.join(ours.stages)}): {ours.effect}" in text
+    assert f"{yours}, yours, in place of {theirs.text}" in text
+
+
+def test_doctor_reports_what_is_broken_and_goes_on(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ImportError("no module\nnamed x")
+
+    monkeypatch.setattr(doctor, "_torchax", broken)
+    monkeypatch.setattr(doctor, "LOW_DISK", 2**60)
+    ran = cli("doctor", "--json")
+    assert ran.code == 0
+    assert ran.json["torchax"] is None
+    assert "torchax: ImportError: no module named x" in ran.json["problems"]
+    assert any("free for" in problem for problem in ran.json["problems"])
+    assert "named x" in cli("doctor").out
+
+
+def test_doctor_works_before_there_is_a_cache_folder(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("doctor", "--json", "--cache-dir", tmp_path / "not" / "there")
+    assert ran.code == 0
+    assert ran.json["cache"]["bytes"] == {"compiled": 0, "demo": 0, "runs": 0}
+    assert not (tmp_path / "not").exists()

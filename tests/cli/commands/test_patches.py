@@ -1,0 +1,377 @@
+"""``patches``: every change to upstream code is listed, and none is made by listing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import textwrap
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from tests.cli.tools import Cli
+from tpuport.cli.commands import patches as command
+from tpuport.core.spec.component import NativeForm
+from tpuport.core.spec.model_port import ModelPort, with_blocks
+from tpuport.core.tracing import op_overrides as ops
+from tpuport.core.tracing import patching
+from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.patching import Patch
+from tpuport.models.cogvideox.plugin import PORT
+from tpuport.plugins import Plugin, installed_plugins
+
+PORTS = [plugin.port for plugin in installed_plugins().values()]
+FORMS = [form for port in PORTS for form in port.all_forms]
+#: What is listed of each form: with upstream's blocks or with native ones.
+LISTED = {
+    (form.name, form.form): dict.fromkeys(
+        (*form.patches, *with_blocks(form, "native").patches)
+    )
+    for form in FORMS
+}
+DEDENT = "textwrap:dedent"
+
+Install = Callable[..., None]
+
+
+def patch(name: str, target: str = DEDENT, **more: Any) -> Patch:
+    given = {"replacement": str.strip, "reason": f"why {name}", "upstream": "", **more}
+    return Patch(name=name, target=target, **given)
+
+
+def override(*targets: str, reason: str = "why so") -> OpOverride:
+    return OpOverride(targets=targets, make=_make, owner="acme", reason=reason)
+
+
+def _make(context: ops.OpContext) -> Callable[..., Any]:
+    raise AssertionError("made by listing it")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Plugins with these ports in place of the installed ones."""
+
+    def install(*ports: ModelPort) -> None:
+        found = {
+            port.name: Plugin(name=port.name, package="acme 1", module="m", port=port)
+            for port in ports
+        }
+        monkeypatch.setattr(command, "installed_plugins", lambda: found)
+
+    return install
+
+
+def port(
+    *patches: Patch,
+    overrides: tuple[OpOverride, ...] = (),
+    native: tuple[Patch, ...] = (),
+    **more: Any,
+) -> ModelPort:
+    form = NativeForm(patches=native) if native else None
+    components = {
+        name: dataclasses.replace(component, native=form)
+        for name, component in PORT.components.items()
+    }
+    given = {"name": "toy", "components": components, **more}
+    return dataclasses.replace(PORT, patches=patches, overrides=overrides, **given)
+
+
+def block(text: str, name: str) -> str:
+    """What stands under the heading of one entry, with its heading."""
+    (found,) = (b for b in text.split("\n\n") if b.startswith(f"{name}: "))
+    return found
+
+
+# --- what is installed
+
+
+def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None:
+    ran = cli("patches", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    entries = ran.json["patches"]
+    found = [(e["kind"], e["name"], *e["targets"]) for e in entries]
+    patches = {("patch", p.name, p.target) for some in LISTED.values() for p in some}
+    overrides = {
+        ("override", o.name, *o.targets)
+        for form in FORMS
+        for o in (*form.overrides, *command.EVERYWHERE)
+    }
+    assert len(found) == len(set(found))
+    assert set(found) == patches | overrides
+    assert {e["state"] for e in entries} == {"applicable"}
+    for entry in entries:
+        declared = [
+            (form.name, form.form)
+            for form in FORMS
+            for p in (
+                *LISTED[form.name, form.form],
+                *form.overrides,
+                *command.EVERYWHERE,
+            )
+            if p.name == entry["name"]
+        ]
+        users = [(m, f) for m, forms in entry["models"].items() for f in forms]
+        assert users == declared
+
+
+def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
+    ran = cli("patches", "--model", PORT.name, "--json")
+    entries = {e["name"]: e for e in ran.json["patches"]}
+    (declared,) = (
+        p for p in PORT.patches if p.name == "torchax-slice-assignment-tensor"
+    )
+    assert entries[declared.name] == {
+        "name": declared.name,
+        "kind": "patch",
+        "targets": ["torchax.tensor:Tensor.__setitem__"],
+        "reason": declared.reason,
+        "upstream": declared.upstream,
+        "installed": metadata.version("torchax"),
+        "models": {"cogvideox": [""]},
+        "blocks": "",
+        "module": "tpuport.patches.torchax_slices",
+        "link": declared.link,
+        "state": "applicable",
+        "detail": declared.reason,
+    }
+    assert entries["layer_norm"]["upstream"] == "torchax"
+    assert entries["layer_norm"]["installed"] == metadata.version("torchax")
+    assert entries["layer_norm"]["module"] == "tpuport.patches.norms"
+    attention = entries["scaled_dot_product_attention"]
+    assert attention["module"] == "tpuport.core.layers.attention"
+
+
+def test_the_text_has_all_of_it_in_a_hundred_columns(cli: Cli) -> None:
+    text = cli("patches").out
+    entries = cli("patches", "--json").json["patches"]
+    assert len(text.split("\n\n")) == 1 + len(entries)
+    for entry in entries:
+        said = " ".join(block(text, entry["name"]).split())
+        assert said.startswith(f"{entry['name']}: applies {entry['kind']} ")
+        for part in (
+            *entry["targets"],
+            f"why {' '.join(entry['reason'].split())} for",
+            f"{entry['upstream']}; found {entry['installed']}",
+            f"in {entry['module']}",
+            entry["link"],
+        ):
+            assert part in said
+    for line in text.splitlines():
+        # A name or a link is not broken.
+        assert len(line) <= 100 or len(line[12:].split()) == 1, line
+
+
+def test_one_model_may_be_asked_for(cli: Cli) -> None:
+    found = {
+        e["name"]
+        for e in cli("patches", "--model", PORT.name, "--json").json["patches"]
+    }
+    assert found == {
+        p.name
+        for p in (
+            *LISTED[PORT.name, PORT.form],
+            *PORT.overrides,
+            *command.EVERYWHERE,
+        )
+    }
+    refused = cli("patches", "--model", "sora")
+    assert (refused.code, refused.out) == (2, "")
+    assert "no model is called 'sora'" in refused.last
+
+
+def test_nothing_is_applied_installed_or_made(
+    cli: Cli, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("applied by listing it")
+
+    monkeypatch.setattr(patching._Site, "apply", refuse)
+    monkeypatch.setattr(ops.OpRegistry, "install", refuse)
+    before = textwrap.dedent
+    everything = [p for listed in LISTED.values() for p in listed]
+    assert everything
+    names = [target_names(p) for p in everything]
+    originals = [inner(*name) for name in names]
+    install(*PORTS, port(patch("x"), overrides=(override("torch.relu"),)))
+    assert cli("patches").code == 0
+    assert textwrap.dedent is before
+    for name, original in zip(names, originals, strict=True):
+        assert inner(*name) is original
+
+
+def target_names(patch: Patch) -> tuple[Any, str]:
+    """The owner and the attribute of a target."""
+    module, _, path = patch.target.partition(":")
+    *parents, attr = path.split(".")
+    return functools.reduce(getattr, parents, importlib.import_module(module)), attr
+
+
+def inner(owner: Any, attr: str) -> Any:
+    return vars(owner).get(attr)
+
+
+def test_patches_of_native_blocks_say_when_they_are_in_force(
+    cli: Cli, install: Install
+) -> None:
+    both, plain, native = (
+        patch(name, f"textwrap:{target}")
+        for name, target in (("both", "fill"), ("plain", "wrap"), ("chip", "dedent"))
+    )
+    # What one form always has is no patch of native blocks.
+    install(port(plain, native=(native, both)), port(both, name="other"))
+    ran = cli("patches")
+    assert ran.code == 0
+    assert ran.out.startswith("3 patches and ")
+    assert "  in force  with --blocks native" in block(ran.out, "chip")
+    for name in ("plain", "both"):
+        assert "in force" not in block(ran.out, name)
+    entries = {e["name"]: e for e in cli("patches", "--json").json["patches"]}
+    found = {name: entries[name]["blocks"] for name in ("both", "plain", "chip")}
+    assert found == {"both": "", "plain": "", "chip": "native"}
+    # It takes the place of what the port does to its target otherwise.
+    install(port(patch("mine"), native=(native,)))
+    ran = cli("patches")
+    assert ran.code == 0
+    assert "  in force  with --blocks upstream" in block(ran.out, "mine")
+    assert "  in force  with --blocks native" in block(ran.out, "chip")
+    # Native ones are in force together, so two of one target cannot be.
+    install(port(native=(patch("one"), patch("two"))))
+    assert "patches 'one' and 'two' both replace textwrap:dedent" in cli("patches").last
+
+
+def test_the_native_blocks_of_a_model_are_listed(cli: Cli) -> None:
+    entries = cli("patches", "--model", PORT.name, "--json").json["patches"]
+    listed = [e["name"] for e in entries if e["blocks"] == "native"]
+    declared = [
+        p.name
+        for component in PORT.components.values()
+        if component.native is not None
+        for p in component.native.patches
+    ]
+    assert listed == list(dict.fromkeys(declared))
+    assert {"cogvideox-native-forward", "cogvideox-native-block"} <= set(listed)
+
+
+# --- what is wrong
+
+
+def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
+    cli: Cli, install: Install
+) -> None:
+    install(port(patch("fine"), patch("lost", "textwrap:dedennt")))
+    ran = cli("patches")
+    assert ran.code == 1
+    assert block(ran.out, "fine").startswith("fine: applies\n")
+    said = block(ran.out, "lost")
+    assert said.startswith("lost: target is gone\n  patch     textwrap:dedennt\n")
+    assert "has no 'dedennt'" in said
+    assert ran.out.startswith(
+        "2 patches and 2 op overrides: 3 apply, 1 without a target\n"
+    )
+    assert ran.last.startswith(
+        "error: patch 'lost': target textwrap:dedennt does not exist, module textwrap "
+        "has no 'dedennt'"
+    )
+    again = cli("patches", "--json")
+    assert again.code == 1
+    assert again.last == ran.last
+    states = {e["name"]: e["state"] for e in again.json["patches"]}
+    assert (states["fine"], states["lost"]) == ("applicable", "gone")
+
+
+@pytest.mark.parametrize("target", ["torch.ops.aten.rellu", "no.such.package"])
+def test_an_operator_that_is_gone_is_named_with_its_owner(
+    cli: Cli, install: Install, target: str
+) -> None:
+    install(port(overrides=(override("torch.relu"), override(target))))
+    ran = cli("patches")
+    assert ran.code == 1
+    assert block(ran.out, "relu").startswith("relu: applies\n  override  torch.relu\n")
+    name = target.rpartition(".")[2]
+    assert block(ran.out, name).startswith(f"{name}: target is gone\n")
+    assert f"error: op override target {target!r} does not exist" in ran.last
+    assert ran.last.endswith("; 'acme' claims it (why so)")
+
+
+def test_two_changes_of_one_target_are_told(cli: Cli, install: Install) -> None:
+    twice = (override("torch.relu"), override("torch.relu", reason="as well"))
+    install(port(patch("one"), patch("two"), overrides=twice))
+    ran = cli("patches", "--json")
+    assert ran.code == 1
+    broken = [e["name"] for e in ran.json["patches"] if e["state"] == "broken"]
+    assert broken == ["one", "two", "relu", "relu"]
+    assert "patches 'one' and 'two' both replace textwrap:dedent" in ran.last
+    assert "torch.relu is claimed by 'acme' (as well)" in ran.last
+    # In two models they never meet.
+    install(port(patch("one")), port(patch("two"), name="other"))
+    assert cli("patches").code == 0
+
+
+@pytest.mark.parametrize(
+    ("upstream", "found"),
+    [
+        ("packaging<1", metadata.version("packaging")),
+        ("no-such-thing", "no no-such-th"),
+    ],
+)
+def test_a_patch_for_another_version_is_told_and_is_no_failure(
+    cli: Cli, install: Install, upstream: str, found: str
+) -> None:
+    # Its target may well be gone.
+    install(port(patch("old", "textwrap:dedennt", upstream=upstream)))
+    ran = cli("patches")
+    assert ran.code == 0
+    assert block(ran.out, "old").startswith(f"old: not for this version (found {found}")
+    entries = cli("patches", "--json").json["patches"]
+    (entry,) = (e for e in entries if e["name"] == "old")
+    assert entry["state"] == "skipped"
+
+
+# --- who, and where
+
+
+def test_forms_are_named_where_not_all_of_them_use_it(
+    cli: Cli, install: Install
+) -> None:
+    both, first, second = (
+        patch("both"),
+        patch("first", "textwrap:wrap"),
+        patch("second"),
+    )
+    second = dataclasses.replace(second, target="textwrap:fill")
+    install(
+        port(both, first, forms=(port(both, second, form="large"),)),
+        port(both, name="other"),
+    )
+    text = cli("patches").out
+    assert "  used by   toy, other\n" in block(text, "both")
+    assert "  used by   toy (not large)\n" in block(text, "first")
+    assert "  used by   toy (large)\n" in block(text, "second")
+    entries = {e["name"]: e for e in cli("patches", "--json").json["patches"]}
+    assert entries["both"]["models"] == {"toy": ["", "large"], "other": [""]}
+    assert entries["second"]["models"] == {"toy": ["large"]}
+
+
+@pytest.mark.parametrize(
+    ("new", "module"),
+    [
+        ("textwrap:fill", "textwrap"),
+        (target_names, __name__),
+        (functools.partial(target_names), __name__),
+        (staticmethod(target_names), __name__),
+        (property(target_names), __name__),
+        (functools.cached_property(target_names), __name__),
+    ],
+    ids=["path", "function", "partial", "static method", "property", "cached property"],
+)
+def test_the_module_is_that_of_the_replacement(new: Any, module: str) -> None:
+    assert command._module(new) == module
+
+
+def test_no_models_no_changes(cli: Cli, install: Install) -> None:
+    install()
+    assert cli("patches").out == "0 patches and 0 op overrides: all apply\n"
+    assert cli("patches", "--json").json == {"patches": []}

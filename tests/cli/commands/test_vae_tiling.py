@@ -1,0 +1,78 @@
+"""``--vae-tiling``: a flag, a key of the file, and what is said of the decision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.asked.test_settings import parse, refused
+from tests.cli.tools import Cli
+from tests.core.plan.test_search import measured, plan_of
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.plan_text import text
+from tpuport.core.spec.tiling import Footprint, decide
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("false", "off")],
+)
+def test_the_key_of_a_file(written: str, meant: str, tmp_path: Path) -> None:
+    # A bare on or off is a boolean in YAML.
+    file = tmp_path / "run.yaml"
+    file.write_text(f"vae_tiling: {written}\n")
+    assert parse("--config", file).vae_tiling == meant
+    assert parse("--config", file, "--vae-tiling", "auto").vae_tiling == "auto"
+    assert parse().vae_tiling is None
+
+
+def test_other_words_are_refused() -> None:
+    found = refused("--vae-tiling", "maybe")
+    assert found == "--vae-tiling: 'maybe' is none of auto, on, off"
+
+
+@pytest.mark.parametrize("model", ["cogvideox", "hunyuanvideo"])
+def test_it_is_no_option_of_a_model(model: str, cli: Cli) -> None:
+    ran = cli(
+        *("generate", "--model", model, "--prompt", "a cat"),
+        *("--option", "vae_tiling=on"),
+    )
+    assert ran.code == 2
+    assert "--option vae_tiling is --vae-tiling now" in ran.err
+
+
+def test_decode_of_a_finished_run_with_another_setting(cli: Cli, run: Path) -> None:
+    ran = cli("decode", "--run-dir", run, "--vae-tiling", "on", "--json")
+    assert ran.code == 0, ran.err
+    (stage,) = ran.json["report"]["stages"]
+    tiling = stage["tiling"]
+    # One tile of upstream's holds such a small picture.
+    assert (tiling["asked"], tiling["tiled"], tiling["other"]) == ("on", False, None)
+    assert 0 < tiling["chosen"]["bytes"] < tiling["limit"]
+    assert tiling["line"] in ran.err
+    assert tiling["line"].endswith(
+        "a device, untiled, as the picture is one of upstream's tiles"
+    )
+    # What the compiler says of so small a picture is far from what the machine has.
+    assert 0 < tiling["needed"] < 2**27
+    sidecar = json.loads(Path(ran.json["videos"][0]["sidecar"]).read_text())
+    assert sidecar["stages"]["decode"]["vae_tiling"] == "off"
+
+
+def test_a_plan_says_what_the_other_setting_would_be() -> None:
+    whole = Footprint(bytes=20 * 2**30)
+    tiled = Footprint(bytes=4 * 2**30, tiles="2 x 3 tiles")
+    decided = decide("decode", "auto", whole, tiled, 31 * 2**30).as_dict()
+    made: Any = plan_of(MeshSpec(), measured(8, 0.5), tiling={"decode": decided})
+    assert made.as_dict()["tiling"]["decode"]["chosen"]["bytes"] == 20 * 2**30
+    lines = text(made).splitlines()
+    place = next(i for i, x in enumerate(lines) if x.startswith("estimated before"))
+    assert lines[place].endswith(
+        "decode: about 20.00 GiB of 31.00 GiB a device, untiled"
+    )
+    assert lines[place + 1] == (
+        "  with --vae-tiling on: about 4.00 GiB a device, tiled: 2 x 3 tiles"
+    )

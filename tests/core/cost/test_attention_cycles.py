@@ -1,0 +1,246 @@
+"""Cycles of an attention call, by compiling it for a chip that is not here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpuport.core.cost import attention_case as kernel_case
+from tpuport.core.cost import attention_cycles as kernel_cost
+from tpuport.core.cost.attention_case import (
+    IMPLEMENTATIONS,
+    AttentionCase,
+    Blocks,
+    kernel_source_hash,
+)
+from tpuport.core.cost.attention_cycles import (
+    KernelCost,
+    KernelCostError,
+    kernel_cycles,
+)
+from tpuport.core.mesh.slices import TopologyError
+from tpuport.errors import UsageError
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+SMALL = AttentionCase(
+    implementation="jax",
+    heads=2,
+    q_len=1000,
+    kv_len=2000,
+    head_dim=64,
+    blocks=Blocks(q=512, kv=512, kv_compute=256),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def cost(folder: Path) -> KernelCost:
+    return kernel_cycles(SMALL, cache=folder)
+
+
+@needs_libtpu
+def test_a_call_is_counted_over_its_whole_grid(cost: KernelCost) -> None:
+    assert cost.grid == (2, 2, 4)
+    assert cost.steps == 16
+    assert cost.blocks == SMALL.blocks
+    assert cost.padded_scores == 2 * 1024 * 2048
+    assert SMALL.scores == 2 * 1000 * 2000
+    # Initialising and finishing happen in one step of four and one of four.
+    assert cost.cycles < cost.step_bundles * cost.steps + cost.program_bundles
+    assert cost.cycles > 0.7 * cost.step_bundles * cost.steps
+    runs = {region["runs"] for region in cost.regions}
+    assert {1.0, 16.0, 4.0} <= runs
+    spent = sum((r["end"] - r["start"]) * r["runs"] for r in cost.regions)
+    assert spent == cost.cycles
+
+
+@needs_libtpu
+def test_figures_for_a_tile_are_of_the_right_scores(cost: KernelCost) -> None:
+    assert cost.bundles_per_tile == cost.step_bundles * 2**20 / (512 * 512)
+    assert cost.cycles_per_tile == cost.cycles * 2**20 / SMALL.scores
+
+
+@needs_libtpu
+def test_the_units_and_the_rest_of_the_call_are_reported(cost: KernelCost) -> None:
+    assert all(0 <= share <= 1 for share in cost.utilization.values())
+    assert cost.utilization[cost.busiest] == max(cost.utilization.values())
+    # 2 products of [512, 64] x [64, 512]: some share of the MXU, far from all.
+    assert 0.2 < cost.utilization["MXU"] < 0.8
+    assert cost.spills > 0
+    assert cost.other_cycles > 0  # q is scaled, and all are padded
+    assert cost.versions.keys() == {"jax", "jaxlib", "libtpu"}
+    assert cost.source_hash == kernel_source_hash("jax")
+
+
+@needs_libtpu
+def test_a_cost_is_kept_and_found_again_without_a_compile(
+    cost: KernelCost, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert kernel_cycles(SMALL, cache=folder) == cost
+    with pytest.raises(AssertionError, match="compiled again"):
+        kernel_cycles(replace(SMALL, heads=3), cache=folder)
+    monkeypatch.setattr(kernel_cost, "installed_versions", lambda name: {"jax": "x"})
+    with pytest.raises(AssertionError, match="compiled again"):
+        kernel_cycles(SMALL, cache=folder)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> KernelCost:
+    return kernel_cycles(replace(SMALL, implementation="tpuport"), cache=folder)
+
+
+@needs_libtpu
+def test_our_kernel_is_costed_beside(ours: KernelCost, cost: KernelCost) -> None:
+    assert ours.steps == 2 * 2 * 4
+    assert ours.cycles < cost.cycles
+    # A step runs a part of the program; which one tells its place.
+    assert ours.step_bundles < ours.program_bundles
+
+
+@needs_libtpu
+def test_tiles_that_a_kernel_does_not_take_are_refused_by_name() -> None:
+    case = replace(SMALL, blocks=Blocks(q=512, kv=512, kv_compute=384))
+    with pytest.raises(KernelCostError, match="512/512/384 cannot be") as caught:
+        kernel_cycles(case)
+    assert caught.value.refused
+    assert "\n" not in str(caught.value)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "blocks", "length", "bundles"),
+    [
+        (64, "2048/2048/512", 40960, 3164),
+        (64, "3328/2816/256", 39826, 2979),
+        (128, "2048/2048/1024", 40960, 2967),
+    ],
+)
+def test_jaxs_kernel_has_the_bundles_counted_by_hand(
+    head_dim: int, blocks: str, length: int, bundles: int
+) -> None:
+    """Counted by hand in dumps of jax 0.10.2 for other lengths and numbers of heads,
+    which decide a few dozen bundles of a step: where its copies begin and end."""
+    case = AttentionCase(
+        implementation="jax",
+        heads=12,
+        q_len=length,
+        kv_len=length,
+        head_dim=head_dim,
+        blocks=Blocks.parse(blocks),
+    )
+    assert kernel_cycles(case).bundles_per_tile == pytest.approx(bundles, rel=0.02)
+
+
+def test_without_libtpu_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TopologyError, match="needs libtpu, the TPU compiler"):
+        kernel_cycles(SMALL)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed"
+)
+@needs_libtpu
+def test_a_kernel_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(KernelCostError, match="No module named 'tokamax'"):
+        kernel_cycles(replace(SMALL, implementation="tokamax"))
+
+
+@pytest.mark.parametrize("text", ["", "auto", "1/2", "1/2/x", "0/1/1", "-1/1/1"])
+def test_blocks_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="are not Q/KV/COMPUTE"):
+        Blocks.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["100/100/100", "128/128/100", "64/128/128", "128/192/64", "128/384/256"]
+)
+def test_blocks_that_no_kernel_takes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="all three must be multiples of 128"):
+        Blocks.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"implementation": "other"}, "unknown kernel 'other'"),
+        ({"chip": "v9"}, "unknown TPU chip 'v9'"),
+        ({"q_len": 0}, "q_len=0 must be at least 1"),
+    ],
+)
+def test_a_case_that_is_none_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replace(SMALL, **change)
+
+
+def test_cases_and_costs_survive_json() -> None:
+    case = replace(SMALL, window=(3, 4))
+    assert AttentionCase.from_dict(json.loads(json.dumps(case.as_dict()))) == case
+    assert AttentionCase.from_dict(replace(case, blocks=None).as_dict()).blocks is None
+
+
+def test_the_hash_of_a_kernel_is_of_the_code_of_its_own_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "tpuport"
+    kernels = package / "kernels"
+    (kernels / "attention").mkdir(parents=True)
+    files = {
+        "attention/jax_splash": "from tpuport.kernels.padding import round_up\n"
+        "from tpuport.kernels.attention.block_table import tuned_blocks\n"
+        "def call(x: int) -> int:\n    return x\n",
+        "attention/block_table": "one = 1\n",
+        "attention/reference": "one = 1\n",
+        "padding": "one: int = 1\n",
+    }
+    for name, text in files.items():
+        (kernels / f"{name}.py").write_text(text)
+    monkeypatch.setattr(kernel_case, "_PACKAGE", package)
+    before = kernel_source_hash("jax")
+
+    def changed(name: str, text: str) -> bool:
+        path = kernels / f"{name}.py"
+        path.write_text(text)
+        found = kernel_source_hash("jax")
+        path.write_text(files[name])
+        return found != before
+
+    more = "two = 2\n"
+    assert changed("padding", files["padding"] + more)
+    assert changed("attention/jax_splash", files["attention/jax_splash"] + more)
+    assert changed("attention/jax_splash", files["attention/jax_splash"][:-2] + "3\n")
+    assert not changed("attention/reference", more)
+    assert not changed("attention/block_table", more)
+    assert not changed("padding", '"""What it is."""\none: float = 1  # one\n')
+    call = files["attention/jax_splash"]
+    assert not changed("attention/jax_splash", call.replace("x: int) -> int", "x)"))
+    (kernels / "padding.py").unlink()
+    with pytest.raises(UsageError, match="padding is missing"):
+        kernel_source_hash("jax")
+    assert IMPLEMENTATIONS["tokamax"] is None
+    assert kernel_source_hash("tokamax") is None
+
+
+def test_a_tile_is_of_a_mebi_of_scores() -> None:
+    assert math.isclose(kernel_cost.TILE, 1024 * 1024)

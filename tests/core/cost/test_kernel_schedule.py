@@ -1,0 +1,291 @@
+"""Reading a kernel's schedule: recorded dumps of a kernel whose counts are known.
+
+``tests/core/schedules/make.py`` makes the recordings and has the kernel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpuport.core.cost.bundles import parse_program
+from tpuport.core.cost.kernel_schedule import (
+    Execution,
+    KernelSchedule,
+    ScheduleError,
+    read_dump,
+    read_kernel,
+)
+
+FOLDER = Path(__file__).parent / "schedules"
+#: Steps of the example's grid, 2 x 4 x 3, and how often its last axis begins anew.
+STEPS, SWEEPS = 24, 8
+
+
+def example(chip: str) -> KernelSchedule:
+    return read_dump(FOLDER, chip, only=[f"example.{chip}"])[f"example.{chip}"]
+
+
+def runs(execution: Execution) -> dict[int, float]:
+    """How often each bundle runs, by address."""
+    found: dict[int, float] = {}
+    for region in execution.regions:
+        found.update(dict.fromkeys(range(region.start, region.end), region.runs))
+    return found
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_loops_are_found_with_their_trips(chip: str) -> None:
+    program = example(chip).program
+    grid, products, by_data = program.loops
+    assert program.grid == (2, 4, 3)
+    assert program.grid_loop == grid
+    # Two turns more than steps: copies begin one step early and end one late.
+    assert program.trip_count(grid, {}) == STEPS + 2
+    assert program.trip_count(products, {}) == 4
+    assert program.trip_count(by_data, {}) is None
+    assert grid.head < products.head < products.end <= by_data.head < grid.end
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_parts_are_counted_as_often_as_the_kernel_runs_them(chip: str) -> None:
+    schedule = example(chip)
+    _, products, by_data = schedule.program.loops
+    ways = schedule.executions(trips=3)
+    counts = runs(ways[-1])
+    assert ways[-1].steps == STEPS
+    assert counts[products.head] == 4 * STEPS
+    assert counts[by_data.head] == 3 * STEPS
+    # Clearing the sums and writing the result: once for each sweep of the last axis.
+    once_a_sweep = {at for at, n in counts.items() if n == SWEEPS}
+    before = {at for at in once_a_sweep if at < products.head}
+    after = {at for at in once_a_sweep if at >= by_data.end}
+    assert before
+    assert after
+    assert before | after == once_a_sweep
+    assert sum(counts.values()) == ways[-1].cycles
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_a_choice_by_the_data_is_taken_one_way_or_the_other(chip: str) -> None:
+    schedule = example(chip)
+    ways = schedule.executions(trips=3)
+    assert [w.cycles for w in ways] == sorted(w.cycles for w in ways)
+    for way in ways:
+        # The test of the choice reads the second number of the prefetched argument.
+        chosen = [held for name, held in way.conditions if "0x1]" in name]
+        assert len(chosen) == 1
+    # Dear and cheap side exclude each other: no way runs both.
+    cheapest, dearest = runs(ways[0]), runs(ways[-1])
+    assert set(dearest) - set(cheapest)
+    assert set(cheapest) - set(dearest)
+    everything = schedule.bundles
+    assert all(len(runs(way)) < everything for way in ways)
+
+
+def test_the_trips_of_a_loop_by_the_data_must_be_given() -> None:
+    schedule = example("v6e")
+    with pytest.raises(ScheduleError, match=r"the loop at 0x[0-9a-f]+ of example"):
+        schedule.executions()
+    none, three = (schedule.executions(trips=n)[-1] for n in (0, 3))
+    loop = schedule.program.loops[2]
+    assert three.cycles - none.cycles == 3 * STEPS * (loop.end - loop.head)
+    assert three.unknown_loops == (loop.head,)
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+@pytest.mark.parametrize("value", [0, 2, 3, 5])
+def test_what_a_scalar_operand_holds_settles_all_that_hangs_on_it(
+    chip: str, value: int
+) -> None:
+    """Of the example both numbers: the turns of a loop, and the choice at above 3."""
+    schedule = example(chip)
+    by_data = schedule.program.loops[2]
+    ways = schedule.executions(scalars={0: value})
+    told = [w.conditions for w in ways]
+    assert not any("smem" in name for conditions in told for name, _ in conditions)
+    assert ways[-1].unknown_loops == ()
+    assert runs(ways[-1]).get(by_data.head, 0) == value * STEPS
+    by_hand = [
+        way
+        for way in schedule.executions(trips=value)
+        if all(
+            held is (value <= 3 if "0x1]" in name else value <= 0)
+            for name, held in way.conditions
+            if "smem" in name
+        )
+    ]
+    assert [way.cycles for way in ways] == [way.cycles for way in by_hand]
+
+
+def test_a_test_of_an_index_against_data_is_one_condition_in_all_steps() -> None:
+    """With the index in place of its name there would be one for each step."""
+    schedule = small(
+        """
+        %s1_s0 = smov 0 /* first */
+        %s2_s0 = sphi %s1_s0, %s5_s0 /* iteration index, stage = 0; Start region 4 */
+        %s3_s0 = sld [smem:[#allocation4]]
+        %p2_p0 = scmp.ge.s32.totalorder %s2_s0, %s3_s0
+        %3 = sbr.rel (%p2_p0) target = $region9
+        %v4_v0 = vmov 0.0
+        %v5_v0 = vmov 0.0
+        %s5_s0 = sadd.s32 1, %s2_s0 /* Start region 9 */
+        %p5_p0 = scmp.ge.s32.totalorder %s5_s0, 8
+        %5 = sbr.rel (!%p5_p0) target = $region4
+        %v7_v0 = vmov 0.0
+        """,
+        "v7x",
+    )
+    skipped, ran = schedule.executions(grid=(8,))
+    assert skipped.conditions != ran.conditions
+    assert len(skipped.conditions) == len(ran.conditions) == 1
+    assert ran.cycles - skipped.cycles == 8 * 1
+
+
+def test_the_use_of_the_units_is_weighed_by_what_runs() -> None:
+    schedule = example("v6e")
+    way = schedule.executions(trips=3)[-1]
+    counts = runs(way)
+    units = list(schedule.capacity)
+    assert schedule.capacity["MXU"] == 2
+    assert schedule.capacity["VALU"] == 4
+    expected = sum(
+        (n * schedule.used[at] for at, n in counts.items()),
+        np.zeros(len(units)),
+    )
+    for i, unit in enumerate(units):
+        share = expected[i] / (way.cycles * schedule.capacity[unit])
+        assert way.utilization[unit] == pytest.approx(share)
+        assert 0 <= share <= 1
+    # Only the loop of products uses the MXU.
+    products = schedule.program.loops[1]
+    per_turn = schedule.used[products.head : products.end, units.index("MXU")].sum()
+    assert way.used["MXU"] == 4 * STEPS * per_turn
+    assert way.busiest == max(way.utilization, key=way.utilization.__getitem__)
+
+
+def test_a_grid_that_is_not_the_programs_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="is not a grid of 2x4x4"):
+        example("v6e").executions(grid=(2, 4, 4), trips=1)
+
+
+def test_a_folder_without_a_schedule_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="has no schedule"):
+        read_dump(tmp_path, "v6e")
+    with pytest.raises(ScheduleError, match="named other"):
+        read_dump(FOLDER, "v6e", only=["other"])
+
+
+UTILIZATION = """== CAPACTIY:
+MXU, VALU
+    2     4
+== UTILIZATION:
+"""
+
+
+def small(body: str, chip: str = "v6e") -> KernelSchedule:
+    """A program of one bundle a line, written by hand."""
+    lines = [line.strip() for line in body.strip().splitlines()]
+    text = "".join(f"{at:#6x}   :  {{ {line} }}\n" for at, line in enumerate(lines))
+    return read_kernel("hand", text, UTILIZATION + "1 0\n" * len(lines), chip)
+
+
+SKIP = """
+%s1_s0 = sld [smem:[#allocation4]]
+%p2_p0 = scmp.gt.s32.totalorder %s1_s0, 3
+%3 = sbr.rel (%p2_p0) target = $region9
+%v4_v0 = vmov 0.0
+%v5_v0 = vmov 0.0
+%v6_v0 = vmov 0.0
+%v7_v0 = vmov 0.0
+%v8_v0 = vmov 0.0
+%v9_v0 = vmov 0.0
+%v10_v0 = vmov 0.0 /* Start region 9 */
+"""
+
+
+@pytest.mark.parametrize(("chip", "taken"), [("v6e", 8), ("v7x", 5)])
+def test_what_follows_a_branch_runs_even_where_it_is_taken(
+    chip: str, taken: int
+) -> None:
+    """Four bundles on v6e, one on v7x; then the rest of what is jumped over is not."""
+    ways = small(SKIP, chip).executions()
+    assert [way.cycles for way in ways] == [taken, 10]
+    # It is taken above 3, told by the opposite.
+    assert dict(ways[0].conditions) == {"load([smem:[#allocation4]]) le 3": False}
+
+
+@pytest.mark.parametrize(
+    ("condition", "skips"),
+    [
+        ("scmp.eq.s32.totalorder %s1_s0, 6", True),
+        ("scmp.ne.s32.totalorder %s1_s0, 6", False),
+        ("scmp.lt.s32.totalorder %s1_s0, 4294967295", False),
+        ("scmp.ge.s32.totalorder %s1_s0, 4294967295", True),
+        ("pneg %p0_p5", True),
+        ("por %p0_p5, %p0_p6", True),
+        ("pand %p0_p5, %p0_p6", False),
+        ("pnand %p0_p5, %p0_p6", True),
+    ],
+)
+def test_scalars_are_worked_out(condition: str, skips: bool) -> None:
+    """s1 is 6: (2 << 2) - 3 + 1, of which the sum is spilled and loaded again."""
+    schedule = small(
+        f"""
+        %s0_s1 = smov 2
+        %s0_s2 = sshll.u32 %s0_s1, 2
+        %s0_s3 = sadd.s32 4294967293, %s0_s2 /* minus three */
+        %p0_p5 = scmp.gt.s32.totalorder %s0_s3, 5
+        %p0_p6 = scmp.le.s32.totalorder %s0_s3, 5
+        %9 = sst [smem:[#allocation7_spill]] %s0_s3
+        %s0_s4 = sld [smem:[#allocation7_spill]]
+        %s1_s0 = scalar_select /*predicate=*/%p0_p6, /*on_true=*/%s0_s7, /*on_false=*/0
+        %s0_s7 = sadd.s32 %s0_s4, 1
+        %p1_p0 = {condition}
+        %3 = sbr.rel (%p1_p0) target = $region9
+        %v4_v0 = vmov 0.0
+        %v6_v0 = vmov 0.0 /* Start region 9 */
+        """,
+        "v4",
+    )
+    (way,) = schedule.executions()
+    assert way.conditions == ()
+    # The only bundle that can be skipped is in the delay slot, so ask the branch.
+    program = schedule.program
+    assert program.condition(program.branches[10], {}) is skips
+
+
+def test_a_predicated_move_keeps_the_old_value_where_it_does_not_hold() -> None:
+    program = parse_program(
+        "   0x0   :  { %s1_s0 = smov 5 }\n"
+        "   0x1   :  { %p1_p0 = scmp.eq.s32.totalorder %s9_s9, 1 }\n"
+        "   0x2   :  { %s2_s0 = smov (!%p1_p0, %s1_s0), 7 }\n",
+        delay_slots=4,
+    )
+    assert program.evaluate("s2_s0", {"s9_s9": 1}) == 5
+    assert program.evaluate("s2_s0", {"s9_s9": 0}) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it has no bundles"),
+        ("   0x0   :  {}\n   0x2   :  {}\n", "bundle 0x2 follows 0x0"),
+        ("   0x0   :  { %3 = sbr.abs %s1 }\n", "unknown branch in bundle 0x0"),
+        ("   0x0   :  { %3 = sbr.rel target = $region7 }\n", "region 7, which is"),
+    ],
+)
+def test_what_is_not_understood_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        read_kernel("hand", text, UTILIZATION, "v6e")
+
+
+def test_a_schedule_must_have_a_row_of_units_for_each_bundle() -> None:
+    with pytest.raises(ScheduleError, match="1 bundles, and the use of the units 0"):
+        read_kernel("hand", "   0x0   :  {}\n", UTILIZATION, "v6e")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        read_kernel("hand", "   0x0   :  {}\n", "nonsense", "v6e")
+    with pytest.raises(ScheduleError, match="chip 'v9'"):
+        read_kernel("hand", "   0x0   :  {}\n", UTILIZATION, "v9")

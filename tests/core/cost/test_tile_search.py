@@ -1,0 +1,269 @@
+"""The search for tiles, on a made-up cost, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tpuport.core.cost.attention_case import (
+    AttentionCase,
+    Blocks,
+    kernel_source_hash,
+    padded,
+)
+from tpuport.core.cost.attention_cycles import KernelCost, KernelCostError
+from tpuport.core.cost.tile_search import (
+    Tried,
+    Tuning,
+    case_of,
+    even_sizes,
+    is_stale,
+    table_entry,
+    tune,
+    write_entry,
+)
+from tpuport.errors import UsageError
+from tpuport.kernels.attention.block_table import tuned_blocks
+
+CASE = AttentionCase(
+    implementation="tpuport", heads=2, q_len=5000, kv_len=7000, head_dim=64
+)
+START = Blocks(q=1280, kv=1792, kv_compute=256)
+
+
+def cost_of(case: AttentionCase, speed: float) -> KernelCost:
+    blocks = case.blocks
+    assert blocks is not None
+    q_len, kv_len = padded(case.q_len, blocks.q), padded(case.kv_len, blocks.kv)
+    cycles = speed * case.heads * q_len * kv_len / 2**20
+    return KernelCost(
+        case=case,
+        blocks=blocks,
+        name="made.up",
+        grid=(case.heads, q_len // blocks.q, kv_len // blocks.kv),
+        program_bundles=1,
+        step_bundles=speed * blocks.q * blocks.kv / 2**20,
+        cycles=cycles,
+        utilization={"MXU": 0.5},
+        busiest="MXU",
+        spills=0.0,
+        fills=0.0,
+        cores=1,
+        other_cycles=0,
+        compile_seconds=0.0,
+        versions={"jax": "1", "libtpu": "2"},
+        source_hash="0" * 64,
+    )
+
+
+class Model:
+    """Tiles cost what they pad, and more the further they are from a best shape."""
+
+    def __init__(self, best: Blocks, refused: frozenset[Blocks] = frozenset()) -> None:
+        self.best = best
+        self.refused = refused
+        self.asked: list[Blocks] = []
+
+    def __call__(self, case: AttentionCase) -> KernelCost:
+        blocks = case.blocks
+        assert blocks is not None
+        self.asked.append(blocks)
+        if blocks in self.refused:
+            raise KernelCostError("too large", refused=True)
+        far = sum(
+            abs(mine / theirs - 1)
+            for mine, theirs in (
+                (blocks.q, self.best.q),
+                (blocks.kv, self.best.kv),
+                (blocks.kv_compute, self.best.kv_compute),
+            )
+        )
+        return cost_of(case, 1000.0 * (1 + far))
+
+
+def test_the_search_ends_at_the_best_tiles_near_its_way() -> None:
+    best = Blocks(q=1024, kv=1024, kv_compute=512)
+    model = Model(best)
+    seen: list[Tried] = []
+    found = tune(
+        CASE,
+        start=START,
+        fits=lambda b: True,
+        limit=100,
+        measure=model,
+        on_tried=seen.append,
+    )
+    assert found.exhausted
+    assert found.start == START
+    assert found.best.blocks == best
+    assert model.asked[0] == START
+    assert len(set(model.asked)) == len(model.asked) == len(found.tried)
+    assert list(found.tried) == seen
+    cycles = [t.cycles for t in found.tried if t.cycles is not None]
+    assert found.best.cycles == min(cycles) < cycles[0]
+
+
+def test_the_padding_of_the_real_length_is_in_the_score() -> None:
+    """Tiles twice as fast a score lose where the length is padded to three times."""
+
+    def measure(case: AttentionCase) -> KernelCost:
+        assert case.blocks is not None
+        return cost_of(case, 500.0 if case.blocks.q > 2048 else 1000.0)
+
+    case = AttentionCase(
+        implementation="tpuport", heads=1, q_len=1025, kv_len=1024, head_dim=64
+    )
+    start = Blocks(q=4096, kv=1024, kv_compute=256)
+    found = tune(case, start=start, fits=lambda b: True, limit=50, measure=measure)
+    assert found.best.blocks.q == 1152
+    assert found.best.padded_scores == 1152 * 1024
+
+
+def test_tiles_that_pad_much_more_than_the_best_are_not_compiled() -> None:
+    model = Model(Blocks(q=4096, kv=1792, kv_compute=256))
+    found = tune(CASE, start=START, fits=lambda b: True, limit=100, measure=model)
+    assert Blocks(q=4096, kv=1792, kv_compute=256) not in model.asked
+    least = min(
+        padded(5000, t.blocks.q) * padded(7000, t.blocks.kv) for t in found.tried
+    )
+    for blocks in model.asked:
+        assert padded(5000, blocks.q) * padded(7000, blocks.kv) <= least * 1.05**2
+
+
+def test_tiles_that_do_not_fit_are_not_compiled() -> None:
+    model = Model(Blocks(q=2560, kv=3584, kv_compute=512))
+    found = tune(
+        CASE,
+        start=START,
+        fits=lambda b: b.q * b.kv <= START.q * START.kv,
+        limit=100,
+        measure=model,
+    )
+    assert all(b.q * b.kv <= START.q * START.kv for b in model.asked)
+    assert found.exhausted
+
+
+def test_tiles_that_the_compiler_refuses_are_passed_over_and_noted() -> None:
+    best = Blocks(q=1280, kv=1792, kv_compute=128)
+    model = Model(best, frozenset({best}))
+    found = tune(CASE, start=START, fits=lambda b: True, limit=100, measure=model)
+    assert found.best.blocks != best
+    noted = [t for t in found.tried if t.blocks == best]
+    assert [t.refused for t in noted] == ["too large"]
+    assert noted[0].as_dict() == {"blocks": str(best), "refused": "too large"}
+    with pytest.raises(KernelCostError, match="no tiles tried can be compiled: too"):
+        tune(
+            CASE,
+            start=START,
+            fits=lambda b: False,
+            limit=100,
+            measure=Model(best, frozenset({START})),
+        )
+
+
+def test_another_failure_ends_the_search() -> None:
+    def broken(case: AttentionCase) -> KernelCost:
+        raise KernelCostError("the compiler crashed")
+
+    with pytest.raises(KernelCostError, match="the compiler crashed"):
+        tune(CASE, start=START, fits=lambda b: True, limit=9, measure=broken)
+
+
+def test_a_kernel_that_changes_during_the_search_ends_it() -> None:
+    def measure(case: AttentionCase) -> KernelCost:
+        cost = cost_of(case, 1000.0)
+        return cost if case.blocks == START else replace(cost, source_hash="1" * 64)
+
+    with pytest.raises(KernelCostError, match="changed during the search"):
+        tune(CASE, start=START, fits=lambda b: True, limit=9, measure=measure)
+
+
+def test_the_limit_is_on_what_is_compiled() -> None:
+    model = Model(Blocks(q=512, kv=512, kv_compute=128))
+    found = tune(CASE, start=START, fits=lambda b: True, limit=3, measure=model)
+    assert len(model.asked) == 3
+    assert not found.exhausted
+
+
+@pytest.mark.parametrize(
+    ("length", "near", "step"), [(39826, 3072, 128), (100, 128, 128), (5000, 9000, 256)]
+)
+def test_sizes_cut_a_length_evenly(length: int, near: int, step: int) -> None:
+    sizes = even_sizes(length, near, step)
+    assert sizes
+    assert len(set(sizes)) == len(sizes)
+    for size in sizes:
+        tiles = -(-length // size)
+        assert size % step == 0
+        # One step less would need one tile more.
+        assert size == step or tiles * (size - step) < length
+
+
+def tuning(blocks: Blocks = START, q_len: int = 5000) -> Tuning:
+    case = AttentionCase(
+        implementation="tpuport",
+        heads=2,
+        q_len=q_len,
+        kv_len=7000,
+        head_dim=64,
+        blocks=blocks,
+    )
+    cost = cost_of(case, 1000.0)
+    return Tuning(
+        best=cost,
+        start=START,
+        tried=(Tried(blocks=blocks, cycles=cost.cycles, bundles_per_tile=1000.04),),
+        exhausted=True,
+    )
+
+
+def test_what_is_written_is_found_by_the_kernel(tmp_path: Path) -> None:
+    table = tmp_path / "blocks.json"
+    entry = table_entry(tuning(), "tpuport tune --write", 7)
+    write_entry(table, entry)
+    found = tuned_blocks("v6e", 64, 5000, 7000, table=table)
+    assert found is not None
+    assert (found.q, found.kv, found.kv_compute) == (1280, 1792, 256)
+    assert entry["q_len"] == [3841, 5120]
+    assert entry["limit"] == 7
+    assert case_of(entry) == replace(tuning().best.case, blocks=None)
+    assert entry["tried"] == [
+        {
+            "blocks": "1280/1792/256",
+            "cycles": tuning().best.cycles,
+            "bundles_per_2_20_scores": 1000.0,
+        }
+    ]
+
+
+def test_a_second_search_for_a_call_takes_the_place_of_the_first(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "blocks.json"
+    other = Blocks(q=512, kv=512, kv_compute=128)
+    write_entry(table, table_entry(tuning(), "first", 1))
+    write_entry(table, table_entry(tuning(q_len=20000), "other call", 1))
+    write_entry(table, table_entry(tuning(other), "second", 1))
+    rows = json.loads(table.read_text())["entries"]
+    assert [row["command"] for row in rows] == ["second", "other call"]
+    found = tuned_blocks("v6e", 64, 5000, 7000, table=table)
+    assert found is not None
+    assert found.q == 512
+
+
+def test_an_entry_of_another_kernel_is_known() -> None:
+    entry = table_entry(tuning(), "x", 1)
+    assert is_stale(entry)
+    now = kernel_source_hash("tpuport")
+    assert not is_stale({**entry, "source_hash": now})
+
+
+def test_a_file_that_is_no_table_is_not_overwritten(tmp_path: Path) -> None:
+    table = tmp_path / "precious.json"
+    table.write_text('{"mine": 1}')
+    with pytest.raises(UsageError, match="is not a table of blocks"):
+        write_entry(table, table_entry(tuning(), "x", 1))
+    assert table.read_text() == '{"mine": 1}'

@@ -1,0 +1,75 @@
+"""Files are written whole or not at all; every refusal is one line with the name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.core.files.runs import failing, refusal
+from tpuport.core.files.atomic import atomic_write_bytes, atomic_write_json, replacing
+from tpuport.core.files.stage_tensors import TensorSpec, save_tensors
+from tpuport.errors import UsageError
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "a.json"
+    atomic_write_json(path, {"a": 1})
+    monkeypatch.setattr(os, step, failing)
+    message = refusal(atomic_write_json, path, {"a": 2})
+    assert message == f"{path}: cannot be written: No space left on device"
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_an_interrupt_removes_the_temporary_file(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with replacing(tmp_path / "a") as file:
+            file.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert os.listdir(tmp_path) == []
+
+
+def test_file_and_folder_are_flushed_and_the_rename_comes_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(descriptor: int) -> None:
+        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        steps.append("folder" if target.is_dir() else "file")
+        fsync(descriptor)
+
+    def spy_replace(source: Path, target: Path) -> None:
+        assert source.parent == target.parent
+        steps.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    atomic_write_bytes(tmp_path / "a", b"content")
+    assert steps == ["file", "rename", "folder"]
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    spec = TensorSpec(name="x", shape=(1,), dtypes=("float32",))
+    save_tensors(tmp_path / "tensors", {"x": torch.zeros(1)}, [spec])
+    atomic_write_bytes(tmp_path / "bytes", b"")
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+def test_what_is_not_json_is_refused_before_writing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a\.json: cannot be written as JSON"):
+        atomic_write_json(tmp_path / "a.json", {"a": float("nan")})
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,78 @@
+"""The same request, the same weights; every difference is named with both values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.core.files.runs import SETTINGS, encode, refusal, request
+from tpuport.core.files.run_directory import RunDirectory
+
+
+def test_every_differing_setting_is_named_with_both_values(run: RunDirectory) -> None:
+    asked = {"prompt": "a dog", "size": [480, 720], "cache": {"every": 3}, "seed": 7}
+    message = refusal(run.check_request, model="toy", variant="large", settings=asked)
+    assert message.startswith(f"{run.file}: is of another request: ")
+    for difference in (
+        'variant is "small", asked "large"',
+        "settings.cache.every is 2, asked 3",
+        'settings.prompt is "a cat", asked "a dog"',
+        "settings.seed is not set, asked 7",
+        "settings.steps is 50, asked not set",
+    ):
+        assert difference in message
+    assert "size" not in message
+
+
+def test_the_same_request_passes_whatever_the_spelling(run: RunDirectory) -> None:
+    same = {"steps": 50.0, "size": (480, 720), "cache": {"every": 2}, "prompt": "a cat"}
+    run.check_request(model="toy", variant="small", settings=same)
+    run.check_request(model="toy", settings={"steps": 50}, subset=True)
+    assert "steps" in refusal(
+        run.check_request, model="toy", settings={"steps": 51}, subset=True
+    )
+    # True == 1 in Python, and is not the same setting.
+    assert "every" in refusal(
+        run.check_request,
+        model="toy",
+        settings={"cache": {"every": True}},
+        subset=True,
+    )
+
+
+def test_long_values_are_shown_where_they_start_to_differ(tmp_path: Path) -> None:
+    prompt = "word " * 100
+    settings = {"prompt": prompt + "north\n"}
+    run = RunDirectory.create(tmp_path / "run", **request(settings=settings))
+    message = refusal(
+        run.check_request, model="toy", settings={"prompt": prompt + "south\n"}
+    )
+    assert "north" in message
+    assert "south" in message
+    assert len(message) < 400 + len(str(run.file))
+
+
+def test_the_settings_digest_is_of_the_request_alone(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    digest = run.settings_digest()
+    encode(run)
+    assert run.settings_digest() == digest
+    spelling = dict(reversed(SETTINGS.items())) | {"steps": 50.0}
+    same = RunDirectory.create(tmp_path / "same", **request(settings=spelling))
+    other = RunDirectory.create(
+        tmp_path / "other", **request(settings=SETTINGS | {"steps": 51})
+    )
+    assert same.settings_digest() == digest
+    assert other.settings_digest() != digest
+
+
+def test_other_weights_are_refused_and_unknown_ones_recorded(
+    run: RunDirectory,
+) -> None:
+    run.check_weights("encoder", "aa" * 32)
+    run.check_weights("encoder", None)
+    run.check_weights("vae", "bb" * 32)
+    assert run.weights == {"encoder": "aa" * 32, "vae": "bb" * 32}
+    message = refusal(run.check_weights, "vae", "cc" * 32)
+    assert f"{run.file}: was made with other weights for vae" in message
+    assert "recorded bbbbbbbbbbbbbbbb, given cccccccccccccccc" in message

@@ -1,0 +1,373 @@
+"""The override is torch's scaled_dot_product_attention, on one device and on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tolerances import TOLERANCES
+from tpuport.core.arrays import to_torch
+from tpuport.core.layers.attention import scaled_dot_product_attention
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
+from tpuport.errors import AttentionError, UsageError
+
+TOLERANCE = TOLERANCES["attention torch float32"]
+MESHES = [(2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1), (8, 1, 1)]
+
+
+def context(
+    mesh: tuple[int, int, int] | None = None,
+    *,
+    implementation: str = "auto",
+    policy: AttentionPolicy | None = None,
+) -> OpContext:
+    return OpContext(
+        mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
+        platform="cpu",
+        attention=policy or AttentionPolicy(),
+        implementation=implementation,
+        records=[],
+    )
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def mask_of(shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    if kind == "bool":
+        return torch.rand(shape, generator=generator) < 0.6
+    mask = torch.randn(shape, generator=generator) * 2
+    return mask.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf)
+
+
+def ours(*args: torch.Tensor, on: OpContext | None = None, **options: Any) -> Any:
+    """The override on torch tensors, as one compiled program."""
+    arrays = [jnp.asarray(x.numpy()) for x in args]
+    mask = options.pop("attn_mask", None)
+    if mask is not None:
+        arrays.append(jnp.asarray(mask.numpy()))
+
+    def call(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        return scaled_dot_product_attention(
+            on or context(), q, k, v, attn_mask=mask, **options
+        )
+
+    return to_torch(jax.jit(call)(*arrays))
+
+
+def assert_is_torch(*args: torch.Tensor, on: OpContext | None = None, **options: Any):
+    expected = F.scaled_dot_product_attention(*args, **options)
+    found = ours(*args, on=on, **options)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+# --- shapes
+
+
+SHAPES = {
+    "two dims": [(7, 8), (9, 8), (9, 8)],
+    "three dims": [(3, 7, 8), (3, 9, 8), (3, 9, 8)],
+    "four dims": [(2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8)],
+    "five dims": [(2, 2, 3, 7, 8), (2, 2, 3, 9, 8), (2, 2, 3, 9, 8)],
+    "batch broadcast": [(2, 3, 7, 8), (1, 3, 9, 8), (2, 3, 9, 8)],
+    "two batch dims broadcast": [(2, 1, 3, 7, 8), (1, 4, 3, 9, 8), (2, 4, 3, 9, 8)],
+    "query without batch": [(3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8)],
+    "keys without heads": [(3, 7, 8), (9, 8), (9, 8)],
+    "one key head": [(2, 4, 7, 8), (2, 1, 9, 8), (2, 1, 9, 8)],
+    "one query head": [(2, 1, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8)],
+    "one value head": [(2, 4, 7, 8), (2, 4, 9, 8), (2, 1, 9, 8)],
+    "many value heads only": [(2, 1, 7, 8), (2, 1, 9, 8), (2, 4, 9, 8)],
+    "values of another size": [(2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 5)],
+    "one query": [(2, 3, 1, 8), (2, 3, 9, 8), (2, 3, 9, 8)],
+    "one key": [(2, 3, 7, 8), (2, 3, 1, 8), (2, 3, 1, 8)],
+    "no key": [(2, 3, 7, 8), (2, 3, 0, 8), (2, 3, 0, 8)],
+    "no batch": [(0, 3, 7, 8), (0, 3, 9, 8), (0, 3, 9, 8)],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_those_of_torch(name: str) -> None:
+    assert_is_torch(*tensors(*SHAPES[name]))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("scale", [None, 0.3, 1.0, 0.0, -0.5])
+def test_the_scale_is_torchs(scale: float | None, implementation: str) -> None:
+    q, k, v = tensors((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
+    on = context(implementation=implementation)
+    assert_is_torch(q, k, v, on=on, scale=scale)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 6)])
+def test_causal_masks_are_aligned_top_left(lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    q, k, v = tensors((2, 3, q_len, 8), (2, 3, kv_len, 8), (2, 3, kv_len, 8))
+    assert_is_torch(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "value_heads"),
+    [(4, 2, 2), (4, 1, 1), (4, 4, 4), (8, 2, 4), (12, 2, 3)],
+)
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
+def test_grouped_heads(
+    leading: tuple[int, ...], heads: int, key_heads: int, value_heads: int
+) -> None:
+    q, k, v = tensors(
+        (*leading, heads, 7, 8),
+        (*leading, key_heads, 9, 8),
+        (*leading, value_heads, 9, 8),
+    )
+    assert_is_torch(q, k, v, enable_gqa=True)
+
+
+def test_a_torch_call_in_a_traced_block_takes_the_override() -> None:
+    q, k, v = tensors((2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    runtime = model_runtime(mesh=None, platform="cpu")
+    with runtime.tracing() as env:
+        arrays = [env.to_xla(x) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*arrays, enable_gqa=True)
+        found = to_torch(env.t2j_iso(out))
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert [r.query for r in runtime.records] == [(2, 4, 7, 8)]
+
+
+# --- masks
+
+
+MASKS = [
+    (7, 9),
+    (1, 9),
+    (7, 1),
+    (3, 7, 9),
+    (1, 7, 9),
+    (2, 1, 1, 9),
+    (2, 1, 7, 9),
+    (1, 3, 7, 9),
+    (1, 1, 7, 9),
+    (2, 3, 7, 9),
+    (2, 3, 1, 9),
+    (2, 3, 7, 1),
+]
+
+
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_broadcast_as_in_torch(kind: str, shape: tuple[int, ...]) -> None:
+    q, k, v = tensors((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
+    assert_is_torch(q, k, v, attn_mask=mask_of(shape, kind))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask"),
+    [
+        (SHAPES["two dims"], (7, 9)),
+        (SHAPES["three dims"], (7, 9)),
+        (SHAPES["three dims"], (3, 7, 9)),
+        (SHAPES["three dims"], (3, 1, 9)),
+        (SHAPES["five dims"], (2, 2, 3, 7, 9)),
+        (SHAPES["five dims"], (2, 1, 1, 7, 9)),
+        (SHAPES["five dims"], (2, 3, 7, 9)),
+        (SHAPES["two batch dims broadcast"], (1, 4, 1, 7, 9)),
+    ],
+    ids=str,
+)
+def test_masks_of_inputs_of_any_rank(shapes: Any, mask: tuple[int, ...]) -> None:
+    assert_is_torch(*tensors(*shapes), attn_mask=mask_of(mask, "float"))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_row_without_an_allowed_key_is_zero(implementation: str, kind: str) -> None:
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+    mask = mask_of((4, 5), kind)
+    mask[2] = False if kind == "bool" else -torch.inf
+    found = ours(q, k, v, attn_mask=mask, on=context(implementation=implementation))
+    assert torch.equal(found[:, :, 2], torch.zeros(1, 2, 8))
+    assert found.isfinite().all()
+    assert_is_torch(q, k, v, attn_mask=mask)
+
+
+# --- refusals
+
+
+def call(*shapes: tuple[int, ...], on: OpContext | None = None, **options: Any) -> Any:
+    arrays = [jnp.asarray(x.numpy()) for x in tensors(*shapes)]
+    return scaled_dot_product_attention(on or context(), *arrays, **options)
+
+
+SQUARE = [(1, 2, 4, 8)] * 3
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    with pytest.raises(AttentionError, match=r"dropout_p=0\.1"):
+        call(*SQUARE, dropout_p=0.1)
+    mask = jnp.ones((4, 4), bool)
+    with pytest.raises(RuntimeError, match="attn_mask and is_causal exclude"):
+        call(*SQUARE, attn_mask=mask, is_causal=True)
+    with pytest.raises(TypeError, match="attn_mask of dtype int32"):
+        call(*SQUARE, attn_mask=mask.astype(jnp.int32))
+    with pytest.raises(AttentionError, match="'splash' cannot do this call"):
+        call(*SQUARE, on=context(implementation="splash"))
+    with pytest.raises(UsageError, match="unknown attention implementation 'fast'"):
+        call(*SQUARE, on=context(implementation="fast"))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([(8,)] * 3, {}, "needs at least"),
+        ([(1, 4, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)], {}, "pass enable_gqa=True"),
+        ([(1, 4, 4, 8), (1, 4, 4, 8), (1, 2, 4, 8)], {}, "4 key and 2 value heads"),
+        (
+            [(1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)],
+            {"enable_gqa": True},
+            "both must divide",
+        ),
+        ([(2, 2, 4, 8), (3, 2, 4, 8), (3, 2, 4, 8)], {}, "broadcast"),
+        ([(1, 2, 4, 8), (1, 2, 4, 6), (1, 2, 4, 8)], {}, "share a head dim"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    shapes: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(*shapes, **options)
+    with pytest.raises(RuntimeError):  # torch refuses them as well
+        F.scaled_dot_product_attention(*tensors(*shapes), **options)
+
+
+def test_values_of_another_length_are_refused() -> None:
+    """torch 2.13's fused CPU kernel reads past the end of the shorter one."""
+    with pytest.raises(ValueError, match="differ in heads or length"):
+        call((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (3, 4), (3, 4, 4), (1, 1, 1, 4, 4)], ids=str)
+def test_masks_that_do_not_broadcast_to_the_scores_are_refused(shape: Any) -> None:
+    with pytest.raises(ValueError, match="mask"):
+        call(*SQUARE, attn_mask=jnp.ones(shape, bool))
+
+
+# --- on a mesh
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mask", [None, (2, 8, 13, 11), (2, 1, 1, 11), (13, 1)], ids=str
+)
+def test_a_mesh_gives_what_one_device_gives(
+    mesh: tuple[int, int, int], mask: tuple[int, ...] | None
+) -> None:
+    q, k, v = tensors((2, 8, 13, 8), (2, 8, 11, 8), (2, 8, 11, 8))
+    attn_mask = None if mask is None else mask_of(mask, "float")
+    assert_is_torch(q, k, v, on=context(mesh), attn_mask=attn_mask)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(2, 8, 13, 8)] * 3, {"is_causal": True}),
+        ([(2, 8, 13, 8), (2, 2, 11, 8), (2, 2, 11, 8)], {"enable_gqa": True}),
+        ([(2, 8, 13, 8), (2, 1, 11, 8), (2, 1, 11, 8)], {}),
+        ([(2, 8, 13, 8), (2, 8, 11, 8), (2, 1, 11, 8)], {}),
+        ([(3, 5, 1, 8), (3, 5, 11, 8), (3, 5, 11, 4)], {"scale": 0.5}),
+        ([(8, 13, 8), (8, 11, 8), (8, 11, 8)], {}),
+        ([(2, 4, 8, 5, 8)] * 3, {}),
+    ],
+    ids=["causal", "grouped", "one key head", "one value head", "odd", "3d", "5d"],
+)
+def test_every_kind_of_call_on_every_mesh(
+    mesh: tuple[int, int, int], shapes: Any, options: dict[str, Any]
+) -> None:
+    assert_is_torch(*tensors(*shapes), on=context(mesh), **options)
+
+
+def test_a_bool_mask_with_empty_rows_survives_the_padding_of_a_split() -> None:
+    q, k, v = tensors((1, 2, 13, 8), (1, 2, 11, 8), (1, 2, 11, 8))
+    mask = mask_of((1, 2, 13, 11), "bool")
+    mask[:, :, 12] = False
+    assert_is_torch(q, k, v, on=context((1, 8, 1)), attn_mask=mask)
+
+
+# --- records
+
+
+def test_records_say_once_what_a_call_runs_as() -> None:
+    on = context((2, 2, 2))
+    q, k, v = tensors((2, 4, 13, 8), (2, 4, 11, 8), (2, 4, 11, 8))
+    ours(q, k, v, on=on)
+    ours(q, k, v, on=on)
+    assert on.records == [
+        AttentionRecord(
+            query=(2, 4, 13, 8),
+            key=(2, 4, 11, 8),
+            implementation="reference",
+            reason="the score matrix is small enough to be built whole; not splash: "
+            "it is for TPU; the platform is 'cpu'; not jax: it is for TPU; the "
+            "platform is 'cpu'",
+            split=("dp", "tp", "sp", None),
+        )
+    ]
+    assert on.records[0].as_dict()["split"] == ("dp", "tp", "sp", None)
+    ours(q, q, q, on=on, is_causal=True)
+    assert on.records[1].split == ("dp", "tp", None, None)
+
+
+def test_only_what_divides_is_split_and_only_what_the_policy_names() -> None:
+    shapes = [(3, 5, 13, 8)] * 3
+    on = context((2, 1, 4))
+    ours(*tensors(*shapes), on=on)
+    assert on.records[0].split == (None, None, None, None)
+    none = AttentionPolicy(batch=None, heads=None, sequence="tp")
+    on = context((2, 1, 4), policy=none)
+    assert_is_torch(*tensors((2, 8, 13, 8), (2, 8, 9, 8), (2, 8, 9, 8)), on=on)
+    assert on.records[0].split == (None, None, "tp", None)
+
+
+# --- memory
+
+
+def sizes_in(jaxpr: Any) -> set[int]:
+    """The number of elements of every value in a program, its inner ones included."""
+    found = set()
+    for equation in jaxpr.eqns:
+        for variable in (*equation.invars, *equation.outvars):
+            found.add(int(np.prod(getattr(variable.aval, "shape", ()))))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found |= sizes_in(inner)
+    return found
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 8, 1), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_long_sequences_make_no_array_of_queries_by_keys(
+    mesh: tuple[int, int, int] | None, is_causal: bool
+) -> None:
+    # Legend: 8 heads; 20000 tokens of each.
+    length, on = 20_000, context(mesh)
+    array = jax.ShapeDtypeStruct((1, 8, length, 16), jnp.bfloat16)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return scaled_dot_product_attention(on, q, k, v, is_causal=is_causal)
+
+    sizes = sizes_in(jax.make_jaxpr(call)(array, array, array).jaxpr)
+    assert max(sizes) >= array.size  # the walk sees something
+    assert max(sizes) < length * length / 8
+    assert on.records[0].implementation == "blockwise"

@@ -1,0 +1,351 @@
+"""``torch.ops.tpuport.attention`` is attention under the mask it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.tolerances import TOLERANCES
+from tpuport.core.arrays import to_torch
+from tpuport.core.layers.attention_lengths import (
+    define_attention_op,
+    eager_attention,
+    length_attention,
+)
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
+from tpuport.errors import AttentionError
+
+TOLERANCE = TOLERANCES["attention torch float32"]
+MESHES = [(2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1), (8, 1, 1)]
+TOKENS = 12
+
+
+def context(
+    mesh: tuple[int, int, int] | None = None, implementation: str = "auto"
+) -> OpContext:
+    return OpContext(
+        mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
+        platform="cpu",
+        attention=AttentionPolicy(),
+        implementation=implementation,
+        records=[],
+    )
+
+
+def tensors(
+    batch: int, heads: int = 8, tokens: int = TOKENS, queries: int | None = None
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    counts = (tokens if queries is None else queries, tokens, tokens)
+    return [torch.randn(batch, heads, n, 8, generator=generator) for n in counts]
+
+
+def mask_of(
+    batch: int,
+    queries: int,
+    keys: int,
+    lengths: list[int] | None,
+    frame_tokens: int | None,
+) -> torch.Tensor:
+    """The mask the op stands for, element by element."""
+    mask = torch.zeros(batch, 1, queries, keys, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(queries):
+            for j in range(keys):
+                counts = lengths is None or j < lengths[b]
+                seen = frame_tokens is None or j // frame_tokens <= i // frame_tokens
+                mask[b, 0, i, j] = counts and seen
+    return mask
+
+
+def assert_is_masked(
+    lengths: list[int] | None,
+    frame_tokens: int | None,
+    *,
+    on: OpContext | None = None,
+    queries: int | None = None,
+    scale: float | None = None,
+) -> None:
+    """The op, compiled and in plain torch, against torch under the mask."""
+    batch = 2 if lengths is None else len(lengths)
+    q, k, v = tensors(batch, queries=queries)
+    mask = mask_of(batch, q.shape[2], TOKENS, lengths, frame_tokens)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    counted = None if lengths is None else torch.tensor(lengths)
+
+    def call(q: Any, k: Any, v: Any, lengths: Any = None) -> Any:
+        return length_attention(
+            on or context(), q, k, v, lengths, frame_tokens, scale=scale
+        )
+
+    arrays = [jnp.asarray(x.numpy()) for x in (q, k, v)]
+    if lengths is not None:
+        arrays.append(jnp.asarray(lengths))
+    found = to_torch(jax.jit(call)(*arrays))
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    eager = eager_attention(q, k, v, counted, frame_tokens, scale)
+    torch.testing.assert_close(eager, expected, rtol=0, atol=TOLERANCE)
+
+
+CALLS: dict[str, tuple[list[int] | None, int | None]] = {
+    "nothing": (None, None),
+    "lengths": ([7, 12], None),
+    "one item": ([5], None),
+    "no key and too many": ([0, 99], None),
+    "frames": (None, 4),
+    "frames of one token": (None, 1),
+    "one frame": (None, TOKENS),
+    "frames and lengths": ([7, 12], 3),
+    "frames and no key": ([0, 2], 3),
+    "causal and lengths": ([7, 0], 1),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_attention_under_the_mask(name: str, implementation: str) -> None:
+    assert_is_masked(*CALLS[name], on=context(implementation=implementation))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0])
+@pytest.mark.parametrize("frame_tokens", [None, 4])
+def test_the_scale_is_honoured(frame_tokens: int | None, scale: float) -> None:
+    assert_is_masked([7, 12], frame_tokens, scale=scale)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["lengths", "frames", "frames and lengths"])
+def test_a_mesh_gives_what_one_device_gives(
+    name: str, mesh: tuple[int, int, int]
+) -> None:
+    assert_is_masked(*CALLS[name], on=context(mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_an_odd_number_of_queries_on_a_mesh(mesh: tuple[int, int, int]) -> None:
+    assert_is_masked([7, 12], None, queries=13, on=context(mesh))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8"])
+def test_any_integers_are_lengths(dtype: str) -> None:
+    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
+    plain = length_attention(context(), q, k, v, jnp.asarray([3, 8]))
+    found = length_attention(context(), q, k, v, jnp.asarray([3, 8], dtype))
+    assert jnp.array_equal(found, plain)
+
+
+def test_grouped_heads() -> None:
+    q = tensors(2, heads=8)[0]
+    k, v = tensors(2, heads=2)[1:]
+    lengths = torch.tensor([7, 12])
+    mask = mask_of(2, TOKENS, TOKENS, [7, 12], None)
+    wide_k, wide_v = (x.repeat_interleave(4, dim=1) for x in (k, v))
+    expected = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask)
+    arrays = [jnp.asarray(x.numpy()) for x in (q, k, v, lengths)]
+    found = to_torch(length_attention(context((1, 1, 2)), *arrays))
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    eager = eager_attention(q, k, v, lengths)
+    torch.testing.assert_close(eager, expected, rtol=0, atol=TOLERANCE)
+
+
+# --- as a torch op
+
+
+def test_the_op_is_defined_once_and_is_plain_torch_outside_of_a_traced_block() -> None:
+    define_attention_op()
+    first = torch.ops.tpuport.attention.default
+    define_attention_op()
+    assert torch.ops.tpuport.attention.default is first
+    q, k, v = tensors(2)
+    lengths = torch.tensor([7, 12])
+    found = torch.ops.tpuport.attention(q, k, v, lengths, frame_tokens=4)
+    assert torch.equal(found, eager_attention(q, k, v, lengths, 4))
+    q.requires_grad_()
+    torch.ops.tpuport.attention(q, k, v, lengths).sum().backward()
+    assert q.grad is not None
+    assert q.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("overload", [False, True], ids=["packet", "overload"])
+def test_a_traced_block_takes_the_kernels_and_records_it(overload: bool) -> None:
+    q, k, v = tensors(2)
+    lengths = torch.tensor([7, 0])
+    runtime = model_runtime(
+        mesh=None, platform="cpu", attention_implementation="blockwise"
+    )
+    op = torch.ops.tpuport.attention
+    with runtime.tracing() as env:
+        arrays = [env.to_xla(x) for x in (q, k, v, lengths)]
+        out = (op.default if overload else op)(*arrays, scale=0.5)
+        found = to_torch(env.t2j_iso(out))
+    expected = eager_attention(q, k, v, lengths, scale=0.5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert torch.equal(found[1], torch.zeros_like(found[1]))
+    (record,) = runtime.records
+    assert record.implementation == "blockwise"
+    assert record.key_lengths
+
+
+def test_records_tell_lengths_and_frames() -> None:
+    on = context((2, 2, 2))
+    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
+    for _ in range(2):
+        length_attention(on, q, k, v, jnp.asarray([3, 8]))
+        length_attention(on, q, k, v, frame_tokens=3)
+    length_attention(on, q, k, v, frame_tokens=1)
+    shape = (2, 8, TOKENS, 8)
+    reason = (
+        "the score matrix is small enough to be built whole; not splash: it is for "
+        "TPU; the platform is 'cpu'; not jax: it is for TPU; the platform is 'cpu'"
+    )
+    expected = [
+        (True, None, ("dp", "tp", "sp", None)),
+        (False, 3, ("dp", "tp", "sp", None)),
+        (False, 1, ("dp", "tp", None, None)),
+    ]
+    assert on.records == [
+        AttentionRecord(
+            query=shape,
+            key=shape,
+            implementation="reference",
+            reason=reason,
+            split=split,
+            key_lengths=key_lengths,
+            frame_tokens=frame_tokens,
+            causal=frame_tokens == 1,
+        )
+        for key_lengths, frame_tokens, split in expected
+    ]
+
+
+def test_one_frame_at_a_time_decides_the_implementation() -> None:
+    """600 x 600 scores would be too many, 60 x 600 are not."""
+    on = context()
+    q, k, v = (jnp.zeros((1, 1, 600, 8)) for _ in range(3))
+    length_attention(on, q, k, v)
+    length_attention(on, q, k, v, frame_tokens=60)
+    assert [r.implementation for r in on.records] == ["blockwise", "reference"]
+
+
+# --- refusals
+
+
+def refusals() -> dict[str, tuple[list[tuple[int, ...]], dict[str, Any], str]]:
+    square: list[tuple[int, ...]] = [(2, 4, 6, 8)] * 3
+    return {
+        "rank": ([(4, 6, 8)] * 3, {}, r"takes \[B, H, L, D\]; got query \[4, 6, 8\]"),
+        "float lengths": (
+            square,
+            {"key_lengths": np.ones(2, np.float32)},
+            r"integers of shape \[2\]; got .*float32",
+        ),
+        "bool lengths": (square, {"key_lengths": np.ones(2, bool)}, "got .*bool"),
+        "too few lengths": (
+            square,
+            {"key_lengths": np.ones(1, np.int32)},
+            r"of shape \[1\]",
+        ),
+        "lengths of tokens": (
+            square,
+            {"key_lengths": np.ones((2, 6), np.int32)},
+            r"of shape \[2, 6\]",
+        ),
+        "frames of nothing": (square, {"frame_tokens": 0}, "frame_tokens=0"),
+        "part of a frame": (square, {"frame_tokens": 4}, "frame_tokens=4"),
+        "frames of others": (
+            [(2, 4, 3, 8), (2, 4, 6, 8), (2, 4, 6, 8)],
+            {"frame_tokens": 3},
+            r"frame_tokens=3 needs as many queries as keys",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_what_does_not_fit_is_refused_on_both_sides(name: str) -> None:
+    shapes, options, message = refusals()[name]
+    arrays = [jnp.zeros(shape) for shape in shapes]
+    traced = {
+        k: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        for k, x in options.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        length_attention(context(), *arrays, **traced)
+    plain = {
+        k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+        for k, x in options.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        eager_attention(*(torch.zeros(shape) for shape in shapes), **plain)
+
+
+def test_a_named_kernel_that_cannot_is_an_error() -> None:
+    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
+    with pytest.raises(AttentionError, match="'splash' cannot do this call"):
+        length_attention(context(implementation="splash"), q, k, v, jnp.asarray([3, 8]))
+
+
+# --- memory
+
+
+def sizes_in(jaxpr: Any) -> set[int]:
+    """The number of elements of every value in a program, its inner ones included."""
+    found = set()
+    for equation in jaxpr.eqns:
+        for variable in (*equation.invars, *equation.outvars):
+            found.add(int(np.prod(getattr(variable.aval, "shape", ()))))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found |= sizes_in(inner)
+    return found
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 8, 1)], ids=str)
+@pytest.mark.parametrize("frame_tokens", [None, 1000])
+def test_long_sequences_make_no_array_of_queries_by_keys(
+    frame_tokens: int | None, mesh: tuple[int, int, int] | None
+) -> None:
+    length, on = 20_000, context(mesh)
+    array = jax.ShapeDtypeStruct((2, 4, length, 16), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def call(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return length_attention(on, q, k, v, lengths, frame_tokens)
+
+    traced = jax.make_jaxpr(call)(array, array, array, lengths)
+    assert [aval.shape for aval in traced.out_avals] == [array.shape]
+    sizes = sizes_in(traced.jaxpr)
+    assert max(sizes) >= array.size  # the walk sees something
+    assert max(sizes) < length * length / 8
+    assert on.records[0].implementation == "blockwise"
+
+
+@pytest.mark.parametrize("frame_tokens", [None, 128])
+def test_a_call_that_nothing_splits_lowers_for_a_mesh_of_tpus(
+    frame_tokens: int | None,
+) -> None:
+    """No compiler can partition a TPU kernel: it has to be told that none is split."""
+    on = dataclasses.replace(context((2, 1, 4)), platform="tpu")
+    whole = NamedSharding(on.mesh, PartitionSpec())
+    array = jax.ShapeDtypeStruct((1, 1, 256, 64), jnp.bfloat16, sharding=whole)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=whole)
+
+    def call(q: Any, lengths: Any) -> Any:
+        return length_attention(on, q, q, q, lengths, frame_tokens)
+
+    traced = jax.jit(call).trace(array, lengths)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in text
+    assert on.records[0].split == (None, None, None, None)
+    assert on.records[0].implementation == "splash"

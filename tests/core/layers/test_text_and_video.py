@@ -1,0 +1,69 @@
+"""Text is written into the joint sequence and read out again, wherever devices part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.layers.text_and_video import put_text, take_text, text_alone
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.tracing.context import Active, AttentionPolicy, OpContext
+
+
+def sequence(devices: int, video: int, text: int) -> JointSequence:
+    context = OpContext(
+        mesh=build_mesh(MeshSpec.parse((1, devices, 1))),
+        platform="cpu",
+        attention=AttentionPolicy(batch="dp", heads="tp", sequence="sp"),
+        records=[],
+    )
+    active = Active(SimpleNamespace(), cast(Any, context))
+    return JointSequence.of(
+        active,
+        text=text,
+        length=video + text,
+        batch=2,
+        heads=3,
+        head_dim=4,
+        text_first=False,
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("video", "text"), [(16, 3), (13, 30), (2, 5), (40, 1)])
+def test_text_comes_back_and_all_else_stays(
+    devices: int, video: int, text: int
+) -> None:
+    joined = sequence(devices, video, text)
+    assert joined.padded % devices == 0
+    rng = np.random.default_rng(0)
+    for dim in (2, 3):
+        shape = [2, 3, 4, 4]
+        shape[dim] = joined.padded
+        x = rng.normal(size=shape).astype(np.float32)
+        shape[dim] = text
+        words = rng.normal(size=shape).astype(np.float32)
+        expected = np.moveaxis(x.copy(), dim, 0)
+        expected[video : video + text] = np.moveaxis(words, dim, 0)
+        put = jax.jit(lambda x, t, dim=dim: put_text(joined, x, t, dim))
+        take = jax.jit(lambda x, dim=dim: take_text(joined, x, dim))
+        found = put(jnp.asarray(x), jnp.asarray(words))
+        assert np.array_equal(np.moveaxis(np.asarray(found), dim, 0), expected)
+        assert np.array_equal(np.asarray(take(found)), words)
+
+
+def test_text_alone_is_whole_and_without_padding() -> None:
+    joined = sequence(3, 7, 4)
+    alone = text_alone(joined)
+    assert (joined.padded, alone.length, alone.padded) == (12, 4, 4)
+    words = jax.jit(alone.split)(jnp.ones((1, 4, 2)))
+    assert words.sharding.is_fully_replicated
+    spread = jax.jit(joined.split)(jnp.ones((1, 12, 2)))
+    assert not spread.sharding.is_fully_replicated

@@ -1,0 +1,84 @@
+"""Norms of a joint sequence as kernels, each device on its tokens, beside XLA's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.core.layers.test_sequence_parallel import active_on
+from tests.tolerances import TOLERANCES
+from tpuport.core.layers import token_norms
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.layers.token_norms import HeadNorm
+
+#: Tokens of three devices, all but the last four of which count.
+TOKENS, COUNTED = 384, 380
+MESHES = ["dp=1", "dp=2,sp=3", "sp=3,tp=2"]
+
+
+@pytest.fixture(autouse=True)
+def tokens_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JointSequence, "feature_major", property(lambda self: True))
+
+
+def both(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What XLA makes, and what the kernels do; they must not refuse."""
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(token_norms, "has_kernels", lambda sequence, on=kernels: on)
+        # A function of its own: jax keeps what it has traced of another.
+        traced = jax.jit(lambda: run()).trace()
+        assert ("tpuport_norm" in str(traced.jaxpr)) is kernels
+        found.append(np.asarray(traced.lower().compile()()))
+    return found[0], found[1]
+
+
+def drawn(*shape: int) -> jax.Array:
+    rng = np.random.default_rng(sum(shape))
+    return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+
+# Text on the first device, over an edge between two, on all; and at the end.
+@pytest.mark.parametrize(
+    ("text", "text_first"), [(20, True), (130, True), (300, True), (130, False)]
+)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_token_takes_its_own_modulation(
+    mesh: str, batch: int, text: int, text_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One item too, which dp does not divide."""
+    sequence = JointSequence(active_on(mesh), text, COUNTED, TOKENS, text_first)
+    x, weight, bias = drawn(batch, TOKENS, 256), drawn(256), drawn(256) + 1
+    words, video = ((drawn(batch, 256) + n, drawn(batch, 256) - n) for n in (2, 5))
+
+    def run() -> jax.Array:
+        return token_norms.modulated_norm(
+            sequence, x, weight=weight, bias=bias, eps=1e-5, text=words, video=video
+        )
+
+    plain, kernel = both(monkeypatch, run)
+    assert np.abs(plain - kernel).max() <= TOLERANCES["norm float32"]
+
+
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_token_is_turned_by_its_own_angle(
+    mesh: str, batch: int, turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = JointSequence(active_on(mesh), 20, COUNTED, TOKENS)
+    x = drawn(batch, 4, 64, TOKENS)
+    norm = HeadNorm(drawn(64), None, 1e-6, centre=turns)
+    angles = drawn(64, TOKENS)
+    tables = (jnp.cos(angles), jnp.sin(angles)) if turns else None
+
+    def run() -> jax.Array:
+        return token_norms.turned(sequence, x, norm, tables, jnp.float32)
+
+    plain, kernel = both(monkeypatch, run)
+    assert np.abs(plain - kernel).max() <= TOLERANCES["norm float32"]

@@ -1,0 +1,101 @@
+"""What the kernels for video are given on a device's part of a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.core.mesh.test_spatial_split import DIMS, SHAPES, pixels, split
+from tpuport.core.layers.video_layers import _edges, modulation_maps, pointwise
+from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.kernels.convolution.conv_sides import outer_columns
+
+OPTIONS = {"vmem_limit": 2**26, "interpret": True}
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] == 1])
+def test_what_lies_around_comes_with_corners(shape: tuple[int, ...]) -> None:
+    x = pixels(shape)
+
+    def run(space: Any, x: Any) -> dict[str, Any]:
+        if x is None:
+            return {"picture": None}
+        real = space.mask(x.shape, DIMS)
+        x = x if real is None else jnp.where(real, x, 0)
+        # Its channels as frames, with channels of their own.
+        video = x[..., None] * (1 + jnp.arange(128, dtype=x.dtype))
+        (left, right), ends = _edges(space, video, 2 * video, OPTIONS)
+        inner = jnp.concatenate([2 * video, video], 1)
+        if ends is None:
+            # Rows in one piece: nothing but zeros beyond.
+            assert space.rows.parts == 1
+            ends = jnp.zeros_like(inner[:, :, :1].repeat(2, 2))
+        tall = jnp.concatenate([ends[:, :, :1], inner, ends[:, :, 1:]], 2)
+        y = jnp.concatenate([left[:, :, :, None], tall, right[:, :, :, None]], 3)
+        y = (y[:, : x.shape[1]] + y[:, x.shape[1] :])[..., 99] / 100
+        n, m = x.shape[2:]
+        return {"picture": y[:, :, :n, :m] - 5 * y[:, :, 2 : n + 2, 2 : m + 2]}
+
+    wide = 3 * np.pad(x, [(0, 0), (0, 0), (1, 1), (1, 1)])
+    n, m = shape[2:]
+    wanted = wide[:, :, :n, :m] - 5 * wide[:, :, 2 : n + 2, 2 : m + 2]
+    assert np.abs(split(run, x)["picture"] - wanted).max() <= 1e-5
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("columns", [1, 5, 16, 20, 47])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_outer_columns_come_by_themselves(dtype: Any, columns: int, lag: int) -> None:
+    rng = np.random.default_rng(0)
+    shape = (2, 3 + lag, 4, columns, 256)
+    whole = jnp.asarray(rng.normal(size=shape), dtype)
+    before = whole[:, :lag] if lag else None
+    first, last = outer_columns(whole[:, lag:], before, **OPTIONS)
+    pads = [(0, 0), (0, 0), (1, 1), (0, 0), (0, 0)]
+    wide = jnp.pad(whole, pads)
+    assert first.dtype == last.dtype == dtype
+    assert (first == wide[:, :, :, 0]).all()
+    assert (last == wide[:, :, :, -1]).all()
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "limit", "message"),
+    [
+        (64, "float32", 2**26, "64 channels"),
+        (128, "float16", 2**26, "elements of float16"),
+        (128, "float32", 2**12, "bytes of VMEM; there are 4,096"),
+    ],
+)
+def test_outer_columns_it_cannot_give_are_refused(
+    channels: int, dtype: str, limit: int, message: str
+) -> None:
+    x = jnp.zeros((1, 1, 4, 16, channels), dtype)
+    with pytest.raises(NotImplementedError, match=message):
+        outer_columns(x, None, vmem_limit=limit, interpret=True)
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+def test_products_of_float32_are_of_float32(dtype: str, exact: bool) -> None:
+    """A TPU would multiply them in one bfloat16 pass; Flax sets no other default."""
+    x = jnp.zeros((1, 2, 4, 4, 16), dtype)
+    weight, bias = jnp.zeros((8, 16, 1, 1, 1), dtype), jnp.zeros(8, dtype)
+    context = OpContext(
+        mesh=None, platform="tpu", attention=AttentionPolicy(), records=[]
+    )
+
+    def run(x: Any) -> Any:
+        short = pointwise(context, x, weight, bias)
+        return short, modulation_maps(x, 16, (weight,) * 2, (bias,) * 2)
+
+    found = [
+        eqn.params["precision"]
+        for eqn in jax.make_jaxpr(run)(x).jaxpr.eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert len(found) == 3
+    assert [p == highest for p in found] == [exact] * 3

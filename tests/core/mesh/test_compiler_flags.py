@@ -1,0 +1,250 @@
+"""The compiler's flags per chip: the table, who wins, and that they reach a program."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.processes import run_python
+from tpuport.core.mesh.chips import CHIPS
+from tpuport.core.mesh.compiler_flags import (
+    FLAGS,
+    choose_flags,
+    flags_for,
+    flags_of_chip,
+)
+from tpuport.core.plan.plan import STAGES
+from tpuport.core.programs.program_store import Programs
+from tpuport.core.reports import Reporter
+
+ROOT = Path(__file__).resolve().parents[3]
+CHIPS_WITH_FLAGS = sorted({chip for flag in FLAGS for chip in flag.chips})
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+ASYNC = "xla_tpu_enable_async_all_to_all"
+
+
+def device(kind: str, platform: str = "tpu") -> Any:
+    return SimpleNamespace(platform=platform, device_kind=kind)
+
+
+# --- the table
+
+
+def test_every_row_says_for_what_chips_what_it_does_and_who_says_so() -> None:
+    assert FLAGS
+    for flag in FLAGS:
+        assert re.fullmatch(r"xla_[a-z0-9_]+", flag.name)
+        assert re.fullmatch(r"[A-Za-z0-9]+", flag.value)
+        assert flag.chips
+        assert set(flag.chips) <= set(CHIPS)
+        assert flag.stages
+        assert set(flag.stages) <= set(STAGES)
+        # A figure, and how it was had.
+        assert re.search(r"\d", flag.effect)
+        assert re.search(r"\b(predicted|measured)\b", flag.effect)
+        assert flag.source
+
+
+@pytest.mark.parametrize("chip", CHIPS_WITH_FLAGS)
+def test_a_chip_has_one_value_of_a_flag(chip: str) -> None:
+    names = [flag.name for flag in flags_of_chip(chip)]
+    assert names
+    assert len(names) == len(set(names))
+
+
+# --- who wins
+
+
+def test_a_stage_takes_its_own_rows_alone() -> None:
+    # A larger limit makes convolutions compile for minutes; see docs/performance.md.
+    assert choose_flags("v6e", [], "decode").options == {}
+    assert choose_flags("v6e", [], "denoise") == choose_flags("v6e", [])
+
+
+def test_without_the_users_flags_all_of_the_chip_apply() -> None:
+    chosen = choose_flags("v6e", ["--xla_tpu_rwb_fusion=false"])
+    assert chosen.applied == flags_of_chip("v6e")
+    assert set(chosen.options) == {VMEM, ASYNC}
+    assert f"--{VMEM}={chosen.options[VMEM]}" in chosen.texts
+    assert chosen.remarks() == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [f"--{ASYNC}=false", f"--no{ASYNC}", f"--{ASYNC}", f"-{ASYNC}=true"],
+)
+def test_a_flag_of_the_user_wins_and_is_said_so(given: str) -> None:
+    chosen = choose_flags("v6e", [given])
+    assert ASYNC not in chosen.options
+    assert VMEM in chosen.options
+    assert [text for _, text in chosen.overridden] == [given]
+    (remark,) = chosen.remarks()
+    assert given in remark
+    assert f"--{ASYNC}=true is left out" in remark
+
+
+def test_the_users_flags_are_those_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_dump_to=/tmp/x --{VMEM}=16384")
+    chosen = flags_for(device("TPU v6 lite"))
+    assert chosen.chip == "v6e"
+    assert VMEM not in chosen.options
+    assert ASYNC in chosen.options
+    assert chosen.remarks()
+
+
+@pytest.mark.parametrize(
+    "other", [device("cpu", "cpu"), device("H100", "gpu"), device("TPU v99")]
+)
+def test_other_devices_have_none(other: Any) -> None:
+    chosen = flags_for(other)
+    assert chosen.chip is None
+    assert chosen.options == {}
+    assert chosen.texts == ()
+
+
+def test_programs_of_a_session_say_which_flag_is_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+
+    class Kept(Reporter):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{VMEM}=16384")
+    mesh = SimpleNamespace(devices=np.array([device("TPU v6 lite")]))
+    components: Any = SimpleNamespace(mesh=mesh)
+    Programs.of(components, None, None, Kept())
+    (ours,) = (flag for flag in flags_of_chip("v6e") if flag.name == VMEM)
+    assert said == [
+        f"compiler flag --{VMEM}=16384 is yours; tpuport's own {ours.text} is left out"
+    ]
+
+
+def test_programs_of_this_machine_carry_no_option_of_another() -> None:
+    assert flags_for(jax.devices()[0]).options == {}
+
+
+# --- what the installed compiler does with them
+
+PROGRAM = """
+import json, os, sys
+from types import SimpleNamespace
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tpuport.core.compat import shard_map
+from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.programs.lowering import lower
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.spec.stage import Program
+from tpuport.core.mesh.slices import parse_topology, topology_devices
+
+def lowered(topology):
+    topology = parse_topology(topology)
+    devices = topology_devices(topology)
+    mesh = build_mesh(MeshSpec(sp=len(devices)), devices)
+    whole = NamedSharding(mesh, P())
+
+    def work(model, carry, constants, inputs):
+        def turn(x, factor):
+            heads = jax.lax.all_to_all(x, "sp", 1, 0, tiled=True)
+            rows = jax.lax.all_to_all(jnp.cos(heads), "sp", 0, 1, tiled=True)
+            return rows @ factor, None
+        def rounds(x, factors):
+            return jax.lax.scan(turn, x, factors)[0]
+        split = P("sp")
+        run = shard_map(rounds, mesh=mesh, in_specs=(split, P()), out_specs=split)
+        return carry, run(inputs, constants)
+
+    def array(*shape, spec):
+        placed = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed)
+
+    loaded = SimpleNamespace(
+        ported=SimpleNamespace(bind=lambda weights: weights),
+        weights={},
+        replicated=NamedSharding(mesh, P()),
+    )
+    program = Program(component="x", fn=work, donate=False)
+    factors = array(2, 1024, 1024, spec=P())
+    rows = array(len(devices) * 512, 1024, spec=P("sp"))
+    def lower_for(stage):
+        return lower(stage, "step", program, loaded, ({}, factors, rows))
+
+    return devices[0], lower_for("denoise"), lower_for("decode")
+
+found = {}
+for name in sys.argv[1:]:
+    device, *programs = lowered(name)
+    started = [p.compile().as_text().count(" all-to-all-start(") for p in programs]
+    found[name] = {
+        "options": flags_for(device, "denoise").options,
+        "started": dict(zip(("denoise", "decode"), started)),
+    }
+try:
+    programs[0].compile(compiler_options={"xla_tpu_no_such_flag": "true"})
+except Exception as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+"""
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+def compiled(*topologies: str, flags: str = "") -> dict[str, Any]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = run_python(
+        ["-c", PROGRAM, *topologies],
+        environment={
+            **clean,
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": topologies[0],
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+            "LIBTPU_INIT_ARGS": flags,
+            "PYTHONPATH": path,
+        },
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@needs_libtpu
+def test_the_compiler_takes_every_flag_on_its_chips() -> None:
+    slices = {chip: f"{chip}-8" for chip in CHIPS_WITH_FLAGS}
+    found = compiled(*slices.values())
+    for chip, name in slices.items():
+        options = {f.name: f.value for f in flags_of_chip(chip, "denoise")}
+        assert found[name]["options"] == options
+        # What the flag is for: a transfer is started, and waited for later.
+        started = {"denoise": int(ASYNC in options), "decode": 0}
+        assert found[name]["started"] == started
+    # An option that it does not know is an error, so those above are known.
+    assert "xla_tpu_no_such_flag" in found["refused"]
+
+
+@needs_libtpu
+def test_a_flag_in_libtpu_init_args_is_left_alone() -> None:
+    found = compiled("v6e-8", flags=f"--{ASYNC}=false")["v6e-8"]
+    assert ASYNC not in found["options"]
+    assert VMEM in found["options"]
+    assert found["started"] == {"denoise": 0, "decode": 0}

@@ -1,0 +1,228 @@
+"""Accounts of programs compiled for TPUs that are not there.
+
+In processes of their own: the compiler reads its environment once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tpu_process import needs_libtpu, run_json
+from tpuport.core.mesh.slices import compile_environment, parse_topology
+
+pytestmark = needs_libtpu
+
+COLLECTIVES = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tpuport.core.mesh.chips import chip
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.cost.program_time import account
+from tpuport.core.cost.hlo import parse
+from tpuport.core.cost.network import Network
+from tpuport.core.mesh.slices import parse_topology, topology_devices
+
+topology = parse_topology("v6e-8")
+mesh = build_mesh(MeshSpec(dp=1, sp=2, tp=4), topology_devices(topology))
+network = Network(topology, chip("v6e"), list(mesh.devices.flat))
+
+def kernels(instruction, operands):
+    raise AssertionError(instruction.name)
+
+def shown(f, *shapes):
+    args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for s, spec in shapes]
+    compiled = jax.jit(f).lower(*args).compile()
+    found = account(parse(compiled.as_text()), chip("v6e"), network,
+                    dict(mesh.shape), kernels)
+    return {
+        "seconds": found.seconds,
+        "collectives": [c.as_dict() for c in found.collectives()],
+        "categories": found.split(),
+        "notes": found.notes,
+        "times": {r.name: r.times for r in found.rows},
+    }
+
+def split(f, specs, out):
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+def summed(x):
+    return split(lambda x: jax.lax.psum(x, "tp"), P(None, "tp"), P())(x)
+
+def gathered(x):
+    part = lambda x: jax.lax.all_gather(x, "sp", axis=0, tiled=True)
+    return split(part, P("sp"), P())(x)
+
+def rounds(x):
+    def part(x):
+        def body(_, x):
+            return jax.lax.psum(jnp.sin(x), "tp")
+        return jax.lax.fori_loop(0, 7, body, x)
+    return split(part, P(None, "tp"), P(None, "tp"))(x)
+
+def product(x, w):
+    return x @ w
+
+large = (4096, 4096)
+print(json.dumps({
+    "sum": shown(summed, (large, P(None, "tp"))),
+    "gather": shown(gathered, (large, P("sp"))),
+    "loop": shown(rounds, ((1024, 4096), P(None, "tp"))),
+    "product": shown(product, (large, P()), (large, P())),
+    "twice": shown(product, ((8192, 4096), P()), (large, P())),
+    "spread": shown(product, ((4 * 8192, 4096), P("tp")), (large, P())),
+}))
+"""
+
+TRENDS = """
+import dataclasses, json, sys
+from pathlib import Path
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.config_checkpoint import config_checkpoint
+from tpuport.core.plan.planner import Planner
+from tpuport.core.mesh.slices import parse_topology
+from tpuport.plugins import get_port
+
+port = get_port("cogvideox")
+variant = dataclasses.replace(port.variant("demo"), name="small", repo_id="x/y")
+cache = Path(sys.argv[1])
+
+def plan(mesh, topology="v6e-4", **changes):
+    asked = {"height": 256, "width": 256, "num_frames": 17, **changes}
+    with config_checkpoint(port, variant, cache) as checkpoint:
+        planner = Planner(
+            port=port, variant=variant, checkpoint=checkpoint,
+            topology=parse_topology(topology), cache=cache / "schedules",
+            ask=lambda requests: requests.request(prompt="a panda", **asked),
+            dtype="bfloat16", attention="reference", stages=["denoise"],
+        )
+        found = planner.plan(MeshSpec.parse(mesh)).as_dict()
+        found["legal"] = [str(m) for m in planner.legal_meshes()]
+        return found
+
+print(json.dumps({
+    "one": plan("1,1,1"),
+    "four": plan("2,1,2"),
+    "frames": plan("2,1,2", num_frames=33),
+    "size": plan("2,1,2", height=512, width=512),
+}))
+"""
+
+
+ELSEWHERE = """
+import dataclasses, json, sys
+from pathlib import Path
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.config_checkpoint import config_checkpoint
+from tpuport.core.plan.planner import Planner
+from tpuport.core.mesh.slices import parse_topology
+from tpuport.plugins import get_port
+
+port = get_port("cogvideox")
+variant = dataclasses.replace(port.variant("demo"), name="small", repo_id="x/y")
+cache = Path(sys.argv[1])
+
+def shown(planner, spec):
+    planner.check_mesh(spec)
+    return {"devices": len(planner.devices), "mesh": spec.shape,
+            "weights": planner.weight_bytes(spec)}
+
+def both(blocks):
+    with config_checkpoint(port, variant, cache) as checkpoint:
+        planner = Planner(
+            port=port, variant=variant, checkpoint=checkpoint,
+            topology=parse_topology("v6e-1"), cache=cache / "schedules",
+            ask=lambda requests: requests.request(prompt="a panda"),
+            dtype="bfloat16", stages=["denoise"], blocks=blocks,
+        )
+        other = planner.elsewhere(parse_topology("v6e-4"))
+        return [shown(planner, MeshSpec()), shown(other, other.default_mesh())]
+
+print(json.dumps({blocks: both(blocks) for blocks in ("native", "upstream")}))
+"""
+
+
+def run(program: str, *args: str) -> Any:
+    variables = compile_environment(parse_topology("v6e-8"))
+    return run_json(program, *args, timeout=550, **variables)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    return run(COLLECTIVES)
+
+
+def test_a_sum_over_tp_crosses_tp(compiled: Any) -> None:
+    (use,) = compiled["sum"]["collectives"]
+    assert (use["kind"], use["axis"], use["count"]) == ("all-reduce", "tp", 1)
+    assert use["bytes"] == 4096 * 1024 * 4
+    # Nothing else is on the links and no work beside it: all of it is waited for.
+    assert use["exposed_seconds"] == pytest.approx(use["seconds"], 1e-3)
+
+
+def test_a_gather_over_sp_crosses_sp(compiled: Any) -> None:
+    kinds = {(use["kind"], use["axis"]) for use in compiled["gather"]["collectives"]}
+    (use,) = compiled["gather"]["collectives"]
+    assert kinds == {("all-gather", "sp")}
+    assert use["bytes"] == 4096 * 4096 * 4
+
+
+def test_collectives_in_a_loop_count_every_round(compiled: Any) -> None:
+    (use,) = compiled["loop"]["collectives"]
+    assert (use["kind"], use["axis"], use["count"]) == ("all-reduce", "tp", 7)
+    assert use["bytes"] == 7 * 1024 * 1024 * 4
+    assert compiled["loop"]["notes"] == []
+
+
+def test_a_product_is_one_and_twice_the_rows_take_about_twice(compiled: Any) -> None:
+    categories = compiled["product"]["categories"]
+    assert categories["matmul"] > 0.6 * compiled["product"]["seconds"]
+    assert categories["collective"] == categories["attention"] == 0
+    ratio = compiled["twice"]["seconds"] / compiled["product"]["seconds"]
+    assert 1.8 < ratio < 2.2
+
+
+def test_rows_on_four_chips_take_what_a_quarter_takes_on_one(compiled: Any) -> None:
+    one, four = compiled["twice"], compiled["spread"]
+    assert four["seconds"] == pytest.approx(one["seconds"], rel=0.02)
+    assert four["collectives"] == []
+
+
+def test_the_same_run_on_a_larger_slice_has_its_mesh_and_its_weights(
+    tmp_path: Path,
+) -> None:
+    found = run(ELSEWHERE, str(tmp_path))
+    for here, there in found.values():
+        assert (here["devices"], there["devices"]) == (1, 4)
+        assert here["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
+    # Native blocks split tokens and have whole weights, upstream's split heads.
+    (here, there), (one, split) = found["native"], found["upstream"]
+    assert there["mesh"] == {"dp": 2, "sp": 2, "tp": 1}
+    assert there["weights"] == here["weights"] == one["weights"]
+    assert split["mesh"]["tp"] > 1
+    assert split["weights"] < one["weights"]
+
+
+@pytest.mark.slow
+def test_plans_go_with_frames_sizes_and_chips(tmp_path: Path) -> None:
+    """The demo's transformer, with attention that the compiler estimates itself."""
+    found = run(TRENDS, str(tmp_path))
+    step = {name: plan["seconds_per_step"] for name, plan in found.items()}
+    memory = {name: plan["hbm_bytes_per_chip"] for name, plan in found.items()}
+    flops = {name: plan["model_flops_per_step"] for name, plan in found.items()}
+    assert all(plan["fits"] for plan in found.values())
+    assert step["four"] < step["one"]
+    assert step["four"] < step["frames"] < step["size"]
+    assert memory["four"] < memory["frames"] < memory["size"]
+    # What is asked for does not depend on the chips.
+    assert flops["four"] == pytest.approx(flops["one"])
+    assert flops["frames"] > 1.5 * flops["four"]
+    assert found["four"]["legal"] == [
+        *("dp=1,sp=4,tp=1", "dp=1,sp=2,tp=2", "dp=1,sp=1,tp=4"),
+        *("dp=2,sp=2,tp=1", "dp=2,sp=1,tp=2"),
+    ]

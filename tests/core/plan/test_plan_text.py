@@ -1,0 +1,213 @@
+"""A plan as text: what a person finds in it, of plans whose figures are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.core.plan.test_search import measured, plan_of
+from tpuport.core.cost.account import Account, Row
+from tpuport.core.cost.collectives import Collective
+from tpuport.core.mesh.chips import chip
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.plan import Plan
+from tpuport.core.plan.plan_text import gib, text
+from tpuport.core.tracing.context import AttentionRecord
+
+MESH = MeshSpec(dp=2, sp=4)
+JOINT = AttentionRecord(
+    query=(2, 48, 39826, 64),
+    key=(2, 48, 39826, 64),
+    implementation="splash",
+    reason="a fused TPU kernel takes this call",
+    split=("dp", None, "sp", None),
+    blocks={"block_q": 3072, "block_kv": 3072, "block_kv_compute": 256},
+    dtype="bfloat16",
+    padded=39936,
+    ulysses=2,
+    ring=2,
+)
+APART = AttentionRecord(
+    query=(1, 8, 100, 64),
+    key=(1, 8, 70, 64),
+    implementation="jax",
+    reason="jax's fused TPU kernel takes this call; not splash: it takes no mask",
+    split=(None, "tp", "sp", None),
+    key_lengths=True,
+)
+
+
+def lines(plan: Plan) -> list[str]:
+    return [line.strip() for line in text(plan).splitlines()]
+
+
+def planned(*records: AttentionRecord, **changes: Any) -> Plan:
+    program = measured(10, 0.5, attention=[record.as_dict() for record in records])
+    return plan_of(MESH, replace(program, **changes))
+
+
+def test_an_attention_call_is_told_with_its_blocks_its_split_and_why() -> None:
+    found = lines(planned(JOINT))
+    first = found.index("attention calls, by what they run as:") + 1
+    assert found[first : first + 4] == [
+        "denoise/step: splash, block_q 3072, block_kv 3072, block_kv_compute 256",
+        "batch 2, 48 heads of 64, 39826 queries x 39826 keys (padded to 39936), "
+        "bfloat16",
+        "batch over dp=2, tokens over sp=4 (ulysses 2 x ring 2)",
+        "a fused TPU kernel takes this call",
+    ]
+
+
+def test_what_was_passed_over_is_told_too() -> None:
+    found = lines(planned(APART))
+    assert "denoise/step: jax" in found
+    assert "heads over tp=1, queries over sp=4 (keys are gathered)" in found
+    assert APART.reason in found
+    assert (
+        "batch 1, 8 heads of 64, 100 queries x 70 keys, float32, each item with its "
+        "own number of keys" in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"window": (3, 5)}, "window 3,5"),
+        ({"k_smooth": True}, "k_smooth"),
+        ({"causal": True}, "causal"),
+        ({"frame_tokens": 9}, "frames of 9 see those before"),
+        ({"split": (None, None, None, None)}, "not split"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_option_of_a_call_is_told(change: dict[str, Any], shown: str) -> None:
+    assert shown not in text(planned(JOINT))
+    assert shown in text(planned(replace(JOINT, **change)))
+
+
+def test_a_call_that_several_programs_make_is_told_once() -> None:
+    record = JOINT.as_dict()
+    mesh_plan = planned(JOINT)
+    (stage,) = mesh_plan.stages
+    (step,) = stage.programs
+    cached = replace(step, program="cached", attention=[record])
+    both = replace(mesh_plan, stages=(replace(stage, programs=(step, cached)),))
+    found = [line for line in lines(both) if "block_kv_compute" in line]
+    assert len(found) == 1
+    assert found[0].startswith("denoise/step, denoise/cached: splash")
+
+
+def test_convolutions_are_told_in_a_line_each_with_why() -> None:
+    told = [
+        {"call": "convolution", "implementation": "k", "reason": "", "count": 3},
+        {"call": "convolution", "implementation": "XLA", "reason": "wide", "count": 1},
+    ]
+    plan = planned(convolutions=told)
+    assert "convolutions of one call" not in text(planned())
+    (stage,) = plan.stages
+    (step,) = stage.programs
+    other = replace(step, program="other", convolutions=told[:1])
+    both = replace(plan, stages=(replace(stage, programs=(step, other)),))
+    found = lines(both)
+    first = found.index("convolutions of one call, by what they run as:") + 1
+    assert found[first : first + 2] == [
+        "denoise/step, denoise/other: 3 convolutions by k",
+        "denoise/step: 1 convolution by XLA: wide",
+    ]
+    assert (
+        step.convolutions
+        == both.as_dict()["stages"]["denoise"]["programs"][0]["convolutions"]
+    )
+
+
+def test_a_plan_without_attention_has_no_line_on_it() -> None:
+    assert "attention calls" not in text(planned())
+
+
+def test_an_estimate_is_called_one_and_names_the_mesh() -> None:
+    plan = plan_of(MESH, measured(40, 0.5))
+    plan.advice = [
+        {
+            "change": "topology",
+            "to": "v6e-16",
+            "hbm_bytes_per_chip": 20 << 30,
+            "verified": False,
+            "mesh": {"dp": 2, "sp": 8, "tp": 1},
+        }
+    ]
+    assert (
+        "change topology to v6e-16, mesh dp=2,sp=8,tp=1: 20.00 GiB (an estimate, not "
+        "compiled)" in lines(plan)
+    )
+
+
+def test_what_a_refused_program_does_not_tell_is_left_open() -> None:
+    found = lines(plan_of(MESH, measured(40, 0.5)))
+    row = next(line for line in found if line.startswith("denoise/step"))
+    shown = ["4.00 GiB", "-", "36.00 GiB", "-", "0.0 MiB", "40.00 GiB"]
+    assert row.split() == ["denoise/step", *" ".join(shown).split()]
+
+
+def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
+    stages = {
+        name: plan_of(MESH, measured(10, 0.5, stage=name))
+        for name in ("encode", "denoise", "decode")
+    }
+    one = stages["denoise"]
+    two = one.joined(stages["decode"])
+    assert "whole run" not in text(one)
+    assert "together" not in text(one)
+    assert "together: denoise 2.000 s + decode 2.000 s = 4.000 s" in text(two)
+    assert "not planned: encode (--stage all plans them too)" in lines(two)
+    every = two.joined(stages["encode"])
+    assert "whole run: encode 2.000 s + denoise 2.000 s" in text(every)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "head", "what"),
+    [
+        ("v6e", MeshSpec(dp=8), "(8 x TPU v6e (Trillium))", "chip"),
+        ("v7x", MeshSpec(dp=8), "(8 devices on 4 chips of TPU7x (Ironwood))", "device"),
+        ("v7x", MeshSpec(dp=2), "(2 devices on 1 chip of TPU7x (Ironwood))", "device"),
+    ],
+)
+def test_figures_are_of_a_device_where_a_chip_has_two(
+    name: str, mesh: MeshSpec, head: str, what: str
+) -> None:
+    moved = Collective("all-gather", "dp", ((0, 1),), (), 1 << 20, 1e-5, {})
+    row = Row("op", "all-gather", "", "collective", 1, 1.0, 1e-5, collective=moved)
+    program = measured(10, 0.5, account=Account(0.5, [row]))
+    shown = text(replace(plan_of(mesh, program), chip=chip(name)))
+    assert head in shown.splitlines()[0]
+    assert f"GiB HBM per {what}" in shown
+    assert f"memory per {what}:" in shown
+    assert f"collectives of one call, per {what}:" in shown
+    assert shown.count("per chip") == (3 if what == "chip" else 0), shown
+
+
+def test_the_demo_is_called_one() -> None:
+    assert "built-in demo" not in text(planned())
+    assert "built-in demo" in text(replace(planned(), weights="demo"))
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (0, "0.0 MiB"),
+        (12, "12 B"),
+        (3000, "2.9 KiB"),
+        (1 << 17, "0.1 MiB"),
+        (300 << 20, "0.29 GiB"),
+    ],
+)
+def test_sizes_are_never_rounded_to_nothing(size: int, shown: str) -> None:
+    assert gib(size) == shown
+
+
+def test_the_compiler_s_flags_are_told() -> None:
+    flags = ("--xla_a=1", "--xla_b=2")
+    assert "compiler flags" not in text(planned())
+    shown = text(replace(planned(), compiler_flags=flags)).splitlines()
+    assert "with compiler flags: --xla_a=1 --xla_b=2" in shown

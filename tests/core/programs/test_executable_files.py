@@ -1,0 +1,294 @@
+"""Executables as files: whole, of the right key, loaded as they were compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tests.core.programs.test_program_key import KEY
+from tpuport.core.programs import crash_marks as load_guard
+from tpuport.core.programs import executable_files as executables
+from tpuport.core.programs.crash_marks import DiedLoading, guarded
+from tpuport.core.programs.executable_files import (
+    ExecutableStore,
+    NotSerialisable,
+    Traced,
+    load,
+    lowered_hash,
+    prune,
+    serialise,
+)
+from tpuport.errors import ArtifactError
+
+TRACED = Traced(
+    attention=({"implementation": "reference", "split": ("dp", None)},),
+    patches=({"name": "p", "applied": True},),
+    convolutions=({"call": "convolution", "implementation": "XLA", "count": 2},),
+)
+
+
+def mesh_of(*devices: int) -> Mesh:
+    found = np.array([jax.devices()[i] for i in devices], dtype=object)
+    shape = (2, len(devices) // 2) if len(devices) > 1 else (1, 1)
+    return Mesh(found.reshape(shape), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def step(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
+    latents = jnp.tanh(carry["latents"] @ weights["w"]) + inputs["t"]
+    return {"latents": latents, "none": None}, (latents.sum(),)
+
+
+def arguments(mesh: Mesh) -> tuple[Any, Any, Any, Any]:
+    whole = NamedSharding(mesh, PartitionSpec())
+    split = NamedSharding(mesh, PartitionSpec(None, "tp"))
+    values = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    return (
+        {"w": jax.device_put(values, split)},
+        {"latents": jax.device_put(values, whole), "none": None},
+        None,
+        {"t": jax.device_put(np.float32(0.5), whole)},
+    )
+
+
+def compiled_on(mesh: Mesh) -> tuple[Any, str]:
+    lowered = jax.jit(
+        step, donate_argnums=(1,), out_shardings=NamedSharding(mesh, PartitionSpec())
+    ).lower(*arguments(mesh))
+    return lowered.compile(), lowered_hash(lowered)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ExecutableStore:
+    return ExecutableStore(tmp_path / "made" / "when needed")
+
+
+@pytest.fixture
+def written(store: ExecutableStore) -> executables.Entry:
+    compiled, lowered = compiled_on(mesh_of(0))
+    return store.write(KEY, compiled, TRACED, lowered=lowered, seconds=1.5)
+
+
+@pytest.mark.parametrize(
+    "devices", [(0,), (5,), (0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8))], ids=str
+)
+def test_a_loaded_program_is_the_compiled_one(
+    devices: tuple[int, ...], store: ExecutableStore
+) -> None:
+    mesh = mesh_of(*devices)
+    compiled, lowered = compiled_on(mesh)
+    expected = jax.device_get(compiled(*arguments(mesh)))
+    entry = store.write(KEY, compiled, TRACED, lowered=lowered, seconds=1.5)
+    del compiled
+    jax.clear_caches()
+    args = arguments(mesh)
+    again = load(entry, args, list(mesh.devices.flat))
+    carry, output = again(*args)
+    # Bit for bit, on the same devices, and the carry's memory is the new carry's.
+    np.testing.assert_array_equal(carry["latents"], expected[0]["latents"])
+    np.testing.assert_array_equal(output[0], expected[1][0])
+    assert carry["none"] is None
+    assert carry["latents"].sharding == NamedSharding(mesh, PartitionSpec())
+    assert args[1]["latents"].is_deleted()
+    assert not args[0]["w"].is_deleted()
+    with pytest.raises(TypeError, match="differ"):
+        again(args[0], carry, None, {"t": jnp.zeros(3)})
+
+
+def test_an_entry_reads_back_as_it_was_written(
+    store: ExecutableStore, written: executables.Entry
+) -> None:
+    found = store.find(KEY)
+    assert found == written
+    assert found is not None
+    assert (found.key, found.traced, found.seconds) == (KEY, TRACED, 1.5)
+    assert found.built_for == executables.HERE
+    assert store.find(replace(KEY, chip="other")) is None
+    assert list(store.folder.iterdir()) == [written.path]
+
+
+def test_an_entry_from_before_convolutions_were_noted_reads_back() -> None:
+    known = {"attention": [{"split": ["dp", None]}], "patches": []}
+    found = Traced.from_dict(known)
+    assert found.attention == ({"split": ("dp", None)},)
+    assert found.convolutions == ()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: b"", "does not start"),
+        (lambda raw: b"{}" + raw, "does not start"),
+        (lambda raw: raw[:40], "is no executable"),
+        (lambda raw: raw[:-1], "bytes are there"),
+        (lambda raw: raw + b"x", "bytes are there"),
+        (lambda raw: raw.replace(b'"size":', b'"sizf":'), "is no executable"),
+        (lambda raw: raw.replace(b'"version":1', b'"version":9'), "key version 9"),
+        (lambda raw: raw[:-9] + b"x" + raw[-8:], "checksum does not match"),
+    ],
+    ids=["empty", "other", "header", "short", "long", "field", "version", "byte"],
+)
+def test_a_damaged_file_is_refused_by_name(
+    damage: Any, message: str, store: ExecutableStore, written: executables.Entry
+) -> None:
+    written.path.write_bytes(damage(written.path.read_bytes()))
+
+    def use() -> None:
+        entry = store.find(KEY)
+        assert entry is not None
+        load(entry, arguments(mesh_of(0)), [jax.devices()[0]])
+
+    with pytest.raises(ArtifactError, match=message) as caught:
+        use()
+    assert str(written.path) in str(caught.value)
+
+
+def test_a_file_under_another_name_is_not_used(
+    store: ExecutableStore, written: executables.Entry
+) -> None:
+    other = replace(KEY, chip="other")
+    written.path.rename(store.path(other))
+    with pytest.raises(ArtifactError, match="another program than its name says"):
+        store.find(other)
+
+
+def test_the_nearest_entry_differs_least(store: ExecutableStore) -> None:
+    far = replace(KEY, chip="x", mesh={"dp": 8}, compiler="XLA 0")
+    near = replace(KEY, flags=())
+    for key in (far, near, replace(KEY, program="next"), replace(KEY, model="b")):
+        store.keep(key, b"payload", TRACED)
+    assert store.nearest(KEY) is not None
+    assert store.nearest(KEY).key == near  # type: ignore[union-attr]
+    # Damaged ones are no neighbours.
+    store.path(near).write_bytes(b"")
+    assert store.nearest(KEY).key == far  # type: ignore[union-attr]
+    store.path(far).unlink()
+    assert store.nearest(KEY) is None
+
+
+def test_an_equal_lowered_program_is_found_under_another_source(
+    store: ExecutableStore, written: executables.Entry
+) -> None:
+    edited = replace(KEY, source={"tpuport": "other"}, config={"layers": 3})
+    found = store.lowered_alike(edited, written.lowered)
+    assert found == written
+    assert found is not None
+    copied = store.copy(found, edited, TRACED)
+    assert copied.path != written.path
+    assert (copied.sha256, copied.key) == (written.sha256, edited)
+    # Not where the compiler would make another executable of it.
+    assert store.lowered_alike(edited, "0" * 64) is None
+    for changes in ({"chip": "x"}, {"flags": ()}, {"versions": {"jaxlib": "1"}}):
+        assert store.lowered_alike(replace(KEY, **changes), written.lowered) is None
+
+
+def test_nothing_is_left_of_a_write_that_fails(
+    store: ExecutableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ArtifactError, match="No space left"):
+        store.keep(KEY, b"payload", TRACED)
+    assert list(store.folder.iterdir()) == []
+
+
+def test_what_would_end_the_process_that_loads_it_is_not_kept() -> None:
+    x = np.eye(3, dtype=np.float32)
+    lapack = jax.jit(jnp.linalg.inv).lower(x).compile()
+    with pytest.raises(NotSerialisable, match="lapack_"):
+        serialise(lapack, "cpu")
+
+
+def test_pruning_removes_the_least_recently_used(tmp_path: Path) -> None:
+    hour = time.time() - 3600
+    (tmp_path / "xla").mkdir()
+    files = [tmp_path / "a.executable", tmp_path / "xla/b-cache", tmp_path / "c.txt"]
+    files += [tmp_path / "d.executable", tmp_path / "new.executable"]
+    for age, path in enumerate(files):
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (hour + age, hour + age))
+    os.utime(files[-1])
+    assert prune(tmp_path, 400) == []
+    assert prune(tmp_path, 250) == files[:2]
+    # What was written just now stays whatever the limit, and so do other files.
+    assert prune(tmp_path, 0) == [files[3]]
+    assert [path.exists() for path in files] == [False, False, True, False, True]
+
+
+def test_a_load_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> None:
+    with guarded(tmp_path, "a"):
+        (mark,) = tmp_path.iterdir()
+    assert not mark.exists()
+    with pytest.raises(ValueError, match="refused"), guarded(tmp_path, "a"):
+        raise ValueError("refused")
+    assert not mark.exists()
+    # As a process leaves it that was gone before the block ended.
+    load = "import os, sys; from pathlib import Path\n"
+    load += "from tpuport.core.programs.crash_marks import guarded\n"
+    load += "with guarded(Path(sys.argv[1]), 'a'): os._exit(3)\n"
+    command = [sys.executable, "-c", load, str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == 3
+    (mark,) = tmp_path.iterdir()
+    with pytest.raises(DiedLoading, match=f"remove {mark}"), guarded(tmp_path, "a"):
+        pytest.fail("it was tried again")
+    with guarded(tmp_path, "b"):
+        assert load_guard is not None
+    mark.unlink()
+    with guarded(tmp_path, "a"):
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_processes_of_this_host_may_load_a_file_at_once(tmp_path: Path) -> None:
+    load = "import sys; from pathlib import Path\n"
+    load += "from tpuport.core.programs.crash_marks import guarded\n"
+    load += "with guarded(Path(sys.argv[1]), 'a'): print('in', flush=True); input()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", load, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        (theirs,) = tmp_path.iterdir()
+        with guarded(tmp_path, "a"):
+            assert len(list(tmp_path.iterdir())) == 2
+        assert list(tmp_path.iterdir()) == [theirs]
+        text = theirs.read_text()
+        other.communicate("\n")
+    assert other.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+    # The same mark once its process is gone.
+    theirs.write_text(text)
+    with (
+        pytest.raises(DiedLoading, match=rf"process {other.pid} on "),
+        guarded(tmp_path, "a"),
+    ):
+        pytest.fail("it was tried again")
+
+
+@pytest.mark.parametrize("changed", [{"host": "elsewhere"}, {"started": "1"}])
+def test_another_host_or_a_process_of_the_same_number_is_no_live_one(
+    tmp_path: Path, changed: dict[str, str]
+) -> None:
+    with guarded(tmp_path, "a"):
+        (mark,) = tmp_path.iterdir()
+        known = json.loads(mark.read_text())
+        with guarded(tmp_path, "a"):
+            assert known["pid"] == os.getpid()
+    mark.write_text(json.dumps({**known, **changed}))
+    with pytest.raises(DiedLoading, match="ended while"), guarded(tmp_path, "a"):
+        pytest.fail("it was tried again")

@@ -1,0 +1,151 @@
+"""The persistent cache: on in its block, jax's settings put back, hits counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.tpu_process import needs_libtpu, run_program
+from tpuport.core.mesh.slices import compile_environment, parse_topology
+from tpuport.core.programs import jax_cache as compiling
+from tpuport.core.programs.jax_cache import cache_hits, persistent_cache, uncached
+
+
+def settings() -> dict[str, object]:
+    return {name: getattr(jax.config, name) for name in compiling._SETTINGS}
+
+
+def compile_once(factor: float) -> None:
+    """A program of its own, compiled although this process may know it."""
+    jax.clear_caches()
+    argument = jax.ShapeDtypeStruct((3,), jnp.float32)
+    jax.jit(lambda x: x * factor + 1).lower(argument).compile()
+
+
+def test_a_second_compile_comes_out_of_the_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "cache"
+    with persistent_cache(folder):
+        before = cache_hits()
+        compile_once(0.125)
+        first = cache_hits()
+        assert any(folder.iterdir())  # small and quick programs are kept too
+        compile_once(0.125)
+        assert (first - before, cache_hits() - first) == (0, 1)
+        compile_once(0.375)
+        assert cache_hits() - first == 1
+    with persistent_cache(folder):  # as another process would
+        compile_once(0.375)
+        assert cache_hits() - first == 2
+
+
+def test_nothing_is_kept_after_the_block(tmp_path: Path) -> None:
+    with persistent_cache(tmp_path):
+        compile_once(0.5)
+    kept = sorted(tmp_path.iterdir())
+    before = cache_hits()
+    compile_once(0.625)
+    assert sorted(tmp_path.iterdir()) == kept
+    assert cache_hits() == before
+
+
+@pytest.mark.parametrize("folder", ["cache", None])
+def test_the_settings_of_jax_are_put_back_also_after_an_error(
+    tmp_path: Path, folder: str | None
+) -> None:
+    before = settings()
+
+    def fail() -> None:
+        with persistent_cache(tmp_path / folder if folder else None):
+            assert (settings() != before) is bool(folder)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert settings() == before
+
+
+def test_caches_nest(tmp_path: Path) -> None:
+    with persistent_cache(tmp_path / "outer"):
+        with persistent_cache(tmp_path / "inner"):
+            compile_once(0.75)
+        before = cache_hits()
+        compile_once(0.75)
+        assert cache_hits() == before
+        assert any((tmp_path / "outer").iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_an_oserror(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = settings()
+    with pytest.raises(OSError, match="file"), persistent_cache(tmp_path / "file/x"):
+        pass
+    assert settings() == before
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*-cache")}
+
+
+def test_an_entry_has_the_same_name_in_every_folder(tmp_path: Path) -> None:
+    """By default jax puts the path of the folder into the key."""
+    folders = [tmp_path / "here", tmp_path / "somewhere" / "else"]
+    for folder in folders:
+        with persistent_cache(folder):
+            compile_once(0.875)
+    first, second = map(names, folders)
+    assert len(first) == 1
+    assert first == second
+
+
+KERNEL = """
+import importlib.util, os, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpuport.core.programs.jax_cache import persistent_cache
+from tpuport.core.mesh.slices import parse_topology, topology_devices
+
+devices = np.array(topology_devices(parse_topology("v6e-8"))[:1])
+whole = NamedSharding(Mesh(devices, ("tp",)), PartitionSpec())
+root = Path(sys.argv[1])
+for place in ("a", "deep/b"):
+    source = root / place / "kernel.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("def body(x, o):\\n    o[...] = x[...] * 2\\n")
+    spec = importlib.util.spec_from_file_location("kernel", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=whole)
+    call = pl.pallas_call(
+        module.body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )
+    with persistent_cache(root / place / "cache"):
+        jax.jit(lambda x: call(x)).lower(x).compile()
+"""
+
+
+@needs_libtpu
+def test_a_kernel_has_the_same_name_wherever_its_source_lies(tmp_path: Path) -> None:
+    """Pallas puts the paths of the source into a kernel, which is hashed as it is."""
+    variables = compile_environment(parse_topology("v6e-8"))
+    run_program(KERNEL, str(tmp_path), timeout=300, **variables)
+    first, second = (names(tmp_path / place / "cache") for place in ("a", "deep/b"))
+    assert len(first) == 1
+    assert first == second
+
+
+def test_uncached_programs_are_compiled_whatever_is_kept(tmp_path: Path) -> None:
+    with persistent_cache(tmp_path):
+        compile_once(0.1875)
+        kept, hits = names(tmp_path), cache_hits()
+        with uncached():
+            compile_once(0.1875)
+            compile_once(0.3125)
+        assert cache_hits() == hits
+        assert names(tmp_path) == kept
+        compile_once(0.1875)
+        assert cache_hits() == hits + 1

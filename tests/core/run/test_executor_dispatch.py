@@ -1,0 +1,183 @@
+"""Calls are dispatched a few ahead, never unboundedly, and the report says how many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tpuport
+from tests.core.spec.toys import installed_toy
+from tpuport.core.programs.executable_files import Traced
+from tpuport.core.programs.program_store import Programs, Ready
+from tpuport.core.reports import CompileReport, StageReport
+from tpuport.core.run import executor as executors
+from tpuport.core.run.executor import CALLS_IN_FLIGHT, Executor
+from tpuport.core.run.inspection import Inspection
+from tpuport.core.run.profile import SteadyTrace
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage_work import Call, Work
+
+CALLS = 23
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    cache = tmp_path_factory.mktemp("cache")
+    with installed_toy(), tpuport.load("toy", cache_dir=cache) as session:
+        yield session
+
+
+class Device:
+    """Dispatches at once and finishes what is waited for, and all before it."""
+
+    def __init__(self) -> None:
+        self.dispatched = 0
+        self.finished = 0
+        #: Calls that were not finished when each was dispatched, itself included.
+        self.depths: list[int] = []
+
+    def call(self, *args: Any) -> tuple[Any, Any]:
+        self.dispatched += 1
+        self.depths.append(self.dispatched - self.finished)
+        return Promise(self), Promise(self)
+
+    def call_without_output(self, *args: Any) -> tuple[Any, Any]:
+        return self.call(*args)[0], None
+
+
+class Promise:
+    """An array that is being computed."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.number = device, device.dispatched
+
+    def block_until_ready(self) -> Promise:
+        self.device.finished = max(self.device.finished, self.number)
+        return self
+
+
+class Instant(Programs):
+    """Programs that are ready, the first time with a report of a compile."""
+
+    def __init__(self, components: Any, call: Any) -> None:
+        super().__init__(components)
+        self._made = Ready(call=call, traced=Traced())
+        self._told = False
+
+    def get(self, stage: str, name: str, *args: Any) -> Any:
+        report = None if self._told else _report(stage, name)
+        self._told = True
+        return self._made, report
+
+
+def _report(stage: str, program: str) -> CompileReport:
+    return CompileReport(
+        stage=stage, program=program, trace_seconds=0, compile_seconds=0, cached=False
+    )
+
+
+def run(
+    session: Any, call: Any, inspection: Inspection | None = None
+) -> tuple[StageReport, list[int]]:
+    """A stage of many calls; the report, and which outputs were watched, in order."""
+    watched: list[int] = []
+    work = Work(
+        carry=None,
+        constants=None,
+        calls=(Call("step", {"t": np.float32(i)}) for i in range(CALLS)),
+        total=CALLS,
+        finish=lambda carry, outputs: {"latents": np.zeros(1)},
+        watch=lambda index, output: watched.append(index),
+    )
+    stage = Stage(
+        name="denoise",
+        unit="step",
+        components=("transformer",),
+        programs={
+            "step": Program(
+                component="transformer", fn=lambda *args: pytest.fail("not called")
+            )
+        },
+        plan=lambda context: work,
+        upstream=lambda context: pytest.fail("not called"),
+        writes=(),
+    )
+    executor = Executor(
+        session.components,
+        keep_loaded=True,
+        programs=Instant(session.components, call),
+        inspection=inspection,
+    )
+    _, report = executor.run(stage, session.request(prompt="a cat"), {})
+    return report, watched
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_calls_are_dispatched_up_to_the_limit(
+    limit: int, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(executors.CALLS_IN_FLIGHT, "cpu", limit)
+    device = Device()
+    report, watched = run(session, device.call)
+    assert device.dispatched == device.finished == CALLS
+    assert max(device.depths) == limit
+    # After the first call, which is timed alone, the pipeline fills and stays full.
+    assert device.depths[:2] == [1, 1]
+    assert set(device.depths[limit + 1 :]) == {limit}
+    assert watched == list(range(CALLS))
+    assert (report.calls_in_flight, report.calls_in_flight_limit) == (limit, limit)
+    assert report.as_dict()["calls_in_flight"] == limit
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_calls_without_an_output_are_bounded_too(
+    limit: int, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(executors.CALLS_IN_FLIGHT, "cpu", limit)
+    device = Device()
+    report, watched = run(session, device.call_without_output)
+    assert device.dispatched == device.finished == CALLS
+    assert max(device.depths) == limit
+    assert watched == list(range(CALLS))
+    assert report.calls_in_flight == limit
+
+
+def test_what_runs_has_ended_before_a_recording_begins(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(executors.CALLS_IN_FLIGHT, "cpu", 4)
+    device = Device()
+    under_way: list[int] = []
+
+    def turns(self: SteadyTrace, stage: str, steady: bool) -> bool:
+        # Once the pipeline is full.
+        return device.dispatched in (9, 15)
+
+    def turn(self: SteadyTrace, stage: str) -> None:
+        under_way.append(device.dispatched - device.finished)
+
+    monkeypatch.setattr(SteadyTrace, "turns", turns)
+    monkeypatch.setattr(SteadyTrace, "turn", turn)
+    report, watched = run(session, device.call, Inspection(profile=tmp_path))
+    assert under_way == [0, 0]
+    assert report.calls_in_flight == 4
+    assert watched == list(range(CALLS))
+
+
+def test_chips_are_kept_busy_and_cpus_run_one_program_at_a_time() -> None:
+    assert CALLS_IN_FLIGHT["tpu"] > 1
+    # Programs with collectives must not overlap on virtual devices.
+    assert CALLS_IN_FLIGHT["cpu"] == 1
+
+
+def test_the_summary_says_how_far_ahead_a_stage_ran(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(executors.CALLS_IN_FLIGHT, "cpu", 3)
+    report, _ = run(session, Device().call)
+    text = dict(session.run_report([report], 1.0).summary())["denoise"]
+    assert text.endswith("3 in flight of at most 3")

@@ -1,0 +1,55 @@
+"""Bare modules whose methods return or draw distributions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+
+import tpuport
+from tests.tolerances import TOLERANCES
+from tpuport.core.run.ported_program import PortedProgram
+from tpuport.errors import UsageError
+
+ATOL = TOLERANCES["component float32"]
+
+
+@pytest.fixture(scope="module")
+def vae() -> AutoencoderKLHunyuanVideo15:
+    torch.manual_seed(0)
+    return AutoencoderKLHunyuanVideo15(
+        block_out_channels=(16, 16, 32, 32, 32), layers_per_block=1, latent_channels=4
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def program(vae: AutoencoderKLHunyuanVideo15) -> PortedProgram:
+    return tpuport.port(vae, model="hunyuanvideo")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_encode_gives_upstreams_distribution(
+    return_dict: bool, vae: AutoencoderKLHunyuanVideo15, program: PortedProgram
+) -> None:
+    x = torch.rand(1, 3, 5, 32, 32, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (m.encode(x, return_dict=return_dict) for m in (program, vae))
+    found, expected = (out[0] for out in (ours, theirs))
+    assert type(found) is type(expected)
+    assert float((found.mode() - expected.mode()).abs().max()) <= ATOL
+    drawn, wanted = (
+        d.sample(torch.Generator().manual_seed(1)) for d in (found, expected)
+    )
+    assert float((drawn - wanted).abs().max()) <= ATOL
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sample_posterior": True}, {"generator": torch.Generator()}],
+    ids=["posterior", "generator"],
+)
+def test_draws_within_a_program_are_refused(
+    options: dict[str, object], program: PortedProgram
+) -> None:
+    with pytest.raises(UsageError, match="drawn once, when the program is traced"):
+        program(torch.zeros(1, 3, 1, 32, 32), **options)

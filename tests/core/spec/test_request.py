@@ -1,0 +1,96 @@
+"""A request is checked when it is made and is the same after JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tpuport.core.spec.request import MAX_SEED, Request
+from tpuport.errors import UsageError
+
+
+def request(**changes: Any) -> Request:
+    values: dict[str, Any] = {
+        "prompts": ("a cat", "a dog"),
+        "negative_prompts": ("", "blurry"),
+        "seeds": ((7, 8),),
+        "batch_size": 2,
+        "height": 480,
+        "width": 720,
+        "num_frames": 49,
+        "fps": 8,
+        "num_inference_steps": 50,
+        "guidance_scale": 6.0,
+        "options": {"scheduler": "ddim"},
+    }
+    return Request(**{**values, **changes})
+
+
+def test_a_request_survives_json() -> None:
+    asked = request()
+    assert Request.from_dict(json.loads(json.dumps(asked.as_dict()))) == asked
+
+
+def test_settings_of_another_version_are_refused_by_name() -> None:
+    data = request().as_dict()
+    data["sizes"] = data.pop("height")
+    with pytest.raises(UsageError, match=r"unknown \['sizes'\], missing \['height'\]"):
+        Request.from_dict(data)
+    without = request(options={}).as_dict()
+    del without["options"]
+    assert Request.from_dict(without).options == {}
+
+
+def test_batches_are_slices_of_the_videos() -> None:
+    four = request(
+        prompts=("a", "b", "c", "d"),
+        negative_prompts=("",) * 4,
+        seeds=((1,), (2, 3)),
+    )
+    assert four.batches == 2
+    assert [four.prompts[four.slice(i)] for i in range(2)] == [("a", "b"), ("c", "d")]
+
+
+@pytest.mark.parametrize(
+    ("scale", "guided"), [(6.0, True), (1.0, False), (1.0001, True), (0.0, False)]
+)
+def test_guidance_is_on_above_one(scale: float, guided: bool) -> None:
+    assert request(guidance_scale=scale).guided is guided
+
+
+REFUSED = [
+    ({"prompts": (), "negative_prompts": ()}, "no prompt was given"),
+    ({"negative_prompts": ("",)}, "1 negative prompts for 2 prompts"),
+    ({"batch_size": 0}, "batch size 0 does not divide 2 videos"),
+    ({"batch_size": 3}, "batch size 3 does not divide 2 videos"),
+    ({"seeds": ((1,), (2,))}, "2 seeds for 1 batches"),
+    ({"seeds": ((1, 2, 3),)}, "3 seeds for a batch of 2"),
+    ({"seeds": ((),)}, "0 seeds for a batch of 2"),
+    ({"seeds": ((-1,),)}, "seed -1 is not in"),
+    ({"seeds": ((MAX_SEED + 1,),)}, f"seed {MAX_SEED + 1} is not in"),
+    ({"num_inference_steps": 0}, "0 denoising steps"),
+    ({"height": 0}, "height 0 must be positive"),
+    ({"width": -16}, "width -16 must be positive"),
+    ({"num_frames": 0}, "num_frames 0 must be positive"),
+    ({"fps": 0}, "fps 0 must be above 0"),
+    ({"fps": float("nan")}, "fps nan must be above 0"),
+    ({"guidance_scale": float("inf")}, "guidance scale inf is not finite"),
+    ({"guidance_scale": float("nan")}, "guidance scale nan is not finite"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_cannot_be_right_is_refused_with_its_value(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        request(**change)
+
+
+def test_the_largest_seed_is_one_that_torch_takes() -> None:
+    import torch
+
+    request(seeds=((MAX_SEED,),))
+    assert torch.Generator().manual_seed(MAX_SEED).initial_seed() == MAX_SEED

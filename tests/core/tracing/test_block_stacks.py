@@ -1,0 +1,240 @@
+"""Identical blocks run as one loop like one by one.
+
+The oracle is the same module in plain torch; the same module ported without stacks
+gives the same to 1e-6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tests.core.tracing.towers import (
+    WIDTH,
+    Block,
+    Loop,
+    Tower,
+    arrays,
+    call,
+    inputs_of,
+    plain,
+    port,
+    scans,
+    tower,
+)
+from tests.tolerances import TOLERANCES
+from tpuport.core.arrays import to_torch
+from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.forward_split import ForwardSplit, Where
+
+SPLIT = ForwardSplit(blocks=("blocks",), state=("x", "y"), head=("x",))
+
+
+def with_keywords(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    tables = (torch.cos(cond)[:, None], x.mean(1, keepdim=True))
+    for block in blocks:
+        x, y = block(x=x, cond=cond, y=y, tables=tables, gain=0.25)
+    return x, y
+
+
+def reads_on_the_way(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    total = torch.zeros_like(x)
+    for index, block in enumerate(blocks):
+        x, y = block(x, y, cond)
+        assert (x.ndim, x.dtype, x.size(-1)) == (3, torch.float32, WIDTH)
+        if index % 2:
+            total = total + x
+    return x, y, total
+
+
+def reads_afterwards(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    states = []
+    for block in blocks:
+        x, y = block(x, y, cond)
+        states.append(x)
+    return x, y, states[-2], states[0] * 2
+
+
+def stops_early(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    for block in blocks[:-1]:
+        x, y = block(x, y, cond)
+    return x, y
+
+
+def runs_twice(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    x, y = plain(blocks, x, y, cond)
+    return plain(blocks[:-1], *plain(blocks, x, y, -cond), cond)
+
+
+def looks_inside(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    x = x.to(blocks[1].linear.weight.dtype) + blocks[1].linear.bias
+    return plain(blocks, x, y, cond)
+
+
+LOOPS: dict[str, Loop] = {
+    f.__name__: f
+    for f in (
+        plain,
+        with_keywords,
+        reads_on_the_way,
+        reads_afterwards,
+        stops_early,
+        runs_twice,
+        looks_inside,
+    )
+}
+
+
+# --------------------------------------------------------------------- the same
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("name", LOOPS)
+def test_it_is_torchs_function_and_the_unrolled_one(
+    name: str, count: int, batch: int
+) -> None:
+    module = tower(LOOPS[name], count)
+    inputs = inputs_of(batch)
+    found = call(*port(module), *arrays(inputs))
+    unrolled = call(*port(module, ()), *arrays(inputs))
+    expected = module(*inputs)
+    assert len(found) == len(expected) >= 2
+    for ours, same, theirs in zip(found, unrolled, expected, strict=True):
+        np.testing.assert_allclose(ours, same, rtol=0, atol=1e-6)
+        tolerance = TOLERANCES["module float32"]
+        torch.testing.assert_close(to_torch(ours), theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("plain", [5]),
+        ("with_keywords", [5]),
+        # To the second block, to the fourth, the rest, which is one block.
+        ("reads_on_the_way", [2, 2]),
+        # Up to the last but one; one of the whole; the first block needs none.
+        ("reads_afterwards", [4, 5]),
+        ("stops_early", [4]),
+        ("runs_twice", [4, 5, 5]),
+        ("looks_inside", [5]),
+    ],
+)
+def test_a_loop_is_one_scan_or_as_many_as_it_has_parts(
+    name: str, lengths: list[int]
+) -> None:
+    ported, weights = port(tower(LOOPS[name], 5))
+    inputs = arrays(inputs_of())
+    found = scans(lambda w, args: ported.apply(w, *args), weights, inputs)
+    assert sorted(found) == lengths
+
+
+def test_weights_are_stacked_under_names_of_their_own() -> None:
+    module = tower(count=3)
+    ported, weights = port(module)
+    assert ported.arrays["blocks.*.linear.weight"] == (
+        "blocks.0.linear.weight",
+        "blocks.1.linear.weight",
+        "blocks.2.linear.weight",
+    )
+    assert set(weights) == {
+        *("inlet.weight", "inlet.bias", "outlet.weight", "outlet.bias"),
+        *(f"blocks.*.{n}" for n in ("linear.weight", "linear.bias", "mix.weight")),
+        "blocks.*.shift",
+    }
+    # A stored name is still one of a file's.
+    assert set(ported.names.stored) == set(module.state_dict())
+    abstract = ported.abstract_weights(lambda name, tensor: jnp.bfloat16)
+    assert {n: (a.shape, str(a.dtype)) for n, a in abstract.items()} == {
+        n: (w.shape, "bfloat16") for n, w in weights.items()
+    }
+
+
+def test_the_program_does_not_grow_with_the_blocks() -> None:
+    sizes = []
+    for count in (3, 12):
+        ported, weights = port(tower(count=count))
+        lowered = jax.jit(lambda w, a, p=ported: p.apply(w, *a)).lower(
+            weights, arrays(inputs_of())
+        )
+        sizes.append(lowered.as_text().count("dot_general"))
+    # The layer before, the layer after and the two of one block.
+    assert sizes == [4, 4]
+
+
+@torch.no_grad()
+def test_blocks_before_the_first_alike_run_as_ever() -> None:
+    module = tower(count=4)
+    module.blocks[0].processor.factor = 3.0
+    inputs = inputs_of()
+    ported, weights = port(module, (StackedBlocks(path="blocks", first=1),))
+    assert weights["blocks.*.mix.weight"].shape == (3, WIDTH, WIDTH)
+    assert "blocks.0.mix.weight" in weights
+    found, _ = call(ported, weights, *arrays(inputs))
+    torch.testing.assert_close(to_torch(found), module(*inputs)[0], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_a_block_returns_besides_its_state() -> None:
+    class Extra(Block):
+        def forward(self, x: Any, y: Any, cond: Any) -> Any:  # type: ignore[override]
+            x, y = super().forward(x, y, cond)
+            return x, {"y": y, "none": None, "norm": x.square().sum()}, "word"
+
+    def loop(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+        for block in blocks:
+            x, more, word = block(x, y, cond)
+            y = more["y"]
+            assert more["none"] is None
+            assert word == "word"
+        return x, y, more["norm"]
+
+    torch.manual_seed(0)
+    module = Tower([Extra() for _ in range(4)], loop).eval()
+    ported, weights = port(module)
+    found = call(ported, weights, *arrays(inputs_of()))
+    for ours, theirs in zip(found, module(*inputs_of()), strict=True):
+        torch.testing.assert_close(to_torch(ours), theirs, rtol=1e-6, atol=1e-5)
+    # The last block runs by itself, for what it gives and does not hand on.
+    lengths = scans(lambda w, a: ported.apply(w, *a), weights, arrays(inputs_of()))
+    assert set(lengths) <= {3, 4}
+
+
+@pytest.mark.parametrize("where", ["before_last", "after_last"])
+def test_a_forward_is_cut_at_its_last_block(where: Where) -> None:
+    module = tower(count=4)
+    ported, weights = port(module)
+    model, inputs = ported.bind(weights), arrays(inputs_of())
+    expected = model(*inputs)[0]
+
+    def full(w: Any, a: Any) -> Any:
+        return ported.bind(w).capture(SPLIT, where, *a)
+
+    def cached(w: Any, s: Any, a: Any) -> Any:
+        # What it goes on from is the state, so the input does not count.
+        return ported.bind(w).resume(SPLIT, where, s, -a[0], *a[1:])[0]
+
+    out, state = jax.jit(full)(weights, inputs)
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-6)
+    again = jax.jit(cached)(weights, state, inputs)
+    np.testing.assert_allclose(again, expected, rtol=0, atol=1e-6)
+    assert scans(full, weights, inputs) == [3 if where == "before_last" else 4]
+    assert scans(cached, weights, state, inputs) == []
+
+
+def test_the_module_is_as_before_also_after_an_error() -> None:
+    module = tower(count=3)
+    ported, weights = port(module)
+    call(ported, weights, *arrays(inputs_of()))
+    with pytest.raises(TypeError):
+        ported.apply(weights, "not an array", *arrays(inputs_of())[1:])
+    assert not any("forward" in vars(block) for block in module.blocks)
+    assert all(isinstance(p, torch.nn.Parameter) for p in module.parameters())
+    with torch.no_grad():
+        assert torch.isfinite(module(*inputs_of())[0]).all()

@@ -1,0 +1,335 @@
+"""A forward cut at its last block: what is kept is what goes on, the rest is gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tests.models.cogvideox.test_components import transformer_inputs
+from tests.models.conftest import FORMS, make_transformer
+from tpuport.core.arrays import to_numpy
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
+from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.errors import PluginError
+from tpuport.models.cogvideox.plugin import PORT
+
+BLOCKS = ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",))
+BOTH_LISTS = ForwardSplit(
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    head=("hidden_states",),
+)
+WHERE: tuple[Where, ...] = ("before_last", "after_last")
+
+
+def arrays(tree: Any) -> Any:
+    """Tensors as JAX arrays."""
+    return jax.tree.map(lambda leaf: jnp.asarray(to_numpy(leaf)), tree)
+
+
+def ported(module: torch.nn.Module) -> tuple[PortedModule, dict[str, jax.Array]]:
+    runtime = model_runtime(
+        mesh=None, platform="cpu", patches=PORT.patches, overrides=PORT.overrides
+    )
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return PortedModule(module, runtime), arrays(tensors)
+
+
+# ------------------------------------------------- real transformers, traced to JAX
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_capturing_changes_nothing_and_resuming_gives_the_same(
+    form: str, batch: int
+) -> None:
+    program, weights = ported(make_transformer(form))
+    inputs = arrays(transformer_inputs(form, batch))
+
+    def plain(w: Any, x: Any) -> jax.Array:
+        return program.bind(w)(**x, return_dict=False)[0]
+
+    expected = jax.jit(plain)(weights, inputs)
+    for where in WHERE:
+
+        def full(w: Any, x: Any, where: Where = where) -> Any:
+            return program.bind(w).capture(BLOCKS, where, **x, return_dict=False)
+
+        def cached(w: Any, s: Any, x: Any, where: Where = where) -> jax.Array:
+            model = program.bind(w)
+            return model.resume(BLOCKS, where, s, **x, return_dict=False)[0]
+
+        (out,), state = jax.jit(full)(weights, inputs)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+        assert set(state) == set(BLOCKS.names(where))
+        again = jax.jit(cached)(weights, state, inputs)
+        np.testing.assert_allclose(again, expected, rtol=0, atol=1e-6)
+        # The state is used, all of it, and nothing but the state.
+        for name in state:
+            other = {**state, name: state[name][..., ::-1]}
+            moved = jax.jit(cached)(weights, other, inputs)
+            assert float(abs(moved - expected).max()) > 1e-3
+        noise = {**inputs, "hidden_states": -inputs["hidden_states"]}
+        same = jax.jit(cached)(weights, state, noise)
+        np.testing.assert_array_equal(same, again)
+
+
+def test_capturing_adds_no_rounding() -> None:
+    # Not compiled: the same operations one by one, so the same bits.
+    program, weights = ported(make_transformer("5b"))
+    model, inputs = program.bind(weights), arrays(transformer_inputs("5b", 2))
+    (expected,) = model(**inputs, return_dict=False)
+    for where in WHERE:
+        (out,), _ = model.capture(BLOCKS, where, **inputs, return_dict=False)
+        np.testing.assert_array_equal(out, expected)
+
+
+def products(function: Callable[..., Any], *args: Any) -> int:
+    """Matrix products in the compiled program."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert "dot(" in text
+    return len(re.findall(r"= \S+ dot\(", text))
+
+
+def test_a_resumed_forward_compiles_to_what_it_needs() -> None:
+    counts: dict[tuple[int, str], int] = {}
+    for layers in (2, 4):
+        program, weights = ported(make_transformer("5b", num_layers=layers))
+        inputs = arrays(transformer_inputs("5b", 1))
+
+        def plain(w: Any, x: Any, program: PortedModule = program) -> Any:
+            return program.bind(w)(**x, return_dict=False)
+
+        counts[layers, "plain"] = products(plain, weights, inputs)
+        for where in WHERE:
+
+            def full(w: Any, x: Any, p: Any = program, where: Where = where) -> Any:
+                return p.bind(w).capture(BLOCKS, where, **x, return_dict=False)
+
+            def cached(
+                w: Any, s: Any, x: Any, p: Any = program, where: Where = where
+            ) -> Any:
+                return p.bind(w).resume(BLOCKS, where, s, **x, return_dict=False)
+
+            _, state = jax.eval_shape(full, weights, inputs)
+            counts[layers, where] = products(cached, weights, state, inputs)
+    block = (counts[4, "plain"] - counts[2, "plain"]) // 2
+    assert block >= 8  # q, k, v, out, two of the MLP, two of the modulation
+    # The same whatever the depth; the head alone is the time embedding's two, the
+    # modulation and the output projection.
+    assert counts[2, "after_last"] == counts[4, "after_last"] == 4
+    assert counts[2, "before_last"] == counts[4, "before_last"] == 4 + block
+
+
+# ----------------------------------------------- other upstream classes, plain torch
+
+
+def hunyuan() -> tuple[torch.nn.Module, dict[str, Any]]:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    torch.manual_seed(0)
+    module = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 4, 6),
+        "timestep": torch.tensor([500, 500]),
+        "encoder_hidden_states": torch.randn(2, 7, 16),
+        "encoder_attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3]),
+        "pooled_projections": torch.randn(2, 8),
+        "guidance": torch.tensor([6000.0, 6000.0]),
+    }
+    return module, inputs
+
+
+def hunyuan_15() -> tuple[torch.nn.Module, dict[str, Any]]:
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    torch.manual_seed(0)
+    module = HunyuanVideo15Transformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=3,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        patch_size=1,
+        patch_size_t=1,
+        text_embed_dim=16,
+        text_embed_2_dim=8,
+        image_embed_dim=12,
+        rope_axes_dim=(4, 6, 6),
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 4, 6),
+        "timestep": torch.tensor([500.0, 500.0]),
+        "encoder_hidden_states": torch.randn(2, 7, 16),
+        "encoder_attention_mask": torch.ones(2, 7),
+        "encoder_hidden_states_2": torch.randn(2, 5, 8),
+        "encoder_attention_mask_2": torch.ones(2, 5),
+        "image_embeds": torch.randn(2, 3, 12),
+    }
+    return module, inputs
+
+
+def cogvideox() -> tuple[torch.nn.Module, dict[str, Any]]:
+    return make_transformer("5b", num_layers=3), dict(transformer_inputs("5b", 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [(cogvideox, BLOCKS), (hunyuan, BOTH_LISTS), (hunyuan_15, BLOCKS)],
+    ids=["cogvideox", "hunyuanvideo", "hunyuanvideo-1.5"],
+)
+def test_upstream_transformers_split_as_declared(
+    make: Callable[[], tuple[torch.nn.Module, dict[str, Any]]],
+    split: ForwardSplit,
+    where: Where,
+) -> None:
+    module, inputs = make()
+    expected = module(**inputs).sample
+    with capture(module, split, where) as state:
+        assert torch.equal(module(**inputs).sample, expected)
+    before = [len(module.get_submodule(path)) for path in split.blocks]
+    noise = {**inputs, "hidden_states": torch.randn_like(inputs["hidden_states"])}
+    with resume(module, split, where, state):
+        assert torch.equal(module(**noise).sample, expected)
+    # Outside of it the module is upstream's again.
+    assert before == [len(module.get_submodule(path)) for path in split.blocks]
+    assert torch.equal(module(**inputs).sample, expected)
+    assert not torch.equal(module(**noise).sample, expected)
+
+
+# ------------------------------------------------------------------ a module to break
+
+
+class Block(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        x += y  # in place, as upstream code may
+        return x
+
+
+class Toy(torch.nn.Module):
+    """Blocks that hand on one tensor, bare, and take it by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.single = Block()
+        self.empty = torch.nn.ModuleList()
+
+    def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        for _ in range(times):
+            for block in self.blocks:
+                x = block(x, torch.ones(1))
+        return 10 * x
+
+
+ONE = ForwardSplit(blocks=("blocks",), state=("x",))
+
+
+def test_a_state_is_not_changed_by_later_writes_in_place() -> None:
+    toy = Toy()
+    with capture(toy, ONE, "before_last") as state:
+        assert toy(torch.zeros(1)) == 30
+    assert state == {"x": torch.tensor([2.0])}
+    with resume(toy, ONE, "before_last", {"x": torch.tensor([5.0])}):
+        assert toy(torch.zeros(1)) == 60
+    with resume(toy, ONE, "after_last", {"x": torch.tensor([5.0])}):
+        assert toy(torch.zeros(1)) == 50
+
+
+def test_forwards_are_restored_also_after_an_error_and_when_they_were_overridden() -> (
+    None
+):
+    toy = Toy()
+    own = toy.blocks[2].forward = lambda x, y: x * 7
+    for where in WHERE:
+        with (
+            pytest.raises(RuntimeError, match="upstream failed"),
+            resume(toy, ONE, where, {"x": torch.zeros(1)}),
+        ):
+            raise RuntimeError("upstream failed")
+        with (
+            pytest.raises(RuntimeError, match="upstream failed"),
+            capture(toy, ONE, where),
+        ):
+            raise RuntimeError("upstream failed")
+    assert toy.blocks[2].forward is own
+    assert "forward" not in vars(toy.blocks[0])
+    assert "forward" not in vars(toy.blocks[1])
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (ForwardSplit(blocks=("blokcs",), state=("x",)), "has no blocks 'blokcs'"),
+        (
+            ForwardSplit(blocks=("single",), state=("x",)),
+            "is a Block, not a ModuleList",
+        ),
+        (ForwardSplit(blocks=("empty",), state=("x",)), "has no block"),
+        (ForwardSplit(blocks=("blocks", "blocks"), state=("x",)), "more than once"),
+        (ForwardSplit(blocks=("blocks",), state=("x", "y", "z")), "without 'z'"),
+        (ForwardSplit(blocks=("blocks",), state=("x", "y")), "returned a Tensor"),
+    ],
+    ids=["name", "kind", "empty", "twice", "argument", "result"],
+)
+def test_a_wrong_declaration_is_named(split: ForwardSplit, message: str) -> None:
+    toy = Toy()
+    with pytest.raises(PluginError, match=message), capture(toy, split, "after_last"):
+        toy(torch.zeros(1))
+
+
+def test_a_forward_that_runs_otherwise_is_an_error() -> None:
+    toy = Toy()
+    with pytest.raises(PluginError, match="ran twice"), capture(toy, ONE, "after_last"):
+        toy(torch.zeros(1), times=2)
+    with (
+        pytest.raises(PluginError, match=r"blocks\.2 did not run"),
+        capture(toy, ONE, "after_last"),
+    ):
+        toy(torch.zeros(1), times=0)
+    with (
+        pytest.raises(PluginError, match="the state was not used"),
+        resume(toy, ONE, "after_last", {"x": torch.zeros(1)}),
+    ):
+        toy(torch.zeros(1), times=0)
+    with (
+        pytest.raises(PluginError, match=r"has \['x'\], not \['hidden'\]"),
+        resume(toy, ONE, "after_last", {"hidden": torch.zeros(1)}),
+    ):
+        pass
+
+
+def test_the_head_is_part_of_the_state() -> None:
+    assert BLOCKS.names("after_last") == ("hidden_states",)
+    assert BLOCKS.names("before_last") == BLOCKS.state
+    assert ONE.names("after_last") == ("x",)
+    for head in (("temb",), ()):
+        with pytest.raises(PluginError, match="must be some of its state"):
+            ForwardSplit(blocks=("blocks",), head=head)
+    with pytest.raises(PluginError, match="names blocks and state"):
+        ForwardSplit(blocks=())

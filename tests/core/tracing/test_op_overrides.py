@@ -1,0 +1,178 @@
+"""Op overrides: claims meet before anything changes, and what was changed returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from tpuport.core import compat
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.core.tracing.op_overrides import OpOverride, OpRegistry, resolve_operator
+from tpuport.errors import OpConflictError
+
+CONTEXT = OpContext(mesh=None, platform="cpu", attention=AttentionPolicy(), records=[])
+RELU = "torch.nn.functional.relu"
+ATEN = "torch.ops.aten.relu"
+
+
+def minus_seven(context: OpContext) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: jnp.full_like(x, -7)
+
+
+def claim(
+    *targets: str, owner: str = "mine", make: Callable[..., Any] = minus_seven
+) -> OpOverride:
+    return OpOverride(targets=targets, make=make, owner=owner, reason=f"of {owner}")
+
+
+@pytest.fixture
+def env() -> Any:
+    return compat.import_torchax().tensor.Environment()
+
+
+def relu(env: Any) -> list[float]:
+    """What relu gives in an environment; -7 is the override's."""
+    with env:
+        x = env.to_xla(torch.tensor([-1.0, 2.0]))
+        return torch.nn.functional.relu(x).jax().tolist()
+
+
+def test_an_operator_is_found_by_its_dotted_name() -> None:
+    assert resolve_operator(RELU) is torch.nn.functional.relu
+    assert resolve_operator(f"{ATEN}.default") is torch.ops.aten.relu.default
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("torch.nn.functional.rellu", "torch.nn.functional has no 'rellu'"),
+        ("torch.ops.aten.rellu", "torch.ops.aten has no 'rellu'"),
+        ("torch.ops.aten.relu.fast", "torch.ops.aten.relu has no 'fast'"),
+    ],
+)
+def test_an_unknown_operator_is_named(target: str, missing: str) -> None:
+    with pytest.raises(OpConflictError, match=f"'{target}' does not exist: {missing}"):
+        OpRegistry([claim(target)]).resolve()
+
+
+def test_a_claim_alone_resolves_and_changes_nothing() -> None:
+    def explode(context: OpContext) -> Callable[..., Any]:
+        raise AssertionError("made before it was installed")
+
+    registry = OpRegistry()
+    registry.claim(claim("no.such.thing", make=explode))
+    assert [o.targets for o in registry.overrides] == [("no.such.thing",)]
+    OpRegistry([claim(RELU, ATEN, make=explode)]).resolve()
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        (RELU, RELU),
+        (ATEN, f"{ATEN}.default"),
+        (f"{ATEN}.default", ATEN),
+        ("torch.ops.aten.add.Tensor", "torch.ops.aten.add.Scalar"),
+    ],
+)
+def test_two_claims_on_one_operator_are_a_conflict(
+    env: Any, targets: tuple[str, str]
+) -> None:
+    """An overload and its packet are one operator."""
+    first, second = targets
+    registry = OpRegistry([claim(first, owner="one"), claim(second, owner="two")])
+    before = dict(env._ops)
+    with pytest.raises(OpConflictError) as caught, registry.install(env, CONTEXT):
+        pass
+    assert (
+        f"{second} is claimed by 'two' (of two) and, as {first}, by 'one' (of one)"
+        in str(caught.value)
+    )
+    assert env._ops == before
+
+
+def test_all_conflicts_are_named_at_once() -> None:
+    gelu = "torch.nn.functional.gelu"
+    registry = OpRegistry([claim(RELU, gelu, owner="one"), claim(RELU, gelu)])
+    with pytest.raises(OpConflictError, match=r"relu is claimed .*gelu is claimed"):
+        registry.resolve()
+
+
+def test_an_override_holds_in_the_block_and_for_all_its_targets(env: Any) -> None:
+    registry = OpRegistry([claim(RELU, ATEN)])
+    assert relu(env) == [0, 2]
+    with registry.install(env, CONTEXT) as names:
+        assert names == (RELU, ATEN)
+        assert relu(env) == [-7, -7]
+        with env:
+            x = env.to_xla(torch.tensor([-1.0]))
+            assert torch.ops.aten.relu(x).jax().tolist() == [-7]
+    assert relu(env) == [0, 2]
+
+
+def test_what_was_there_returns_also_after_an_error(env: Any) -> None:
+    before = dict(env._ops)
+    registry = OpRegistry([claim(RELU, ATEN), claim("torch.nn.functional.gelu")])
+
+    def fail() -> None:
+        with registry.install(env, CONTEXT):
+            assert env._ops != before
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert env._ops == before
+    assert relu(env) == [0, 2]
+
+
+def test_a_factory_that_fails_leaves_the_environment_untouched(env: Any) -> None:
+    def broken(context: OpContext) -> Callable[..., Any]:
+        raise RuntimeError("no kernel")
+
+    before = dict(env._ops)
+    registry = OpRegistry([claim(RELU), claim("torch.nn.functional.gelu", make=broken)])
+    with pytest.raises(RuntimeError, match="no kernel"), registry.install(env, CONTEXT):
+        pass
+    assert env._ops == before
+
+
+def test_a_factory_is_called_once_with_the_context(env: Any) -> None:
+    seen: list[OpContext] = []
+
+    def make(context: OpContext) -> Callable[..., Any]:
+        seen.append(context)
+        return lambda x: x
+
+    with OpRegistry([claim(RELU, ATEN, make=make)]).install(env, CONTEXT):
+        pass
+    assert seen == [CONTEXT]
+    assert seen[0] is CONTEXT
+
+
+def test_runtimes_do_not_see_each_other_nor_touch_the_default_environment() -> None:
+    torchax = compat.import_torchax()
+    default = torchax.default_env()
+    before = dict(default._ops)
+    mine = model_runtime(mesh=None, platform="cpu", overrides=[claim(RELU, ATEN)])
+    other = model_runtime(mesh=None, platform="cpu")
+    with mine.tracing() as env:
+        x = env.to_xla(torch.tensor([-1.0]))
+        assert torch.nn.functional.relu(x).jax().tolist() == [-7]
+        assert default._ops == before
+    with other.tracing() as env:
+        x = env.to_xla(torch.tensor([-1.0]))
+        assert torch.nn.functional.relu(x).jax().tolist() == [0]
+    assert default._ops == before
+    assert relu(default) == [0, 2]
+    assert torch.nn.functional.relu(torch.tensor([-1.0])).tolist() == [0]
+
+
+def test_a_runtime_refuses_conflicts_when_it_is_made() -> None:
+    """Attention is claimed by every runtime."""
+    again = claim("torch.nn.functional.scaled_dot_product_attention", owner="model")
+    with pytest.raises(OpConflictError, match=r"'model'.*'tpuport\.core\.attention'"):
+        model_runtime(mesh=None, platform="cpu", overrides=[again])

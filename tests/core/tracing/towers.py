@@ -1,0 +1,124 @@
+"""A small module with a list of blocks, and how tests call it ported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tpuport.core.arrays import to_numpy
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.tracing.ported_module import PortedModule
+
+WIDTH = 6
+
+
+class Scale:
+    """A processor object, as attention modules have them."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Block(torch.nn.Module):
+    """Two tensors of state, a condition, an optional table, a buffer, a processor."""
+
+    def __init__(self, index: int = 0, width: int = WIDTH, factor: float = 0.5) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = torch.nn.Linear(WIDTH, width)
+        self.mix = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.processor = Scale(factor)
+        self.register_buffer("shift", torch.randn(WIDTH), persistent=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        cond: torch.Tensor,
+        *,
+        tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+        gain: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        update = torch.tanh(self.linear(x) + self.shift) * cond[:, None]
+        if tables is not None:
+            update = update * tables[0] + tables[1]
+        return x + gain * self.processor(update), y + self.mix(x.mean(1, keepdim=True))
+
+
+Loop = Callable[..., Any]
+
+
+class Tower(torch.nn.Module):
+    """Blocks between two layers; how they are looped over is an argument."""
+
+    def __init__(self, blocks: list[torch.nn.Module], loop: Loop) -> None:
+        super().__init__()
+        self.inlet = torch.nn.Linear(WIDTH, WIDTH)
+        self.blocks = torch.nn.ModuleList(blocks)
+        self.outlet = torch.nn.Linear(WIDTH, WIDTH)
+        self.loop = loop
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, cond: torch.Tensor) -> Any:
+        out = self.loop(self.blocks, self.inlet(x), y, cond)
+        return (self.outlet(out[0]), *out[1:])
+
+
+def plain(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    for block in blocks:
+        x, y = block(x, y, cond)
+    return x, y
+
+
+def tower(loop: Loop = plain, count: int = 4, **changes: Any) -> Tower:
+    torch.manual_seed(0)
+    return Tower([Block(**changes) for _ in range(count)], loop).eval()
+
+
+def inputs_of(batch: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, 3, WIDTH, generator=generator)
+    y = torch.randn(batch, 1, WIDTH, generator=generator)
+    return x, y, torch.rand(batch, 1, generator=generator)
+
+
+def port(
+    module: torch.nn.Module, stacked: Any = ("blocks",), model: ModelPort | None = None
+) -> tuple[PortedModule, dict[str, jax.Array]]:
+    """The module on one device with its own weights, and what ``model`` changes."""
+    changes = {"patches": model.patches, "overrides": model.overrides} if model else {}
+    runtime = model_runtime(mesh=None, platform="cpu", **changes)
+    ported = PortedModule(module, runtime, stacked)
+    tensors = ported.tensors()
+    weights: dict[str, jax.Array] = {}
+    for array, members in ported.arrays.items():
+        values = [to_numpy(tensors[name]) for name in members]
+        weights[array] = jnp.asarray(np.stack(values) if len(values) > 1 else values[0])
+    return ported, weights
+
+
+def arrays(tensors: tuple[torch.Tensor, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(to_numpy(t)) for t in tensors)
+
+
+def call(ported: PortedModule, weights: Any, *inputs: Any) -> Any:
+    return jax.jit(lambda w, args: ported.apply(w, *args))(weights, inputs)
+
+
+def scans(function: Callable[..., Any], *args: Any) -> list[int]:
+    """The lengths of the scans of a program, without those whose results go unused."""
+    closed = jax.make_jaxpr(jax.jit(function))(*args)
+    (inner,) = [e for e in closed.jaxpr.eqns if "jaxpr" in e.params]
+    jaxpr = inner.params["jaxpr"].jaxpr
+    from jax.interpreters import partial_eval
+
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return [e.params["length"] for e in used.eqns if e.primitive.name == "scan"]

@@ -1,0 +1,347 @@
+"""Sharding rules: each weight matches exactly one, or the error names the thing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.weights.sharding import (
+    ShardingPlan,
+    ShardRule,
+    WeightInfo,
+    named_shardings,
+    plan_sharding,
+)
+from tpuport.errors import ShardingError
+
+MESH = {"dp": 2, "sp": 1, "tp": 4}
+
+# A two-block model, [out, in] as in torch.
+WEIGHTS = {
+    f"blocks.{i}.{name}": WeightInfo(shape=shape, itemsize=2)
+    for i in range(2)
+    for name, shape in {
+        "up.weight": (16, 8),
+        "up.bias": (16,),
+        "down.weight": (8, 16),
+        "norm.scale": (8,),
+    }.items()
+}
+
+UP = ShardRule(pattern=r"blocks\.\d+\.up\.weight", spec=("tp", None), note="outputs")
+UP_BIAS = ShardRule(pattern=r"blocks\.\d+\.up\.bias", spec=("tp",))
+DOWN = ShardRule(pattern=r"blocks\.\d+\.down\.weight", spec=(None, "tp"))
+NORM = ShardRule(pattern=r"blocks\.\d+\.norm\.scale", spec=())
+RULES = (UP, UP_BIAS, DOWN, NORM)
+
+
+def plan(
+    rules: Sequence[ShardRule] = RULES,
+    weights: Mapping[str, Any] = WEIGHTS,
+    mesh: Mapping[str, int] = MESH,
+    strict: bool = False,
+) -> ShardingPlan:
+    return plan_sharding(rules, weights, mesh, component="net", strict=strict)
+
+
+def one(shape: tuple[int, ...], *spec: Any, mesh: Mapping[str, int] = MESH) -> Any:
+    """The problems of a single weight ``w`` under a single rule."""
+    rules = (ShardRule(pattern="w", spec=spec),)
+    return plan(rules, {"w": WeightInfo(shape=shape, itemsize=4)}, mesh).problems
+
+
+def test_importing_the_module_imports_neither_jax_nor_torch() -> None:
+    code = (
+        "import sys, tpuport.core.weights.sharding; "
+        "sys.exit('jax' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestRule:
+    def test_a_pattern_that_is_no_regex_is_refused(self) -> None:
+        with pytest.raises(ShardingError, match=r"rule 'a\(' is not a regex: missing"):
+            ShardRule(pattern="a(", spec=())
+
+    @pytest.mark.parametrize("spec", ["tp", ("tp", 1), ((),), ["tp"], (("tp", None),)])
+    def test_a_spec_of_another_form_is_refused(self, spec: Any) -> None:
+        with pytest.raises(ShardingError) as caught:
+            ShardRule(pattern="a", spec=spec)
+        assert str(caught.value) == (
+            f"sharding rule 'a' has the spec {spec!r}; write one entry per dim, such "
+            'as ("tp", None) or (("sp", "tp"), None), or () to replicate'
+        )
+
+
+class TestPlan:
+    def test_every_weight_gets_the_spec_of_its_rule(self) -> None:
+        done = plan(strict=True)
+        assert done.problems == ()
+        assert dict(done.assignments) == {
+            f"blocks.{i}.{name}": spec
+            for i in range(2)
+            for name, spec in {
+                "up.weight": ("tp", None),
+                "up.bias": ("tp",),
+                "down.weight": (None, "tp"),
+                "norm.scale": (),
+            }.items()
+        }
+
+    def test_rules_say_what_they_match(self) -> None:
+        uses = [(u.pattern, u.spec, u.matches, u.bytes) for u in plan().rules]
+        assert uses == [
+            (UP.pattern, ("tp", None), 2, 2 * 16 * 8 * 2),
+            (UP_BIAS.pattern, ("tp",), 2, 2 * 16 * 2),
+            (DOWN.pattern, (None, "tp"), 2, 2 * 8 * 16 * 2),
+            (NORM.pattern, (), 2, 2 * 8 * 2),
+        ]
+
+    def test_bytes_per_device_are_the_split_and_the_replicated_ones(self) -> None:
+        done = plan()
+        split, whole = 2 * (2 * 16 * 8 + 16) * 2, 2 * 8 * 2
+        assert done.total_bytes == split + whole
+        assert done.replicated_bytes == whole
+        assert done.bytes_per_device == split // 4 + whole
+
+    def test_on_one_device_everything_is_whole(self) -> None:
+        done = plan(mesh={"dp": 1, "sp": 1, "tp": 1}, strict=True)
+        assert done.bytes_per_device == done.total_bytes == done.replicated_bytes
+
+    def test_a_pattern_must_match_the_whole_name(self) -> None:
+        rules = (ShardRule(pattern=r"blocks\.\d+\.up", spec=()), *RULES[1:])
+        assert plan(rules).unmatched == ("blocks.0.up.weight", "blocks.1.up.weight")
+
+    def test_an_empty_spec_replicates_any_rank(self) -> None:
+        assert one(()) == one((3,)) == one((3, 5, 7)) == ()
+
+    def test_a_dim_may_be_split_by_several_axes(self) -> None:
+        mesh = {"dp": 1, "sp": 2, "tp": 4}
+        rules = (ShardRule(pattern="w", spec=(("sp", "tp"), None)),)
+        weights = {"w": WeightInfo(shape=(16, 3), itemsize=4)}
+        done = plan(rules, weights, mesh, strict=True)
+        assert done.bytes_per_device == 16 * 3 * 4 // 8
+
+    def test_an_optional_rule_may_match_nothing(self) -> None:
+        extra = ShardRule(pattern="learned", spec=(), optional=True)
+        done = plan((*RULES, extra), strict=True)
+        assert done.rules[-1].matches == 0
+
+    def test_weights_may_be_tensors_or_abstract_arrays(self) -> None:
+        import jax
+        import ml_dtypes
+        import numpy as np
+        import torch
+
+        weights = {
+            "w.torch": torch.empty(4, 2, dtype=torch.bfloat16, device="meta"),
+            "w.numpy": np.zeros((4, 2), ml_dtypes.bfloat16),
+            "w.jax": jax.ShapeDtypeStruct((4, 2), jax.numpy.bfloat16),
+            "w.info": WeightInfo(shape=(4, 2), itemsize=2),
+        }
+        done = plan((ShardRule(pattern=r"w\..*", spec=("tp", None)),), weights)
+        assert (done.problems, done.total_bytes) == ((), 4 * 16)
+
+    def test_a_weight_without_an_item_size_is_refused(self) -> None:
+        class Shapely:
+            shape = (2,)
+
+        with pytest.raises(ShardingError) as caught:
+            plan((ShardRule(pattern="w", spec=()),), {"w": Shapely()})
+        assert str(caught.value) == (
+            "weight w is a Shapely without itemsize and dtype.itemsize; "
+            "hand in a WeightInfo"
+        )
+
+
+class TestProblems:
+    def test_unmatched_weights_are_counted_and_the_first_named(self) -> None:
+        done = plan(RULES[2:])
+        assert done.problems == (
+            "no rule matches 4 weights of net (576 B): blocks.0.up.weight, "
+            "blocks.0.up.bias, blocks.1.up.weight and 1 more",
+        )
+        assert len(done.unmatched) == 4
+        assert done.unmatched_bytes == 2 * (16 * 8 + 16) * 2
+        assert "blocks.0.up.weight" not in done.assignments
+
+    def test_unmatched_weights_count_as_replicated(self) -> None:
+        done = plan(RULES[1:])
+        assert done.replicated_bytes == 2 * 16 * 8 * 2 + 2 * 8 * 2
+
+    def test_one_unmatched_weight_is_one(self) -> None:
+        weights = {"w": WeightInfo(shape=(1024, 1024), itemsize=2)}
+        assert plan((), weights).problems == (
+            "no rule matches 1 weight of net (2.0 MiB): w",
+        )
+
+    def test_a_rule_that_matches_nothing(self) -> None:
+        typo = ShardRule(pattern=r"block\.\d+\.up\.weight", spec=("tp", None))
+        assert plan((*RULES, typo)).problems == (
+            r"rule 'block\\.\\d+\\.up\\.weight' matches no weight of net; correct it, "
+            "or set optional=True if only some configs have the weight",
+        )
+
+    def test_a_weight_that_two_rules_match(self) -> None:
+        wide = ShardRule(pattern=r".*\.bias", spec=())
+        assert plan((*RULES, wide)).problems == (
+            r"rules 'blocks\\.\\d+\\.up\\.bias' and '.*\\.bias' match the same "
+            "weight: blocks.0.up.bias, blocks.1.up.bias",
+        )
+
+    def test_the_same_rule_twice_is_ambiguous(self) -> None:
+        assert "match the same weight" in plan((*RULES, NORM)).problems[0]
+
+    def test_a_spec_of_another_rank(self) -> None:
+        assert one((8,), "tp", None) == (
+            "rule 'w' has a spec of rank 2, [tp, -], for a weight of rank 1, "
+            "shape [8]: w",
+        )
+        assert one((8, 8, 8), "tp", None) == (
+            "rule 'w' has a spec of rank 2, [tp, -], for a weight of rank 3, "
+            "shape [8, 8, 8]: w",
+        )
+
+    def test_a_dim_that_does_not_divide(self) -> None:
+        assert one((8, 30), None, "tp") == (
+            "rule 'w' splits dim 1 of size 30 (shape [8, 30]) over mesh axis tp of "
+            "size 4, which does not divide it: w",
+        )
+
+    def test_a_dim_that_does_not_divide_by_several_axes(self) -> None:
+        assert one((4,), ("dp", "tp")) == (
+            "rule 'w' splits dim 0 of size 4 (shape [4]) over mesh axis dp+tp of "
+            "size 8, which does not divide it: w",
+        )
+
+    def test_the_same_problem_of_many_weights_is_one_line(self) -> None:
+        weights = {
+            f"b.{i}": WeightInfo(shape=(30 + i // 5, 1), itemsize=4) for i in range(6)
+        }
+        problems = plan((ShardRule(pattern=r"b\..*", spec=("tp", None)),), weights)
+        assert [p.split("divide it: ")[1] for p in problems.problems] == [
+            "b.0, b.1, b.2 and 2 more",
+            "b.5",
+        ]
+
+    def test_an_axis_the_mesh_does_not_have(self) -> None:
+        assert one((8,), "ep") == (
+            "rule 'w' names mesh axis 'ep', the mesh has dp, sp, tp",
+        )
+
+    @pytest.mark.parametrize(
+        ("spec", "text"), [(("tp", "tp"), "[tp, tp]"), ((("tp", "tp"), None), None)]
+    )
+    def test_an_axis_twice_in_a_spec(self, spec: Any, text: str | None) -> None:
+        assert one((16, 16), *spec) == (
+            f"rule 'w' uses mesh axis 'tp' 2 times in {text or '[tp+tp, -]'}; an axis "
+            "can split one dim",
+        )
+
+    def test_check_raises_all_of_them_at_once(self) -> None:
+        rules = (
+            UP,
+            ShardRule(pattern=r"blocks\.0\..*bias", spec=("tp", None)),
+            ShardRule(pattern=r"blocks\.\d\.down\.weight", spec=(None, "ep")),
+            ShardRule(pattern="gone", spec=()),
+        )
+        with pytest.raises(ShardingError) as caught:
+            plan(rules, strict=True)
+        lines = str(caught.value).splitlines()
+        assert lines == [
+            "sharding of net on mesh dp=2,sp=1,tp=4 has 4 problems:",
+            r"  - rule 'blocks\\.\\d\\.down\\.weight' names mesh axis 'ep', "
+            "the mesh has dp, sp, tp",
+            r"  - rule 'blocks\\.0\\..*bias' has a spec of rank 2, [tp, -], "
+            "for a weight of rank 1, shape [16]: blocks.0.up.bias",
+            "  - no rule matches 3 weights of net (64 B): blocks.0.norm.scale, "
+            "blocks.1.up.bias, blocks.1.norm.scale",
+            "  - rule 'gone' matches no weight of net; correct it, or set "
+            "optional=True if only some configs have the weight",
+        ]
+
+    def test_strict_is_the_default(self) -> None:
+        with pytest.raises(ShardingError, match="has 1 problem:\n"):
+            plan_sharding(RULES[1:], WEIGHTS, MESH, component="net")
+
+    def test_check_passes_a_plan_without_problems(self) -> None:
+        plan().check()
+
+
+class TestReport:
+    def test_as_dict_is_json_and_leaves_single_weights_out(self) -> None:
+        done = plan()
+        out = done.as_dict()
+        assert json.loads(json.dumps(out)) == out
+        assert out["mesh"] == MESH
+        assert out["rules"][0] == {
+            "pattern": UP.pattern,
+            "spec": ["tp", None],
+            "matches": 2,
+            "bytes": 512,
+            "note": "outputs",
+        }
+        assert "assignments" not in out
+        whole = done.as_dict(weights=True)
+        assert json.loads(json.dumps(whole)) == whole
+        assert whole["assignments"]["blocks.1.down.weight"] == [None, "tp"]
+
+    def test_table(self) -> None:
+        rules = (UP, NORM, ShardRule(pattern="down", spec=((("dp", "tp")), None)))
+        assert plan(rules).format_table().splitlines()[:-2] == [
+            "net on mesh dp=2,sp=1,tp=4",
+            "  spec        weights  bytes  pattern",
+            r"  [tp, -]           2  512 B  blocks\.\d+\.up\.weight",
+            r"  replicated        2   32 B  blocks\.\d+\.norm\.scale",
+            "  [dp+tp, -]        0    0 B  down",
+            "  none              4  576 B  (no rule)",
+            "  total 1.1 KiB, 736 B per device, of that 608 B replicated",
+        ]
+
+    def test_a_rule_without_weights_is_shown_where_a_weight_has_none(self) -> None:
+        spare = ShardRule(pattern="of another config", spec=(), optional=True)
+        assert "of another config" not in plan((*RULES, spare)).format_table()
+        assert "of another config" in plan((*RULES[1:], spare)).format_table()
+
+    def test_table_ends_with_the_problems(self) -> None:
+        done = plan(RULES[1:])
+        last = done.format_table().splitlines()[-1]
+        assert last == f"  problem: {done.problems[0]}"
+
+
+class TestNamedShardings:
+    def test_arrays_are_placed_as_planned(self) -> None:
+        import jax
+        import numpy as np
+
+        mesh = build_mesh(MeshSpec(dp=2, tp=4))
+        shardings = named_shardings(plan(), mesh)
+        assert list(shardings) == list(WEIGHTS)
+        held = 0
+        for name, sharding in shardings.items():
+            array = jax.device_put(np.zeros(WEIGHTS[name].shape, np.float16), sharding)
+            held += array.addressable_shards[0].data.nbytes
+        assert held == plan().bytes_per_device
+        down = shardings["blocks.0.down.weight"]
+        assert down.shard_shape((8, 16)) == (8, 4)
+        assert shardings["blocks.0.norm.scale"].is_fully_replicated
+
+    def test_a_plan_with_problems_is_not_placed(self) -> None:
+        mesh = build_mesh(MeshSpec(dp=2, tp=4))
+        with pytest.raises(ShardingError, match="no rule matches 2 weights of net"):
+            named_shardings(plan(RULES[1:]), mesh)
+
+    def test_a_plan_for_another_mesh_is_not_placed(self) -> None:
+        with pytest.raises(ShardingError) as caught:
+            named_shardings(plan(), build_mesh(MeshSpec(tp=4)))
+        assert str(caught.value) == (
+            "sharding of net is planned for mesh dp=2,sp=1,tp=4, not for "
+            "dp=1,sp=1,tp=4; plan it again"
+        )

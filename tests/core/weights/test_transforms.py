@@ -1,0 +1,137 @@
+"""Weights in another order: exact, of one transform each, and nothing else moves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tpuport.core.weights.transforms import (
+    WeightTransform,
+    half_order,
+    to_halves,
+    transformer,
+)
+from tpuport.errors import PluginError
+
+HEADS, HEAD_DIM = 3, 8
+
+
+def transform(pattern: str, apply: Any = torch.neg) -> WeightTransform:
+    return WeightTransform(
+        pattern=pattern, apply=lambda tensor, config: apply(tensor), reason="a test"
+    )
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 64])
+def test_the_order_is_the_even_elements_and_then_the_odd(head_dim: int) -> None:
+    order = half_order(head_dim)
+    assert sorted(order) == list(range(head_dim))
+    half = head_dim // 2
+    for i in range(half):
+        # The pair (2i, 2i + 1) is at i of each half.
+        assert (order[i], order[i + half]) == (2 * i, 2 * i + 1)
+
+
+@pytest.mark.parametrize("shape", [(HEADS * HEAD_DIM, 5), (HEADS * HEAD_DIM,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_is_moved_within_its_head_and_none_is_changed(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = drawn(*shape).to(dtype)
+    moved = to_halves(tensor, HEAD_DIM)
+    assert (moved.shape, moved.dtype) == (tensor.shape, tensor.dtype)
+    for head in range(HEADS):
+        for place, row in enumerate(half_order(HEAD_DIM)):
+            new, old = (head * HEAD_DIM + i for i in (place, row))
+            assert torch.equal(moved[new], tensor[old])
+
+
+def test_a_vector_of_one_head_is_moved_alike() -> None:
+    """The norms of queries and keys have one vector for all heads."""
+    assert to_halves(torch.arange(6), 6).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_rotation_by_halves_is_rotation_by_pairs() -> None:
+    """In float64, element by element: the order is what rotary tables expect."""
+    weight = drawn(HEADS * HEAD_DIM, 5).double()
+    x, angles = drawn(7, 5).double(), drawn(7, HEAD_DIM // 2).double()
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    pairs = (x @ weight.T).reshape(7, HEADS, HEAD_DIM // 2, 2)
+    a, b = pairs.unbind(-1)
+    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(2)
+
+    halves = (x @ to_halves(weight, HEAD_DIM).T).reshape(7, HEADS, HEAD_DIM)
+    a, b = halves.chunk(2, -1)
+    ours = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    assert torch.equal(ours, turned[..., list(half_order(HEAD_DIM))])
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim"), [(10, 4), (9, 3), (4, 8)], ids=["rest", "odd", "fewer"]
+)
+def test_no_whole_heads_are_refused(rows: int, head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"{rows} rows are no whole heads"):
+        to_halves(torch.zeros(rows, 2), head_dim)
+
+
+def test_a_name_that_no_pattern_matches_is_left_as_it_is() -> None:
+    apply = transformer([transform(r"a\.weight")], {}, ["a.weight", "b.weight"])
+    tensor = drawn(3)
+    # The whole name counts: neither a part nor a name within a name.
+    for name in ("a.bias", "b.a.weight", "a.weight.scale"):
+        assert apply(name, tensor) is tensor
+    assert torch.equal(apply("a.weight", tensor), -tensor)
+
+
+def test_the_config_reaches_the_transform() -> None:
+    found = WeightTransform(
+        pattern="w",
+        apply=lambda tensor, config: to_halves(tensor, config["dim"]),
+        reason="a test",
+    )
+    out = transformer([found], {"dim": 4}, ["w"])("w", torch.arange(8))
+    assert out.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_what_is_handed_on_lies_in_order() -> None:
+    apply = transformer([transform("w", lambda x: x.T)], {}, ["w"])
+    out = apply("w", drawn(4, 4))
+    assert out.is_contiguous()
+    assert torch.equal(out, drawn(4, 4).T)
+
+
+def test_two_transforms_of_one_weight_are_refused_by_name() -> None:
+    apply = transformer(
+        [transform(r"a\..*"), transform(r".*\.weight")], {}, ["a.weight", "a.bias"]
+    )
+    assert torch.equal(apply("b.weight", drawn(2)), -drawn(2))
+    with pytest.raises(PluginError) as caught:
+        apply("a.weight", drawn(2))
+    said = str(caught.value)
+    assert said.startswith("a.weight matches 2 weight transforms")
+    assert all(repr(p) in said for p in (r"a\..*", r".*\.weight"))
+
+
+@pytest.mark.parametrize(
+    ("apply", "found"),
+    [(lambda x: x[:2], "float32 [2]"), (lambda x: x.double(), "float64 [3]")],
+    ids=["shape", "dtype"],
+)
+def test_another_shape_or_dtype_is_refused(apply: Any, found: str) -> None:
+    message = f"weight transform 'w' makes torch.{found} of w, which is torch.float32"
+    with pytest.raises(PluginError, match=re.escape(message)):
+        transformer([transform("w", apply)], {}, ["w"])("w", drawn(3))
+
+
+def test_a_transform_that_matches_nothing_is_refused() -> None:
+    """A misspelt one would leave the weights as they are, and blocks expect others."""
+    with pytest.raises(PluginError, match=r"'attn9.*' \(a test\) matches no weight"):
+        transformer([transform("attn9.*")], {}, ["attn1.weight", "attn1.bias"])

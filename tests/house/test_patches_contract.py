@@ -1,0 +1,253 @@
+"""What holds for every patch and op override of every installed plugin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpuport.cli.commands.patches import EVERYWHERE, Entry, examine
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
+from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
+from tpuport.core.tracing.patching import Patch, applied, inspect_patches
+from tpuport.errors import OpConflictError, PatchError
+from tpuport.plugins import installed_plugins
+
+TESTS = Path(__file__).parent
+
+PORTS = [plugin.port for plugin in installed_plugins().values()]
+#: With upstream's blocks, and with native ones where there are any.
+FORMS = {
+    " ".join(filter(None, (form.name, form.form, form.blocks))): form
+    for port in PORTS
+    for blocks in reversed(BLOCKS)
+    for form in with_blocks(port, blocks).all_forms
+}
+PATCHES = tuple(dict.fromkeys(p for form in FORMS.values() for p in form.patches))
+OVERRIDES = tuple(
+    dict.fromkeys(o for f in FORMS.values() for o in (*EVERYWHERE, *f.overrides))
+)
+
+each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
+each_override = pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: o.name)
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The text of every test but this one."""
+    files = (p for p in TESTS.rglob("test_*.py") if p != Path(__file__))
+    return {str(p.relative_to(TESTS)): p.read_text() for p in files}
+
+
+def mentioned(word: str) -> list[str]:
+    """The test files that have a word, which may have dashes inside."""
+    pattern = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
+    return [name for name, text in sources().items() if pattern.search(text)]
+
+
+def place(patch: Patch) -> tuple[Any, str]:
+    """The module or class of a target, and the attribute on it."""
+    module, _, path = patch.target.partition(":")
+    *parents, attr = path.split(".")
+    return functools.reduce(getattr, parents, importlib.import_module(module)), attr
+
+
+def own(patch: Patch) -> Any:
+    """What the owner of a target itself has there; ``None`` where it inherits."""
+    owner, attr = place(patch)
+    return vars(owner).get(attr)
+
+
+def constants(override: OpOverride) -> Iterator[str]:
+    """The names under which the module that defines an override has it."""
+    module = inspect.getmodule(override.make)
+    for name, value in vars(module).items():
+        if value is override or (isinstance(value, tuple) and override in value):
+            yield name
+
+
+def misspelt(target: str) -> str:
+    return f"{target}_that_never_was"
+
+
+# --- declared well
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert PATCHES
+    assert len(OVERRIDES) > len(EVERYWHERE)
+    assert len(sources()) > 20
+
+
+def test_no_two_patches_have_one_name() -> None:
+    names = [patch.name for patch in PATCHES]
+    assert sorted(set(names)) == sorted(names)
+
+
+@each_patch
+def test_a_patch_says_why_where_from_and_for_which_versions(patch: Patch) -> None:
+    assert len(patch.reason.split()) >= 5
+    assert re.fullmatch(r"https://\S+\.\S+/\S+", patch.link)
+    assert patch.upstream
+    entry = entry_of(patch)
+    assert entry.installed is not None
+    assert entry.state == "applicable", entry.detail
+
+
+@each_patch
+def test_a_patch_is_named_by_a_test(patch: Patch) -> None:
+    assert mentioned(patch.name), f"no test under tests/ mentions {patch.name!r}"
+
+
+@each_override
+def test_an_override_is_used_by_a_test(override: OpOverride) -> None:
+    names = list(constants(override))
+    assert names, f"{override.name} is no constant of the module of its make"
+    assert any(mentioned(name) for name in names), f"no test mentions {names}"
+    assert len(override.reason.split()) >= 5
+
+
+def test_a_word_is_found_whole() -> None:
+    """The search itself."""
+    assert "patches/test_torchax_slices.py" in mentioned("SLICE_ASSIGNMENT")
+    assert mentioned("SLICE_ASSIGN") == []
+    assert mentioned("torchax-slice-assignment") == []
+
+
+# --- patches
+
+
+@each_patch
+def test_a_patch_holds_in_the_block_and_is_undone(patch: Patch) -> None:
+    before = own(patch)
+    with applied([patch]) as report:
+        assert [entry.state for entry in report.entries] == ["applied"]
+        assert own(patch) is not before
+    assert own(patch) is before
+    with pytest.raises(ZeroDivisionError), applied([patch]):
+        raise ZeroDivisionError
+    assert own(patch) is before
+
+
+@each_form
+def test_the_patches_of_a_form_apply_together_and_are_undone(form: ModelPort) -> None:
+    before = [own(patch) for patch in form.patches]
+    with applied(form.patches):
+        now = [own(patch) for patch in form.patches]
+    again = [own(patch) for patch in form.patches]
+    for was, patched, left in zip(before, now, again, strict=True):
+        assert patched is not was
+        assert left is was
+
+
+@each_patch
+def test_a_patch_whose_target_is_gone_fails_by_name(patch: Patch) -> None:
+    gone = dataclasses.replace(patch, target=misspelt(patch.target))
+    before = own(patch)
+    with pytest.raises(PatchError) as caught, applied([patch, gone]):
+        raise AssertionError("the block ran")
+    assert f"patch {patch.name!r}: target {gone.target} does not" in str(caught.value)
+    assert own(patch) is before
+    (status,) = inspect_patches([gone]).entries
+    assert (status.state, status.detail) == ("gone", str(caught.value))
+
+
+@each_patch
+def test_a_patch_for_other_versions_is_skipped_and_says_so(patch: Patch) -> None:
+    package = re.split(r"[<>=!~]", patch.upstream)[0]
+    other = dataclasses.replace(patch, upstream=f"{package}==0.0.0.1")
+    (status,) = inspect_patches([other]).entries
+    found = entry_of(patch).installed
+    assert status.state == "skipped"
+    assert status.detail == f"for {package}==0.0.0.1; {package} {found} is installed"
+    before = own(patch)
+    with applied([other]):
+        assert own(patch) is before
+
+
+def test_a_made_up_patch_of_nothing_is_named_with_its_target() -> None:
+    patch = Patch(
+        name="made-up",
+        target="torch.nn.functional:layer_nrom",
+        replacement=len,
+        reason="a misspelt target",
+        upstream="torch>=2",
+    )
+    with pytest.raises(PatchError) as caught, applied([patch]):
+        raise AssertionError("the block ran")
+    assert str(caught.value) == (
+        "patch 'made-up': target torch.nn.functional:layer_nrom does not exist, module "
+        "torch.nn.functional has no 'layer_nrom'; the patch must be adapted to the "
+        "installed version (written for torch>=2) or removed"
+    )
+
+
+# --- overrides
+
+
+@each_form
+def test_overrides_are_installed_while_tracing_and_no_longer(form: ModelPort) -> None:
+    made: dict[str, list[Any]] = {}
+
+    def spied(override: OpOverride) -> OpOverride:
+        def make(context: Any) -> Any:
+            made.setdefault(override.name, []).append(override.make(context))
+            return made[override.name][-1]
+
+        return dataclasses.replace(override, make=make)
+
+    runtime = model_runtime(
+        mesh=None, platform="cpu", overrides=[spied(o) for o in form.overrides]
+    )
+    before = dict(runtime.env._ops)
+    with runtime.tracing() as env:
+        during = dict(env._ops)
+    with pytest.raises(ZeroDivisionError), runtime.tracing():
+        raise ZeroDivisionError
+    after = runtime.env._ops
+    assert after.keys() == before.keys()
+    assert all(after[operator] is before[operator] for operator in before)
+    for override in form.overrides:
+        for target in override.targets:
+            entry = during[resolve_operator(target)]
+            # The first: the second block has made its own.
+            assert entry.func is made[override.name][0]
+            assert entry is not before.get(resolve_operator(target))
+
+
+def test_every_runtime_installs_what_is_listed_as_everywhere() -> None:
+    runtime = model_runtime(mesh=None, platform="cpu")
+    before = dict(runtime.env._ops)
+    with runtime.tracing() as env:
+        changed = {op for op, entry in env._ops.items() if before.get(op) is not entry}
+    assert changed == {resolve_operator(t) for o in EVERYWHERE for t in o.targets}
+
+
+@each_override
+def test_an_override_whose_operator_is_gone_fails_by_name(override: OpOverride) -> None:
+    target = misspelt(override.targets[-1])
+    gone = dataclasses.replace(override, targets=(target,))
+    with pytest.raises(OpConflictError) as caught:
+        model_runtime(mesh=None, platform="cpu", overrides=[gone])
+    assert f"op override target {target!r} does not exist" in str(caught.value)
+    assert f"{override.owner!r} claims it" in str(caught.value)
+
+
+@functools.cache
+def entries() -> list[Entry]:
+    """What the command lists, looked up once."""
+    return examine(PORTS)
+
+
+def entry_of(patch: Patch) -> Entry:
+    (found,) = (e for e in entries() if e.kind == "patch" and e.name == patch.name)
+    return found

@@ -1,0 +1,214 @@
+"""Plugins: all through one door, and every failure names the package to blame."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tpuport
+from tests.tolerances import TOLERANCES
+from tpuport import hookspecs, plugins
+from tpuport.errors import PluginError, UnknownModelError
+from tpuport.plugins import get_port, installed_plugins, load_plugins
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "docs/example"
+
+PORT = """
+from dataclasses import replace
+from tpuport.hookspecs import hookimpl
+from tpuport.models.cogvideox.plugin import PORT
+
+@hookimpl
+def tpuport_model():
+    return replace(PORT, name="{name}")
+"""
+
+RETURN = """
+from tpuport.hookspecs import hookimpl
+
+@hookimpl
+def tpuport_model():
+    {}
+"""
+
+
+class Site:
+    """A folder of installed packages, each with one plugin module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def install(self, package: str, module: str, code: str) -> None:
+        """Install ``package`` 1.5, whose entry point ``module`` is a module of code."""
+        (self.folder / f"{module}.py").write_text(code)
+        info = self.folder / f"{package}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {package}\nVersion: 1.5\n")
+        (info / "entry_points.txt").write_text(f"[tpuport]\n{module} = {module}\n")
+
+    def load(self) -> dict[str, plugins.Plugin]:
+        found = metadata.distributions(path=[str(self.folder)])
+        return load_plugins(e for d in found for e in d.entry_points)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("first", "second"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return Site(tmp_path)
+
+
+def refusal(site: Site) -> str:
+    with pytest.raises(PluginError) as caught:
+        site.load()
+    return str(caught.value)
+
+
+def test_plugins_are_found_by_model_name_and_know_their_package(site: Site) -> None:
+    site.install("acme-video", "first", PORT.format(name="acme"))
+    site.install("other-video", "second", PORT.format(name="other"))
+    found = site.load()
+    assert sorted(found) == ["acme", "other"]
+    acme = found["acme"]
+    assert (acme.name, acme.package, acme.module) == (
+        "first",
+        "acme-video 1.5",
+        "first",
+    )
+    assert acme.port.name == "acme"
+
+
+def test_two_plugins_of_one_model_name_are_refused(site: Site) -> None:
+    site.install("acme-video", "first", PORT.format(name="acme"))
+    site.install("other-video", "second", PORT.format(name="acme"))
+    message = refusal(site)
+    assert message == (
+        "two plugins are called 'acme': first of acme-video 1.5 and second of"
+        " other-video 1.5; uninstall one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import no_such_thing", "failed to import: ModuleNotFoundError: No module"),
+        ("1 / 0", "failed to import: ZeroDivisionError"),
+        (
+            PORT.format(name="x").replace("tpuport_model", "tpuport_modle"),
+            "unknown hook 'tpuport_modle'",
+        ),
+        (
+            PORT.format(name="x").replace("tpuport_model()", "tpuport_model(device)"),
+            "does not fit the hooks of this tpuport",
+        ),
+        (PORT.format(name="x").replace("@hookimpl", ""), "handed over nothing"),
+        ("x = 1", "handed over nothing from tpuport_model; one ModelPort is expected"),
+        (RETURN.format("return 'a port'"), "handed over ['str'] from tpuport_model"),
+        (RETURN.format("return None"), "handed over nothing from tpuport_model"),
+        (RETURN.format("1 / 0"), "failed in tpuport_model: ZeroDivisionError"),
+    ],
+)
+def test_a_broken_plugin_is_named_with_its_package(
+    site: Site, code: str, expected: str
+) -> None:
+    site.install("acme-video", "first", code)
+    message = refusal(site)
+    assert message.startswith("plugin 'first' of acme-video 1.5 ")
+    assert expected in message
+
+
+def test_an_unknown_hook_is_answered_with_the_known_ones(site: Site) -> None:
+    code = PORT.format(name="x").replace("tpuport_model", "tpuport_modle")
+    site.install("acme-video", "first", code)
+    assert refusal(site).endswith("known hooks: tpuport_model")
+
+
+def test_the_built_in_models_come_through_the_entry_points() -> None:
+    entries = {
+        e.name: e
+        for e in metadata.entry_points(group=hookspecs.GROUP)
+        if e.value.startswith("tpuport.")
+    }
+    assert sorted(entries) == ["cogvideox", "hunyuanvideo"]
+    for name, entry in entries.items():
+        assert entry.dist is not None
+        assert entry.dist.name == "tpuport"
+        found = installed_plugins()[name]
+        assert found.module == entry.value
+        assert found.package == f"tpuport {metadata.version('tpuport')}"
+        assert get_port(name) is found.port
+
+
+def test_an_unknown_model_is_answered_with_the_installed_ones() -> None:
+    with pytest.raises(UnknownModelError, match=r"'sora'; installed: .*cogvideox"):
+        get_port("sora")
+
+
+def test_loading_the_plugins_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from tpuport.plugins import installed_plugins;"
+        "installed_plugins();"
+        "print(sorted({'torch','jax','diffusers','transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# --- the documents
+
+
+def test_every_hook_is_described() -> None:
+    text = (ROOT / "docs/plugin-hooks.md").read_text()
+    hooks = [name for name in vars(hookspecs) if name.startswith("tpuport_")]
+    assert hooks
+    for hook in hooks:
+        assert f"## `{hook}()" in text
+    headings = [line for line in text.splitlines() if line.startswith("## `")]
+    assert len(headings) == len(hooks)
+
+
+def test_the_guide_names_files_that_exist() -> None:
+    import re
+
+    text = (ROOT / "docs/port-a-model.md").read_text()
+    paths = re.findall(r"`((?:tpuport|docs|tests)/[\w./-]+\.(?:py|md))`", text)
+    assert len(paths) > 8
+    for path in paths:
+        assert (ROOT / path).is_file(), path
+
+
+@pytest.fixture(scope="module")
+def toy() -> Any:
+    """The example of the guide, as an installed plugin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        entry = metadata.EntryPoint("toy", "toy_plugin", hookspecs.GROUP)
+        found = load_plugins([entry])
+        patch.setattr(plugins, "installed_plugins", lambda: found)
+        yield found["toy"]
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,tp=4", "sp=8"])
+def test_the_example_of_the_guide_makes_upstreams_video(
+    toy: plugins.Plugin, cache_dir: Path, mesh: str | None
+) -> None:
+    assert toy.package == "an unknown package"
+    with tpuport.load("toy", mesh=mesh, cache_dir=cache_dir) as session:
+        asked = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
+        ours = session.generate(**asked)
+        theirs = session.generate(**asked, backend="diffusers")
+    tolerance = TOLERANCES["module float32"]
+    torch.testing.assert_close(ours.latents, theirs.latents, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(ours.frames, theirs.frames, rtol=0, atol=tolerance)
+    assert ours.frames.shape == (2, 5, 8, 8, 3)

@@ -1,0 +1,94 @@
+"""The README's commands and code run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("console") for line in block.splitlines()]
+MAKE = [c for c in COMMANDS if c.startswith("make ")]
+TPUPORT = [c for c in COMMANDS if c.startswith("tpuport ")]
+
+
+def test_the_first_two_commands_are_make_demo_and_make_test() -> None:
+    assert COMMANDS[:2] == MAKE == ["make demo", "make test"]
+    assert set(COMMANDS) == set(MAKE) | set(TPUPORT)
+
+
+def make(*args: str) -> subprocess.CompletedProcess[str]:
+    """With programs compiled as they are for users."""
+    return subprocess.run(
+        ["make", "-C", str(ROOT), *args],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_make_demo_leaves_a_playable_video(tmp_path: Path) -> None:
+    import imageio.v3 as iio
+
+    out = tmp_path / "demo.mp4"
+    # -o: this environment stands for the one that make would set up.
+    stamp = f"{sys.prefix}/.tpuport-installed"
+    done = make("demo", f"VENV={sys.prefix}", f"DEMO_OUT={out}", "-o", stamp)
+    assert done.returncode == 0, done.stderr
+    assert iio.imread(out).shape == (17, 128, 192, 3)
+
+
+def test_make_test_runs_lint_types_and_tests() -> None:
+    stamp = f"{sys.prefix}/.tpuport-installed"
+    done = make("-n", "test", f"VENV={sys.prefix}", "-o", stamp)
+    assert done.returncode == 0, done.stderr
+    for tool in ("ruff check", "ruff format --check", "mypy", "pytest"):
+        assert tool in done.stdout
+    assert "pip" not in done.stdout
+
+
+def test_the_commands_run_in_order(tmp_path: Path) -> None:
+    assert len(TPUPORT) >= 8
+    environment = os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")}
+    for command in TPUPORT:
+        done = run_python(
+            ["-m", *shlex.split(command)],
+            environment=environment,
+            folder=tmp_path,
+            timeout=300,
+        )
+        assert done.returncode == 0, (command, done.stderr)
+    made = {p.name for p in tmp_path.iterdir()}
+    assert {"fox.gif", "fox.gif.json", "fox", "fox.mp4", "fox.mp4.json"} <= made
+
+
+def test_the_python_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tpuport import api
+
+    monkeypatch.setattr(api, "default_cache_dir", lambda: tmp_path)
+    (example,) = blocks("python")
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == ["(1, 9, 64, 96, 3)"]
+
+
+def test_every_linked_file_exists() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target

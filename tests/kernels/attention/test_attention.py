@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
+from tests.tolerances import TOLERANCES
+from tpuport.errors import AttentionError, UsageError
+from tpuport.kernels.attention.attention import attention
+from tpuport.kernels.attention.problem import Problem, describe
+from tpuport.kernels.attention.selection import IMPLEMENTATIONS, SMALL_SCORES, select
+
+
+def problem(case: Case, platform: str, **changes: Any) -> Problem:
+    def array(heads: int, length: int, dim: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((case.batch, heads, length, dim), case.dtype)
+
+    return replace(
+        describe(
+            array(case.heads, case.q_len, case.head_dim),
+            array(case.kv_heads, case.kv_len, case.head_dim),
+            array(case.kv_heads, case.kv_len, case.v_dim or case.head_dim),
+            platform=platform,
+        ),
+        **changes,
+    )
+
+
+SHORT, LONG = Case(q_len=512, kv_len=512), Case(q_len=513, kv_len=512)
+MASKED = {"mask_shape": (1, 1, 512, 512), "mask_is_bool": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "platform", "changes", "want", "passed_over"),
+    [
+        (SHORT, "tpu", {}, "splash", []),
+        (LONG, "tpu", {}, "splash", []),
+        (SHORT, "tpu", MASKED, "reference", ["splash", "jax"]),
+        (LONG, "tpu", MASKED, "blockwise", ["splash", "jax", "reference"]),
+        (SHORT, "cpu", {}, "reference", ["splash", "jax"]),
+        (LONG, "cpu", {}, "blockwise", ["splash", "jax", "reference"]),
+        (LONG, "cpu", {"interpret": True}, "blockwise", ["splash", "jax", "reference"]),
+        (LONG, "gpu", {}, "blockwise", ["splash", "jax", "reference"]),
+    ],
+)
+def test_auto_takes_the_first_that_will_do(
+    case: Case, platform: str, changes: Any, want: str, passed_over: list[str]
+) -> None:
+    selection = select(problem(case, platform, **changes))
+    assert selection.implementation == want
+    assert selection.reason
+    assert [name for name, _ in selection.passed_over] == passed_over
+    assert all(why for _, why in selection.passed_over)
+
+
+def test_the_limit_of_small_is_the_constant() -> None:
+    assert problem(SHORT, "cpu").scores_per_head == SMALL_SCORES
+
+
+def test_passing_over_says_why() -> None:
+    (_, splash), _, (_, reference) = select(problem(LONG, "cpu")).passed_over
+    assert splash == "it is for TPU; the platform is 'cpu'"
+    assert reference.startswith("513 x 512 scores per head are more than")
+
+
+def test_a_name_is_followed_where_auto_would_not() -> None:
+    assert select(problem(LONG, "cpu"), "reference").implementation == "reference"
+    assert select(problem(SHORT, "tpu"), "blockwise").implementation == "blockwise"
+    named = select(problem(SHORT, "cpu", interpret=True), "splash")
+    assert (named.implementation, named.reason) == ("splash", "asked for by name")
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "why"),
+    [
+        ("tpu", MASKED, "takes no mask array, got a bool mask"),
+        ("cpu", {}, "TPU only, not for 'cpu'"),
+        ("tpu", {"v_dim": 300}, "head dims up to 256, got 300"),
+        ("tpu", {"dtype": "float16"}, "got float16"),
+    ],
+)
+def test_a_name_that_cannot_do_it_is_an_error(
+    platform: str, changes: Any, why: str
+) -> None:
+    with pytest.raises(AttentionError, match=f"'splash' cannot do this call: .*{why}"):
+        select(problem(SHORT, platform, **changes), "splash")
+    assert issubclass(AttentionError, NotImplementedError)
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(
+        UsageError, match="'flash'; known are: auto, splash, jax, reference, blockwise"
+    ):
+        select(problem(SHORT, "cpu"), "flash")
+
+
+@pytest.mark.parametrize("name", ["auto", *(one.name for one in IMPLEMENTATIONS)])
+def test_every_option_reaches_the_implementation(name: str) -> None:
+    case = Case(
+        q_len=127, kv_len=150, heads=4, is_causal=True, lengths=(0, 99), scale=0.2
+    )
+    if name not in ("splash", "jax"):
+        case = replace(case, mask="float bhqk")
+    arrays, options = inputs(case)
+    got = attention(
+        *arrays, **options, platform="cpu", implementation=name, interpret=True
+    )
+    assert (
+        worst(got, numpy_attention(*arrays, **options))
+        < (TOLERANCES["attention float32"])
+    )
+
+
+def test_the_call_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("reference", "blockwise", "splash", "jax_splash"):
+
+        def record(q: Any, *args: Any, name: str = name, **options: Any) -> Any:
+            ran.append(name)
+            return q
+
+        monkeypatch.setattr(
+            f"tpuport.kernels.attention.attention.{name}_attention", record
+        )
+    small, large = jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 600, 8))
+    attention(small, small, small, platform="cpu")
+    attention(large, large, large, platform="cpu")
+    attention(large, large, large, platform="tpu")
+    attention(large, large, large, platform="tpu", implementation="reference")
+    attention(large, large, large, platform="tpu", implementation="jax")
+    assert ran == ["reference", "blockwise", "splash", "reference", "jax_splash"]
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    q, k = jnp.ones((1, 4, 5, 8)), jnp.ones((1, 3, 5, 8))
+    with pytest.raises(ValueError, match=r"q float32\[1, 4, 5, 8\]"):
+        attention(q, k, k, platform="cpu")
+
+
+def test_the_package_imports_no_torch_and_starts_no_device() -> None:
+    program = (
+        "import sys, tpuport.kernels.attention.attention\n"
+        "from jax._src import xla_bridge\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not xla_bridge._backends\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=120)
+    assert done.returncode == 0

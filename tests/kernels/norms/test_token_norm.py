@@ -1,0 +1,200 @@
+"""Norms of tokens and of heads in interpret mode, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tolerances import TOLERANCES
+from tpuport.kernels.norms.token_norm import (
+    BESIDE,
+    head_norm_rotary,
+    modulated_layer_norm,
+    tokens_per_block,
+)
+
+LIMIT = 100 * 2**20
+#: Of which 384 tokens make three blocks.
+SMALL = BESIDE + 4 * 128 * 256 * 4
+EPS = 1e-5
+
+
+def normals(*shape: int, mean: float = 0.0) -> np.ndarray:
+    """Reproducible normals, as float32 has them."""
+    made = np.random.default_rng(math.prod(shape)).normal(mean, 1.0, shape)
+    return made.astype(np.float32).astype(np.float64)
+
+
+def normed(x: np.ndarray, axis: int, centre: bool = True) -> np.ndarray:
+    """The norm by itself, in float64."""
+    centred = x - x.mean(axis, keepdims=True) if centre else x
+    return centred / np.sqrt((centred**2).mean(axis, keepdims=True) + EPS)
+
+
+def of_tokens(
+    x: np.ndarray, vectors: np.ndarray, first: int, marked: tuple[int, int]
+) -> np.ndarray:
+    """What :func:`modulated_layer_norm` should give; ``vectors`` [2, B, 2, E]."""
+    places = first + np.arange(x.shape[2])
+    mine = ((places >= marked[0]) & (places < marked[1]))[None, None]
+    factor, summand = (
+        np.where(mine, pair[:, 1, :, None], pair[:, 0, :, None]) for pair in vectors
+    )
+    return normed(x, 1) * factor + summand
+
+
+# None, in the first block, over the edge of two, in no block of these, all.
+@pytest.mark.parametrize(
+    ("first", "marked"),
+    [
+        (0, (0, 0)),
+        (0, (0, 70)),
+        (256, (300, 420)),
+        (384, (0, 384)),
+        (128, (100, 600)),
+    ],
+)
+@pytest.mark.parametrize("limit", [SMALL, LIMIT])
+def test_tokens_are_normed_and_take_their_own_vectors(
+    first: int, marked: tuple[int, int], limit: int
+) -> None:
+    blocks = 384 // tokens_per_block(384, 256 * 4, limit)
+    assert blocks == (3 if limit == SMALL else 1)
+    x, vectors = normals(2, 256, 384, mean=3.0), normals(2, 2, 2, 256)
+    found = modulated_layer_norm(
+        *(jnp.asarray(array, jnp.float32) for array in (x, *vectors)),
+        jnp.asarray([first], jnp.int32),
+        eps=EPS,
+        marked=marked,
+        vmem_limit=limit,
+        interpret=True,
+    )
+    error = np.abs(found - of_tokens(x, vectors, first, marked)).max()
+    assert error <= TOLERANCES["norm float32"]
+
+
+def test_a_mean_far_from_zero_costs_no_digits() -> None:
+    x = normals(1, 256, 128, mean=1000.0)
+    ones, zeros = np.ones((1, 2, 256)), np.zeros((1, 2, 256))
+    found = modulated_layer_norm(
+        *(jnp.asarray(array, jnp.float32) for array in (x, ones, zeros)),
+        jnp.zeros(1, jnp.int32),
+        eps=EPS,
+        vmem_limit=LIMIT,
+        interpret=True,
+    )
+    error = np.abs(found - normed(x, 1)).max()
+    assert error <= TOLERANCES["norm float32 large mean"]
+
+
+@pytest.mark.parametrize("centre", [True, False])
+# As many heads as a step takes, more, and a number that no step divides evenly.
+@pytest.mark.parametrize("heads", [1, 11, 16])
+def test_heads_are_normed_and_rotated(heads: int, centre: bool) -> None:
+    x, vectors = normals(2, heads, 64, 256, mean=0.5), normals(2, 64)
+    cos, sin = normals(64, 256), normals(256, 64).T
+    found = head_norm_rotary(
+        *(jnp.asarray(array, jnp.float32) for array in (x, vectors, cos, sin)),
+        eps=EPS,
+        centre=centre,
+        vmem_limit=LIMIT,
+        interpret=True,
+    )
+    y = normed(x, 2, centre) * vectors[0][:, None] + vectors[1][:, None]
+    first, second = y[:, :, :32], y[:, :, 32:]
+    turned = np.concatenate(
+        [
+            first * cos[:32] - second * sin[:32],
+            second * cos[32:] + first * sin[32:],
+        ],
+        2,
+    )
+    assert np.abs(found - turned).max() <= TOLERANCES["norm float32"]
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    x = jnp.asarray(normals(1, 2, 64, 128), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    ones = jnp.ones((64, 128), jnp.float32)
+    vectors = jnp.stack([ones[:, 0], 0 * ones[:, 0]])
+    heads = head_norm_rotary(
+        x, vectors, ones, 0 * ones, eps=EPS, centre=True, vmem_limit=LIMIT,
+        interpret=True,
+    )  # fmt: skip
+    assert heads.dtype == jnp.bfloat16
+    tokens = modulated_layer_norm(
+        x.reshape(1, 128, 128),
+        *(jnp.full((1, 2, 128), value, jnp.float32) for value in (1, 0)),
+        jnp.zeros(1, jnp.int32),
+        eps=EPS,
+        vmem_limit=LIMIT,
+        interpret=True,
+    )
+    assert tokens.dtype == jnp.bfloat16
+    for found, want in ((heads, normed(wide, 2)), (tokens, None)):
+        if want is None:
+            want = normed(wide.reshape(1, 128, 128), 1)
+        # Half a unit in the last place of 8 bits.
+        apart = np.abs(np.asarray(found, np.float64) - want)
+        assert (apart <= np.abs(want) * 2.0**-8 + TOLERANCES["norm float32"]).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "limit", "why"),
+    [
+        (200, 256, LIMIT, "200 tokens are no multiple of 128"),
+        (256, 192, LIMIT, "192 features are no multiple of 128"),
+        (256, 4096, BESIDE + 2**20, "do not fit"),
+    ],
+)
+def test_what_the_kernel_cannot_it_refuses(
+    tokens: int, features: int, limit: int, why: str
+) -> None:
+    vectors = jnp.zeros((1, 2, features), jnp.float32)
+    with pytest.raises(NotImplementedError, match=why):
+        modulated_layer_norm(
+            jnp.zeros((1, features, tokens), jnp.float32),
+            vectors,
+            vectors,
+            jnp.zeros(1, jnp.int32),
+            eps=EPS,
+            vmem_limit=limit,
+            interpret=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("features", "tokens", "why"),
+    [
+        (48, 128, "a head dim of 48 is no multiple of 32"),
+        (64, 130, "130 tokens are no multiple of 128"),
+    ],
+)
+def test_heads_that_the_kernel_cannot_take(
+    features: int, tokens: int, why: str
+) -> None:
+    table = jnp.zeros((features, tokens), jnp.float32)
+    with pytest.raises(NotImplementedError, match=why):
+        head_norm_rotary(
+            jnp.zeros((1, 2, features, tokens), jnp.float32),
+            jnp.zeros((2, features), jnp.float32),
+            table,
+            table,
+            eps=EPS,
+            centre=True,
+            vmem_limit=LIMIT,
+            interpret=True,
+        )
+
+
+def test_blocks_are_the_largest_divisors_that_fit() -> None:
+    # The lengths of both models on eight chips, at 720p.
+    assert tokens_per_block(9984, 3072 * 2, LIMIT) == 768
+    assert tokens_per_block(28160, 2048 * 2, LIMIT) == 640
+    assert tokens_per_block(9984, 3072 * 4, LIMIT) == 384
+    assert tokens_per_block(128, 3072 * 2, LIMIT) == 128
+    # Four of 4.5 MiB do not fit here; two bytes for 384 tokens do.
+    assert tokens_per_block(9984, 3072 * 2, 16 << 20) == 384

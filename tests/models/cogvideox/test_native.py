@@ -1,0 +1,142 @@
+"""CogVideoX's native blocks against upstream's own code, on one device and on eight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tpuport
+from tests.models.cogvideox.test_components import ALL_FORMS, transformer_inputs
+from tests.models.conftest import make_transformer
+from tests.tolerances import TOLERANCES
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.spec.model_port import with_blocks
+from tpuport.plugins import get_port
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max())
+
+
+def records(program: Any) -> list[Any]:
+    found: list[Any] = program._runtime.records
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ALL_FORMS)
+@pytest.mark.parametrize("mesh", ["dp=1", "sp=3", "dp=2,sp=2,tp=2"])
+def test_every_form_is_upstreams(form: str, mesh: str) -> None:
+    module, inputs = make_transformer(form), transformer_inputs(form, 2)
+    program = tpuport.port(module, mesh=mesh)
+    found, expected = program(**inputs).sample, module(**inputs).sample
+    assert worst(found, expected) <= TOLERANCES["component float32"]
+    assert float(expected.std()) > 0.05
+    (record,) = records(program)
+    assert record.padded is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [2, 3, 8])
+@pytest.mark.parametrize("sp", [1, 2, 3, 4, 5, 8])
+def test_tokens_and_heads_that_do_not_divide(heads: int, sp: int) -> None:
+    module = make_transformer("5b", num_attention_heads=heads, num_layers=2)
+    inputs = transformer_inputs("5b", 1)
+    program = tpuport.port(module, mesh=(1, sp, 1))
+    found, expected = program(**inputs).sample, module(**inputs).sample
+    assert worst(found, expected) <= TOLERANCES["component float32"]
+    (record,) = records(program)
+    # Twenty text tokens and three frames of six by eight.
+    assert record.padded == -(-(20 + 3 * 6 * 8) // sp) * sp
+    assert record.ulysses * record.ring == sp
+    if heads % sp == 0:
+        assert record.ulysses == sp
+
+
+@torch.no_grad()
+def test_heads_of_both_prompts_are_split_together() -> None:
+    # Three heads do not divide by two, six do.
+    module = make_transformer("5b", num_attention_heads=3, num_layers=2)
+    inputs = transformer_inputs("5b", 2)
+    program = tpuport.port(module, mesh=(1, 2, 1))
+    assert worst(program(**inputs).sample, module(**inputs).sample) <= 1e-5
+    assert records(program)[0].ulysses == 2
+
+
+@torch.no_grad()
+def test_bfloat16_is_no_further_from_float32_than_upstreams() -> None:
+    module = make_transformer("5b").to(torch.bfloat16)
+    exact = make_transformer("5b").to(torch.bfloat16).float()
+    inputs = transformer_inputs("5b", 2)
+
+    def cast(dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            k: v.to(torch.bfloat16).to(dtype) if k.endswith("hidden_states") else v
+            for k, v in inputs.items()
+        }
+
+    reference = exact(**cast(torch.float32)).sample
+    ours = tpuport.port(module)(**cast(torch.bfloat16)).sample
+    theirs = module(**cast(torch.bfloat16)).sample
+    error, their_error = (
+        float((x.float() - reference).abs().mean()) for x in (ours, theirs)
+    )
+    assert error <= their_error
+
+
+@torch.no_grad()
+def test_both_kinds_of_blocks_are_there_and_agree() -> None:
+    module, inputs = make_transformer("1.5-5b"), transformer_inputs("1.5-5b", 2)
+    native = tpuport.port(module, mesh=(1, 4, 1), blocks="native")
+    upstream = tpuport.port(module, mesh=(1, 4, 1), blocks="upstream")
+    first, second = native(**inputs).sample, upstream(**inputs).sample
+    assert worst(first, second) <= TOLERANCES["component float32"]
+    assert records(native)[0].padded
+    assert records(upstream)[0].padded is None
+
+
+@torch.no_grad()
+def test_arguments_that_native_blocks_do_not_take_are_refused() -> None:
+    module, inputs = make_transformer("5b"), transformer_inputs("5b", 1)
+    with pytest.raises(NotImplementedError, match="blocks='upstream'"):
+        tpuport.port(module)(**inputs, attention_kwargs={"scale": 0.5})
+
+
+def test_q_and_k_rows_are_permuted_only_where_tokens_rotate() -> None:
+    port = with_blocks(get_port("cogvideox"), "native")
+    (weights, norms) = port.components["transformer"].transforms
+    rows = torch.arange(16.0)
+    turned = {"use_rotary_positional_embeddings": True, "attention_head_dim": 8}
+    expected = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    assert weights.apply(rows, turned).tolist() == expected
+    assert norms.apply(rows[:8], turned).tolist() == expected[:8]
+    still = {**turned, "use_rotary_positional_embeddings": False}
+    assert weights.apply(rows, still).tolist() == rows.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mesh", ["dp=1", "sp=3,tp=2"])
+def test_tokens_last_as_on_a_tpu_gives_the_same(
+    mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointSequence, "feature_major", property(lambda self: True))
+    module, inputs = make_transformer("1.5-5b"), transformer_inputs("1.5-5b", 2)
+    found, expected = tpuport.port(module, mesh=mesh)(**inputs).sample, module(**inputs)
+    assert worst(found, expected.sample) <= TOLERANCES["component float32"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sp", [4, 8])
+def test_thirty_heads_are_padded_on_any_number_of_devices(sp: int) -> None:
+    """As many as 2b has: 32 on four devices and on eight."""
+    module = make_transformer("2b", num_attention_heads=30, attention_head_dim=8)
+    inputs = transformer_inputs("2b", 1)
+    one = tpuport.port(module, mesh="dp=1")(**inputs).sample
+    program = tpuport.port(module, mesh=(1, sp, 1))
+    assert worst(program(**inputs).sample, one) <= TOLERANCES["mesh float32"]
+    (record,) = records(program)
+    assert (record.ulysses, record.ring) == (sp, 1)
+    assert record.query[1] == 30

@@ -1,0 +1,124 @@
+"""HunyuanVideo 13B's native blocks are upstream's on any mesh, both kinds of them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.hunyuanvideo.blocks.forms import (
+    ATOL,
+    MESHES,
+    bfloat16_errors,
+    call,
+    largest,
+    native,
+    one_by_one,
+    videos,
+)
+from tests.models.hunyuanvideo.blocks.test_transformer_13b import (
+    FORMS,
+    TEXT,
+    VIDEO,
+    inputs_of,
+    make,
+    upstream,
+)
+from tests.tolerances import TOLERANCES
+from tpuport.core.tracing.patching import inspect_patches
+from tpuport.models.hunyuanvideo.native_13b import TRANSFORMER_13B
+
+
+@pytest.fixture(scope="module")
+def module() -> torch.nn.Module:
+    return make()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_it_is_upstreams_on(
+    mesh: tuple[int, int, int], module: torch.nn.Module
+) -> None:
+    inputs = inputs_of(2)
+    program = native(module, mesh)
+    assert largest(call(program, inputs), upstream(module, inputs)) <= ATOL
+    # Both kinds of blocks attend to the same sequence.
+    (record,) = [r for r in program._runtime.records if r.padded]
+    assert record.key[2] == VIDEO + TEXT
+    assert record.padded == -(-(VIDEO + TEXT) // mesh[1]) * mesh[1]
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "t2v"])
+def test_forms(form: str) -> None:
+    module, inputs = make(form), inputs_of(2, form)
+    found = call(native(module, (1, 5, 1)), inputs)
+    assert largest(found, upstream(module, inputs)) <= ATOL
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_single_layers": 0},
+        {"qk_norm": "layer_norm", "num_attention_heads": 3},
+    ],
+    ids=str,
+)
+def test_any_config(changes: dict[str, Any]) -> None:
+    module, inputs = make(**changes), inputs_of(2, size=(1, 6, 10))
+    found = call(native(module, (1, 2, 1)), inputs)
+    assert largest(found, upstream(module, inputs)) <= ATOL
+
+
+def test_stacked_blocks_are_those_one_by_one(module: torch.nn.Module) -> None:
+    inputs = inputs_of(2)
+    expected = call(one_by_one(module, (1, 4, 2)), inputs)
+    assert largest(call(native(module, (1, 4, 2)), inputs), expected) <= ATOL
+    assert largest(expected, upstream(module, inputs)) <= ATOL
+
+
+def test_bfloat16_is_no_further_off_than_upstreams(module: torch.nn.Module) -> None:
+    errors = np.zeros(2)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        changed = copy.deepcopy(module)
+        for parameter in changed.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        errors += bfloat16_errors(changed, inputs_of(2), upstream)
+    of_upstream, of_native = errors
+    assert 0 < of_native <= of_upstream * 1.05**2
+
+
+def test_attention_kwargs_are_refused(module: torch.nn.Module) -> None:
+    program = native(module)
+    with pytest.raises(NotImplementedError, match="scale; run with blocks='upstream'"):
+        program(**inputs_of(1), attention_kwargs={"scale": 0.5})
+
+
+@pytest.mark.parametrize("step_cache", [None, "deepcache:start=1,end=4", "taylorseer"])
+def test_videos_of_both_blocks(
+    step_cache: str | None, hunyuanvideo_folders: dict[str, Path], cache_dir: Path
+) -> None:
+    made = videos(
+        hunyuanvideo_folders["13b"],
+        cache_dir,
+        "a red fox walks on",
+        (1, 4, 2),
+        step_cache,
+    )
+    for one, other in zip(made["native"], made["upstream"], strict=True):
+        assert np.abs(one - other).max() <= TOLERANCES["video float32"]
+
+
+def test_every_patch_applies_here() -> None:
+    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_13B.patches).entries}
+    names = (
+        "hunyuanvideo-native-forward",
+        "hunyuanvideo-native-block",
+        "hunyuanvideo-native-first-frame-block",
+        "hunyuanvideo-native-single-block",
+        "hunyuanvideo-native-first-frame-single-block",
+    )
+    assert states == dict.fromkeys(names, "applicable")

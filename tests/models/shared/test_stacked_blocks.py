@@ -1,0 +1,122 @@
+"""Every transformer gives the same with its blocks in one loop as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from tests.core.tracing.towers import port as stacked_port
+from tests.core.tracing.towers import scans
+from tests.models.cogvideox.test_components import transformer_inputs
+from tests.models.conftest import make_transformer
+from tests.models.hunyuanvideo import test_encoders as small
+from tests.models.hunyuanvideo.blocks import test_transformer as form_15
+from tests.models.hunyuanvideo.blocks import test_transformer_13b as form_13b
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.run.ported_program import PortedProgram, component_of
+from tpuport.models.hunyuanvideo import encoders
+from tpuport.plugins import get_port
+
+#: Of every plugin: from text, from an image, and the original form.
+CASES = {
+    "cogvideox t2v": lambda batch: (
+        make_transformer("5b", num_layers=4),
+        transformer_inputs("5b", batch),
+    ),
+    "cogvideox i2v": lambda batch: (
+        make_transformer("1.5-5b-i2v", num_layers=3),
+        transformer_inputs("1.5-5b-i2v", batch),
+    ),
+    "hunyuanvideo t2v": lambda batch: (
+        form_15.make(num_layers=4),
+        form_15.inputs_of(batch, "t2v zeros"),
+    ),
+    "hunyuanvideo i2v": lambda batch: (
+        form_15.make(num_layers=3),
+        form_15.inputs_of(batch, "i2v"),
+    ),
+    "hunyuanvideo 13b": lambda batch: (form_13b.make(), form_13b.inputs_of(batch)),
+}
+
+
+def program(module: torch.nn.Module, model: str, mesh: str, stack: bool) -> Any:
+    port, component = component_of(get_port(model), module)
+    devices = build_mesh(MeshSpec.parse(mesh))
+    return PortedProgram(module, port, component, devices, stack=stack)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("case", "batch", "mesh"),
+    [
+        *((case, 1, "dp=1") for case in CASES),
+        *((case, 2, "dp=2,tp=4") for case in CASES),
+        ("cogvideox t2v", 2, "dp=1"),
+        ("cogvideox t2v", 2, "sp=2,tp=2"),
+        ("hunyuanvideo i2v", 2, "sp=2,tp=2"),
+        ("hunyuanvideo 13b", 2, "sp=2,tp=2"),
+    ],
+)
+def test_one_loop_gives_what_block_by_block_gives(
+    case: str, batch: int, mesh: str
+) -> None:
+    module, inputs = CASES[case](batch)
+    model = case.split()[0]
+    stacked, unrolled = (program(module, model, mesh, s) for s in (True, False))
+    found, expected = stacked(**inputs).sample, unrolled(**inputs).sample
+    assert float((found - expected).abs().max()) <= 1e-6
+    assert float(expected.std()) > 0.1
+    # The same rules, the same bytes.
+    assert stacked.plan == unrolled.plan
+
+
+IDS, MASK = small.ragged("right", "left")
+PIXELS = torch.rand(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
+
+#: Class and config, the call, its inputs, and the lengths of its scans.
+ENCODERS: dict[str, tuple[str, dict[str, Any], Callable[..., Any], Any, list[int]]] = {
+    # Of five layers the last two are never run: the third last state is asked for.
+    "qwen": (
+        "Qwen2_5_VLTextModel",
+        small.QWEN,
+        encoders.qwen_states,
+        (IDS, MASK),
+        [3],
+    ),
+    "llama": ("LlamaModel", small.LLAMA, encoders.llama_states, (IDS, MASK), [3]),
+    # The first of three layers has the position bias.
+    "byt5": ("T5EncoderModel", small.BYT5, encoders.byt5_states, (IDS, MASK), [2]),
+    "siglip": (
+        "SiglipVisionModel",
+        small.SIGLIP,
+        encoders.siglip_states,
+        (PIXELS,),
+        [3],
+    ),
+    "clip": ("CLIPTextModel", small.CLIP, encoders.clip_pooled, (IDS,), [3]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_is_one_loop_and_the_same(name: str) -> None:
+    class_name, config, function, given, lengths = ENCODERS[name]
+    module = small.make(class_name, config)
+    port, component = component_of(get_port("hunyuanvideo"), module)
+    inputs = [small.to_numpy(tensor) for tensor in given]
+    results = []
+    for stacked in (component.stacked, ()):
+        ported, weights = stacked_port(module, stacked, port)
+
+        def run(w: Any, x: Any, ported: Any = ported) -> Any:
+            return function(ported.bind(w), *x)
+
+        results.append(np.asarray(jax.jit(run)(weights, inputs)))
+        assert scans(run, weights, inputs) == (lengths if stacked else [])
+    np.testing.assert_allclose(*results, rtol=0, atol=1e-6)

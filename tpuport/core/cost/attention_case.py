@@ -1,0 +1,265 @@
+"""One attention call to be costed, as data, and the source a kernel is made of."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.mesh.chips import chip
+from tpuport.errors import UsageError
+
+#: Implementation -> module of its kernel, or of what calls it.
+IMPLEMENTATIONS = {
+    "tpuport": "tpuport.kernels.attention.splash",
+    "jax": "tpuport.kernels.attention.jax_splash",
+    "tokamax": None,
+}
+
+#: Of a row of registers; tiles of every kernel are multiples of it.
+_LANES = 128
+_PACKAGE = Path(__file__).parents[2]
+_TABLE = "tpuport.kernels.attention.block_table"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """Tokens of a kernel's tiles; ``q`` queries meet ``kv`` keys, some at a time."""
+
+    q: int
+    kv: int
+    kv_compute: int
+
+    @classmethod
+    def parse(cls, text: str) -> Blocks:
+        """Of ``Q/KV/COMPUTE``, such as ``2048/2048/512``.
+
+        Raises:
+            UsageError: it is not three positive numbers, or tiles that no kernel takes.
+        """
+        parts = text.split("/")
+        if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+            raise UsageError(
+                f"blocks {text!r} are not Q/KV/COMPUTE, such as 2048/2048/512, or auto"
+            )
+        q, kv, kv_compute = map(int, parts)
+        if q % _LANES or kv % _LANES or kv_compute % _LANES or kv % kv_compute:
+            raise UsageError(
+                f"blocks {text!r}: all three must be multiples of {_LANES}, and KV one "
+                "of COMPUTE"
+            )
+        return cls(q=q, kv=kv, kv_compute=kv_compute)
+
+    def __str__(self) -> str:
+        return f"{self.q}/{self.kv}/{self.kv_compute}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCase:
+    """An attention call on one device: q [B, H, Lq, D], k and v [B, Hkv, Lk, D].
+
+    Attributes:
+        implementation: ``tpuport``, ``jax`` or ``tokamax``.
+        chip: generation, such as ``v6e``.
+        batch, heads, kv_heads: of this device alone.
+        q_len, kv_len, head_dim: tokens and width.
+        dtype: of q, k and v.
+        blocks: tiles; None for what the implementation chooses.
+        is_causal, window, k_smooth: options of the call; a window is (left, right).
+        has_lengths: whether the valid keys of each item are given when it runs.
+    """
+
+    implementation: str
+    chip: str = "v6e"
+    batch: int = 1
+    heads: int
+    kv_heads: int | None = None
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    blocks: Blocks | None = None
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    k_smooth: bool = False
+    has_lengths: bool = False
+
+    def __post_init__(self) -> None:
+        if self.implementation not in IMPLEMENTATIONS:
+            raise UsageError(
+                f"unknown kernel {self.implementation!r}; known are: "
+                f"{', '.join(IMPLEMENTATIONS)}"
+            )
+        chip(self.chip)
+        if self.dtype not in ("bfloat16", "float32"):
+            raise UsageError(f"kernels take bfloat16 and float32, not {self.dtype}")
+        for name in ("batch", "heads", "q_len", "kv_len", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def scores(self) -> int:
+        """Scores of the whole call, padding not counted: B H Lq Lk."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; :meth:`from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> AttentionCase:
+        """The case that :meth:`as_dict` wrote."""
+        blocks = data.get("blocks")
+        window = data.get("window")
+        return cls(
+            **{
+                **data,
+                "blocks": Blocks(**blocks) if blocks else None,
+                "window": tuple(window) if window else None,
+            }
+        )
+
+
+def padded(length: int, block: int) -> int:
+    """The smallest multiple of ``block`` that is at least ``length``."""
+    return -(-length // block) * block
+
+
+def with_blocks(case: AttentionCase) -> AttentionCase:
+    """The case with the tiles that a run would take, where it names none.
+
+    For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
+    less; for ``jax`` they are our rule for it, for ``tokamax`` the best of those tried.
+    """
+    if case.blocks is not None:
+        return case
+    found: Any
+    if case.implementation == "tokamax":
+        found = Blocks(q=2048, kv=2048, kv_compute=256 if case.head_dim <= 64 else 512)
+    elif case.implementation == "jax":
+        from tpuport.kernels.attention import jax_splash
+
+        found = jax_splash.default_blocks(
+            case.q_len,
+            case.kv_len,
+            case.head_dim,
+            itemsize=case.itemsize,
+            chip=case.chip,
+        )
+    else:
+        from tpuport.kernels.attention.selection import splash_sizes
+
+        lengths = (case.q_len, case.kv_len)
+        found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
+    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+    return replace(case, blocks=tiles)
+
+
+def rule_blocks(case: AttentionCase) -> Blocks:
+    """The tiles of tpuport's kernel by its own rule, without the table."""
+    from tpuport.kernels.attention.splash_blocks import default_blocks
+
+    found = default_blocks(
+        case.q_len,
+        case.kv_len,
+        case.head_dim,
+        chip=case.chip,
+        itemsize=case.itemsize,
+    )
+    return Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+
+
+def fits(case: AttentionCase, blocks: Blocks) -> bool:
+    """Whether tpuport's kernel takes these tiles and they fit the chip's VMEM."""
+    from tpuport.kernels.attention.splash_blocks import (
+        SplashBlocks,
+        vmem_bytes,
+        vmem_limit,
+    )
+
+    try:
+        tiles = SplashBlocks(q=blocks.q, kv=blocks.kv, kv_compute=blocks.kv_compute)
+    except ValueError:
+        return False
+    needed = vmem_bytes(tiles, case.head_dim, itemsize=case.itemsize)
+    return needed <= vmem_limit(case.chip)
+
+
+def kernel_source_hash(implementation: str) -> str | None:
+    """Sha256 of the code of tpuport a kernel is made of; None for a kernel with none.
+
+    The code is that of the kernel's module and of all modules it imports from
+    ``tpuport.kernels``. Comments, docstrings, annotations and the place of a module do
+    not count: none of them changes a kernel.
+
+    Raises:
+        UsageError: no implementation has that name, or an imported module is missing.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise UsageError(f"unknown kernel {implementation!r}")
+    module = IMPLEMENTATIONS[implementation]
+    if module is None:
+        return None
+    found: dict[str, str] = {}
+    open_modules = [module]
+    while open_modules:
+        module = open_modules.pop()
+        # Whoever measures the kernel writes the table, which is no part of the kernel.
+        if module in found or module == _TABLE:
+            continue
+        path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        if not path.is_file():
+            raise UsageError(f"{module} is missing")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        open_modules += _kernel_imports(tree)
+        found[module] = ast.dump(_Code().visit(tree))
+    digest = hashlib.sha256()
+    for module in sorted(found, key=lambda name: name.rpartition(".")[2]):
+        digest.update(f"{module.rpartition('.')[2]}\0{found[module]}\0".encode())
+    return digest.hexdigest()
+
+
+def _kernel_imports(tree: ast.Module) -> list[str]:
+    """The modules of ``tpuport.kernels`` from which a module imports anything."""
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    names = (node.module or "" for node in imports)
+    return [name for name in names if name.startswith("tpuport.kernels.")]
+
+
+class _Code(ast.NodeTransformer):
+    """A module without imports, docstrings and annotations."""
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Dropped; the imported modules count by themselves."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Dropped as well."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        """Docstrings are strings that nothing uses."""
+        text = isinstance(node.value, ast.Constant) and isinstance(
+            node.value.value, str
+        )
+        return None if text else self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        """The argument's name alone."""
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """The name and the value; the annotation is a constant in its place."""
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Without what it returns."""
+        node.returns = None
+        return self.generic_visit(node)

@@ -1,0 +1,145 @@
+"""Model FLOPs: what the mathematics of a program asks for, on all devices together.
+
+Counted from the traced program, before anything is padded, split or repeated for a
+mesh: matrix products and convolutions where they stand, attention kernels by their
+call's lengths, other kernels by what they say of themselves. Elementwise work is not
+counted, as is usual for a utilisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpuport.core.tracing.context import AttentionRecord
+
+#: How the names of kernels begin whose FLOPs are products, and of those without any.
+PRODUCTS = ("tpuport_conv",)
+ELEMENTWISE = (
+    "tpuport_moments",
+    "tpuport_norm",
+    "tpuport_norm_heads",
+    "tpuport_norm_tokens",
+    "tpuport_sides",
+)
+#: Implementations that run as a kernel; the others are products in the trace.
+KERNELS = ("jax", "splash")
+
+
+def model_flops(jaxpr: Any, records: Sequence[AttentionRecord]) -> float:
+    """Multiplications and additions of one call of a traced program.
+
+    Args:
+        jaxpr: ``traced.jaxpr``.
+        records: what its attention calls run as.
+    """
+    kernels = [r for r in records if r.implementation in KERNELS]
+    return _walk(jaxpr.jaxpr, 1.0, lambda eqn: _kernel_flops(eqn, kernels))
+
+
+def attention_flops(record: AttentionRecord) -> float:
+    """Of one attention call: two products of every query with every key it sees."""
+    batch, heads, queries, width = record.query
+    keys = record.key[2]
+    seen = float(queries) * keys
+    if record.window is not None:
+        left, right = record.window
+        seen = queries * min(float(keys), left + right + 1.0)
+    elif record.causal:
+        seen /= 2
+    elif record.frame_tokens:
+        frames = queries // record.frame_tokens
+        seen *= (frames + 1) / (2 * frames)
+    return 4.0 * batch * heads * seen * width
+
+
+def _walk(
+    jaxpr: Any, times: float, kernel: Callable[[Any], float], parts: int = 1
+) -> float:
+    """``parts`` is in how many different parts the jaxpr computes its result."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            total += times * parts * _dot(eqn)
+        elif name == "conv_general_dilated":
+            total += times * parts * _convolution(eqn)
+        elif name == "pallas_call":
+            own = _own_flops(eqn)
+            # An attention call's lengths are those of all devices together.
+            total += times * (kernel(eqn) if own is None else parts * own)
+        elif name == "shard_map":
+            inside = parts * _parts(eqn)
+            total += _walk(eqn.params["jaxpr"], times, kernel, inside)
+        elif name == "scan":
+            inner = eqn.params["jaxpr"].jaxpr
+            total += _walk(inner, times * eqn.params["length"], kernel, parts)
+        elif name == "cond":
+            branches = (b.jaxpr for b in eqn.params["branches"])
+            total += max(_walk(b, times, kernel, parts) for b in branches)
+        else:
+            for inner in _inner(eqn):
+                total += _walk(inner, times, kernel, parts)
+    return total
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns"):
+                yield item
+            elif hasattr(item, "jaxpr") and hasattr(item.jaxpr, "eqns"):
+                yield item.jaxpr
+
+
+def _own_flops(eqn: Any) -> float | None:
+    """Of a kernel that is no attention; ``None`` for one that is."""
+    name = str(eqn.params["name"])
+    if name.startswith(ELEMENTWISE):
+        return 0.0
+    return float(eqn.params["cost_estimate"].flops) if name in PRODUCTS else None
+
+
+def _parts(eqn: Any) -> int:
+    """In how many different parts a ``shard_map`` computes its result."""
+    sizes = dict(eqn.params["mesh"].shape)
+    axes = {
+        axis
+        for spec in eqn.params["out_specs"]
+        for entry in spec
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+        if axis is not None
+    }
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _dot(eqn: Any) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    out = math.prod(eqn.outvars[0].aval.shape)
+    return 2.0 * out * math.prod(left[d] for d in contracted)
+
+
+def _convolution(eqn: Any) -> float:
+    kernel = eqn.invars[1].aval.shape
+    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    out = math.prod(eqn.outvars[0].aval.shape)
+    return 2.0 * out * math.prod(kernel) / features
+
+
+def _kernel_flops(eqn: Any, records: Sequence[AttentionRecord]) -> float:
+    """Of the record that the operands of a kernel fit best: padding makes them larger.
+
+    A program has few different attention calls, of very different sizes.
+    """
+    if not records:
+        return 0.0
+    size = sum(math.prod(v.aval.shape) for v in eqn.invars if v.aval.ndim > 2)
+
+    def misfit(record: AttentionRecord) -> float:
+        both = math.prod(record.query) + 2 * math.prod(record.key)
+        return abs(math.log(max(size, 1) / both))
+
+    return attention_flops(min(records, key=misfit))

@@ -1,0 +1,472 @@
+"""What one compiled kernel costs, read from the compiler's own schedule.
+
+libtpu writes its VLIW program for each kernel and fusion into a folder when
+``LIBTPU_INIT_ARGS`` has :func:`dump_flags`. Two files of each matter:
+``final_bundles``, the program with its regions, loops and branches, and
+``final_hlo-static-per-bundle-utilization``, one row a bundle and one column a unit. A
+TPU core issues one bundle a cycle, in order and without caches, so bundles times trip
+counts are its cycles as long as its copies from HBM keep up; waits for those are not in
+here.
+
+The program is walked as the core would walk it: loops by their trip counts, branches
+by their conditions. Conditions on the grid's indices, such as "first key block", are
+worked out for every grid step. What depends on data is tried both ways.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuport.core.cost.bundles import Branch, Loop, Program, operand, parse_program
+from tpuport.core.cost.scalar_logic import Expression, atoms, decide, show
+from tpuport.errors import TpuportError
+
+#: Bundles after a branch that run whether or not it is taken, by chip. Counted in
+#: dumps of libtpu 0.0.42.1: the regions that follow a branch begin after them.
+DELAY_SLOTS = {"v4": 1, "v5e": 4, "v5p": 4, "v6e": 4, "v7x": 1}
+
+_READERS = ("bundles", "scalar_logic", "kernel_schedule")
+
+#: Conditions on data that are tried both ways; more are all taken as "runs".
+MOST_CONDITIONS = 6
+
+_FILE = re.compile(
+    r"^\d+-(?P<name>.+)-\d+-"
+    r"(?P<kind>final_bundles|final_hlo-static-per-bundle-utilization)\.txt$"
+)
+
+
+class ScheduleError(TpuportError):
+    """A schedule is missing or is not in the form this reader knows."""
+
+
+def reader_hash(*more: Path) -> str:
+    """Sha256 of the files that turn a dump into cycles, and of others that do.
+
+    What is kept of a schedule is kept under it, so that it is read anew by new code.
+    """
+    digest = hashlib.sha256()
+    for path in (*(Path(__file__).with_name(f"{n}.py") for n in _READERS), *more):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def dump_flags(folder: Path) -> str:
+    """``LIBTPU_INIT_ARGS`` that makes libtpu write the two files of each kernel."""
+    return (
+        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=final_bundles|final_hlo-static.*"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Neighbouring bundles that run equally often.
+
+    Attributes:
+        start, end: bundle addresses, ``end`` not included.
+        depth: loops around it, the grid's own among them.
+        runs: times it runs in one call; a fraction where it differs within.
+    """
+
+    start: int
+    end: int
+    depth: int
+    runs: float
+
+    @property
+    def cycles(self) -> float:
+        """Cycles of one call spent in it."""
+        return (self.end - self.start) * self.runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """One way a kernel's call can go.
+
+    Attributes:
+        conditions: on data, and whether each holds; empty where nothing depends on it.
+        grid: iterations of the grid, of one core.
+        cycles: bundles executed in the whole call by one core.
+        used: unit -> slots filled in those cycles.
+        capacity: unit -> slots of one bundle.
+        regions: where the cycles are, in program order.
+        unknown_loops: addresses of loops whose trips were given, not read.
+    """
+
+    conditions: tuple[tuple[str, bool], ...]
+    grid: tuple[int, ...]
+    cycles: float
+    used: Mapping[str, float]
+    capacity: Mapping[str, int]
+    regions: tuple[Region, ...]
+    unknown_loops: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of one core."""
+        return math.prod(self.grid)
+
+    @property
+    def utilization(self) -> dict[str, float]:
+        """Unit -> share of its slots that is filled."""
+        return {
+            unit: self.used[unit] / (self.cycles * slots)
+            for unit, slots in self.capacity.items()
+        }
+
+    @property
+    def busiest(self) -> str:
+        """The unit with the fewest slots to spare."""
+        found = self.utilization
+        return max(found, key=lambda unit: found[unit])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSchedule:
+    """The program of one kernel or fusion.
+
+    Attributes:
+        name: as in the HLO, such as ``splash_attention.1``.
+        program: its bundles, loops and branches.
+        capacity: unit -> slots of one bundle.
+        used: slots filled, of shape [bundles, units].
+    """
+
+    name: str
+    program: Program
+    capacity: dict[str, int]
+    used: np.ndarray = field(repr=False)
+
+    @property
+    def bundles(self) -> int:
+        """Length of the program."""
+        return len(self.used)
+
+    def executions(
+        self,
+        *,
+        grid: Sequence[int] | None = None,
+        trips: int | None = None,
+        scalars: Mapping[int, int] | None = None,
+    ) -> list[Execution]:
+        """The whole call, once for each way its conditions on data can turn out.
+
+        Args:
+            grid: of one core; read from the program where it is None. Where that does
+                not name it either, each turn of the outermost loop is a step.
+            trips: of inner loops whose bound is not in the program.
+            scalars: what scalar operands of the kernel hold in every element, by their
+                position; of those left out both outcomes of a test are tried.
+
+        Returns:
+            the ways, the fewest cycles first.
+
+        Raises:
+            ScheduleError: the program is not one of this grid, or a loop's trips are
+                neither in it nor given.
+        """
+        bounds = tuple(grid) if grid is not None else self.program.grid
+        found = _Walk(self, trips, scalars or {}).whole(bounds)
+        return sorted(found, key=lambda way: way.cycles)
+
+
+class _Walk:
+    """Walks a program as a core does, counting how often each bundle runs."""
+
+    def __init__(
+        self, schedule: KernelSchedule, trips: int | None, scalars: Mapping[int, int]
+    ) -> None:
+        self.known = {operand(number): value for number, value in scalars.items()}
+        self.schedule = schedule
+        self.program = schedule.program
+        self.trips = trips
+        self.unknown: set[int] = set()
+        self.leaves: dict[int, tuple[str, ...]] = {}
+        self.found: dict[tuple[Any, ...], Any] = {}
+        loop = self.program.grid_loop
+        self.low, self.high = (
+            (loop.head, loop.end) if loop else (0, self.program.bundles)
+        )
+
+    def whole(self, grid: tuple[int, ...] | None) -> list[Execution]:
+        """Every assignment of the conditions on data, over all grid steps."""
+        loop = self.program.grid_loop
+        turns = 1
+        if loop is not None:
+            turns = self.program.trip_count(loop, {}) or 0
+            if grid is not None:
+                turns = turns or math.prod(grid) + 2
+                if not 0 <= turns - math.prod(grid) <= 3:
+                    raise ScheduleError(
+                        f"{self.schedule.name} has {turns} turns of its grid loop, "
+                        f"which is not a grid of {'x'.join(map(str, grid))}"
+                    )
+            if not turns:
+                raise ScheduleError(
+                    f"the grid of {self.schedule.name} is not in its schedule; give it"
+                )
+        envs = [self._indices(turn, grid) for turn in range(turns)]
+        jumps = [self._jumps(env) for env in envs]
+        trips = [self._all_trips(env) for env in envs]
+        bounds = grid if grid is not None else (turns,)
+        ways = []
+        for assumed in _assignments(jumps):
+            counts = np.zeros(self.program.bundles)
+            cache: dict[tuple[Any, ...], np.ndarray] = {}
+            for env, conditions, turning in zip(envs, jumps, trips, strict=True):
+                taken = _decided(conditions, assumed)
+                key = (*taken.values(), *turning)
+                if key not in cache:
+                    cache[key] = self._run(self.low, self.high, env, assumed)
+                counts += cache[key]
+            if loop is not None:
+                counts[: loop.head] += 1
+                counts[loop.end :] += 1
+            ways.append(self._execution(counts, assumed, bounds))
+        return ways
+
+    def _indices(self, turn: int, grid: tuple[int, ...] | None) -> dict[str, int]:
+        """Values of the grid's index variables in a turn of its loop."""
+        env = dict(self.known)
+        for name, (stage, axis) in self.program.indices.items():
+            at = turn - stage
+            if axis is None:
+                env[name] = at
+            elif grid is not None and axis < len(grid):
+                # Out of range in the turns that only fill and drain the pipeline,
+                # in which the step itself is skipped.
+                at = min(max(at, 0), math.prod(grid) - 1)
+                env[name] = at // math.prod(grid[axis + 1 :]) % grid[axis]
+        return env
+
+    def _forward(self, low: int, high: int) -> list[Branch]:
+        return [
+            branch
+            for at, branch in self.program.branches.items()
+            if low <= at < high and branch.target > at
+        ]
+
+    def _jumps(self, env: Mapping[str, int]) -> dict[int, Expression]:
+        return {
+            branch.at: self._found(
+                branch, env, partial(self.program.condition, branch, env)
+            )
+            for branch in self._forward(self.low, self.high)
+        }
+
+    def _all_trips(self, env: Mapping[str, int]) -> list[int]:
+        return [
+            self._found(loop.back, env, partial(self._trips, loop, env))
+            for loop in self.program.loops
+            if self.low < loop.head and loop.end <= self.high
+        ]
+
+    def _found(
+        self, branch: Branch, env: Mapping[str, int], find: Callable[[], Any]
+    ) -> Any:
+        """``find`` of a branch, once for each value of the indices it depends on."""
+        if branch.at not in self.leaves:
+            self.leaves[branch.at] = self.program.leaves(branch)
+        key = (branch.at, *(env.get(name) for name in self.leaves[branch.at]))
+        if key not in self.found:
+            self.found[key] = find()
+        return self.found[key]
+
+    def _trips(self, loop: Loop, env: Mapping[str, int]) -> int:
+        count = self.program.trip_count(loop, env)
+        if count is None:
+            self.unknown.add(loop.head)
+            if self.trips is None:
+                raise ScheduleError(
+                    f"how often the loop at {loop.head:#x} of {self.schedule.name} "
+                    "runs is not in its schedule; give its trips"
+                )
+            return self.trips
+        return count
+
+    def _run(
+        self,
+        low: int,
+        high: int,
+        env: Mapping[str, int],
+        assumed: Mapping[Expression, bool],
+    ) -> np.ndarray:
+        """How often each bundle of [low, high) runs, once through."""
+        counts = np.zeros(self.program.bundles)
+        at = low
+        while at < high:
+            loop = self.program.loop_at(at, low, high)
+            if loop is not None:
+                counts += self._loop(loop, env, assumed)
+                at = loop.end
+                continue
+            counts[at] += 1
+            branch = self.program.branches.get(at)
+            if branch is None or branch.target <= at:
+                at += 1
+                continue
+            after = min(at + 1 + self.program.delay_slots, high)
+            counts[at + 1 : after] += 1
+            # What cannot be told is not skipped.
+            taken = decide(self.program.condition(branch, env), assumed)
+            at = max(branch.target, after) if taken else after
+        return counts
+
+    def _loop(
+        self, loop: Loop, env: Mapping[str, int], assumed: Mapping[Expression, bool]
+    ) -> np.ndarray:
+        trips = self._trips(loop, env)
+        counters = self.program.counters(loop, env)
+        inside = self._forward(loop.head, loop.end)
+        if not any(self.program.depends(branch, counters) for branch in inside):
+            return trips * self._run(loop.head, loop.end, env, assumed)
+        total = np.zeros(self.program.bundles)
+        for turn in range(trips):
+            values = {name: first + turn * by for name, (first, by) in counters.items()}
+            total += self._run(loop.head, loop.end, {**env, **values}, assumed)
+        return total
+
+    def _execution(
+        self,
+        counts: np.ndarray,
+        assumed: Mapping[Expression, bool],
+        grid: tuple[int, ...],
+    ) -> Execution:
+        units = list(self.schedule.capacity)
+        used = counts @ self.schedule.used
+        return Execution(
+            conditions=tuple((show(atom), value) for atom, value in assumed.items()),
+            grid=grid,
+            cycles=float(counts.sum()),
+            used={unit: float(n) for unit, n in zip(units, used, strict=True)},
+            capacity=self.schedule.capacity,
+            regions=tuple(self._regions(counts)),
+            unknown_loops=tuple(sorted(self.unknown)),
+        )
+
+    def _regions(self, counts: np.ndarray) -> list[Region]:
+        depths = np.zeros(len(counts), dtype=int)
+        for loop in self.program.loops:
+            depths[loop.head : loop.end] += 1
+        changes = (np.diff(counts) != 0) | (np.diff(depths) != 0)
+        edges = [0, *(int(at) + 1 for at in np.flatnonzero(changes)), len(counts)]
+        return [
+            Region(
+                start=start,
+                end=end,
+                depth=int(depths[start]),
+                runs=float(counts[start]),
+            )
+            for start, end in itertools.pairwise(edges)
+            if counts[start]
+        ]
+
+
+def _decided(
+    conditions: Mapping[int, Expression], assumed: Mapping[Expression, bool]
+) -> dict[int, bool | None]:
+    return {at: decide(value, assumed) for at, value in conditions.items()}
+
+
+def _assignments(
+    steps: Sequence[Mapping[int, Expression]],
+) -> list[dict[Expression, bool]]:
+    """All ways the unknown comparisons in the steps' conditions can turn out."""
+    names = list(
+        dict.fromkeys(
+            atom
+            for conditions in steps
+            for condition in conditions.values()
+            for atom in atoms(condition)
+        )
+    )
+    if len(names) > MOST_CONDITIONS:
+        return [{}]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product((False, True), repeat=len(names))
+    ]
+
+
+def read_dump(
+    folder: Path, chip: str, *, only: Collection[str] | None = None
+) -> dict[str, KernelSchedule]:
+    """The kernels and fusions of a dump folder by their HLO names.
+
+    Args:
+        folder: that :func:`dump_flags` named.
+        chip: the programs are for, such as ``v6e``.
+        only: names of those wanted; all where it is None.
+
+    Raises:
+        ScheduleError: the folder has no schedule, or one this reader does not know.
+    """
+    files: dict[str, dict[str, Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if found := _FILE.match(path.name):
+            files.setdefault(found["name"], {})[found["kind"]] = path
+    whole = {
+        name: read_kernel(
+            name,
+            pair["final_bundles"].read_text(errors="replace"),
+            pair["final_hlo-static-per-bundle-utilization"].read_text(),
+            chip,
+        )
+        for name, pair in files.items()
+        if len(pair) == 2
+        and not name.startswith("<")
+        and (only is None or name in only)
+    }
+    if not whole:
+        wanted = f" named {', '.join(only)}" if only else ""
+        raise ScheduleError(f"{folder} has no schedule of a TPU kernel{wanted}")
+    return whole
+
+
+def read_kernel(name: str, bundles: str, utilization: str, chip: str) -> KernelSchedule:
+    """The schedule in the text of the two files of a kernel.
+
+    Raises:
+        ScheduleError: they are not in the form this reader knows.
+    """
+    if chip not in DELAY_SLOTS:
+        raise ScheduleError(
+            f"the schedule of chip {chip!r} cannot be read; known are "
+            f"{', '.join(DELAY_SLOTS)}"
+        )
+    capacity, used = _utilization(name, utilization)
+    try:
+        program = parse_program(bundles, delay_slots=DELAY_SLOTS[chip])
+    except ValueError as error:
+        raise ScheduleError(f"the schedule of {name} cannot be read: {error}") from None
+    if program.bundles != len(used):
+        raise ScheduleError(
+            f"the schedule of {name} has {program.bundles} bundles, and the use "
+            f"of the units {len(used)} rows"
+        )
+    return KernelSchedule(name=name, program=program, capacity=capacity, used=used)
+
+
+def _utilization(name: str, text: str) -> tuple[dict[str, int], np.ndarray]:
+    lines = text.splitlines()
+    try:
+        units = [unit.strip() for unit in lines[1].split(",")]
+        capacity = dict(zip(units, map(int, lines[2].split()), strict=True))
+        rows = [list(map(int, line.split())) for line in lines[4:] if line.strip()]
+        used = np.array(rows, dtype=np.int64).reshape(len(rows), len(units))
+    except (IndexError, ValueError) as error:
+        raise ScheduleError(
+            f"the use of the units of {name} cannot be read: {error}"
+        ) from None
+    return capacity, used

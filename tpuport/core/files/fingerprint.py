@@ -1,0 +1,97 @@
+"""Fingerprints of files: which weights a run was made with, which video it wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpuport.core.files.sealed_json import canonical
+from tpuport.errors import UsageError, WeightsError
+
+#: Files up to this size are fingerprinted whole, larger ones by samples.
+FINGERPRINT_WHOLE_BYTES = 64 << 20
+_SAMPLE_BYTES = 64 << 10
+_SAMPLES = 64
+# Long enough for the JSON header of a sharded safetensors file.
+_EDGE_BYTES = 1 << 20
+
+
+def fingerprint_files(folder: Path, files: Sequence[Path]) -> str:
+    """A fingerprint of the content of ``files``, wherever ``folder`` lies.
+
+    It is a sha256 over the names relative to ``folder``, the sizes and the contents, in
+    the order of the names. Files above 64 MiB are **sampled**: the first and last MiB
+    and 64 evenly spaced chunks of 64 KiB, so that a checkpoint of 20 GB costs well
+    under a second per file. A change inside a large file that touches no sample and
+    leaves the size goes unseen; another checkpoint, another precision or a truncated
+    download does not.
+
+    Args:
+        folder: what the names are relative to; links are not resolved, so that a hub
+            snapshot of links has the fingerprint of the plain files.
+        files: paths under ``folder``.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        UsageError: there are no files, or one is not under ``folder``.
+        WeightsError: a file is missing or cannot be read.
+    """
+    if not files:
+        raise UsageError(f"{folder}: there are no files to fingerprint")
+    named: dict[str, Path] = {}
+    for file in files:
+        if not file.is_relative_to(folder):
+            raise UsageError(f"{file}: is not in {folder}")
+        named[file.relative_to(folder).as_posix()] = file
+    digest = hashlib.sha256(b"tpuport.fingerprint.1")
+    for name in sorted(named):
+        try:
+            size, content = _fingerprint_file(named[name])
+        except OSError as error:
+            raise WeightsError(
+                f"{named[name]}: cannot be read: {error.strerror}"
+            ) from error
+        # JSON delimits the three, so that no name can imitate a size.
+        digest.update(canonical([name, size, content]))
+    return digest.hexdigest()
+
+
+def _fingerprint_file(path: Path) -> tuple[int, str]:
+    """The size of a file in bytes and the sha256 of its content or samples."""
+    # Unbuffered: a buffer would read ahead at every sample.
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= FINGERPRINT_WHOLE_BYTES:
+            return size, hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        inner = size - 2 * _EDGE_BYTES - _SAMPLE_BYTES
+        middle = [
+            (_EDGE_BYTES + inner * i // (_SAMPLES - 1), _SAMPLE_BYTES)
+            for i in range(_SAMPLES)
+        ]
+        for offset, length in [
+            (0, _EDGE_BYTES),
+            *middle,
+            (size - _EDGE_BYTES, _EDGE_BYTES),
+        ]:
+            file.seek(offset)
+            while length > 0 and (data := file.read(length)):
+                digest.update(data)
+                length -= len(data)
+        return size, digest.hexdigest()
+
+
+def hash_output(path: Path) -> tuple[str, int]:
+    """The sha256 and the bytes of a video file, or of the frames in a PNG folder."""
+    if not path.is_dir():
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return digest.hexdigest(), os.fstat(file.fileno()).st_size
+    frames = sorted(path.glob("*.png"))
+    parts = [(frame.name, *hash_output(frame)) for frame in frames]
+    total = sum(size for _, _, size in parts)
+    return hashlib.sha256(canonical(parts)).hexdigest(), total

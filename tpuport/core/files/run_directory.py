@@ -1,0 +1,500 @@
+"""The run directory that the stages ``encode``, ``denoise`` and ``decode`` share.
+
+A run directory holds one versioned ``run.json`` (what was asked for, which weights, and
+one entry per finished stage), the tensors a stage hands to the next one, and the video.
+It can be copied to another machine between two stages: nothing in it depends on where
+it lies.
+
+A file is used only after it has been found to be the one that ``run.json`` records;
+anything else is refused by name with :class:`~tpuport.errors.ArtifactError`, in one
+line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.arrays import dtype_name
+from tpuport.core.files.atomic import one_line
+from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.run_record import (
+    RUN_FILE,
+    STAGE_FILES,
+    STAGES,
+    now,
+    read_run,
+    tpuport_version,
+    write_run,
+)
+from tpuport.core.files.sealed_json import as_json, canonical
+from tpuport.core.files.settings_diff import differences, flatten, plain_numbers
+from tpuport.core.files.stage_tensors import TensorSpec, check_tensors, save_tensors
+from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RunDirectory:
+    """A run directory whose ``run.json`` has been read and found intact.
+
+    Every method reads ``run.json`` afresh, so that another process may have finished a
+    stage in between, and checks it afresh. Writing is for one process at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Use :meth:`create`, :meth:`open` or :meth:`open_or_create` instead."""
+        self.path = path
+        # What this object has read or written, by file name: the inputs of the next
+        # stage. Not looked up when that stage is written, because by then another
+        # process may have replaced the file.
+        self._seen: dict[str, tuple[str, str]] = {}
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        model: str,
+        variant: str,
+        settings: Mapping[str, Any],
+        weights: Mapping[str, str | None],
+    ) -> RunDirectory:
+        """Start a run directory, making the folder and its parents where needed.
+
+        Args:
+            settings: what was asked for, as JSON; stages run later must ask the same.
+            weights: component name to the fingerprint of its files, None if unknown.
+
+        Raises:
+            UsageError: ``settings`` or ``weights`` is not JSON.
+            ArtifactError: the folder holds a run already, or tensors that no run.json
+                accounts for, or cannot be written.
+        """
+        run = cls(Path(path))
+        content = {
+            "tpuport_version": tpuport_version(),
+            "created": now(),
+            "model": model,
+            "variant": variant,
+            "settings": as_json(dict(settings), "settings"),
+            "weights": as_json(dict(weights), "weights"),
+            "stages": {},
+        }
+        if run.file.exists():
+            raise ArtifactError(
+                f"{run.file}: already describes a run; choose another run directory"
+            )
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = "is not a folder" if run.path.exists() else error.strerror
+            raise ArtifactError(
+                f"{run.path}: cannot be made a run directory: {reason}"
+            ) from error
+        # A checkpoint folder given by mistake, or a run whose run.json was lost: the
+        # stages would overwrite what is there.
+        if strays := sorted(run.path.glob("*.safetensors")):
+            raise ArtifactError(
+                f"{strays[0]}: is there without a {RUN_FILE} to account for it; choose"
+                " another run directory, or move the file away"
+            )
+        run._write(content)
+        return run
+
+    @classmethod
+    def open(cls, path: Path, *, model: str | None = None) -> RunDirectory:
+        """A run directory that exists.
+
+        Args:
+            model: if given, the run must be of that model.
+
+        Raises:
+            MissingArtifactError: the folder or its run.json is not there.
+            ArtifactError: run.json is not JSON, truncated, altered, of another schema
+                or version, or of another model.
+        """
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            what = "is not a folder" if run.path.exists() else "does not exist"
+            raise MissingArtifactError(
+                f"{run.path}: the run directory {what}; {run._rerun('encode')} first"
+            )
+        run._read()
+        if model is not None:
+            run.check_request(model=model)
+        return run
+
+    @classmethod
+    def open_or_create(
+        cls,
+        path: Path,
+        *,
+        model: str,
+        variant: str,
+        settings: Mapping[str, Any],
+        weights: Mapping[str, str | None],
+    ) -> RunDirectory:
+        """:meth:`open` and check everything asked for, or :meth:`create`.
+
+        Raises:
+            UsageError, ArtifactError: as those two, :meth:`check_request` and
+                :meth:`check_weights` do.
+        """
+        if not (Path(path) / RUN_FILE).exists():
+            return cls.create(
+                path, model=model, variant=variant, settings=settings, weights=weights
+            )
+        run = cls.open(path)
+        run.check_request(model=model, variant=variant, settings=settings)
+        for component, fingerprint in weights.items():
+            run.check_weights(component, fingerprint)
+        return run
+
+    # --- what the run is
+
+    @property
+    def file(self) -> Path:
+        """The path of ``run.json``."""
+        return self.path / RUN_FILE
+
+    @property
+    def model(self) -> str:
+        """The model the run is of."""
+        return self._read()["model"]
+
+    @property
+    def variant(self) -> str:
+        """The variant of the model."""
+        return self._read()["variant"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was asked for when the run was created; a copy."""
+        return self._read()["settings"]
+
+    @property
+    def weights(self) -> dict[str, str | None]:
+        """Component name to fingerprint, None where unknown; a copy."""
+        return self._read()["weights"]
+
+    def report(self, stage: str) -> dict[str, Any]:
+        """The report recorded with a stage.
+
+        Raises:
+            ArtifactError: the stage is not finished.
+        """
+        return self._entry(self._read(), stage)["report"]
+
+    def settings_digest(self) -> str:
+        """64 hexadecimal digits over model, variant and settings.
+
+        6 and 6.0 are one value; the order of the keys does not matter.
+        """
+        run = self._read()
+        asked = [run["model"], run["variant"], plain_numbers(run["settings"])]
+        return hashlib.sha256(canonical(asked)).hexdigest()
+
+    def check_request(
+        self,
+        *,
+        model: str,
+        variant: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        subset: bool = False,
+    ) -> None:
+        """Check that a request is the one this run was created for.
+
+        Args:
+            variant, settings: not compared when None.
+            subset: ``settings`` are only those given explicitly; others may have any
+                value. Otherwise a setting missing on either side is a difference.
+
+        Raises:
+            UsageError: ``settings`` is not JSON.
+            ArtifactError: they differ; the message lists every difference.
+        """
+        run = self._read()
+        asked: dict[str, Any] = {"model": model}
+        found: dict[str, Any] = {"model": run["model"]}
+        if variant is not None:
+            asked["variant"], found["variant"] = variant, run["variant"]
+        if settings is not None:
+            wanted = flatten(as_json(dict(settings), "settings"))
+            recorded = flatten(run["settings"])
+            if subset:
+                recorded = {k: v for k, v in recorded.items() if k in wanted}
+            asked |= wanted
+            found |= recorded
+        if found_all := differences(found, asked):
+            raise ArtifactError(
+                f"{self.file}: is of another request: {'; '.join(found_all)}; ask for"
+                " what the run was created with, or use another run directory"
+            )
+
+    def check_weights(self, component: str, fingerprint: str | None) -> None:
+        """Check a component's weights against the recorded fingerprint.
+
+        Records the fingerprint when none was recorded. None says nothing and passes.
+
+        Raises:
+            ArtifactError: another fingerprint is recorded.
+        """
+        if fingerprint is None:
+            return
+        run = self._read()
+        recorded = run["weights"].get(component)
+        if recorded is None:
+            run["weights"][component] = fingerprint
+            self._write(run)
+        elif recorded != fingerprint:
+            raise ArtifactError(
+                f"{self.file}: was made with other weights for {component}: recorded"
+                f" {recorded[:16]}, given {fingerprint[:16]}; give the same checkpoint,"
+                " or use another run directory"
+            )
+
+    # --- stages
+
+    def write_stage(
+        self,
+        stage: str,
+        filename: str,
+        tensors: Mapping[str, torch.Tensor],
+        specs: Sequence[TensorSpec],
+        report: Mapping[str, Any],
+    ) -> None:
+        """Write a stage's tensors, then its entry in run.json.
+
+        The entry records as the stage's inputs the files of earlier stages that this
+        object has read or written. When anything fails, the stage is what it was.
+
+        Raises:
+            UsageError: ``filename`` is not a plain name of its own, or ``report`` is
+                not JSON.
+            ArtifactError: the tensors are not those of ``specs``, or a file cannot be
+                written.
+        """
+        run = self._read()
+        plain = PurePosixPath(filename).name == filename
+        if not plain or filename in ("", "..", RUN_FILE):
+            raise UsageError(f"{filename!r} cannot be the file of a stage")
+        for other, entry in run["stages"].items():
+            if other != stage and entry["file"] == filename:
+                raise UsageError(f"{filename!r} is the file of the stage {other}")
+        clean_report = as_json(dict(report), f"the report of {stage}")
+        path = self.path / filename
+        save_tensors(path, tensors, specs)
+        sha256, size = hash_output(path)
+        listing = {
+            name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+            for name, tensor in tensors.items()
+        }
+        self._record(
+            run,
+            stage,
+            {"file": filename, "sha256": sha256, "bytes": size, "tensors": listing},
+            clean_report,
+        )
+        self._seen[filename] = (stage, sha256)
+
+    def read_stage(
+        self, stage: str, specs: Sequence[TensorSpec]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a finished stage, on the CPU, dtypes as written.
+
+        Optional tensors that the file lacks are left out.
+
+        Raises:
+            ArtifactError: the stage is not finished; its file is missing, truncated,
+                altered or unreadable; its tensors are not those of ``specs``; or it was
+                made from inputs that have since been replaced.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        run = self._read()
+        entry = self._entry(run, stage)
+        self._check_inputs(run, stage)
+        path = self.path / entry["file"]
+        # One read for both: the bytes that were checked are the bytes that are used.
+        data = self._verified(path, entry, stage)
+        try:
+            tensors = load(data)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise ArtifactError(
+                f"{path}: is not a safetensors file ({one_line(error)});"
+                f" {self._rerun(stage)} again"
+            ) from error
+        check_tensors(path, tensors, specs)
+        self._seen[entry["file"]] = (stage, entry["sha256"])
+        return {spec.name: tensors[spec.name] for spec in specs if spec.name in tensors}
+
+    def record_output(
+        self, stage: str, path: Path | Sequence[Path], report: Mapping[str, Any]
+    ) -> None:
+        """Record the video that a stage wrote: a file, a folder of PNGs, or several.
+
+        A path inside the run directory is recorded relative to it. Of one outside only
+        the name is, since the run directory may move; such a file is not checked later.
+
+        Raises:
+            UsageError: there is no path, or ``report`` is not JSON.
+            ArtifactError: a path is missing, or run.json cannot be written.
+        """
+        paths = [path] if isinstance(path, Path) else list(path)
+        if not paths:
+            raise UsageError(f"the stage {stage} has no output to record")
+        run = self._read()
+        clean_report = as_json(dict(report), f"the report of {stage}")
+        first, *others = [self._describe(output) for output in paths]
+        entry = {**first, "tensors": {}, **({"others": others} if others else {})}
+        self._record(run, stage, entry, clean_report)
+
+    def finished(self, stage: str) -> bool:
+        """Whether a stage's result is there, intact, and made from current inputs.
+
+        Raises:
+            ArtifactError: run.json itself is not usable.
+        """
+        run = self._read()
+        if stage not in run["stages"]:
+            return False
+        entry = run["stages"][stage]
+        try:
+            self._check_inputs(run, stage)
+        except ArtifactError:
+            return False
+        return all(
+            self._intact(file)
+            for file in [entry, *entry.get("others", [])]
+            if not file.get("outside")
+        )
+
+    def invalidate_after(
+        self, stage: str, order: Sequence[str] = STAGES
+    ) -> tuple[str, ...]:
+        """Forget the stages after ``stage`` in ``order``; returns those forgotten.
+
+        Their files stay where they are and are no longer used.
+
+        Raises:
+            UsageError: ``stage`` is not in ``order``.
+            ArtifactError: run.json is not usable or cannot be written.
+        """
+        if stage not in order:
+            raise UsageError(f"there is no stage {stage!r} among {', '.join(order)}")
+        run = self._read()
+        later = order[list(order).index(stage) + 1 :]
+        dropped = tuple(name for name in later if name in run["stages"])
+        for name in dropped:
+            del run["stages"][name]
+        if dropped:
+            self._write(run)
+        return dropped
+
+    # --- inside
+
+    def _rerun(self, stage: str) -> str:
+        return f"run `tpuport {stage} --run-dir {shlex.quote(str(self.path))}`"
+
+    def _read(self) -> dict[str, Any]:
+        return read_run(self.file)
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        write_run(self.file, content)
+
+    def _record(
+        self,
+        run: dict[str, Any],
+        stage: str,
+        entry: dict[str, Any],
+        report: dict[str, Any],
+    ) -> None:
+        earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else None
+        inputs = {
+            name: sha256
+            for name, (made_by, sha256) in sorted(self._seen.items())
+            if made_by != stage and (earlier is None or made_by in earlier)
+        }
+        run["stages"][stage] = {
+            **entry,
+            "inputs": inputs,
+            "finished": now(),
+            "report": report,
+        }
+        self._write(run)
+
+    def _entry(self, run: Mapping[str, Any], stage: str) -> dict[str, Any]:
+        if stage not in run["stages"]:
+            name = STAGE_FILES.get(stage, RUN_FILE)
+            raise ArtifactError(
+                f"{self.path / name}: the stage {stage} is not finished;"
+                f" {self._rerun(stage)} first"
+            )
+        return run["stages"][stage]
+
+    def _check_inputs(self, run: Mapping[str, Any], stage: str) -> None:
+        """Check that the files a stage was made from are still the recorded ones."""
+        current = {entry["file"]: name for name, entry in run["stages"].items()}
+        todo, checked = [stage], {stage}
+        while todo:
+            name = todo.pop()
+            entry = run["stages"][name]
+            for file, sha256 in entry["inputs"].items():
+                source = current.get(file)
+                if source is None or run["stages"][source]["sha256"] != sha256:
+                    raise ArtifactError(
+                        f"{self.path / entry['file']}: was made from another {file}"
+                        f" than {RUN_FILE} records now; {self._rerun(name)} again"
+                    )
+                if source not in checked:
+                    checked.add(source)
+                    todo.append(source)
+
+    def _verified(self, path: Path, entry: Mapping[str, Any], stage: str) -> bytes:
+        """The bytes of a stage's file, found to be the recorded ones."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise ArtifactError(
+                f"{path}: is missing; {self._rerun(stage)} first"
+            ) from None
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+        if len(data) != entry["bytes"]:
+            what = "is cut short" if len(data) < entry["bytes"] else "has grown"
+            raise ArtifactError(
+                f"{path}: {what}: {len(data)} bytes, {RUN_FILE} records"
+                f" {entry['bytes']}; copy it again, or {self._rerun(stage)} again"
+            )
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise ArtifactError(
+                f"{path}: is not the file {RUN_FILE} records (its sha256 differs); copy"
+                f" it again, or {self._rerun(stage)} again"
+            )
+        return data
+
+    def _describe(self, path: Path) -> dict[str, Any]:
+        try:
+            sha256, size = hash_output(path)
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+        entry: dict[str, Any] = {"file": path.name, "sha256": sha256, "bytes": size}
+        inside, real = self.path.resolve(), path.resolve()
+        if real.is_relative_to(inside):
+            entry["file"] = real.relative_to(inside).as_posix()
+        else:
+            entry["outside"] = True
+        return entry
+
+    def _intact(self, entry: Mapping[str, Any]) -> bool:
+        try:
+            found = hash_output(self.path / entry["file"])
+        except OSError:
+            return False
+        return found == (entry["sha256"], entry["bytes"])

@@ -1,0 +1,138 @@
+"""Versioned JSON documents with a checksum: ``run.json`` and the sidecar of a video.
+
+A document is used only when it is of the schema and version that is asked for and is
+what was written; anything else is refused by name with
+:class:`~tpuport.errors.ArtifactError`, in one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.files.atomic import atomic_write_json, one_line
+from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
+
+SCHEMA_VERSION = 1
+SIDECAR_SCHEMA = "tpuport.sidecar"
+
+_CHECKSUM = "checksum"
+_ENVELOPE = ("schema", "schema_version", _CHECKSUM)
+
+
+def canonical(value: Any) -> bytes:
+    """The one spelling of a JSON value that checksums are taken of."""
+    return json.dumps(
+        value,
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+    ).encode()
+
+
+def as_json(value: Any, what: str) -> Any:
+    """``value`` as it reads back from JSON (tuples become lists), or UsageError."""
+    try:
+        return json.loads(canonical(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{what} must be JSON: {one_line(error)}") from error
+
+
+def document_checksum(document: Mapping[str, Any]) -> str:
+    """The checksum over all of a document but its checksum."""
+    content = {key: value for key, value in document.items() if key != _CHECKSUM}
+    return "sha256:" + hashlib.sha256(canonical(content)).hexdigest()
+
+
+def write_document(path: Path, schema: str, content: Mapping[str, Any]) -> None:
+    """Write a versioned JSON file; see :func:`read_document`."""
+    document = {"schema": schema, "schema_version": SCHEMA_VERSION, **content}
+    atomic_write_json(path, {**document, _CHECKSUM: document_checksum(document)})
+
+
+def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
+    """The content of a versioned JSON file, without its envelope.
+
+    Raises:
+        MissingArtifactError: it is not there.
+        ArtifactError: it is truncated, of another schema or version, or not what was
+            written.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise MissingArtifactError(f"{path}: is missing; {remedy}") from None
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        document = json.loads(raw)
+    except UnicodeDecodeError:
+        raise ArtifactError(f"{path}: is not JSON, nor any text; {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{path}: is not JSON, or is cut short ({one_line(error)}); {remedy}"
+        ) from error
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != schema:
+        raise ArtifactError(
+            f"{path}: has schema {show(found)}, not {show(schema)}; {remedy}"
+        )
+    version = document.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
+        raise ArtifactError(
+            f"{path}: has schema_version {show(version)}, and this tpuport reads"
+            f" {SCHEMA_VERSION}; "
+            + (f"update tpuport, or {remedy}" if newer else remedy)
+        )
+    try:
+        intact = document.get(_CHECKSUM) == document_checksum(document)
+    except ValueError:  # NaN, which Python reads and JSON does not have
+        intact = False
+    if not intact:
+        raise ArtifactError(
+            f"{path}: was altered after it was written (its checksum does not match);"
+            f" {remedy}"
+        )
+    return {key: value for key, value in document.items() if key not in _ENVELOPE}
+
+
+def show(value: Any) -> str:
+    """A JSON value on one line; ``None`` reads as "none"."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def sidecar_path(video: Path) -> Path:
+    """Where the JSON beside a video lies: ``a.mp4`` -> ``a.mp4.json``.
+
+    A folder of frames ``a`` gives ``a.png.json``, so that no name gives ``run.json``.
+    """
+    return video.with_name(video.name + (".json" if video.suffix else ".png.json"))
+
+
+def write_sidecar(path: Path, data: Mapping[str, Any]) -> None:
+    """Write the JSON that lies beside a video and says how it was made.
+
+    Raises:
+        UsageError: ``data`` is not JSON, or uses a key of the envelope ("schema",
+            "schema_version", "checksum").
+        ArtifactError: the file cannot be written.
+    """
+    if taken := [key for key in _ENVELOPE if key in data]:
+        raise UsageError(f"{path}: the key {', '.join(taken)} is tpuport's own")
+    write_document(path, SIDECAR_SCHEMA, as_json(dict(data), f"{path}: the data"))
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The data of a sidecar, as it was given to :func:`write_sidecar`.
+
+    Raises:
+        ArtifactError: the file is missing, truncated, of another schema or version, or
+            altered.
+    """
+    remedy = "use the file as `tpuport` wrote it beside the video"
+    return read_document(path, SIDECAR_SCHEMA, remedy)

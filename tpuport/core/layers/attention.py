@@ -1,0 +1,401 @@
+"""One override of ``scaled_dot_product_attention``, and how it is split over a mesh.
+
+Legend: B batch, H heads, L tokens (Lq queries, Lk keys), D head dim.
+
+The contract is torch's, whole: boolean and additive masks that broadcast, ``is_causal``
+aligned to the top left, ``scale``, grouped heads, any number of leading dims, and a row
+without an allowed key gives 0. What cannot be honoured (dropout) is refused.
+Source: torch/nn/functional.py, ``scaled_dot_product_attention``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.tracing.context import AttentionRecord, OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.errors import AttentionError, UsageError
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.kernels.attention.choice import AttentionChoice
+
+
+def check_implementation(asked: str, platform: str) -> AttentionChoice:
+    """The choice that ``asked`` spells, for programs of that platform.
+
+    Raises:
+        UsageError: an unknown implementation or option, or one for other devices.
+    """
+    from tpuport.kernels.attention.selection import IMPLEMENTATIONS, as_choice
+
+    choice = as_choice(asked)
+    for one in IMPLEMENTATIONS:
+        if one.name == choice.name and one.platform not in (None, platform):
+            raise UsageError(
+                f"attention {choice.name!r} is a kernel for {one.platform}; the "
+                f"devices of this mesh are {platform}. Use auto, reference or blockwise"
+            )
+    return choice
+
+
+def _four_dims(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[int, ...]]:
+    """q, k, v and the mask as four dims, and the leading dims of the result.
+
+    The dims before the last three broadcast, as in torch, and are made one. The third
+    last is the heads, also of an input of three dims: there torch counts the groups of
+    ``enable_gqa`` too. Heads are left as they are.
+    """
+    import jax.numpy as jnp
+
+    if min(query.ndim, key.ndim, value.ndim) < 2:
+        raise ValueError(
+            "scaled_dot_product_attention needs at least [L, D]; got "
+            f"{query.shape}, {key.shape}, {value.shape}"
+        )
+    rank = max(query.ndim, key.ndim, value.ndim)
+    if mask is not None and mask.ndim > rank:
+        raise ValueError(
+            f"attn_mask of shape {mask.shape} does not broadcast to the scores of "
+            f"query {query.shape} and key {key.shape}: it has more dims"
+        )
+    leading = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    batch = leading or (1,)
+
+    def lift(x: jax.Array) -> jax.Array:
+        return x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+
+    def flatten(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
+        return x.reshape((math.prod(batch), *x.shape[-3:]))
+
+    if mask is not None:
+        mask = lift(mask)
+        if all(size == 1 for size in mask.shape[:-3]):
+            mask = mask.reshape((1, *mask.shape[-3:]))
+        else:
+            mask = flatten(mask)
+    q, k, v = (flatten(lift(x)) for x in (query, key, value))
+    return q, k, v, mask, leading
+
+
+def _match_heads(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, enable_gqa: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] where Hkv divides H.
+
+    Raises:
+        ValueError: the head counts neither broadcast nor, with ``enable_gqa``, divide
+            those of the query.
+    """
+    import jax.numpy as jnp
+
+    heads, key_heads, value_heads = (x.shape[1] for x in (q, k, v))
+    found = f"{heads} query heads on {key_heads} key and {value_heads} value heads"
+    if enable_gqa:
+        if 0 in (key_heads, value_heads) or heads % key_heads or heads % value_heads:
+            raise ValueError(f"{found}: with enable_gqa=True both must divide")
+    else:
+        wanted = max(heads, key_heads, value_heads)
+        if any(n not in (1, wanted) for n in (heads, key_heads, value_heads)):
+            raise ValueError(f"{found}: pass enable_gqa=True for grouped heads")
+        q = jnp.broadcast_to(q, (q.shape[0], wanted, *q.shape[2:]))
+    if key_heads != value_heads:
+        count = math.lcm(key_heads, value_heads)
+        k, v = (jnp.repeat(x, count // x.shape[1], axis=1) for x in (k, v))
+    return q, k, v
+
+
+def _check(
+    query: jax.Array,
+    mask: jax.Array | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    import jax.numpy as jnp
+
+    if dropout_p:
+        raise AttentionError(
+            f"scaled_dot_product_attention with dropout_p={dropout_p}: dropout draws "
+            "random numbers that no port reproduces; call the module in eval mode"
+        )
+    if mask is not None and is_causal:
+        raise RuntimeError(
+            "scaled_dot_product_attention: attn_mask and is_causal exclude each other, "
+            "as in torch"
+        )
+    if mask is not None and not (
+        mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.floating)
+    ):
+        raise TypeError(
+            f"attn_mask of dtype {mask.dtype}: expected bool or floating point, as in "
+            f"torch (query is {query.dtype})"
+        )
+
+
+def scaled_dot_product_attention(
+    context: OpContext,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attn_mask: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> jax.Array:
+    """Attention of [..., H, Lq, D] queries on [..., Hkv, Lk, D] keys.
+
+    Returns [..., H, Lq, Dv] in the dtype of ``query``.
+
+    Raises:
+        AttentionError: dropout was asked for, or the implementation named in the
+            context cannot do this call.
+        RuntimeError: ``attn_mask`` together with ``is_causal``, as torch does.
+        TypeError: a mask that is neither bool nor floating point.
+        ValueError: shapes or head counts do not fit together.
+    """
+    _check(query, attn_mask, dropout_p, is_causal)
+    q, k, v, mask, leading = _four_dims(query, key, value, attn_mask)
+    q, k, v = _match_heads(q, k, v, enable_gqa=enable_gqa)
+    out = split_attention(context, q, k, v, mask, is_causal=is_causal, scale=scale)
+    rank = max(query.ndim, key.ndim, value.ndim)
+    if rank == 2:
+        return out[0, 0]
+    return out.reshape(*leading, *out.shape[1:])
+
+
+def split_attention(
+    context: OpContext,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None,
+    lengths: jax.Array | None = None,
+    frame_tokens: int | None = None,
+) -> jax.Array:
+    """Run the kernel on each device's part of q.
+
+    Args:
+        q: of shape [B, H, Lq, D].
+        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
+        v: of shape [B, Hkv, Lk, Dv].
+        mask: as kernels take it.
+        is_causal: as kernels take it.
+        scale: as kernels take it.
+        lengths: of the keys, int32 [B].
+        frame_tokens: tokens per frame of frame-causal attention; divides Lq = Lk.
+
+    Returns:
+        of shape [B, H, Lq, Dv].
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from tpuport.kernels.attention.attention import attention
+    from tpuport.kernels.attention.selection import as_choice
+
+    def kernel(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        run = functools.partial(
+            attention,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            platform=context.platform,
+            implementation=choice,
+            chip=context.chip,
+            fall_back=True,
+        )
+        if frames is None:
+            return run(q, k, v, kv_lengths=lengths)
+
+        def one_frame(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+            q, end = frame
+            seen = jnp.broadcast_to(end, q.shape[:1])
+            if lengths is not None:
+                seen = jnp.minimum(seen, lengths)
+            return run(q, k, v, kv_lengths=seen)
+
+        ends = (jnp.arange(frames, dtype=jnp.int32) + 1) * frame_tokens
+        return jax.lax.map(one_frame, (q, ends))
+
+    choice = as_choice(context.implementation)
+    if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
+        # A window is of neighbours in one sequence.
+        choice = replace(choice, window=None)
+    # Frames of one token are rows of the causal triangle, which kernels do at once.
+    is_causal = is_causal or frame_tokens == 1
+    frames = None
+    if frame_tokens is not None and not is_causal:
+        frames = q.shape[2] // frame_tokens
+        q = q.reshape(*q.shape[:2], frames, frame_tokens, q.shape[3])
+        q = jnp.moveaxis(q, 2, 0)
+
+    sizes = dict(context.mesh.shape) if context.mesh is not None else {}
+    policy = context.attention
+
+    def axis(name: str | None, *counts: int) -> str | None:
+        size = sizes.get(name, 1) if name else 1
+        return name if size > 1 and all(n % size == 0 for n in counts) else None
+
+    batch, heads, length = q.shape[-4:-1]
+    batch_axis = axis(policy.batch, batch)
+    head_axis = axis(policy.heads, heads)
+    # One key head serves all queries and is handed whole to every device.
+    kv_head_axis = axis(policy.heads, k.shape[1]) if k.shape[1] > 1 else None
+    if k.shape[1] > 1 and kv_head_axis is None:
+        head_axis = None
+    # A causal row, or one with a window, needs its position, which a slice of the
+    # queries does not carry. A slice of each frame needs none: every device gets its
+    # part of all of them.
+    placed = is_causal or choice.window is not None
+    sequence_axis = None if placed else axis(policy.sequence)
+    if sequence_axis:
+        padding = ((0, -length % sizes[sequence_axis]), (0, 0))
+        q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
+        if mask is not None and mask.shape[2] > 1:
+            mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
+    split = (batch_axis, head_axis, sequence_axis, None)
+    kv_split = (batch_axis, kv_head_axis, None, None)
+    _record(
+        context,
+        choice,
+        (q, k, v, mask, lengths),
+        length=length * (frames or 1),
+        is_causal=is_causal,
+        frame_tokens=frame_tokens,
+        split=split,
+        kv_split=kv_split,
+    )
+    if context.mesh is not None and context.mesh.size > 1:
+        # Also where nothing is split: a compiler cannot partition a TPU kernel.
+        q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split)
+        arrays = {"q": q, "k": k, "v": v}
+        specs = {"q": q_spec, "k": PartitionSpec(*kv_split)}
+        specs["v"] = specs["k"]
+        if mask is not None:
+            arrays["mask"] = mask
+            specs["mask"] = PartitionSpec(
+                *(a if n > 1 else None for a, n in zip(split, mask.shape, strict=True))
+            )
+        if lengths is not None:
+            arrays["lengths"] = lengths
+            specs["lengths"] = PartitionSpec(batch_axis)
+        out = compat.shard_map(
+            lambda arrays: kernel(**arrays),
+            mesh=context.mesh,
+            in_specs=(specs,),
+            out_specs=q_spec,
+        )(arrays)[..., :length, :]
+    else:
+        out = kernel(q, k, v, mask, lengths)
+    if frames is None:
+        return out
+    shape = (batch, heads, length * frames, out.shape[-1])
+    return jnp.moveaxis(out, 0, 2).reshape(shape)
+
+
+def _record(
+    context: OpContext,
+    choice: AttentionChoice,
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None],
+    *,
+    length: int,
+    is_causal: bool,
+    frame_tokens: int | None,
+    split: tuple[str | None, ...],
+    kv_split: tuple[str | None, ...],
+) -> None:
+    """Note what this call runs as, once per distinct call.
+
+    ``arrays`` are q, k, v, the mask and the key lengths as they are split; q may have
+    frames in front. ``length`` is that of all queries without padding.
+    """
+    import jax
+
+    from tpuport.kernels.attention.problem import describe
+    from tpuport.kernels.attention.selection import select
+
+    q, k, v, mask, lengths = arrays
+    sizes = dict(context.mesh.shape) if context.mesh is not None else {}
+
+    def local(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        shape = tuple(
+            n // (sizes[a] if a else 1) if n > 1 else n
+            for n, a in zip(x.shape[-len(axes) :], axes, strict=True)
+        )
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    # The kernel gets lengths for the frames as well.
+    end = jax.ShapeDtypeStruct(q.shape[-4:-3], "int32")
+    counted = end if lengths is not None or q.ndim > 4 else None
+    selection = select(
+        describe(
+            local(q, split),
+            local(k, kv_split),
+            local(v, kv_split),
+            mask=None if mask is None else local(mask, split),
+            is_causal=is_causal,
+            kv_lengths=None if counted is None else local(counted, split[:1]),
+            window=choice.window,
+            platform=context.platform,
+            interpret=False,
+        ),
+        choice,
+        chip=context.chip,
+        fall_back=True,
+    )
+    reason = "; ".join(
+        [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
+    )
+    record = AttentionRecord(
+        query=(*q.shape[-4:-2], length, q.shape[-1]),
+        key=tuple(k.shape),
+        implementation=selection.implementation,
+        reason=reason,
+        split=split,
+        key_lengths=lengths is not None,
+        frame_tokens=frame_tokens,
+        blocks=dict(selection.blocks),
+        window=choice.window,
+        k_smooth=choice.k_smooth,
+        causal=is_causal,
+        dtype=str(q.dtype),
+        notice=selection.notice,
+    )
+    if record not in context.records:
+        context.records.append(record)
+
+
+def _make(context: OpContext) -> Callable[..., Any]:
+    return functools.partial(scaled_dot_product_attention, context)
+
+
+ATTENTION = OpOverride(
+    targets=(
+        "torch.nn.functional.scaled_dot_product_attention",
+        "torch.ops.aten.scaled_dot_product_attention",
+    ),
+    make=_make,
+    owner="tpuport.core.layers.attention",
+    reason="masks, lengths and splits honoured exactly; no Lq x Lk array",
+)
+"""An override every runtime installs; the other is in ``attention_lengths``."""

@@ -1,0 +1,186 @@
+"""``torch.ops.tpuport.attention``: key lengths and frames in place of a mask.
+
+Upstream code often writes "no padding" or "no later frame" as a mask of Lq x Lk, which
+at the sizes of a video is gigabytes. Patches say the same with this op.
+
+Legend: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys), D
+head dim of queries and keys, Dv head dim of values.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.layers.attention import split_attention
+from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+
+def length_attention(
+    context: OpContext,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_lengths: jax.Array | None = None,
+    frame_tokens: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """``torch.ops.tpuport.attention`` on JAX arrays; see :func:`define_attention_op`.
+
+    Frames are mapped over one after the other, so that memory is that of one frame's
+    queries on all keys, and no array has Lq x Lk elements.
+
+    Raises:
+        AttentionError: the implementation named in the context cannot do this call.
+        ValueError: shapes or dtypes do not fit together.
+    """
+    import jax.numpy as jnp
+
+    _check_lengths(
+        query,
+        key,
+        value,
+        key_lengths,
+        frame_tokens,
+        integers=key_lengths is None or jnp.issubdtype(key_lengths.dtype, jnp.integer),
+    )
+    lengths = None if key_lengths is None else key_lengths.astype(jnp.int32)
+    return split_attention(
+        context,
+        query,
+        key,
+        value,
+        lengths=lengths,
+        frame_tokens=frame_tokens,
+        scale=scale,
+    )
+
+
+def _check_lengths(
+    query: Any,
+    key: Any,
+    value: Any,
+    key_lengths: Any,
+    frame_tokens: int | None,
+    *,
+    integers: bool,
+) -> None:
+    """What the torch and the JAX side of the op refuse in the same words."""
+    shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"tpuport::attention takes [B, H, L, D]; got {shapes}")
+    if key_lengths is not None:
+        wanted = (query.shape[0],)
+        if tuple(key_lengths.shape) != wanted or not integers:
+            raise ValueError(
+                f"key_lengths must be integers of shape {[*wanted]}; got "
+                f"{key_lengths.dtype} of shape {[*key_lengths.shape]} with {shapes}"
+            )
+    if frame_tokens is not None and (
+        frame_tokens < 1
+        or query.shape[2] != key.shape[2]
+        or query.shape[2] % frame_tokens
+    ):
+        raise ValueError(
+            f"frame_tokens={frame_tokens} needs as many queries as keys, in whole "
+            f"frames of at least one token; got {shapes}"
+        )
+
+
+def eager_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_lengths: torch.Tensor | None = None,
+    frame_tokens: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """``torch.ops.tpuport.attention`` in plain torch, by masks; for comparisons.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    kind = torch.int32 if key_lengths is None else key_lengths.dtype
+    _check_lengths(
+        query,
+        key,
+        value,
+        key_lengths,
+        frame_tokens,
+        integers=not (kind.is_floating_point or kind.is_complex or kind is torch.bool),
+    )
+    indices = torch.arange(key.shape[2], device=query.device)
+    mask = None
+    if key_lengths is not None:
+        mask = (indices < key_lengths[:, None])[:, None, None, :]
+    if frame_tokens is not None:
+        frame = indices // frame_tokens
+        seen = frame <= frame[:, None]
+        mask = seen if mask is None else mask & seen
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+# The library object must outlive the op it defines.
+_libraries: list[Any] = []
+_lock = threading.Lock()
+
+
+def define_attention_op() -> None:
+    """Define ``torch.ops.tpuport.attention``, once; later calls do nothing.
+
+    ``attention(query, key, value, key_lengths=None, frame_tokens=None, scale=None)``
+    takes [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv] with Hkv dividing H, and
+    gives [B, H, Lq, Dv] in the dtype of ``query``.
+
+    ``key_lengths`` are integers [B]: keys at an index >= length have weight 0, and a
+    length of 0 gives 0. With ``frame_tokens=n`` query i sees the keys of the frames
+    0..i // n, each of n tokens; both together allow what both allow. ``scale`` is as in
+    ``scaled_dot_product_attention``.
+
+    In plain torch it is :func:`eager_attention`, on every device and with gradients;
+    while a runtime traces it is :func:`length_attention`.
+    """
+    import torch
+
+    with _lock:
+        if _libraries:
+            return
+        library = torch.library.Library("tpuport", "FRAGMENT")
+        library.define(
+            "attention(Tensor query, Tensor key, Tensor value, "
+            "Tensor? key_lengths=None, int? frame_tokens=None, float? scale=None) "
+            "-> Tensor"
+        )
+        library.impl("attention", eager_attention, "CompositeImplicitAutograd")
+        _libraries.append(library)
+
+
+def _make(context: OpContext) -> Callable[..., Any]:
+    return functools.partial(length_attention, context)
+
+
+LENGTH_ATTENTION = OpOverride(
+    targets=("torch.ops.tpuport.attention",),
+    make=_make,
+    owner="tpuport.core.layers.attention_lengths",
+    reason="key lengths and frames without a mask of Lq x Lk",
+    define=define_attention_op,
+)
+"""Key lengths and frames of attention, in the runtime of every model."""

@@ -1,0 +1,341 @@
+"""Transformer blocks on one joint sequence, in the layouts that a TPU wants.
+
+Letters: B batch, L tokens with padding, E width, H heads, D head dim.
+
+Upstream keeps text and video tokens apart and joins and parts them in every block,
+holds pairs of rotary elements next to each other, and turns arrays around every
+attention.
+Here all tokens are in one array that is split over the sequence axis of the mesh, what
+differs between text and video is chosen per token, and queries, keys and values have
+their tokens last on a TPU. The functions take and give JAX arrays; statistics, rotation
+and modulation are in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.layers.sequence_parallel import (
+    degrees_of,
+    padded_length,
+    sequence_attention,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.tracing.context import Active
+
+
+@dataclass(frozen=True, eq=False)
+class JointSequence:
+    """Where the tokens of a joint sequence are.
+
+    Attributes:
+        active: what is being traced.
+        text: tokens of text.
+        length: tokens in all, without padding, which comes last.
+        padded: tokens with padding, a multiple of the sequence axis.
+        text_first: whether text comes before video.
+        divided: whether its tokens are split over the sequence axis.
+    """
+
+    active: Active
+    text: int
+    length: int
+    padded: int
+    text_first: bool = True
+    divided: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        active: Active,
+        *,
+        text: int,
+        length: int,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        text_first: bool = True,
+    ) -> JointSequence:
+        """A sequence padded for the mesh and the chip that is being traced for.
+
+        Args:
+            active: what is being traced.
+            text: tokens of text.
+            length: tokens in all.
+            batch, heads, head_dim: of its attention.
+            text_first: whether text comes before video.
+        """
+        context = active.context
+        padded = padded_length(
+            length,
+            active.axis_size(context.attention.sequence),
+            platform=context.platform,
+            head_dim=head_dim,
+            chip=context.chip,
+            ring=degrees_of(active, batch, heads).ring,
+        )
+        return cls(active, text, length, padded, text_first)
+
+    @property
+    def feature_major(self) -> bool:
+        """Whether queries, keys and values have their tokens last."""
+        return self.active.context.platform == "tpu"
+
+    @property
+    def sums_partial_products(self) -> bool:
+        """Whether products of weights whose columns are split are parts of a sum.
+
+        These go through the network between the devices of the head axis: in the
+        weights' dtype, as those of any other linear layer, not in float32.
+        """
+        return self.active.axis_size(self.active.context.attention.heads) > 1
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, L, ...] with its tokens split over the sequence axis."""
+        if not self.divided:
+            return self.whole(x)
+        return self._constrain(x, self.active.context.attention.sequence)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, L, ...] with all its tokens on every device of the axis."""
+        return self._constrain(x, None)
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """[B, tokens, E] with zeros for padding, split.
+
+        What makes ``x`` runs whole on every device: a partitioner that joins tokens of
+        uneven parts moves more than it saves, and takes minutes to compile.
+        """
+        from tpuport.kernels.padding import pad_dim
+
+        return self.split(pad_dim(self.whole(x), 1, self.padded))
+
+    @property
+    def text_places(self) -> tuple[int, int]:
+        """Where text begins, and where it ends."""
+        if self.text_first:
+            return 0, self.text
+        return self.length - self.text, self.length
+
+    def axes(self, batch: int) -> tuple[str | None, str | None]:
+        """The mesh axes that split so many items, and the tokens; ``None`` for none."""
+        policy, sizes = self.active.context.attention, self.active.axis_size
+        sequence = policy.sequence if self.divided else None
+        divides = sizes(policy.batch) > 1 and batch % sizes(policy.batch) == 0
+        return (
+            policy.batch if divides else None,
+            sequence if sizes(sequence) > 1 else None,
+        )
+
+    def is_text(self) -> jax.Array:
+        """Which tokens are text, bool [L]."""
+        import jax.numpy as jnp
+
+        index = jnp.arange(self.padded)
+        first, end = self.text_places
+        return (index >= first) & (index < end)
+
+    def choose(self, text: jax.Array, video: jax.Array) -> jax.Array:
+        """[B, L, E] with a row for all text tokens and one for all others.
+
+        Args:
+            text: of shape [B, E].
+            video: of shape [B, E]; the very same array gives [B, 1, E].
+        """
+        import jax.numpy as jnp
+
+        if text is video:
+            return video[:, None]
+        return jnp.where(self.is_text()[:, None], text[:, None], video[:, None])
+
+    def _constrain(self, x: jax.Array, axis: str | None) -> jax.Array:
+        from tpuport.core.tracing.ported_module import constrain
+
+        policy = self.active.context.attention
+        sizes = self.active.axis_size
+        batch = policy.batch if sizes(policy.batch) > 1 else None
+        along = axis if sizes(axis) > 1 else None
+        return constrain(self.active.context.mesh, x, batch, along)
+
+
+def gated(
+    sequence: JointSequence,
+    x: jax.Array,
+    update: jax.Array,
+    *,
+    text: jax.Array,
+    video: jax.Array,
+) -> jax.Array:
+    """``x + gate * update`` with a gate [B, E] for text and one for video tokens."""
+    import jax.numpy as jnp
+
+    wide = update.astype(jnp.float32)
+    gate = sequence.choose(text, video).astype(jnp.float32)
+    return sequence.split((x.astype(jnp.float32) + gate * wide).astype(x.dtype))
+
+
+def to_heads(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    head_dim: int,
+) -> jax.Array:
+    """A projection of [B, L, E] to heads, in float32.
+
+    Args:
+        sequence: tells the layout.
+        x: of shape [B, L, E].
+        weight: of shape [H D, E].
+        bias: of shape [H D], or ``None``.
+        head_dim: D.
+
+    Returns:
+        of shape [B, H, D, L] if ``sequence.feature_major``, else [B, H, L, D].
+    """
+    import jax.numpy as jnp
+
+    heads = weight.shape[0] // head_dim
+    split = weight.reshape(heads, head_dim, weight.shape[1])
+    equation = "ble,hde->bhdl" if sequence.feature_major else "ble,hde->bhld"
+    out = jnp.einsum(equation, x, split, preferred_element_type=jnp.float32)
+    if bias is None:
+        return out
+    wide = bias.astype(jnp.float32).reshape(heads, head_dim)
+    return out + (wide[:, :, None] if sequence.feature_major else wide[:, None])
+
+
+def dense(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    row_parallel: bool = False,
+) -> jax.Array:
+    """A linear layer that is not rounded, for what is computed next in float32.
+
+    Args:
+        sequence: tells what partial products are summed up in.
+        x: of shape [..., E].
+        weight: of shape [F, E].
+        bias: of shape [F], or ``None``.
+        row_parallel: columns of the weight may be split between devices.
+
+    Returns:
+        float32 [..., F].
+    """
+    import jax.numpy as jnp
+
+    narrow = row_parallel and sequence.sums_partial_products
+    out = jnp.einsum(
+        "...e,fe->...f",
+        x,
+        weight,
+        preferred_element_type=x.dtype if narrow else jnp.float32,
+    ).astype(jnp.float32)
+    return out if bias is None else out + bias.astype(jnp.float32)
+
+
+def from_heads(
+    sequence: JointSequence,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """The projection [B, L, E] of what attention gave.
+
+    Args:
+        sequence: tells the layout.
+        x: as :func:`to_heads` gives it.
+        weight: of shape [E, H D].
+        bias: of shape [E], or ``None``.
+
+    Returns:
+        of shape [B, L, E]: float32, or the dtype of ``x`` where partial products of
+        several devices are summed up.
+    """
+    import jax.numpy as jnp
+
+    heads = x.shape[1]
+    split = weight.reshape(weight.shape[0], heads, -1)
+    equation = "bhdl,ehd->ble" if sequence.feature_major else "bhld,ehd->ble"
+    kept = x.dtype if sequence.sums_partial_products else jnp.float32
+    out = jnp.einsum(equation, x, split, preferred_element_type=kept)
+    if bias is None:
+        return out
+    return out.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
+def rotary_tables(
+    sequence: JointSequence, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tables for all tokens, in the order of halves; text and padding do not turn.
+
+    Args:
+        sequence: where the video tokens are.
+        cos, sin: of the video tokens, [tokens, D] with neighbours as pairs.
+
+    Returns:
+        cos and sin, float32 [D, L] if ``sequence.feature_major``, else [L, D].
+    """
+    import jax.numpy as jnp
+
+    from tpuport.core.tracing.ported_module import constrain
+
+    def table(x: jax.Array, rest: float) -> jax.Array:
+        x = constrain(sequence.active.context.mesh, x.astype(jnp.float32), None, None)
+        halves = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
+        before = sequence.text if sequence.text_first else 0
+        after = sequence.padded - before - halves.shape[0]
+        full = jnp.pad(halves, ((before, after), (0, 0)), constant_values=rest)
+        full = constrain(sequence.active.context.mesh, full, None, None)
+        return full.T if sequence.feature_major else full
+
+    return table(cos, 1.0), table(sin, 0.0)
+
+
+def attend(
+    sequence: JointSequence,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dtype: Any,
+    *,
+    kv_lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of all tokens on those that are no padding.
+
+    Args:
+        sequence: tells the layout, the lengths and the mesh.
+        q, k, v: as :func:`to_heads` gives them.
+        dtype: what they are rounded to.
+        kv_lengths: integers [B]: only so many leading tokens of an item count.
+
+    Returns:
+        of the shape of ``q``, in ``dtype``.
+    """
+    import jax.numpy as jnp
+
+    if sequence.padded > sequence.length or kv_lengths is not None:
+        index = jnp.arange(sequence.padded)
+        counts = (index < sequence.length)[None]
+        if kv_lengths is not None:
+            counts = counts & (index < kv_lengths[:, None])
+        shape = (-1, 1, 1, sequence.padded)
+        if not sequence.feature_major:
+            shape = (-1, 1, sequence.padded, 1)
+        v = jnp.where(counts.reshape(shape), v, 0)
+    return sequence_attention(
+        sequence.active,
+        q.astype(dtype),
+        k.astype(dtype),
+        v.astype(dtype),
+        kv_len=sequence.length,
+        kv_lengths=kv_lengths,
+        feature_major=sequence.feature_major,
+    )

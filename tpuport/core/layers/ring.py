@@ -1,0 +1,304 @@
+"""Attention of devices that share heads: each has its own queries and keys.
+
+Letters: H heads of a device, one batch item each, L tokens of all devices of a group, R
+devices of a group, C = L / R tokens of one, D head dim.
+
+Keys and values go round a ring (Liu et al. 2023, arXiv:2310.01889): each device sends
+its chunk to the next one while it meets its queries with it, and after R chunks its
+sums are over all keys. No device holds more than two chunks. Where that cannot be done,
+or a chunk is met much sooner than the next one comes, the keys of the group are
+gathered: that uses links in both directions.
+
+Everything here runs inside ``shard_map``; tokens are last, as our kernel has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.kernels.attention.choice import AttentionChoice
+
+#: Chunks up to which the rounds of a ring are written out.
+MOST_WRITTEN_OUT = 4
+#: Least time of a chunk's products at the chip's peak over that of its way through one
+#: link for which passing pays. Planned for v6e-16 and v6e-64 at head dim 64, chunks of
+#: 2560 tokens (0.5) take 1.6 times as long passed as gathered, 5120 (1.0) 1.04 to 1.09
+#: times, 10240 (2.0) 0.75 times.
+LEAST_HIDDEN = 1.1
+PASSED, GATHERED = "passed", "gathered"
+"""The ways in which devices of a group meet keys that are not their own."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ring:
+    """The devices of a mesh axis that share heads.
+
+    Attributes:
+        axis: name of the mesh axis.
+        groups: places along the axis, in the order of their tokens; all of one length.
+        rank: this device's index within its group, a number of the traced program.
+    """
+
+    axis: str
+    groups: Sequence[Sequence[int]]
+    rank: jax.Array
+
+    @property
+    def size(self) -> int:
+        """Devices of a group."""
+        return len(self.groups[0])
+
+    def pass_on(self, tree: Any) -> Any:
+        """What the device before had, of every array."""
+        import jax
+
+        pairs = [
+            (group[i - 1], group[i]) for group in self.groups for i in range(self.size)
+        ]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum over the group."""
+        import jax
+
+        out: jax.Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
+        return out
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """All tokens of the group, in order."""
+        import jax
+
+        out: jax.Array = jax.lax.all_gather(
+            x, self.axis, axis=3, axis_index_groups=self._lists, tiled=True
+        )
+        return out
+
+    @property
+    def _lists(self) -> list[list[int]]:
+        return [list(group) for group in self.groups]
+
+
+def ring_attention(
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_len: int,
+    lengths: jax.Array | None,
+    scale: float | None,
+    platform: str,
+    choice: AttentionChoice,
+    chip: str | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of a device's queries on the keys of its group, passed round.
+
+    Args:
+        ring: the group.
+        q, k, v: of shape [H, 1, D, C]; where a key does not count, finite in ``k`` and
+            zero in ``v``.
+        kv_len: tokens of the group that count come before this one.
+        lengths: integers [H], at most ``kv_len``: how many count of each.
+        scale: of the scores; None means 1/sqrt(D).
+        platform, choice, chip, interpret: as ``attention`` has them.
+
+    Returns:
+        of the shape and dtype of ``q``; 0 where no key counts.
+
+    Raises:
+        AttentionError: ``choice`` does not take keys in chunks.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.kernels.attention.chunked import chunked_attention
+
+    chunk = k.shape[3]
+    all_count = lengths is None and kv_len == chunk * ring.size
+    if lengths is None:
+        lengths = jnp.full((q.shape[0],), kv_len, jnp.int32)
+    if choice.k_smooth:
+        k = _smooth(ring, k, lengths)
+    attention = chunked_attention(
+        q,
+        k,
+        v,
+        has_lengths=not all_count,
+        scale=scale,
+        platform=platform,
+        implementation=choice,
+        chip=chip,
+        interpret=interpret,
+    )
+
+    def meet(sums: Any, kv: Any, turn: Any) -> Any:
+        """The sums with the chunk that is here after so many turns."""
+        counted = None
+        if not all_count:
+            origin = (ring.rank - turn) % ring.size
+            counted = jnp.clip(lengths - origin * chunk, 0, chunk)
+        k, v = kv
+        return attention.add(sums, k, v, counted)
+
+    def one(carry: Any, turn: Any) -> tuple[Any, None]:
+        sums, kv = carry
+        coming = ring.pass_on(kv)
+        # One chunk is under way while one is met. Without the barrier a scheduler may
+        # send two before the first is met, and wait for them.
+        return jax.lax.optimization_barrier((meet(sums, kv, turn), coming)), None
+
+    carry = attention.start(), attention.keys(k, v)
+    last = ring.size - 1
+    if ring.size <= MOST_WRITTEN_OUT:
+        for turn in range(last):
+            carry, _ = one(carry, turn)
+    else:
+        # Two turns a round: chunks change places without a copy.
+        carry, _ = jax.lax.scan(one, carry, jnp.arange(last), unroll=2)
+    return attention.divide(meet(*carry, last))
+
+
+def too_short(chunk: int, head_dim: int, itemsize: int, chip: str) -> str | None:
+    """Why chunks of so many tokens are better gathered, or None if they are not.
+
+    Time with work and on the way is in proportion to the heads alike.
+    """
+    from tpuport.core.mesh.chips import chip as chip_named
+
+    found = chip_named(chip)
+    # The matrix unit takes no less time for less than 128 rows.
+    met = 4 * max(head_dim, 128) * chunk**2 / found.peak_flops
+    sent = 2 * head_dim * itemsize * chunk / found.ici_link_bandwidth
+    if met >= LEAST_HIDDEN * sent:
+        return None
+    return (
+        f"a chunk of {chunk} tokens is met in {met / sent:.2f} of the time that the "
+        "next one takes to come"
+    )
+
+
+def keys_within(chunk: int, length: int, window: tuple[int, int] | None) -> int:
+    """Keys that :func:`gathered_attention` meets ``chunk`` queries with.
+
+    Of a group's ``length`` keys, with what is padded behind them for a window.
+    """
+    if window is None:
+        return length
+    left, right = (min(side, length) for side in window)
+    return min(chunk + left, length) + right
+
+
+def ring_refusal(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    has_lengths: bool,
+    platform: str,
+    choice: AttentionChoice,
+    chip: str | None,
+) -> str | None:
+    """Why :func:`ring_attention` cannot do a call, or None if it can.
+
+    The arguments are its own; anything with ``shape`` and ``dtype`` will do for arrays.
+    """
+    from tpuport.kernels.attention.chunked import chunk_problem, chunked_refusal
+    from tpuport.kernels.attention.selection import select
+
+    problem = chunk_problem(q, k, v, has_lengths=has_lengths, platform=platform)
+    selection = select(problem, choice, chip=chip, fall_back=True)
+    return chunked_refusal(selection, choice.window)
+
+
+def _smooth(ring: Ring, k: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``k`` less the mean of all keys of the group that count.
+
+    All chunks must lose the same vector: only that leaves the softmax as it is.
+    """
+    import jax.numpy as jnp
+
+    places = ring.rank * k.shape[3] + jnp.arange(k.shape[3])
+    counts = (places < lengths[:, None])[:, None, None]
+    wide = k.astype(jnp.float32)
+    total = ring.total(jnp.where(counts, wide, 0.0).sum(3, keepdims=True))
+    mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
+    return (wide - mean).astype(k.dtype)
+
+
+def gathered_attention(
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_len: int,
+    lengths: jax.Array | None,
+    scale: float | None,
+    platform: str,
+    choice: AttentionChoice,
+    chip: str | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The same with all keys of the group at once; windows are taken too.
+
+    With a window only the keys within its reach are met. How far they begin before the
+    queries is known when the program runs, and takes few values: there is a branch for
+    each.
+    """
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.kernels.attention.attention import attention_feature_major, smooth_keys
+    from tpuport.kernels.padding import pad_dim
+
+    run = functools.partial(
+        attention_feature_major,
+        hidden=True,
+        scale=scale,
+        platform=platform,
+        chip=chip,
+        interpret=interpret,
+    )
+    k, v = ring.gather(k), ring.gather(v)
+    window = choice.window
+    if window is None:
+        return run(q, k, v, kv_len=kv_len, kv_lengths=lengths, implementation=choice)
+    if lengths is None:
+        lengths = jnp.full((q.shape[0],), kv_len, jnp.int32)
+    if choice.k_smooth:
+        k = smooth_keys(k.swapaxes(2, 3), lengths).swapaxes(2, 3)
+        choice = replace(choice, k_smooth=False)
+    chunk, length = q.shape[3], k.shape[3]
+    left, right = (min(side, length) for side in window)
+    reach = keys_within(chunk, length, window)
+    starts = [max(rank * chunk - left, 0) for rank in range(ring.size)]
+    k, v = (pad_dim(x, 3, max(length, starts[-1] + reach)) for x in (k, v))
+    ahead = [rank * chunk - start for rank, start in enumerate(starts)]
+    kinds = sorted(set(ahead))
+
+    def near(
+        before: int, q: jax.Array, k: jax.Array, v: jax.Array, n: jax.Array
+    ) -> Any:
+        # Query i of the device is at i + before among these keys, before <= left.
+        seen = (left - before, right + before)
+        return run(q, k, v, kv_lengths=n, implementation=replace(choice, window=seen))
+
+    start = jnp.asarray(starts)[ring.rank]
+    k, v = (jax.lax.dynamic_slice_in_dim(x, start, reach, 3) for x in (k, v))
+    out: jax.Array = jax.lax.switch(
+        jnp.asarray([kinds.index(one) for one in ahead])[ring.rank],
+        [functools.partial(near, one) for one in kinds],
+        q,
+        k,
+        v,
+        jnp.clip(lengths - start, 0, reach),
+    )
+    return out

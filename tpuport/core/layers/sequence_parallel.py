@@ -1,0 +1,410 @@
+"""Attention of one padded sequence whose tokens are split over the mesh.
+
+Letters: B batch, H heads, L tokens with padding, D head dim, S devices on the sequence
+axis.
+
+Around the kernel tokens are exchanged for heads: with an all-to-all every device gets
+all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads
+of all batch items count, and heads that do not divide are padded. Where there are fewer
+heads than devices, groups of devices share heads: each keeps its part of the queries,
+and keys and values go round the group (``ring.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.layers.ring import GATHERED, PASSED, keys_within, too_short
+from tpuport.core.tracing.context import AttentionRecord
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.tracing.context import Active
+
+#: Tokens of a slice on a TPU: a lane of a vector register holds one.
+TPU_TOKENS = 128
+#: Share of the longest sequence that padding may add to make whole blocks of it.
+MOST_PADDING = 1 / 12
+#: Work that padded heads may add, as a share, before devices share heads instead.
+MOST_HEAD_PADDING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How S devices split attention: ``ulysses`` ways by heads, ``ring`` by queries.
+
+    Which of them are near each other is for the mesh's order of devices
+    (``device_order.py``) to see to.
+    """
+
+    ulysses: int
+    ring: int
+
+    @property
+    def exchanges(self) -> list[list[int]]:
+        """Places of the sequence axis that exchange tokens for heads: neighbours."""
+        starts = range(0, self.ring * self.ulysses, self.ulysses)
+        return [list(range(start, start + self.ulysses)) for start in starts]
+
+    @property
+    def rings(self) -> list[list[int]]:
+        """Places that share heads, in the order in which keys are passed on."""
+        return [list(group) for group in zip(*self.exchanges, strict=True)]
+
+
+def degrees(heads: int, devices: int) -> Degrees:
+    """The split of ``heads`` (of all batch items) over ``devices``.
+
+    By heads as far as these go: padding them may add :data:`MOST_HEAD_PADDING` to the
+    least work that any split has.
+    """
+    from tpuport.kernels.padding import ceil_div
+
+    options = [u for u in range(devices, 0, -1) if devices % u == 0]
+    work = {u: ceil_div(heads, u) * u for u in options}
+    most = min(work.values()) * (1 + MOST_HEAD_PADDING)
+    ulysses = next(u for u in options if work[u] <= most)
+    return Degrees(ulysses, devices // ulysses)
+
+
+def degrees_of(active: Active, batch: int, heads: int) -> Degrees:
+    """How attention of ``heads`` of ``batch`` items is split over the sequence axis."""
+    *_, local = _placed(active, batch, heads)
+    return degrees(
+        math.prod(local), active.axis_size(active.context.attention.sequence)
+    )
+
+
+def _placed(
+    active: Active, batch: int, heads: int
+) -> tuple[str | None, str | None, tuple[int, int]]:
+    """The axes of the mesh that split items and heads, and how many a device has."""
+    policy = active.context.attention
+
+    def axis(name: str | None, count: int) -> str | None:
+        size = active.axis_size(name)
+        return name if size > 1 and count % size == 0 else None
+
+    batch_axis, head_axis = axis(policy.batch, batch), axis(policy.heads, heads)
+    local = batch // active.axis_size(batch_axis), heads // active.axis_size(head_axis)
+    return batch_axis, head_axis, local
+
+
+def padded_length(
+    length: int,
+    devices: int,
+    *,
+    platform: str,
+    head_dim: int,
+    chip: str | None,
+    ring: int = 1,
+) -> int:
+    """Tokens of a sequence of ``length`` with padding, a multiple of ``devices``.
+
+    For a TPU slices are whole lanes, and whole blocks of the kernel make up what it is
+    run on, where that takes less than :data:`MOST_PADDING`: of ``ring`` devices that
+    share heads each has its chunk of the queries and meets keys by the chunk, or all
+    keys where these are gathered.
+    """
+    from tpuport.kernels.padding import round_up
+
+    if platform != "tpu":
+        return round_up(length, devices)
+    from tpuport.kernels.attention.selection import DEFAULT_CHIP
+    from tpuport.kernels.attention.splash_blocks import default_blocks
+
+    granule = math.lcm(TPU_TOKENS * devices, 256)
+    first = round_up(length, granule)
+    most = max(first, int(length * (1 + MOST_PADDING)))
+    chip = chip or DEFAULT_CHIP
+    for padded in range(first, most + 1, granule):
+        queries = keys = padded // ring
+        if ring > 1 and too_short(queries, head_dim, 2, chip):
+            keys = padded
+        blocks = default_blocks(queries, keys, head_dim, chip=chip)
+        if queries % blocks.q == 0 and keys % blocks.kv == 0:
+            return padded
+    return first
+
+
+def sequence_attention(
+    active: Active,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_len: int,
+    kv_lengths: jax.Array | None = None,
+    scale: float | None = None,
+    feature_major: bool,
+) -> jax.Array:
+    """Attention of all tokens on those that count.
+
+    Args:
+        active: what is being traced: its mesh, its attention policy and implementation.
+        q, k, v: of shape [B, H, L, D], or [B, H, D, L] with ``feature_major``; L is
+            a multiple of S. Zero in ``v``, and finite in ``k``, where a key does not
+            count.
+        kv_len: tokens that count come before this one.
+        kv_lengths: integers [B], at most ``kv_len``: how many count of each item.
+        scale: of the scores; None means 1/sqrt(D).
+
+    Returns:
+        of the shape and dtype of ``q``; arbitrary for tokens that do not count.
+
+    Raises:
+        AttentionError: the implementation named in the context cannot do this call.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from tpuport.core.layers.ring import Ring, gathered_attention, ring_attention
+    from tpuport.kernels.attention.selection import as_choice
+    from tpuport.kernels.padding import pad_dim, round_up
+
+    context = active.context
+    policy = context.attention
+    tokens = 3 if feature_major else 2
+    batch, heads = q.shape[:2]
+    batch_axis, head_axis, local = _placed(active, batch, heads)
+    sequence_axis = policy.sequence if active.axis_size(policy.sequence) > 1 else None
+    count = math.prod(local)
+    split = degrees_of(active, batch, heads)
+    folded = round_up(count, split.ulysses)
+    each = folded // split.ulysses
+
+    if kv_lengths is None:
+        kv_lengths = jnp.full((batch,), kv_len, jnp.int32)
+        has_lengths = False
+    else:
+        has_lengths = True
+    queries = q.shape[tokens] // split.ring if sequence_axis else q.shape[tokens]
+    record = _record(
+        active,
+        q,
+        kv_len=kv_len,
+        has_lengths=has_lengths,
+        split=(batch_axis, head_axis, sequence_axis, None),
+        degrees=split,
+        local=(each if sequence_axis else count, queries),
+        feature_major=feature_major,
+    )
+
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None
+    ) -> jax.Array:
+        return _kernel(
+            context,
+            q,
+            k,
+            v,
+            kv_len=kv_len,
+            lengths=lengths,
+            scale=scale,
+            feature_major=feature_major,
+        )
+
+    def on_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        if sequence_axis is None:
+            return run(q, k, v, lengths if has_lengths else None)
+        place = jax.lax.axis_index(sequence_axis)
+        groups = split.exchanges
+
+        def exchange(x: jax.Array) -> jax.Array:
+            """Of [ulysses, ...] every device of the group gets its row from each."""
+            return jax.lax.all_to_all(x, sequence_axis, 0, 0, axis_index_groups=groups)
+
+        def to_heads(x: jax.Array) -> jax.Array:
+            """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
+            x = pad_dim(x.reshape(count, 1, *x.shape[2:]), 0, folded)
+            if split.ulysses == 1:
+                return x
+            parts = exchange(x.reshape(split.ulysses, each, *x.shape[1:]))
+            # Side by side: whole tiles of memory move, nothing within them.
+            return jnp.concatenate(list(parts), tokens)
+
+        def to_tokens(x: jax.Array) -> jax.Array:
+            """The way back."""
+            if split.ulysses > 1:
+                parts = jnp.stack(jnp.split(x, split.ulysses, tokens))
+                x = exchange(parts).reshape(folded, 1, *parts.shape[3:])
+            return x[:count].reshape(*local, *x.shape[2:])
+
+        mine = None
+        if has_lengths:
+            every = pad_dim(jnp.repeat(lengths, local[1]), 0, folded)
+            start = place % split.ulysses * each
+            mine = jax.lax.dynamic_slice_in_dim(every, start, each)
+        q, k, v = (to_heads(x) for x in (q, k, v))
+        if split.ring == 1:
+            return to_tokens(run(q, k, v, mine))
+        if not feature_major:
+            q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
+        together = ring_attention if record.ring_keys == PASSED else gathered_attention
+        out = together(
+            Ring(axis=sequence_axis, groups=split.rings, rank=place // split.ulysses),
+            q,
+            k,
+            v,
+            kv_len=kv_len,
+            lengths=mine,
+            scale=scale,
+            platform=context.platform,
+            choice=as_choice(context.implementation),
+            chip=context.chip,
+        )
+        return to_tokens(out if feature_major else out.swapaxes(2, 3))
+
+    mesh = context.mesh
+    if mesh is None or mesh.size == 1:
+        return run(q, k, v, kv_lengths if has_lengths else None)
+    dims = [batch_axis, head_axis, None, None]
+    dims[tokens] = sequence_axis
+    spec = PartitionSpec(*dims)
+    lengths_spec = PartitionSpec(batch_axis)
+    out: jax.Array = compat.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, lengths_spec),
+        out_specs=spec,
+    )(q, k, v, kv_lengths)
+    return out
+
+
+def _kernel(
+    context: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_len: int,
+    lengths: jax.Array | None,
+    scale: float | None,
+    feature_major: bool,
+) -> jax.Array:
+    from tpuport.kernels.attention.attention import attention, attention_feature_major
+
+    if feature_major:
+        return attention_feature_major(
+            q,
+            k,
+            v,
+            kv_len=kv_len,
+            kv_lengths=lengths,
+            hidden=True,
+            scale=scale,
+            platform=context.platform,
+            implementation=context.implementation,
+            chip=context.chip,
+        )
+    return attention(
+        q,
+        k[:, :, :kv_len],
+        v[:, :, :kv_len],
+        scale=scale,
+        kv_lengths=lengths,
+        platform=context.platform,
+        implementation=context.implementation,
+        chip=context.chip,
+        fall_back=True,
+    )
+
+
+def _record(
+    active: Active,
+    q: jax.Array,
+    *,
+    kv_len: int,
+    has_lengths: bool,
+    split: tuple[str | None, ...],
+    degrees: Degrees,
+    local: tuple[int, int],
+    feature_major: bool,
+) -> AttentionRecord:
+    """Note what this call runs as; ``local`` are heads and queries of a device."""
+    import jax
+
+    from tpuport.kernels.attention.problem import describe
+    from tpuport.kernels.attention.selection import as_choice, select
+
+    context = active.context
+    tokens = 3 if feature_major else 2
+    head_dim, length = q.shape[5 - tokens], q.shape[tokens]
+    choice = as_choice(context.implementation)
+    count, queries = local
+    way = why = None
+    keys = length if feature_major else kv_len
+    if degrees.ring > 1:
+        way, why = PASSED, _not_passed(context, count, queries, head_dim, q.dtype)
+        keys = queries
+        if why is not None:
+            way, keys = GATHERED, keys_within(queries, length, choice.window)
+    struct = jax.ShapeDtypeStruct
+    masked = has_lengths
+    if way is not None:
+        masked = masked or kv_len < length or choice.window is not None
+    problem = describe(
+        struct((count, 1, queries, head_dim), q.dtype),
+        struct((count, 1, keys, head_dim), q.dtype),
+        struct((count, 1, keys, head_dim), q.dtype),
+        kv_lengths=struct((count,), "int32") if masked else None,
+        window=choice.window,
+        platform=context.platform,
+    )
+    selection = select(problem, choice, chip=context.chip, fall_back=True)
+    reason = "; ".join(
+        [selection.reason, *(f"not {n}: {text}" for n, text in selection.passed_over)]
+        + ([f"keys are gathered: {why}"] if why else [])
+    )
+    shape = (*q.shape[:2], kv_len, head_dim)
+    record = AttentionRecord(
+        query=shape,
+        key=shape,
+        implementation=selection.implementation,
+        reason=reason,
+        split=split,
+        key_lengths=has_lengths,
+        blocks=dict(selection.blocks),
+        window=choice.window,
+        k_smooth=choice.k_smooth,
+        dtype=str(q.dtype),
+        padded=length,
+        ulysses=degrees.ulysses,
+        ring=degrees.ring,
+        ring_keys=way,
+        notice=selection.notice,
+    )
+    if record not in context.records:
+        context.records.append(record)
+    return record
+
+
+def _not_passed(
+    context: Any, count: int, queries: int, head_dim: int, dtype: Any
+) -> str | None:
+    """Why keys do not go round a ring, if they do not."""
+    import jax
+
+    from tpuport.core.layers.ring import ring_refusal
+    from tpuport.kernels.attention.selection import as_choice
+
+    chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)
+    refusal = ring_refusal(
+        chunk,
+        chunk,
+        chunk,
+        has_lengths=True,
+        platform=context.platform,
+        choice=as_choice(context.implementation),
+        chip=context.chip,
+    )
+    if refusal is None and context.chip is not None:
+        refusal = too_short(queries, head_dim, chunk.dtype.itemsize, context.chip)
+    return refusal

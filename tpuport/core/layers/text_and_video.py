@@ -1,0 +1,225 @@
+"""Two streams of tokens, with weights of their own, that meet in attention.
+
+Letters: B batch, L tokens of the joint sequence with padding, T tokens of text,
+H heads, D head dim.
+
+The joint sequence is split over the sequence axis and has places for the text after the
+video. The text by itself, a few hundred tokens, is whole on every device: what it goes
+through costs each of them about as much as passing parts of it on would. In front of
+attention its queries, keys and values are written into their places, a window of at
+most T tokens per device, and after it they are read out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.layers.sequence_parallel import sequence_attention
+
+if TYPE_CHECKING:
+    import jax
+
+Heads = tuple["jax.Array", "jax.Array", "jax.Array"]
+"""Queries, keys and values."""
+
+
+def text_alone(sequence: JointSequence) -> JointSequence:
+    """The text of a joint sequence as a sequence without padding, whole everywhere."""
+    return replace(sequence, length=sequence.text, padded=sequence.text, divided=False)
+
+
+def put_text(
+    sequence: JointSequence, x: jax.Array, text: jax.Array, dim: int
+) -> jax.Array:
+    """``x`` with ``text`` in the places of the text.
+
+    Args:
+        sequence: with text after video.
+        x: [B, L, ...] or [B, H, ...] with L at ``dim``, split over the sequence axis.
+        text: of the same shape but for T at ``dim``, whole on every device.
+        dim: of the tokens.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    count, start = sequence.text, sequence.length - sequence.text
+
+    def on_device(x: jax.Array, text: jax.Array) -> jax.Array:
+        width = min(count, x.shape[dim])
+        window, first = _window(sequence, x.shape[dim], width)
+        # The first token of the window is this one of the text.
+        shift = first + window - start
+        around = [(0, 0)] * x.ndim
+        around[dim] = (width, width)
+        mine = jax.lax.dynamic_slice_in_dim(
+            jnp.pad(text, around),
+            jnp.clip(shift + width, 0, count + width),
+            width,
+            dim,
+        )
+        index = shift + jnp.arange(width)
+        here = jnp.expand_dims((index >= 0) & (index < count), _others(x, dim))
+        before = jax.lax.dynamic_slice_in_dim(x, window, width, dim)
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, jnp.where(here, mine, before), window, dim
+        )
+
+    return _mapped(sequence, on_device, (x, text), dim, out_split=True)
+
+
+def take_text(sequence: JointSequence, x: jax.Array, dim: int) -> jax.Array:
+    """What ``x`` has in the places of the text, whole on every device.
+
+    Args:
+        sequence: with text after video.
+        x: as :func:`put_text` takes it.
+        dim: of the tokens.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    count, start = sequence.text, sequence.length - sequence.text
+    axis = _sequence_axis(sequence)
+    if axis is None:
+        return jax.lax.slice_in_dim(x, start, start + count, axis=dim)
+
+    def on_device(x: jax.Array) -> jax.Array:
+        width = min(count, x.shape[dim])
+        window, first = _window(sequence, x.shape[dim], width)
+        shift = first + window - start
+        index = shift + jnp.arange(width)
+        here = jnp.expand_dims((index >= 0) & (index < count), _others(x, dim))
+        mine = jax.lax.dynamic_slice_in_dim(x, window, width, dim)
+        around = [(0, 0)] * x.ndim
+        around[dim] = (count, count)
+        placed = jax.lax.dynamic_slice_in_dim(
+            jnp.pad(jnp.where(here, mine, 0), around),
+            jnp.clip(count - shift, 0, count + width),
+            count,
+            dim,
+        )
+        # Every token is on one device, and zeros add nothing.
+        return jax.lax.psum(placed, axis)
+
+    return _mapped(sequence, on_device, (x,), dim, out_split=False)
+
+
+def attend_streams(
+    sequence: JointSequence,
+    video: Heads,
+    text: Heads,
+    lengths: jax.Array,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the tokens of both streams on all that count.
+
+    Args:
+        sequence: with text after video.
+        video: as :func:`tpuport.core.layers.joint_sequence.to_heads` gives them of the
+        joint sequence,
+            with anything finite in the places of text and padding.
+        text: the same of the text by itself.
+        lengths: integers [B]: so many leading tokens of the text count.
+        dtype: what they are rounded to.
+
+    Returns:
+        For the joint sequence and, out of its places there, for the text, each in the
+        layout of its queries and in ``dtype``.
+    """
+    import jax.numpy as jnp
+
+    dim = 3 if sequence.feature_major else 2
+    count = sequence.length - sequence.text
+
+    def counted(v: jax.Array, counts: jax.Array) -> jax.Array:
+        """Zeros for tokens that are no keys; ``counts`` is [1 or B, tokens]."""
+        return jnp.where(jnp.expand_dims(counts, (1, 5 - dim)), v, 0)
+
+    lengths = lengths.astype(jnp.int32)
+    q, k, v = video
+    v = counted(v, (jnp.arange(sequence.padded) < count)[None])
+    text_q, text_k, text_v = text
+    text_v = counted(text_v, jnp.arange(sequence.text) < lengths[:, None])
+    q, k, v = (
+        put_text(sequence, whole.astype(dtype), part.astype(dtype), dim)
+        for whole, part in ((q, text_q), (k, text_k), (v, text_v))
+    )
+    out = sequence_attention(
+        sequence.active,
+        q,
+        k,
+        v,
+        kv_len=sequence.length,
+        kv_lengths=lengths + count,
+        feature_major=sequence.feature_major,
+    )
+    return out, take_text(sequence, out, dim)
+
+
+def _others(x: jax.Array, dim: int) -> tuple[int, ...]:
+    """All dims but one."""
+    return tuple(d for d in range(x.ndim) if d != dim)
+
+
+def _sequence_axis(sequence: JointSequence) -> str | None:
+    axis = sequence.active.context.attention.sequence
+    return axis if sequence.active.axis_size(axis) > 1 else None
+
+
+def _window(sequence: JointSequence, local: int, width: int) -> tuple[Any, Any]:
+    """The ``width`` of ``local`` tokens of this device that hold all its text.
+
+    Returns:
+        The index of the first among those of the device, and the index of the
+        device's first token in the joint sequence.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    axis = _sequence_axis(sequence)
+    first = 0 if axis is None else jax.lax.axis_index(axis) * local
+    start = sequence.length - sequence.text
+    return jnp.clip(start - first, 0, local - width), first
+
+
+def _mapped(
+    sequence: JointSequence,
+    run: Any,
+    arrays: tuple[jax.Array, ...],
+    dim: int,
+    *,
+    out_split: bool,
+) -> jax.Array:
+    """``run`` on every device; the first of ``arrays`` is split along its tokens."""
+    from jax.sharding import PartitionSpec
+
+    active = sequence.active
+    mesh, policy = active.context.mesh, active.context.attention
+    if mesh is None or mesh.size == 1:
+        out: jax.Array = run(*arrays)
+        return out
+    first = arrays[0]
+
+    def axis(name: str | None, size: int) -> str | None:
+        devices = active.axis_size(name)
+        return name if devices > 1 and size % devices == 0 else None
+
+    def spec(tokens: str | None) -> PartitionSpec:
+        dims: list[str | None] = [None] * first.ndim
+        dims[0] = axis(policy.batch, first.shape[0])
+        if first.ndim == 4:
+            dims[1] = axis(policy.heads, first.shape[1])
+        dims[dim] = tokens
+        return PartitionSpec(*dims)
+
+    split, whole = spec(_sequence_axis(sequence)), spec(None)
+    mapped: jax.Array = compat.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(split, *(whole for _ in arrays[1:])),
+        out_specs=split if out_split else whole,
+    )(*arrays)
+    return mapped

@@ -1,0 +1,68 @@
+"""Tiles of a video as its frames, joined on the host piece by piece.
+
+Letters: B videos, F frames, H rows and W columns of pixels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpuport.core.files.frames import as_frames, encode_on_host
+from tpuport.core.layers.tiles import TileJoin, TilePlan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class JoinedFrames:
+    """Tiles of a video as its frames: finished where the last tile of them is in.
+
+    A piece becomes pixels as soon as it is blended, so that of the floats one tile and
+    the seams are held, and of the pixels the frames of one row of tiles in time.
+
+    Args:
+        plan: the tiles.
+        pixels: ``"float32"`` or ``"uint8"``.
+    """
+
+    def __init__(self, plan: TilePlan, pixels: str) -> None:
+        self._plan = plan
+        self._pixels = pixels
+        self._join = TileJoin(plan)
+        self._row: dict[str, np.ndarray] | None = None
+
+    def add(self, output: np.ndarray) -> dict[str, np.ndarray] | None:
+        """The next tile, [B, 3, F, H, W], about [-1, 1].
+
+        Returns:
+            The frames that it completes, [B, F, H, W, 3], with what
+            :func:`tpuport.core.files.frames.encode_pixels` tells of them, or ``None``.
+
+        Raises:
+            ValueError: see :meth:`tpuport.core.layers.tiles.TileJoin.add`.
+        """
+        import numpy as np
+
+        values, (frames, rows, columns), ends_row = self._join.add(output)
+        values *= np.float32(0.5)
+        values += np.float32(0.5)
+        piece = encode_on_host(values, self._pixels)
+        if self._row is None:
+            shape = (len(values), frames.stop - frames.start, *self._plan.output[1:], 3)
+            self._row = {
+                "frames": np.empty(shape, self._pixels),
+                "finite": np.zeros_like(piece["finite"]),
+                "low": piece["low"],
+                "high": piece["high"],
+            }
+        row = self._row
+        row["frames"][:, :, rows, columns] = as_frames(
+            piece["frames"], *values.shape[3:]
+        )
+        row["finite"] += piece["finite"]
+        row["low"] = np.minimum(row["low"], piece["low"])
+        row["high"] = np.maximum(row["high"], piece["high"])
+        if not ends_row:
+            return None
+        self._row = None
+        return row

@@ -1,0 +1,300 @@
+"""Norms of transformer blocks on a joint sequence.
+
+Letters: B batch, L tokens with padding, E width, H heads, D head dim.
+
+Statistics, modulation and rotation are in float32 and rounded once. On a TPU they run
+as kernels that read the tokens once (``tpuport/kernels/norms/token_norm.py``), each
+device on its own tokens; elsewhere, and where a kernel cannot, as XLA makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.tracing.kernel_options import kernel_options
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.layers.joint_sequence import JointSequence
+
+
+def normalise(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
+    """``x`` less its mean, over its standard deviation, in float32.
+
+    Two passes, so that a mean far from 0 costs no digits.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + eps)
+
+
+def layer_norm(
+    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float
+) -> jax.Array:
+    """A layer norm over the last dim, in float32; ``weight`` and ``bias`` are [E]."""
+    import jax.numpy as jnp
+
+    out = normalise(x, eps)
+    if weight is not None:
+        out = out * weight.astype(jnp.float32)
+    return out if bias is None else out + bias.astype(jnp.float32)
+
+
+Pair = tuple["jax.Array", "jax.Array"]
+
+
+def modulated_norm(
+    sequence: JointSequence,
+    x: jax.Array,
+    *,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+    text: tuple[jax.Array, jax.Array],
+    video: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """A layer norm and ``y * (1 + scale) + shift``, as one scale and one shift.
+
+    Args:
+        sequence: which tokens are text.
+        x: of shape [B, L, E].
+        weight, bias: of the norm, [E]; ``None`` where it has none.
+        eps: of the norm.
+        text: (shift, scale) of text tokens, each [B, E].
+        video: those of all others.
+
+    Returns:
+        of the shape and dtype of ``x``.
+    """
+    import jax.numpy as jnp
+
+    def folded(shift: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = 1 + scale.astype(jnp.float32)
+        shift = shift.astype(jnp.float32)
+        if bias is not None:
+            shift = shift + scale * bias.astype(jnp.float32)
+        if weight is not None:
+            scale = scale * weight.astype(jnp.float32)
+        return shift, scale
+
+    shift, scale = folded(*video)
+    text_shift, text_scale = shift, scale
+    if any(one is not other for one, other in zip(text, video, strict=True)):
+        text_shift, text_scale = folded(*text)
+    if has_kernels(sequence):
+        try:
+            return _modulated_by_kernel(
+                sequence, x, eps, (shift, scale), (text_shift, text_scale)
+            )
+        except NotImplementedError:
+            # Another number of tokens or features than the kernel takes.
+            pass
+    out = normalise(x, eps)
+    out = out * sequence.choose(text_scale, scale)
+    return (out + sequence.choose(text_shift, shift)).astype(x.dtype)
+
+
+def has_kernels(sequence: JointSequence) -> bool:
+    """Whether kernels can run: on a TPU, where tokens are last."""
+    return sequence.feature_major and sequence.active.context.platform == "tpu"
+
+
+def _modulated_by_kernel(
+    sequence: JointSequence, x: jax.Array, eps: float, video: Pair, text: Pair
+) -> jax.Array:
+    """The same by the kernel; shift and scale of each kind of tokens, float32 [B, E].
+
+    Raises:
+        NotImplementedError: the kernel does not take so many tokens or features.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.kernels.norms.token_norm import modulated_layer_norm
+
+    marked = (0, 0) if text[1] is video[1] else sequence.text_places
+    run = functools.partial(
+        modulated_layer_norm,
+        eps=eps,
+        marked=marked,
+        **kernel_options(sequence.active.context),
+    )
+
+    shift, scale = (jnp.stack(pair, 1) for pair in zip(video, text, strict=True))
+    # Turned on paper: tokens are last in memory.
+    turned = x.swapaxes(1, 2)
+    batch, tokens = sequence.axes(x.shape[0])
+    each = x.shape[1] // sequence.active.axis_size(tokens)
+    firsts = jnp.arange(0, x.shape[1], each, dtype=jnp.int32)
+    out = on_devices(
+        sequence,
+        run,
+        (turned, scale, shift, firsts),
+        ((batch, None, tokens), (batch,), (batch,), (tokens,)),
+        (batch, None, tokens),
+    )
+    return out.swapaxes(1, 2)
+
+
+def on_devices(
+    sequence: JointSequence,
+    run: Callable[..., jax.Array],
+    arrays: tuple[jax.Array, ...],
+    split: tuple[tuple[str | None, ...], ...],
+    result: tuple[str | None, ...],
+) -> jax.Array:
+    """``run`` on each device's part of the arrays.
+
+    Args:
+        sequence: tells the mesh.
+        run: takes a part of each array.
+        arrays: whole.
+        split: by which mesh axis each dim of each is split.
+        result: the same of what comes back.
+    """
+    from jax.sharding import PartitionSpec
+
+    mesh = sequence.active.context.mesh
+    if mesh is None or mesh.size == 1:
+        return run(*arrays)
+    out: jax.Array = compat.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*axes) for axes in split),
+        out_specs=PartitionSpec(*result),
+    )(*arrays)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """A layer norm, or an RMS norm, over the head dim.
+
+    Attributes:
+        weight, bias: of shape [D]; ``None`` where the norm has none.
+        eps: of the norm.
+        centre: take the mean off; without it this is an RMS norm.
+    """
+
+    weight: jax.Array | None
+    bias: jax.Array | None
+    eps: float
+    centre: bool = True
+
+
+def turned(
+    sequence: JointSequence,
+    x: jax.Array,
+    norm: HeadNorm | None,
+    tables: tuple[jax.Array, jax.Array] | None,
+    dtype: Any,
+) -> jax.Array:
+    """Queries or keys: normed and rotated in float32, rounded once.
+
+    Both halves of the head dim go their own way up to the end, so that no float32 array
+    of all heads is held.
+
+    Args:
+        sequence: tells the layout.
+        x: as :func:`to_heads` gives it, of weights in the order of halves.
+        norm: over the head dim; of ``x`` as rounded to ``dtype``, as upstream norms
+            what its projection was rounded to. ``None`` for none.
+        tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
+        dtype: of the result.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    axis = 2 if sequence.feature_major else 3
+    mean: Any = 0.0
+    inverse: Any = 1.0
+    if norm is not None:
+        x = x.astype(dtype)
+        if has_kernels(sequence):
+            try:
+                return _turned_by_kernel(sequence, x, norm, tables)
+            except NotImplementedError:
+                # Another number of tokens or features than the kernel takes.
+                pass
+        wide = x.astype(jnp.float32)
+        if norm.centre:
+            mean = jnp.mean(wide, axis, keepdims=True)
+        power = jnp.mean(jnp.square(wide - mean), axis, keepdims=True)
+        inverse = jax.lax.rsqrt(power + norm.eps)
+
+    def along(vector: jax.Array, half: int) -> jax.Array:
+        part = jnp.split(vector.astype(jnp.float32), 2)[half]
+        return part[:, None] if sequence.feature_major else part
+
+    def normed(part: jax.Array, half: int) -> jax.Array:
+        out = (part.astype(jnp.float32) - mean) * inverse
+        if norm is not None and norm.weight is not None:
+            out = out * along(norm.weight, half)
+        if norm is not None and norm.bias is not None:
+            out = out + along(norm.bias, half)
+        return out
+
+    if norm is None and tables is None:
+        return x.astype(dtype)
+    first, second = (
+        normed(part, half) for half, part in enumerate(jnp.split(x, 2, axis))
+    )
+    if tables is not None:
+        (cos, cos_2), (sin, sin_2) = (jnp.split(t, 2, axis - 2) for t in tables)
+        first, second = first * cos - second * sin, second * cos_2 + first * sin_2
+    return jnp.concatenate([first.astype(dtype), second.astype(dtype)], axis)
+
+
+def _turned_by_kernel(
+    sequence: JointSequence, x: jax.Array, norm: HeadNorm, tables: Pair | None
+) -> jax.Array:
+    """The same by the kernel, of ``x`` [B, H, D, L] in the dtype of the result.
+
+    Raises:
+        NotImplementedError: the kernel does not take so many tokens or features.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.kernels.norms.token_norm import head_norm_rotary
+
+    run = functools.partial(
+        head_norm_rotary,
+        eps=norm.eps,
+        centre=norm.centre,
+        **kernel_options(sequence.active.context),
+    )
+    size = x.shape[2]
+    weight, bias = (
+        jnp.full(size, rest, jnp.float32)
+        if vector is None
+        else vector.astype(jnp.float32)
+        for vector, rest in ((norm.weight, 1), (norm.bias, 0))
+    )
+    if tables is None:
+        # Positions are learned, or the tokens are text: none of them turns.
+        still = jnp.ones(x.shape[2:], jnp.float32)
+        tables = still, jnp.zeros_like(still)
+    batch, tokens = sequence.axes(x.shape[0])
+    heads = sequence.active.context.attention.heads
+    count = sequence.active.axis_size(heads)
+    split = (
+        batch,
+        heads if count > 1 and not x.shape[1] % count else None,
+        None,
+        tokens,
+    )
+    return on_devices(
+        sequence,
+        run,
+        (x, jnp.stack([weight, bias]), *tables),
+        (split, (), (None, tokens), (None, tokens)),
+        split,
+    )

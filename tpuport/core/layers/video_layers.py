@@ -1,0 +1,374 @@
+"""Layers of video autoencoders on TPU: the project's kernels on a device's part.
+
+Native forms of upstream's blocks are made of these. Arrays are channels-last, as the
+kernels want them; what upstream holds as [B, C, T, Y, X] is the same memory.
+
+Legend: B batch, T frames, Y rows, X columns of this device, C input channels, O output
+channels, K frames of a kernel; t, y, x frames, rows and columns of latents, Z channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.tracing.kernel_options import kernel_options
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.mesh.spatial_split import Space
+    from tpuport.core.tracing.context import OpContext
+    from tpuport.kernels.phantoms import Real
+
+#: The convolution kernel in reports, as in a profile.
+KERNEL = "tpuport_conv"
+#: What does convolutions of one element, in reports.
+PRODUCT = "a product of matrices"
+#: Channels that fill the lanes, and columns that fill a tile.
+LANES, TILE_ROWS = 128, 16
+_DIMS = (2, 3)
+
+
+def has_kernels(context: OpContext) -> bool:
+    """Whether the kernels can run: on TPU, where each device has arrays of its own.
+
+    The compiler cannot split a kernel over a mesh. In a program that is split in space
+    the context has no mesh.
+    """
+    alone = context.mesh is None or context.mesh.size == 1
+    return context.platform == "tpu" and alone
+
+
+def convolve(
+    context: OpContext,
+    x: jax.Array,
+    before: jax.Array | None,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None = None,
+    shortcut: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """A convolution with zeros around the picture, and frames before it.
+
+    Args:
+        x: [B, T, Y, X, C].
+        before: [B, K - 1, Y, X, C]; ``None`` with K = 1.
+        weight: [O, C, K, 3, 3], upstream's.
+        bias: [O], or ``None``.
+        residual: [B, T, Y, X, O], added to the result.
+        shortcut: what to make it of: [B, T, Y, X, I] and upstream's convolution of one
+            element, [O, I, 1, 1, 1] and [O].
+
+    Returns:
+        [B, T, Y, X, O] in the dtype of ``x``.
+
+    Raises:
+        NotImplementedError: the kernels cannot: another size, or not enough VMEM.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.core.tracing.convolution_notes import note
+    from tpuport.kernels.convolution.conv import edged_convolution, video_convolution
+    from tpuport.kernels.convolution.conv_kernel import pitch_of
+
+    options = kernel_options(context)
+    weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
+    space = context.space
+    sides: tuple[jax.Array, jax.Array] | None = None
+    ends: jax.Array | None = None
+    copied = ""
+    in_place = dict(options)
+    if space is not None:
+        in_place["real"] = _real(space, x)
+        try:
+            sides, ends = _edges(space, x, before, options)
+        except NotImplementedError as error:
+            # Another number of channels: the other form copies the video.
+            copied = str(error)
+    if shortcut is not None:
+        if sides is not None and _fits(shortcut[0]):
+            short, matrix, more = shortcut
+            both = more.astype(jnp.float32)
+            both = both if bias is None else both + bias.astype(jnp.float32)
+            added = (short, matrix.reshape(matrix.shape[:2]).T)
+            # Where both do not fit into VMEM, one after the other may.
+            with contextlib.suppress(NotImplementedError):
+                out = edged_convolution(
+                    x, before, sides, ends, weight, both, shortcut=added, **in_place
+                )
+                # It and the convolution of one element.
+                note(context, KERNEL)
+                note(context, KERNEL)
+                return out
+        residual = pointwise(context, *shortcut)
+    if sides is not None:
+        try:
+            out = edged_convolution(
+                x, before, sides, ends, weight, bias, residual, **in_place
+            )
+            note(context, KERNEL)
+            return out
+        except NotImplementedError as error:
+            copied = str(error)
+    whole = x if before is None else jnp.concatenate([before, x], axis=1)
+    columns = x.shape[3]
+    pads = [(0, 0)] * 5
+    if space is None:
+        pads[2] = (1, 1)
+        pads[3] = (1, pitch_of(columns) - columns - 1)
+    else:
+        whole = space.halo(whole, _DIMS, (1, 1), (1, 1))
+        pads[3] = (0, pitch_of(columns) - columns - 2)
+    out = video_convolution(jnp.pad(whole, pads), weight, bias, columns, **options)
+    note(context, f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
+    return out if residual is None else out + residual
+
+
+def enlarged_convolution(
+    context: OpContext,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    copies: int = 1,
+) -> jax.Array:
+    """Twice the rows and columns by nearest neighbours, then a convolution of frames.
+
+    The enlarged video is never in memory.
+
+    Args:
+        x: [B, T, Y, X, C].
+        weight: [O, C, 3, 3], upstream's.
+        bias: [O], or ``None``.
+        copies: how often each frame of the result is wanted, one after the other.
+
+    Returns:
+        [B, copies T, 2 Y, 2 X, O] in the dtype of ``x``.
+
+    Raises:
+        NotImplementedError: the kernels cannot.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.core.tracing.convolution_notes import note
+    from tpuport.kernels.convolution.conv import edged_convolution
+
+    options, space = kernel_options(context), context.space
+    if space is None:
+        raise NotImplementedError("enlarging without a split in space")
+    sides, ends = _edges(space, x, None, options)
+    kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
+    options |= {"scale": 2, "copies": copies, "real": _real(space, x)}
+    out = edged_convolution(x, None, sides, ends, kernel, bias, **options)
+    note(context, KERNEL)
+    return out
+
+
+def _edges(
+    space: Space, x: jax.Array, before: jax.Array | None, options: dict[str, Any]
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """``sides`` and ``ends`` of :func:`edged_convolution`: zeros beyond the picture.
+
+    Args:
+        x, before: of this device, with anything in phantom rows and columns.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.core.mesh.halos import passed
+    from tpuport.kernels.convolution.conv_sides import outer_columns
+
+    columns = space.columns
+    outer = outer_columns(x, before, **options)
+
+    def exchanged(*sides: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left, right = passed(columns, *sides)
+        if not columns.even:
+            # The device after this one may have none.
+            right = jnp.where(columns.ahead(x.shape[3]) > x.shape[3], right, 0)
+        return left, right
+
+    if space.rows.parts == 1:
+        return exchanged(*outer), None
+    parts = [x] if before is None else [before, x]
+
+    def row(at: int) -> jax.Array:
+        place = at % x.shape[2]
+        pieces = [jax.lax.slice_in_dim(p, place, place + 1, axis=2) for p in parts]
+        return jnp.concatenate(pieces, axis=1)
+
+    above, below = passed(space.rows, row(0), row(-1))
+    # Corners are of the columns, and come with a second exchange.
+    sides = [
+        jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)
+        for at, side in zip((0, -1), outer, strict=True)
+    ]
+    left, right = exchanged(*sides)
+    ends = jnp.concatenate([above, below], axis=2)
+    if not space.rows.even:
+        # Of the row above, a device's own and the one below, those of the picture.
+        rows = x.shape[2]
+        real = jnp.arange(rows + 2)[:, None] <= space.rows.ahead(rows)
+        left, right = (jnp.where(real, side, 0) for side in (left, right))
+        ends = jnp.where(real[:: rows + 1, None], ends, 0)
+    return (left, right), ends
+
+
+def _real(space: Space, x: jax.Array) -> Real:
+    """How many rows and columns of [B, T, Y, X, C] are no phantoms."""
+    return space.rows.count(x.shape[2]), space.columns.count(x.shape[3])
+
+
+def _fits(x: jax.Array) -> bool:
+    """Whether [B, T, Y, X, I] is whole tiles, for a product within the kernel."""
+    return x.shape[3] % TILE_ROWS == 0 and x.shape[4] % LANES == 0
+
+
+def pointwise(
+    context: OpContext, x: jax.Array, weight: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """A convolution of one element, [O, I, 1, 1, 1], of [B, T, Y, X, I]."""
+    import jax.numpy as jnp
+
+    from tpuport.core.tracing.convolution_notes import note
+    from tpuport.kernels.attention.reference import matmul_precision
+
+    note(context, PRODUCT)
+    flat = weight.reshape(weight.shape[:2])
+    out = jnp.einsum(
+        "btyxc,oc->btyxo",
+        x,
+        flat,
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return (out + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def group_norm(
+    context: OpContext,
+    x: jax.Array,
+    groups: int,
+    weight: jax.Array,
+    bias: jax.Array,
+    eps: float,
+    modulation: jax.Array | None = None,
+    *,
+    silu: bool,
+    kept: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Group norm of the whole picture, modulated, through SiLU; float32 until the end.
+
+    Args:
+        x: [B, T, Y, X, C], C a multiple of 128.
+        groups: of channels.
+        weight, bias: [C].
+        modulation: [B, t, y, X, 2 C] as :func:`apply_norm` takes it, or ``None``.
+        silu: whether to end with SiLU.
+        kept: how many of the last frames to give by themselves as well.
+
+    Returns:
+        of the shape and dtype of ``x``, and these frames.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.kernels.norms.video_norm import apply_norm
+
+    batch, *_, channels = x.shape
+    mean, variance = _channel_statistics(context, x)
+    grouped = (batch, groups, channels // groups)
+    means, variances = mean.reshape(grouped), variance.reshape(grouped)
+    mean = jnp.mean(means, axis=2, keepdims=True)
+    apart = jnp.square(means - mean)
+    variance = jnp.mean(variances + apart, axis=2, keepdims=True)
+    mean, variance = (
+        jnp.broadcast_to(v, grouped).reshape(batch, channels) for v in (mean, variance)
+    )
+    scale = weight.astype(jnp.float32) / jnp.sqrt(variance + eps)
+    shift = jnp.broadcast_to(bias.astype(jnp.float32), scale.shape)
+    return apply_norm(
+        x,
+        mean,
+        scale,
+        shift,
+        modulation,
+        silu=silu,
+        kept=kept,
+        **kernel_options(context),
+    )
+
+
+def _channel_statistics(
+    context: OpContext, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of every channel over all devices, float32 [B, C] each."""
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.kernels.norms.video_norm import channel_moments, joined
+
+    _, frames, rows, columns, _ = x.shape
+    space, options = context.space, kernel_options(context)
+    if space is not None and not (space.rows.even and space.columns.even):
+        real = _real(space, x)
+        mean, spread = channel_moments(x, real, **options)
+        counts = jnp.broadcast_to(
+            jnp.asarray(frames * real[0] * real[1], jnp.float32), mean.shape
+        )
+        # A device may have no real element at all.
+        parts = jax.lax.all_gather(jnp.stack([counts, mean, spread]), space.axes)
+        whole, mean, spread = joined(parts[:, 0], parts[:, 1], parts[:, 2], (0,))
+        return mean, spread / whole
+    count = frames * rows * columns
+    mean, spread = channel_moments(x, **options)
+    if space is None or not space.axes:
+        return mean, spread / count
+    # As many elements on each device: Chan's formula for equal parts.
+    parts = jax.lax.all_gather(jnp.stack([mean, spread]), space.axes)
+    means, spreads = parts[:, 0], parts[:, 1]
+    mean = jnp.mean(means, axis=0)
+    between = jnp.mean(jnp.square(means - mean), axis=0)
+    return mean, jnp.mean(spreads, axis=0) / count + between
+
+
+def modulation_maps(
+    latents: jax.Array,
+    columns: int,
+    weights: tuple[jax.Array, jax.Array],
+    biases: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """Factors and summands of a spatial norm, as wide as the video.
+
+    Pointwise products of latents enlarged by nearest neighbour: enlarging copies
+    elements, so its place in the order changes no number. Columns are enlarged here, by
+    a product with zeros and ones; rows and frames where they are read.
+
+    Args:
+        latents: [B, t, y, x, Z].
+        columns: X, a multiple of x.
+        weights: of the factors and of the summands, each [C, Z, 1, 1, 1].
+        biases: each [C].
+
+    Returns:
+        [B, t, y, X, 2 C] in the dtype of ``latents``.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tpuport.kernels.attention.reference import matmul_precision
+
+    count = columns // latents.shape[3]
+    copies = jnp.repeat(jnp.eye(latents.shape[3], dtype=latents.dtype), count, axis=1)
+    # Of one product that is not zero, no precision is lost.
+    exact = jax.lax.Precision.HIGHEST if latents.dtype == jnp.float32 else None
+    wide = jnp.einsum("btyxz,xw->btywz", latents, copies, precision=exact)
+    weight = jnp.concatenate([w.reshape(w.shape[:2]) for w in weights])
+    out = jnp.einsum(
+        "btywz,cz->btywc",
+        wide,
+        weight,
+        precision=matmul_precision(latents.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    out = out + jnp.concatenate([b.astype(jnp.float32) for b in biases])
+    return out.astype(latents.dtype)

@@ -1,0 +1,209 @@
+"""Flags of the TPU compiler per chip, in one table, and how they reach a program.
+
+They are given to each program as it is compiled (``compiler_options`` of ``jax.jit``),
+for the devices of its mesh: what ``generate`` runs, ``plan`` counts and ``compile``
+keeps is compiled with the same flags, and no variable has to be set before the TPU is
+started. A flag that the user has set in ``LIBTPU_INIT_ARGS`` or ``XLA_FLAGS`` is left
+to the user.
+
+A flag is in the table when it makes a step of a model here faster, by a measurement
+that somebody published or by what the compiler says of the step. What was tried and
+left out is in docs/performance.md, with its figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.mesh.chips import chip_of
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibtpuFlag:
+    """One flag for some chips.
+
+    Attributes:
+        name: without dashes, such as ``"xla_tpu_scoped_vmem_limit_kib"``.
+        value: as text.
+        chips: those it is set for, keys of :data:`tpuport.core.mesh.chips.CHIPS`.
+        stages: whose programs it is for.
+        effect: what it does for a step, with figures.
+        source: who sets it for such programs, and the command that gave the figures.
+    """
+
+    name: str
+    value: str
+    chips: tuple[str, ...]
+    stages: tuple[str, ...]
+    effect: str
+    source: str
+
+    @property
+    def text(self) -> str:
+        """As in ``LIBTPU_INIT_ARGS``."""
+        return f"--{self.name}={self.value}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        lists = {"chips": list(self.chips), "stages": list(self.stages)}
+        return asdict(self) | lists
+
+
+_DENOISE = ("denoise",)
+_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+_VMEM_SOURCE = (
+    "set, higher, by MaxText benchmarks/xla_flags_library.py, maxdiffusion README.md "
+    "and tpu-recipes inference/; figures and commands in docs/performance.md"
+)
+
+FLAGS: tuple[LibtpuFlag, ...] = (
+    LibtpuFlag(
+        name="xla_tpu_enable_async_all_to_all",
+        value="true",
+        chips=("v5e", "v5p", "v6e", "v7x"),
+        stages=_DENOISE,
+        effect=(
+            "the exchange of heads for tokens around attention runs beside other work: "
+            "a 5-billion-parameter model's step at 720p takes 3.6 % less on v5e-8, "
+            "4.1 % on v5p-8, 4.6 % on v6e-8 and v7x-8; predicted"
+        ),
+        source=(
+            "set by maxdiffusion README.md, chunked Ulysses attention, and by "
+            "tpu-recipes training/ironwood and training/v5p; figures and commands in "
+            "docs/performance.md"
+        ),
+    ),
+    LibtpuFlag(
+        name=_VMEM,
+        value="32768",
+        chips=("v5e", "v5p"),
+        stages=_DENOISE,
+        effect=(
+            "an operation may take 32 MiB of the core's VMEM, not 16: the same step "
+            "takes a further 1.6 % less on v5e-8, 3.2 % on v5p-8; predicted"
+        ),
+        source=_VMEM_SOURCE,
+    ),
+    LibtpuFlag(
+        name=_VMEM,
+        value="57344",
+        chips=("v6e",),
+        stages=_DENOISE,
+        effect=(
+            "an operation may take 56 of the core's 128 MiB of VMEM, not 32: the same "
+            "step takes a further 2.5 % less; predicted"
+        ),
+        source=_VMEM_SOURCE,
+    ),
+    LibtpuFlag(
+        name=_VMEM,
+        value="49152",
+        chips=("v7x",),
+        stages=_DENOISE,
+        effect=(
+            "an operation may take 48 of the core's 64 MiB of VMEM, not 32: the same "
+            "step takes a further 2.4 % less; predicted"
+        ),
+        source=_VMEM_SOURCE,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenFlags:
+    """What programs for one chip are compiled with.
+
+    Attributes:
+        chip: the name of it; ``None`` for devices without a row in the table.
+        applied: set by tpuport.
+        overridden: rows that the user has set differently, each with the user's text.
+    """
+
+    chip: str | None = None
+    applied: tuple[LibtpuFlag, ...] = ()
+    overridden: tuple[tuple[LibtpuFlag, str], ...] = ()
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Name -> value, as jax takes ``compiler_options``."""
+        return {flag.name: flag.value for flag in self.applied}
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The applied ones as flags."""
+        return tuple(flag.text for flag in self.applied)
+
+    def remarks(self) -> list[str]:
+        """A line for every flag that the user has set."""
+        return [
+            f"compiler flag {yours} is yours; tpuport's own {flag.text} is left out"
+            for flag, yours in self.overridden
+        ]
+
+
+def flags_of_chip(chip: str, stage: str | None = None) -> tuple[LibtpuFlag, ...]:
+    """The rows of the table for a chip, such as ``"v6e"``; none for others.
+
+    Args:
+        chip: the name of it.
+        stage: whose programs; every stage's where it is not given.
+    """
+    return tuple(
+        flag
+        for flag in FLAGS
+        if chip in flag.chips and (stage is None or stage in flag.stages)
+    )
+
+
+def choose_flags(
+    chip: str, given: Sequence[str], stage: str | None = None
+) -> ChosenFlags:
+    """The flags for a chip, beside those that the user has given.
+
+    Args:
+        chip: the name of it.
+        given: flags in force for the process, such as ``"--xla_a=1"``.
+        stage: as :func:`flags_of_chip` takes it.
+    """
+    yours = _by_name(given)
+    rows = flags_of_chip(chip, stage)
+    return ChosenFlags(
+        chip=chip,
+        applied=tuple(flag for flag in rows if flag.name not in yours),
+        overridden=tuple((f, yours[f.name]) for f in rows if f.name in yours),
+    )
+
+
+def flags_for(device: jax.Device, stage: str | None = None) -> ChosenFlags:
+    """The flags for programs on such a device: none off the TPU, or without rows.
+
+    Args:
+        device: one of the mesh.
+        stage: as :func:`flags_of_chip` takes it.
+
+    Raises:
+        TpuportError: this jax does not tell what flags are in force.
+    """
+    if device.platform != "tpu":
+        return ChosenFlags()
+    try:
+        chip = chip_of(device)
+    except UsageError:
+        return ChosenFlags()  # newer than the table; its programs run all the same
+    return choose_flags(chip, compat.compiler_flags(), stage)
+
+
+def _by_name(given: Sequence[str]) -> Mapping[str, str]:
+    """Name -> text of flags; ``--noxla_a`` is one of ``xla_a``."""
+    found = {}
+    for text in given:
+        name = text.lstrip("-").partition("=")[0]
+        found[name.removeprefix("no")] = text
+    return found

@@ -1,0 +1,162 @@
+"""The order of a mesh's devices along the links of their slice.
+
+A slice lists its chips machine by machine, two by two chips each: sixteen of them are
+8 x 2. Where sixteen devices exchange heads, and pass keys on to the next sixteen
+(``sequence_parallel.py``), that is half a row of a 16 x 16 slice: eight hops, with the
+keys of eight devices on every link of the way.
+
+Here the devices of each place of ``dp`` are a *box* of the slice, as near a square as
+there is, and so are those of each place of ``sp`` within it. In which order these
+follow depends on how many devices a place of ``dp`` has:
+
+- Few: any 2, 4, 8, ... neighbours are a compact box again, which exchanges heads over
+  short ways.
+- Many: row by row, so that rings of whole rows pass keys on over one hop.
+
+Slices in three dims (v5p, v7x) are listed in compact boxes as they are, and keep their
+order: by the same rules rings of two would be two hops apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.mesh.mesh_spec import AXES
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.mesh.mesh_spec import MeshSpec
+
+#: Chips up to which a slice's own order is kept, which has the same boxes.
+OWN_ORDER = 8
+#: Devices of a place of dp up to which all of its groups are compact. Planned for
+#: CogVideoX1.5-5B at 720p, boxes of 4 x 4 that share heads take 0.91 of the step that
+#: rows take on 32 devices, 1.11 on 64 and 1.54 on 128: heads are exchanged in half the
+#: time, but keys are passed on over four hops, which hides behind long chunks alone.
+MOST_COMPACT = 32
+#: Chips of a row from which every second one comes first. Half a row then meets the
+#: other half one hop on, not eight, where eight devices exchange heads and not sixteen.
+LONG_ROW = 16
+
+Place = tuple[int, ...]
+"""Coordinates of a chip, the last one first, and the core on it."""
+Box = tuple[Place, Place]
+"""Its first place, and its size along each axis."""
+
+
+def torus_order(devices: Sequence[Any], spec: MeshSpec) -> list[Any]:
+    """The devices of a mesh in the order of its places (dp, sp, tp; the last fastest).
+
+    It depends on where the devices are and on the mesh, not on the order in which they
+    come: all processes of a run have the same, and so has ``tpuport compile``.
+
+    Args:
+        devices: all of the mesh. TPUs have ``coords`` and ``core_on_chip``.
+        spec: without an axis of -1.
+
+    Returns:
+        the same devices. They stay as they come where they have no coordinates, share
+        them (more slices than one), are on no more than :data:`OWN_ORDER` chips, lie
+        in three dims, or do not fill a box that divides into boxes for every place.
+    """
+    given = list(devices)
+    found = {_place(device): device for device in given}
+    if len(found) < len(given) or len({p[:-1] for p in found}) <= OWN_ORDER:
+        return given
+    low, high = (tuple(map(end, zip(*found, strict=True))) for end in (min, max))
+    size = tuple(b - a + 1 for a, b in zip(low, high, strict=True))
+    flat = sum(n > 1 for n in size[:-1]) <= 2
+    if math.prod(size) != len(given) or not flat:
+        return given
+    boxes: list[Box] = [(low, size)]
+    for count, row_by_row in _levels(spec):
+        boxes = [part for box in boxes for part in _split(box, count, row_by_row)]
+    # A box that does not divide has no parts.
+    return [found[start] for start, _ in boxes] or given
+
+
+def _place(device: Any) -> Place:
+    coords, core = (getattr(device, n, None) for n in ("coords", "core_on_chip"))
+    if coords is None or core is None:
+        return ()
+    return (*(int(at) for at in reversed(coords)), int(core))
+
+
+def _levels(spec: MeshSpec) -> list[tuple[int, bool]]:
+    """Devices of the boxes that are split off one after the other, down to one.
+
+    With each whether the boxes are the rows of a large place of dp.
+    """
+    if spec.sp * spec.tp > MOST_COMPACT:
+        within = [(spec.tp, True)]
+    else:
+        within = [(part * spec.tp, False) for part in _parts(spec.sp)]
+    heads = [(part, False) for part in _parts(spec.tp)]
+    return [(spec.sp * spec.tp, False), *within, *heads]
+
+
+def _parts(number: int) -> list[int]:
+    """What is left of a number by each division by its least factor, down to 1."""
+    parts = []
+    while number > 1:
+        number //= next(f for f in range(2, number + 1) if number % f == 0)
+        parts.append(number)
+    return parts
+
+
+def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
+    """The most compact boxes of ``count`` devices that fill a box, in row order.
+
+    Of equals the one with long rows is taken.
+    There are none where no size of boxes divides the box.
+    """
+    start, whole = box
+    divisors = ([n for n in range(1, most + 1) if most % n == 0] for most in whole)
+    sizes = [size for size in itertools.product(*divisors) if math.prod(size) == count]
+    if not sizes:
+        return []
+    size = min(sizes, key=lambda size: (sum(size[:-1]), size[:-1]))
+    steps = [list(range(0, w, part)) for w, part in zip(whole, size, strict=True)]
+    row = steps[-2]
+    if row_by_row and whole[-2] >= LONG_ROW:
+        steps[-2] = row[::2] + row[1::2]
+    return [
+        (tuple(a + step for a, step in zip(start, along, strict=True)), size)
+        for along in itertools.product(*steps)
+    ]
+
+
+def build_mesh(
+    spec: MeshSpec, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """The jax mesh of axes (dp, sp, tp) over the first ``spec.size`` devices.
+
+    On more than eight chips of a TPU slice they are put in an order along its links,
+    whatever order they come in (:func:`tpuport.core.mesh.device_mesh.torus_order`;
+    ``jax.make_mesh`` refuses some subsets of a slice). Otherwise the order of
+    ``devices`` is kept. Axis types are Auto, so the compiler chooses the shardings that
+    are not given.
+
+    Args:
+        spec: may have one axis of -1.
+        devices: ``jax.devices()`` when not given.
+
+    Raises:
+        MeshError: there are too few devices.
+    """
+    import jax
+    import numpy as np
+
+    found = list(jax.devices() if devices is None else devices)
+    spec = spec.resolve(len(found))
+    grid = np.empty(spec.size, dtype=object)
+    grid[:] = torus_order(found[: spec.size], spec)
+    return jax.sharding.Mesh(
+        grid.reshape([spec.shape[axis] for axis in AXES]),
+        AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    )

@@ -1,0 +1,291 @@
+"""Programs split in space: every device holds some rows and columns of a video.
+
+A convolution then needs the rows and columns beside its own (a halo), which the
+neighbours send; a statistic over the picture is one of all devices. Where a side does
+not divide, the last devices hold phantom rows or columns: convolutions see the border
+of the picture in their place and statistics leave them out, so the result is that of
+one device.
+
+Legend: B videos, Y rows and X columns, at any resolution of the program; n elements of
+a side on a device. Halo exchange for convolutions: Dryden et al. 2019, "Improving
+Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS
+(arXiv:1903.06681).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.mesh.halos import Border, Side, exchanged
+from tpuport.errors import PluginError
+
+if TYPE_CHECKING:
+    import jax
+
+
+VIDEOS, ROWS, COLUMNS = AXES = ("videos", "rows", "columns")
+"""The mesh axes of a program split in space."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """How the picture is split while a program is traced."""
+
+    rows: Side
+    columns: Side
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the picture is split."""
+        return tuple(s.axis for s in (self.rows, self.columns) if s.parts > 1)
+
+    def halo(
+        self,
+        x: jax.Array,
+        dims: tuple[int, int],
+        before: tuple[int, int],
+        after: tuple[int, int],
+        border: Border = "zeros",
+    ) -> jax.Array:
+        """``x`` with the rows and columns around this device's.
+
+        Args:
+            x: of any shape.
+            dims: its dims of rows and of columns.
+            before, after: how many rows and columns to add in front and behind.
+            border: what lies beyond the picture.
+
+        Raises:
+            ValueError: more are asked for than a neighbour has.
+        """
+        for side, dim, n, m in zip(
+            (self.rows, self.columns), dims, before, after, strict=True
+        ):
+            x = exchanged(side, x, dim, n, m, border)
+        return x
+
+    def moments(
+        self, x: jax.Array, dims: tuple[int, int], axes: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Mean and variance of the whole picture over ``axes``, in float32.
+
+        Args:
+            x: of any float dtype.
+            dims: its dims of rows and of columns, both among ``axes``.
+            axes: what to reduce; kept with length 1.
+
+        Each device's are exact for its part, and joined by Chan's formula (Chan, Golub
+        and LeVeque 1979): no difference of large numbers anywhere.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        axes = tuple(axes)
+        x = x.astype(jnp.float32)
+        real = self.mask(x.shape, dims)
+        count: Any = 1
+        for axis in axes:
+            count = count * self._count(x.shape, dims, axis)
+        some = jnp.maximum(count, 1)
+
+        def total(x: jax.Array) -> jax.Array:
+            kept = x if real is None else jnp.where(real, x, 0)
+            return jnp.sum(kept, axis=axes, keepdims=True)
+
+        mean = total(x) / some
+        spread = total(jnp.square(x - mean))
+        if not self.axes:
+            return mean, spread / count
+        counts = jnp.broadcast_to(jnp.asarray(count, jnp.float32), mean.shape)
+        parts = jax.lax.all_gather(jnp.stack([counts, mean, spread]), self.axes)
+        counts, means, spreads = (parts[:, i] for i in range(3))
+        whole = jnp.sum(counts, 0)
+        mean = jnp.sum(counts * means, 0) / whole
+        spread = jnp.sum(spreads + counts * jnp.square(means - mean), 0)
+        return mean, spread / whole
+
+    def mask(self, shape: Sequence[int], dims: tuple[int, int]) -> jax.Array | None:
+        """Which elements are no phantoms; ``None`` where all are real.
+
+        Returns:
+            booleans that broadcast to ``shape``.
+        """
+        found: jax.Array | None = None
+        for side, dim in zip((self.rows, self.columns), dims, strict=True):
+            if side.even:
+                continue
+            form = [1] * len(shape)
+            form[dim] = shape[dim]
+            real = side.real(shape[dim]).reshape(form)
+            found = real if found is None else found & real
+        return found
+
+    def gather(self, x: jax.Array, dims: tuple[int, int]) -> jax.Array:
+        """The whole picture, phantom rows and columns cut off, on every device."""
+        import jax
+
+        for side, dim in zip((self.rows, self.columns), dims, strict=True):
+            if side.parts > 1:
+                whole = side.whole(x.shape[dim])
+                x = jax.lax.all_gather(x, side.axis, axis=dim, tiled=True)
+                x = jax.lax.slice_in_dim(x, 0, whole, axis=dim)
+        return x
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Element by element the sum over all devices that share a picture."""
+        import jax
+
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def smallest(self, x: jax.Array) -> jax.Array:
+        """Element by element the smallest of all devices that share a picture."""
+        import jax
+
+        return jax.lax.pmin(x, self.axes) if self.axes else x
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Element by element the largest of all devices that share a picture."""
+        import jax
+
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def _count(self, shape: Sequence[int], dims: tuple[int, int], axis: int) -> Any:
+        for side, dim in zip((self.rows, self.columns), dims, strict=True):
+            if axis == dim:
+                return side.count(shape[dim])
+        return shape[axis]
+
+
+# ---------------------------------------------------------------------- programs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialLayout:
+    """Which dims of a program's arrays are rows and columns, in letters.
+
+    A layout such as ``"BCTYX"`` names every dim: B, Y and X are split, all others are
+    whole on every device. It holds for every array of its part of a tree, and ``"B"``
+    for those that have one number a video. Programs get padded pictures: sides that do
+    not divide are made to, at the end, and come back so.
+
+    Attributes:
+        inputs: of each input by name; the first one has the resolution that is split.
+        carry: of all arrays of the carry.
+        output: of the output, or of its parts by name.
+        granule: rows and columns of the first input that stay together on a device: of
+            an encoder, as many as become one.
+    """
+
+    inputs: Mapping[str, str]
+    carry: str
+    output: str | Mapping[str, str]
+    granule: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpatialSplit:
+    """How many ways a program's arrays are split: videos, rows, columns."""
+
+    videos: int
+    rows: int
+    columns: int
+
+
+def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialSplit:
+    """The split of all ``devices`` that leaves each the least work.
+
+    Videos first, as far as they divide; then columns, as long as another split would
+    not leave a tenth less: with both sides split, every exchange is two. A row or
+    column of halo on every split side counts as work.
+
+    Args:
+        devices: how many there are.
+        videos, rows, columns: of what is split.
+    """
+    import math
+
+    by_video = math.gcd(devices, videos)
+    left = devices // by_video
+
+    def work(split: tuple[int, int]) -> int:
+        sides = zip((rows, columns), split, strict=True)
+        return math.prod(-(-n // parts) + 2 * (parts > 1) for n, parts in sides)
+
+    splits = [(r, left // r) for r in range(1, left + 1) if left % r == 0]
+    most = 1.1 * min(map(work, splits))
+    best = next(split for split in splits if work(split) <= most)
+    return SpatialSplit(videos=by_video, rows=best[0], columns=best[1])
+
+
+def split_of(
+    layout: SpatialLayout, mesh: jax.sharding.Mesh, inputs: Mapping[str, Any]
+) -> tuple[SpatialSplit, Space]:
+    """How a program with these inputs is split over the devices of ``mesh``.
+
+    Args:
+        inputs: arrays or ``ShapeDtypeStruct`` by name, whole and without padding.
+
+    Raises:
+        PluginError: an input has no layout, or not as many dims as its layout.
+    """
+    for name, value in inputs.items():
+        letters = layout.inputs.get(name)
+        if letters is None or len(letters) != len(value.shape):
+            raise PluginError(
+                f"input {name!r} of shape {tuple(value.shape)} of a program that is "
+                f"split in space has the layout {letters!r}"
+            )
+    first, letters = next(iter(layout.inputs.items()))
+    shape = dict(zip(letters, inputs[first].shape, strict=True))
+    rows, columns = (shape[letter] // layout.granule for letter in "YX")
+    if (rows * layout.granule, columns * layout.granule) != (shape["Y"], shape["X"]):
+        raise PluginError(
+            f"input {first!r} of shape {tuple(inputs[first].shape)}: {layout.granule} "
+            "rows and columns stay together, and they do not divide it"
+        )
+    split = choose_split(mesh.size, shape["B"], rows, columns)
+    space = Space(
+        rows=Side(axis=ROWS, parts=split.rows, size=rows),
+        columns=Side(axis=COLUMNS, parts=split.columns, size=columns),
+    )
+    return split, space
+
+
+def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
+    """The devices of ``mesh``, in its order, along the axes of a split."""
+    import jax
+
+    sizes = (split.videos, split.rows, split.columns)
+    return jax.sharding.Mesh(
+        mesh.devices.reshape(sizes),
+        AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    )
+
+
+def partition(letters: str) -> jax.sharding.PartitionSpec:
+    """The mesh axis of every dim of a layout."""
+    from jax.sharding import PartitionSpec
+
+    axes = {"B": VIDEOS, "Y": ROWS, "X": COLUMNS}
+    return PartitionSpec(*(axes.get(letter) for letter in letters))
+
+
+def padded(space: Space, letters: str, x: jax.Array) -> jax.Array:
+    """A whole array with phantom rows and columns, so that it divides.
+
+    Args:
+        letters: its layout. Its rows and columns are a whole multiple of those that are
+            split.
+    """
+    import jax.numpy as jnp
+
+    pads = [(0, 0)] * x.ndim
+    for letter, side in (("Y", space.rows), ("X", space.columns)):
+        if letter in letters:
+            dim = letters.index(letter)
+            each = x.shape[dim] // side.size
+            pads[dim] = (0, (side.each * side.parts - side.size) * each)
+    return jnp.pad(x, pads) if any(p != (0, 0) for p in pads) else x

@@ -1,0 +1,325 @@
+"""Every program that a run would compile, lowered for devices that are not there.
+
+The same stages, modules and ``lower`` that ``generate`` uses, on weights without data:
+what is planned is what runs. Each stage's own ``plan`` makes its calls; the tensors
+between stages are zeros of the shapes that the programs return.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.arrays import to_numpy
+from tpuport.core.programs.components import EVERYTHING, Components, Loaded
+from tpuport.core.programs.lowering import placed, trace
+from tpuport.core.reports import Reporter
+from tpuport.core.run.executor import Executor, merge
+from tpuport.core.run.stage_calls import Timing
+from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.stage_work import Work
+from tpuport.core.tracing.context import ConvolutionRecord
+from tpuport.core.tracing.convolution_notes import counted
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.spec.model_port import ModelPort
+    from tpuport.core.spec.request import Request
+    from tpuport.core.spec.stage import Program
+    from tpuport.core.spec.tiling import TilingDecision
+    from tpuport.core.spec.variant import Variant
+    from tpuport.core.tracing.context import AttentionRecord
+    from tpuport.core.weights.checkpoint import Checkpoint
+
+
+@dataclass(kw_only=True, eq=False)
+class AbstractProgram:
+    """One program of a stage for one set of shapes.
+
+    Attributes:
+        stage: the name of the stage.
+        program: its name in the stage.
+        component: whose weights it takes.
+        calls: how often the run calls it, over all batches.
+        signature: the structure, shapes and dtypes of carry, constants and inputs.
+        loaded: the component, its weights ``ShapeDtypeStruct`` with shardings.
+        mesh: the devices it is for: all of them, or the first.
+        spec: the stage's declaration of it.
+        args: carry, constants and inputs as ``ShapeDtypeStruct`` with shardings.
+        resident: bytes of a device that the stage holds besides: weights of its other
+            components, and outputs of other calls that wait for the end.
+    """
+
+    stage: str
+    program: str
+    component: str
+    calls: int
+    signature: Any
+    loaded: Loaded
+    mesh: jax.sharding.Mesh
+    spec: Program
+    args: tuple[Any, Any, Any]
+    resident: int = 0
+    _traced: jax.stages.Traced | None = field(default=None, repr=False)
+    _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
+    _records: tuple[AttentionRecord, ...] = field(default=(), repr=False)
+    _convolutions: tuple[ConvolutionRecord, ...] = field(default=(), repr=False)
+
+    def traced(self) -> jax.stages.Traced:
+        """Traced, once, whoever asks."""
+        if self._traced is None:
+            runtime = self.loaded.ported.runtime
+            runtime.convolutions.clear()
+            found = runtime.records
+            before = list(found)
+            found.clear()
+            try:
+                self._traced = trace(
+                    self.stage, self.program, self.spec, self.loaded, self.args
+                )
+                self._records = tuple(found)
+                self._convolutions = counted(runtime.convolutions)
+            finally:
+                found[:] = [*before, *(r for r in found if r not in before)]
+        return self._traced
+
+    def lowered(self) -> jax.stages.Lowered:
+        """Lowered, once: what ``.compile()`` is called on."""
+        if self._lowered is None:
+            self._lowered = self.traced().lower()
+        return self._lowered
+
+    def records(self) -> tuple[AttentionRecord, ...]:
+        """What the attention calls of this program run as."""
+        self.traced()
+        return self._records
+
+    def convolutions(self) -> tuple[ConvolutionRecord, ...]:
+        """What the convolutions of this program run as."""
+        self.traced()
+        return self._convolutions
+
+    def outputs(self) -> tuple[Any, Any]:
+        """Shapes and places of the carry and the output."""
+        import jax
+
+        _, places = placed(self.spec, None, self.loaded, self.args)
+
+        def struct(place: Any, leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        out: tuple[Any, Any] = jax.tree.map(
+            lambda place, part: jax.tree.map(functools.partial(struct, place), part),
+            places,
+            self.traced().out_info,
+        )
+        return out
+
+    def forget(self) -> None:
+        """Let go of what was traced and lowered, which of a whole model is large."""
+        self._traced = self._lowered = None
+
+
+class AbstractComponents(Components):
+    """Components whose weights have shapes and places, and no data."""
+
+    def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
+        """The component as :meth:`Components.load` places it, without reading files."""
+        if (name, used) not in self._loaded:
+            self._loaded[name, used] = self.abstract(name, used)
+        return self._loaded[name, used]
+
+    def release(self, *names: str) -> None:
+        """Forget the named components, or all; there is nothing to free."""
+        for key in tuple(self._loaded):
+            if not names or key[0] in names:
+                self._loaded.pop(key)
+
+
+def abstract_programs(
+    port: ModelPort,
+    variant: Variant,
+    checkpoint: Checkpoint,
+    request: Request,
+    mesh: jax.sharding.Mesh,
+    *,
+    dtype: str,
+    attention: str = "auto",
+    sharding: str = "default",
+    stages: Sequence[str] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    vae_tiling: str = "auto",
+    decided: Callable[[TilingDecision], None] | None = None,
+    reporter: Reporter | None = None,
+) -> Iterator[AbstractProgram]:
+    """Every distinct program of a run, in the order in which it would be compiled.
+
+    A stage after the first needs the shapes that the one before leaves, so its programs
+    are traced too where only a later stage is asked for; they are then not handed out.
+
+    Args:
+        port: the form of the model that the checkpoint is of.
+        variant: whose rules hold; the request was checked against it.
+        checkpoint: configs and tokenizers; its weights are not read.
+        request: the run.
+        mesh: of the devices of a topology, or of real ones.
+        dtype: of the weights.
+        attention: the attention implementation, as ``generate`` takes it.
+        sharding: the layout of the weights.
+        stages: names of those asked for; all of them when not given.
+        inputs: what the first stage reads: the pixels of an image or a video.
+        vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
+        decided: told what became of that.
+        reporter: told what is traced, and what the plugin's plan says.
+
+    Raises:
+        ShardingError: the plugin's rules do not fit the weights and the mesh.
+        AttentionError: the named implementation cannot do a call.
+    """
+    wanted = [s.name for s in port.stages] if stages is None else list(stages)
+    last = max(i for i, s in enumerate(port.stages) if s.name in wanted)
+    components = AbstractComponents(
+        port,
+        checkpoint,
+        mesh,
+        dtype=dtype,
+        attention=attention,
+        layout=sharding,
+        reporter=reporter,
+    )
+    executor = Executor(
+        components, keep_loaded=True, reporter=reporter, vae_tiling=vae_tiling
+    )
+    walk = _Walk(executor, request, decided)
+    told = reporter or Reporter()
+    given: Mapping[str, Any] = inputs or {}
+    for index, stage in enumerate(port.stages[: last + 1]):
+        with told.timed(f"tracing {stage.name}"):
+            programs, given = walk.stage(stage, given, finish=index < last)
+        if stage.name in wanted:
+            yield from programs
+    components.close()
+
+
+class _Walk:
+    """Goes through the calls of a run without making them."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        request: Request,
+        decided: Callable[[TilingDecision], None] | None = None,
+    ) -> None:
+        self._executor = executor
+        self._request = request
+        self._decided = decided
+
+    def stage(
+        self, stage: Stage, inputs: Mapping[str, Any], *, finish: bool
+    ) -> tuple[list[AbstractProgram], dict[str, Any]]:
+        """The distinct programs of a stage, and with ``finish`` what it writes."""
+        programs: dict[Any, AbstractProgram] = {}
+        parts = []
+        held = 0
+        tiling = self._executor.tiling(stage, self._request, alone=True)
+        asked = None
+        if tiling is not None:
+            asked = tiling.setting
+            if self._decided is not None:
+                self._decided(tiling)
+        for batch in range(self._request.batches):
+            context = self._executor.context(
+                self._request, batch, inputs, vae_tiling=asked
+            )
+            work = stage.plan(replace(context, planned=True))
+            split, work = self._executor._cached(stage, work, self._request, Timing())
+            carry, outputs = self._calls(split, work, programs)
+            if not work.to_host:
+                held = max(held, sum(map(device_bytes, outputs[:-1])))
+            if finish:
+                parts.append(work.finish(_zeros(carry), [_zeros(o) for o in outputs]))
+        loaded = {p.component: p.loaded for p in programs.values()}
+        for program in programs.values():
+            others = [x for n, x in loaded.items() if n != program.component]
+            program.resident = held + sum(device_bytes(x.weights) for x in others)
+        return list(programs.values()), merge(parts) if finish else {}
+
+    def _calls(
+        self, stage: Stage, work: Work, programs: dict[Any, AbstractProgram]
+    ) -> tuple[Any, list[Any]]:
+        """Count every call; returns the shapes of the last carry and all outputs."""
+        carry, constants = work.carry, work.constants
+        placed = False
+        outputs = []
+        for call in work.calls:
+            spec = stage.programs[call.program]
+            loaded = self._executor.components.load(
+                spec.component, stage.loads.get(spec.component, EVERYTHING)
+            )
+            if not placed:
+                carry, constants = abstract((carry, constants), loaded)
+                placed = True
+            elif call.fresh:
+                carry = abstract(work.carry, loaded)
+            args = (carry, constants, abstract(call.inputs, loaded))
+            key = (call.program, signature(args))
+            if key not in programs:
+                mesh = loaded.ported.runtime.mesh
+                assert mesh is not None
+                programs[key] = AbstractProgram(
+                    stage=stage.name,
+                    program=call.program,
+                    component=spec.component,
+                    calls=0,
+                    signature=key[1],
+                    loaded=loaded,
+                    mesh=mesh,
+                    spec=spec,
+                    args=args,
+                )
+            programs[key].calls += 1
+            carry, output = programs[key].outputs()
+            outputs.append(output)
+        return carry, outputs
+
+
+def abstract(tree: Any, loaded: Loaded) -> Any:
+    """Shapes and dtypes of ``tree``, placed as the executor places it: everywhere."""
+    import jax
+
+    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = to_numpy(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=loaded.replicated)
+
+    return jax.tree.map(struct, tree)
+
+
+def signature(args: Any) -> Any:
+    """What a compiled program depends on: structure, shapes and dtypes."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
+def device_bytes(tree: Any) -> int:
+    """What placed arrays take on one device."""
+    import jax
+
+    return sum(
+        math.prod(leaf.sharding.shard_shape(tuple(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _zeros(tree: Any) -> Any:
+    import jax
+    import numpy as np
+
+    # Calloc'd: pages that nobody touches take no memory.
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)

@@ -1,0 +1,192 @@
+"""One program compiled for a topology, and what the compiler says of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.cost.account import Account
+from tpuport.core.cost.flops import model_flops
+from tpuport.core.cost.hlo import parse
+from tpuport.core.cost.network import Network
+from tpuport.core.cost.program_time import Kernels, account
+from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.device_memory import refused_bytes
+from tpuport.core.plan.abstract_programs import device_bytes
+from tpuport.core.plan.build_ahead import CompileError
+
+#: Of a compiler's message, how many characters are told.
+_WORDS = 400
+
+if TYPE_CHECKING:
+    from tpuport.core.mesh.chips import Chip
+    from tpuport.core.mesh.slices import Topology
+    from tpuport.core.plan.abstract_programs import AbstractProgram
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """HBM of one device while a program runs, in bytes.
+
+    Attributes:
+        weights: of the program's component.
+        inputs: other arguments, and outputs that do not take their place.
+        temporaries: activations at their peak.
+        code: the program itself.
+        resident: what else the stage holds: weights of other components, outputs of
+            other calls.
+        total: of all these; where a program does not fit, what the compiler says it
+            would use.
+    """
+
+    weights: int
+    inputs: int
+    temporaries: int
+    code: int
+    resident: int
+    total: int
+
+    def as_dict(self) -> dict[str, int]:
+        """JSON-ready."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What is known of one compiled program.
+
+    Attributes:
+        stage, program, component, calls: which, and how often the run calls it.
+        memory: of one device.
+        fits: whether that is within ``limit``.
+        limit: bytes of HBM that a program may use.
+        lower_seconds, compile_seconds: what it took to get here.
+        program_bytes: of code.
+        account: the time of one call; ``None`` where it did not compile.
+        flops: model FLOPs of one call, on all devices together.
+        devices: how many it runs on.
+        attention: what its attention calls run as.
+        convolutions: what its convolutions run as.
+        error: the compiler's words, where it did not compile for lack of memory.
+        hlo: the text of the compiled program.
+    """
+
+    stage: str
+    program: str
+    component: str
+    calls: int
+    memory: Memory
+    limit: int
+    lower_seconds: float
+    compile_seconds: float
+    program_bytes: int
+    account: Account | None
+    flops: float
+    devices: int
+    attention: list[dict[str, Any]] = field(default_factory=list)
+    convolutions: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+    hlo: str = field(default="", repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program and all it needs lie in a device's memory."""
+        return not self.error and self.memory.total <= self.limit
+
+    @property
+    def seconds(self) -> float | None:
+        """Of one call."""
+        return None if self.account is None else self.account.seconds
+
+    def utilization(self, chip: Chip) -> float | None:
+        """Model FLOPs over what the devices could do in the time."""
+        if not self.seconds:
+            return None
+        return self.flops / (self.seconds * self.devices * chip.peak_flops)
+
+
+def measure(
+    program: AbstractProgram,
+    topology: Topology,
+    chip: Chip,
+    kernels: Kernels,
+    *,
+    keep_text: bool = False,
+) -> Measured:
+    """Compile one program and add up its memory and its time.
+
+    A program that is too large for the memory is a result, not an error.
+
+    Raises:
+        KernelError: the schedule of a kernel could not be had.
+        HloError: the compiled program could not be read.
+        CompileError: it does not compile, for another reason than its size.
+    """
+    started = time.perf_counter()
+    lowered = program.lowered()
+    traced = time.perf_counter()
+    weights = device_bytes(program.loaded.weights)
+    known: dict[str, Any] = {
+        "stage": program.stage,
+        "program": program.program,
+        "component": program.component,
+        "calls": program.calls,
+        "limit": chip.hbm_usable_bytes,
+        "lower_seconds": traced - started,
+        "flops": model_flops(program.traced().jaxpr, program.records()),
+        "devices": program.mesh.size,
+        "attention": [record.as_dict() for record in program.records()],
+        "convolutions": [record.as_dict() for record in program.convolutions()],
+    }
+    before = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except Exception as error:  # jaxlib raises one class for everything
+        used = refused_bytes(str(error))
+        if used is None:
+            # The rest of such a message is the program's text.
+            words = one_line(error)[:_WORDS]
+            name = f"{program.stage}/{program.program}"
+            raise CompileError(f"{name} does not compile: {words}") from error
+        return Measured(
+            **known,
+            memory=Memory(
+                weights=weights,
+                inputs=0,
+                temporaries=max(used - weights, 0),
+                code=0,
+                resident=program.resident,
+                total=used + program.resident,
+            ),
+            compile_seconds=time.perf_counter() - before,
+            program_bytes=0,
+            account=None,
+            error=" ".join(str(error).split())[:500],
+        )
+    took = time.perf_counter() - before
+    text = compiled.as_text()
+    network = Network(topology, chip, list(program.mesh.devices.flat))
+    return Measured(
+        **known,
+        memory=_memory(compiled.memory_analysis(), weights, program.resident),
+        compile_seconds=took,
+        program_bytes=int(compiled.memory_analysis().generated_code_size_in_bytes),
+        account=account(parse(text), chip, network, dict(program.mesh.shape), kernels),
+        hlo=text if keep_text else "",
+    )
+
+
+def _memory(found: Any, weights: int, resident: int) -> Memory:
+    inputs = max(int(found.argument_size_in_bytes) - weights, 0)
+    inputs += int(found.output_size_in_bytes) - int(found.alias_size_in_bytes)
+    temporaries = int(found.temp_size_in_bytes)
+    code = int(found.generated_code_size_in_bytes)
+    return Memory(
+        weights=weights,
+        inputs=inputs,
+        temporaries=temporaries,
+        code=code,
+        resident=resident,
+        total=weights + inputs + temporaries + code + resident,
+    )

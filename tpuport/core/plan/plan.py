@@ -1,0 +1,305 @@
+"""What a plan found, as a value: for people, for JSON, for a choice between plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tpuport.core.cost.account import CATEGORIES
+from tpuport.core.mesh.chips import Chip
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.measure import Measured
+
+DENOISE = "denoise"
+"""The stage whose calls are steps."""
+STAGES = ("encode", DENOISE, "decode")
+"""The stages of a run, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage of the run.
+
+    Attributes:
+        name: of the stage.
+        programs: that it compiles.
+        chip: for utilisation.
+        kernels: the Pallas kernels that they call, JSON-ready.
+    """
+
+    name: str
+    programs: tuple[Measured, ...]
+    chip: Chip
+    kernels: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """Of all its programs over the run."""
+        return sum(p.calls for p in self.programs)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all calls; ``None`` where a program does not fit."""
+        return _total(None if p.seconds is None else p.calls * p.seconds for p in self)
+
+    @property
+    def floor_per_call(self) -> float | None:
+        """The mean over its calls of :attr:`Account.floor`."""
+        total = _total(
+            None if p.account is None else p.calls * p.account.floor for p in self
+        )
+        return None if total is None else total / self.calls
+
+    @property
+    def seconds_per_call(self) -> float | None:
+        """The mean over its calls."""
+        return None if self.seconds is None else self.seconds / self.calls
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of all calls, on all devices together."""
+        return math.fsum(p.calls * p.flops for p in self)
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs over what its devices could do in the time."""
+        if not self.seconds:
+            return None
+        devices = max(p.devices for p in self)
+        return self.flops / (self.seconds * devices * self.chip.peak_flops)
+
+    def split(self) -> dict[str, float]:
+        """Seconds of a call by category, the mean over the calls."""
+        return self._mean(lambda account: account.split(), CATEGORIES)
+
+    def bounds(self) -> dict[str, float]:
+        """Seconds of a call by the unit that limits them, the mean over the calls."""
+        return self._mean(lambda account: account.bounds(), ())
+
+    @property
+    def bound(self) -> str | None:
+        """The unit that limits most of the time."""
+        bounds = self.bounds()
+        return max(bounds, key=lambda n: bounds[n]) if bounds else None
+
+    def _mean(self, what: Any, names: Sequence[str]) -> dict[str, float]:
+        found = dict.fromkeys(names, 0.0)
+        for program in self:
+            if program.account is None:
+                return {}
+            for name, seconds in what(program.account).items():
+                share = seconds * program.calls / self.calls
+                found[name] = found.get(name, 0.0) + share
+        return found
+
+    def __iter__(self) -> Any:
+        return iter(self.programs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "calls": self.calls,
+            "seconds": self.seconds,
+            "seconds_per_call": self.seconds_per_call,
+            "floor_per_call": self.floor_per_call,
+            "split": self.split(),
+            "bounds": self.bounds(),
+            "bound": self.bound,
+            "model_flops": self.flops,
+            "utilization": self.utilization,
+            "programs": [_program(p, self.chip) for p in self],
+        }
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """A run on a topology.
+
+    Attributes:
+        model, variant, weights: what runs.
+        topology: the name of the slice.
+        chip: its constants.
+        mesh: the devices.
+        settings: the request, JSON-ready.
+        dtype, attention, sharding: as ``generate`` takes them.
+        blocks: those in place; ``"upstream"`` where the model has no others.
+        stages: those planned, in order.
+        implementations: what is in place of every component that has a choice.
+        compiler_flags: those that tpuport sets for these stages on the chip.
+        sharding_plans: of the components on the mesh.
+        advice: what to change where it does not fit.
+        meshes: with a search, what was found for each.
+        files: what it wrote to the dump; of a search, all that was written.
+        notes: what could not be known.
+        tiling: of stages that have the choice, whether they run in tiles: a
+            :class:`tpuport.core.spec.tiling.TilingDecision`, JSON-ready.
+    """
+
+    model: str
+    variant: str
+    weights: str
+    topology: str
+    chip: Chip
+    mesh: MeshSpec
+    settings: Mapping[str, Any]
+    dtype: str
+    attention: str
+    sharding: str
+    blocks: str
+    stages: tuple[StagePlan, ...]
+    implementations: Mapping[str, str] = field(default_factory=dict)
+    compiler_flags: tuple[str, ...] = ()
+    sharding_plans: tuple[Any, ...] = ()
+    advice: list[dict[str, Any]] = field(default_factory=list)
+    meshes: list[dict[str, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tiling: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> tuple[Measured, ...]:
+        """Of all stages."""
+        return tuple(p for stage in self.stages for p in stage.programs)
+
+    @property
+    def kernels(self) -> tuple[dict[str, Any], ...]:
+        """The Pallas kernels that the stages call, each once."""
+        found = {use["key"]: use for stage in self.stages for use in stage.kernels}
+        return tuple(found.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every program lies in a device's memory."""
+        return all(p.fits for p in self.programs)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """The most that a device needs at any time."""
+        return max((p.memory.total for p in self.programs), default=0)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all programs, tracing left out."""
+        return math.fsum(p.compile_seconds for p in self.programs)
+
+    @property
+    def program_bytes(self) -> int:
+        """Code of all programs."""
+        return sum(p.program_bytes for p in self.programs)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the stages planned, over the whole run."""
+        return _total(stage.seconds for stage in self.stages)
+
+    def stage(self, name: str) -> StagePlan | None:
+        """The stage of that name, where it was planned."""
+        return next((s for s in self.stages if s.name == name), None)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Of denoising; the mean where steps differ."""
+        stage = self.stage(DENOISE)
+        return None if stage is None else stage.seconds_per_call
+
+    def joined(self, other: Plan) -> Plan:
+        """This plan and one of other stages of the same run on the same mesh."""
+        stages = sorted(
+            (*self.stages, *other.stages), key=lambda stage: STAGES.index(stage.name)
+        )
+        return replace(
+            self,
+            stages=tuple(stages),
+            compiler_flags=tuple(
+                dict.fromkeys((*self.compiler_flags, *other.compiler_flags))
+            ),
+            sharding_plans=other.sharding_plans,
+            files=[*self.files, *(f for f in other.files if f not in self.files)],
+            notes=[*self.notes, *other.notes],
+            tiling={**self.tiling, **other.tiling},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready. Keys that scripts rely on are documented with the command."""
+        denoise = self.stage(DENOISE)
+        return {
+            "model": self.model,
+            "variant": self.variant,
+            "weights": self.weights,
+            "topology": self.topology,
+            "chip": self.chip.as_dict(),
+            "mesh": self.mesh.shape,
+            "devices": self.mesh.size,
+            "settings": dict(self.settings),
+            "dtype": self.dtype,
+            "attention": self.attention,
+            "sharding": self.sharding,
+            "blocks": self.blocks,
+            "implementations": dict(self.implementations),
+            "compiler_flags": list(self.compiler_flags),
+            "fits": self.fits,
+            "hbm_bytes_per_chip": self.hbm_bytes,
+            "hbm_limit_bytes": self.chip.hbm_usable_bytes,
+            "seconds_per_step": self.seconds_per_step,
+            "floor_per_step": denoise.floor_per_call if denoise else None,
+            "stage_seconds": {
+                name: None if (found := self.stage(name)) is None else found.seconds
+                for name in STAGES
+            },
+            "run_seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
+            "lower_seconds": math.fsum(p.lower_seconds for p in self.programs),
+            "program_bytes": self.program_bytes,
+            "collectives": [
+                {"stage": p.stage, "program": p.program, **use.as_dict()}
+                for p in self.programs
+                if p.account is not None
+                for use in p.account.collectives()
+            ],
+            "split": denoise.split() if denoise else {},
+            "bound": denoise.bound if denoise else None,
+            "bounds": denoise.bounds() if denoise else {},
+            "model_flops_per_step": denoise.flops / denoise.calls if denoise else None,
+            "utilization": denoise.utilization if denoise else None,
+            "stages": {stage.name: stage.as_dict() for stage in self.stages},
+            "sharding_plans": [p.as_dict() for p in self.sharding_plans],
+            "kernels": list(self.kernels),
+            "advice": self.advice,
+            "meshes": self.meshes,
+            "files": self.files,
+            "notes": self.notes,
+            "tiling": self.tiling,
+        }
+
+
+def _program(program: Measured, chip: Chip) -> dict[str, Any]:
+    account = program.account
+    return {
+        "program": program.program,
+        "component": program.component,
+        "calls": program.calls,
+        "devices": program.devices,
+        "fits": program.fits,
+        "memory": program.memory.as_dict(),
+        "lower_seconds": program.lower_seconds,
+        "compile_seconds": program.compile_seconds,
+        "program_bytes": program.program_bytes,
+        "seconds": program.seconds,
+        "split": account.split() if account else {},
+        "bounds": account.bounds() if account else {},
+        "bound": account.bound if account else None,
+        "model_flops": program.flops,
+        "utilization": program.utilization(chip),
+        "attention": program.attention,
+        "convolutions": program.convolutions,
+        "error": program.error or None,
+    }
+
+
+def _total(seconds: Any) -> float | None:
+    found = list(seconds)
+    if not found or any(s is None for s in found):
+        return None
+    return math.fsum(found)

@@ -1,0 +1,322 @@
+"""A plan as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tpuport.core.plan.measure import Measured
+from tpuport.core.plan.plan import DENOISE, STAGES, Plan, StagePlan
+from tpuport.core.reports import words
+
+_WORDS = {
+    "attention": "attention",
+    "matmul": "matrix products",
+    "collective": "collectives",
+    "other": "other",
+}
+
+
+def text(plan: Plan) -> str:
+    """Everything a person asks of a plan, a few lines a subject."""
+    return "\n".join(
+        [
+            *_head(plan),
+            *_meshes(plan),
+            *_memory(plan),
+            *_times(plan),
+            *_attention(plan),
+            *_convolutions(plan),
+            *_collectives(plan),
+            *_sharding(plan),
+            *(f"note: {note}" for note in dict.fromkeys(plan.notes)),
+        ]
+    )
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    settings = plan.settings
+    chip = plan.chip
+    yield (
+        f"{plan.model} {plan.variant} on {plan.topology} ({_devices(plan)}), mesh "
+        f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
+        + "".join(f", {name} {n}" for n, name in plan.implementations.items())
+    )
+    together = settings["batch_size"]
+    count = len(settings["prompts"])
+    how = ", one after the other" if together < count else ", together"
+    frames, steps = settings["num_frames"], settings["num_inference_steps"]
+    yield (
+        f"{count} video{'s' * (count > 1)} of {settings['width']}x"
+        f"{settings['height']}, {frames} frame{'s' * (frames != 1)}, "
+        f"{steps} step{'s' * (steps != 1)}, guidance "
+        f"{settings['guidance_scale']:g}{how if count > 1 else ''}"
+    )
+    if plan.weights == "demo":
+        yield (
+            "this is the built-in demo, a tiny model with random weights: --variant or "
+            "--weights names a real one"
+        )
+    used = gib(plan.hbm_bytes)
+    limit = gib(chip.hbm_usable_bytes)
+    verdict = "fits" if plan.fits else "does not fit"
+    if any(plan.stage(name) is None for name in STAGES):
+        verdict = f"{', '.join(s.name for s in plan.stages)}: {verdict}"
+    yield f"{verdict}: {used} of {limit} HBM per {_device(plan)}"
+    for advice in plan.advice:
+        how = "compiled" if advice["verified"] else "an estimate, not compiled"
+        on = f", mesh {mesh_name(advice['mesh'])}" if "mesh" in advice else ""
+        yield (
+            f"  change {advice['change']} to {advice['to']}{on}: "
+            f"{gib(advice['hbm_bytes_per_chip'])} ({how})"
+        )
+    if not plan.fits and not plan.advice:
+        yield "  no mesh, size or slice was found that fits"
+
+
+def _devices(plan: Plan) -> str:
+    chip, count = plan.chip, plan.mesh.size
+    if chip.devices_per_chip == 1:
+        return f"{count} x {chip.title}"
+    chips = count // chip.devices_per_chip
+    return f"{count} devices on {chips} chip{'s' * (chips > 1)} of {chip.title}"
+
+
+def _device(plan: Plan) -> str:
+    """What a figure is of: a chip has two devices on some generations."""
+    return "chip" if plan.chip.devices_per_chip == 1 else "device"
+
+
+def _meshes(plan: Plan) -> Iterator[str]:
+    if not plan.meshes:
+        return
+    yield "meshes, the fastest that fits first:"
+    for found in plan.meshes:
+        name = mesh_name(found["mesh"])
+        step = found["seconds_per_step"] or found["stage_seconds"]
+        if not found["compiled"]:
+            what = found["reason"]
+        elif not found["fits"]:
+            what = f"does not fit: {gib(found['hbm_bytes_per_chip'])}"
+        else:
+            what = f"{duration(step)}, {gib(found['hbm_bytes_per_chip'])}"
+        yield f"  {name}: {what}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield f"memory per {_device(plan)}:"
+    rows: list[tuple[str, ...]] = [
+        ("program", "weights", "inputs", "activations", "code", "resident", "total")
+    ]
+    for program in plan.programs:
+        memory = program.memory
+        sizes = (
+            memory.weights,
+            memory.inputs,
+            memory.temporaries,
+            memory.code,
+            memory.resident,
+            memory.total,
+        )
+        row = [_name(program), *map(gib, sizes)]
+        if program.error:
+            # Refused by the compiler, which tells one figure for all but weights.
+            row[2] = row[4] = "-"
+        rows.append(tuple(row))
+    yield from _table(rows)
+    for tiling in plan.tiling.values():
+        yield f"estimated before compiling: {tiling['line']}"
+        if tiling["alternative"]:
+            yield f"  {tiling['alternative']}"
+        if tiling.get("reason"):
+            yield f"  compiled: {tiling['reason']}"
+
+
+def _times(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        yield from _stage(stage)
+    left = [n for n in STAGES if plan.stage(n) is None]
+    if left:
+        yield f"not planned: {', '.join(left)} (--stage all plans them too)"
+    known = {s.name: s.seconds for s in plan.stages if s.seconds is not None}
+    if len(known) > 1:
+        yield (
+            ("together: " if left else "whole run: ")
+            + " + ".join(f"{name} {duration(s)}" for name, s in known.items())
+            + f" = {duration(sum(known.values()))}"
+        )
+    yield (
+        f"compile: {plan.compile_seconds:.1f} s on this machine, "
+        f"{plan.program_bytes / 2**20:.1f} MiB of programs"
+    )
+    if plan.compiler_flags:
+        yield f"with compiler flags: {' '.join(plan.compiler_flags)}"
+
+
+def _stage(stage: StagePlan) -> Iterator[str]:
+    if stage.seconds is None or stage.seconds_per_call is None:
+        yield f"{stage.name}: no time, since it does not fit"
+        return
+    unit = "step" if stage.name == DENOISE else "call"
+    yield (
+        f"{stage.name}: {duration(stage.seconds_per_call)} a {unit}, {stage.calls} "
+        f"{unit}s, {duration(stage.seconds)}"
+    )
+    each = stage.seconds_per_call
+    yield "  " + ", ".join(
+        f"{_WORDS[name]} {duration(seconds)} ({seconds / each:.0%})"
+        for name, seconds in stage.split().items()
+    )
+    yield (
+        f"  bound by the {stage.bound}: "
+        + ", ".join(f"{n} {s / each:.0%}" for n, s in stage.bounds().items())
+    )
+    if stage.floor_per_call is not None:
+        yield (
+            f"  not below {duration(stage.floor_per_call)}: kernels and collectives "
+            "as they are, all else at the peak of MXU or HBM"
+        )
+    if stage.utilization is not None:
+        yield (
+            f"  {stage.flops / stage.calls / 1e12:.4g} TFLOP a {unit}, "
+            f"{stage.utilization:.1%} of the chips' peak"
+        )
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    rows = [("program", "kind", "axis", "count", "bytes", "time", "waited for")]
+    for program in plan.programs:
+        if program.account is None:
+            continue
+        for use in program.account.collectives():
+            rows.append(
+                (
+                    _name(program),
+                    use.kind,
+                    use.axis or "-",
+                    str(use.count),
+                    gib(use.bytes),
+                    duration(use.seconds),
+                    duration(use.exposed_seconds),
+                )
+            )
+    if len(rows) == 1:
+        yield "collectives: none"
+        return
+    yield f"collectives of one call, per {_device(plan)}:"
+    yield from _table(rows)
+
+
+def _attention(plan: Plan) -> Iterator[str]:
+    """Each distinct call, with the programs that make it."""
+    calls: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for program in plan.programs:
+        for record in program.attention:
+            _, names = calls.setdefault(str(record), (record, []))
+            if _name(program) not in names:
+                names.append(_name(program))
+    if calls:
+        yield "attention calls, by what they run as:"
+    for call, names in calls.values():
+        yield f"  {', '.join(names)}: {_implementation(call)}"
+        yield f"    {_shape(call)}"
+        yield f"    {_split(call, plan.mesh.shape)}"
+        yield f"    {call['reason']}"
+
+
+def _convolutions(plan: Plan) -> Iterator[str]:
+    """One line for all that run as one thing for one reason, with their programs."""
+    found: dict[str, list[str]] = {}
+    for program in plan.programs:
+        for record in program.convolutions:
+            found.setdefault(words(record), []).append(_name(program))
+    if found:
+        yield "convolutions of one call, by what they run as:"
+    for told, names in found.items():
+        yield f"  {', '.join(dict.fromkeys(names))}: {told}"
+
+
+def _implementation(record: Mapping[str, Any]) -> str:
+    blocks = [f"{name} {size}" for name, size in record["blocks"].items()]
+    return ", ".join([record["implementation"], *blocks])
+
+
+def _shape(record: Mapping[str, Any]) -> str:
+    batch, heads, queries, width = record["query"]
+    keys = record["key"][2]
+    tokens = f"{queries} queries x {keys} keys"
+    if record["padded"] not in (None, queries):
+        tokens += f" (padded to {record['padded']})"
+    parts = [f"batch {batch}, {heads} heads of {width}", tokens, record["dtype"]]
+    if record["causal"]:
+        parts.append("causal")
+    if record["frame_tokens"]:
+        parts.append(f"frames of {record['frame_tokens']} see those before")
+    if record["key_lengths"]:
+        parts.append("each item with its own number of keys")
+    if record["window"]:
+        parts.append("window {},{}".format(*record["window"]))
+    if record["k_smooth"]:
+        parts.append("k_smooth")
+    return ", ".join(parts)
+
+
+def _split(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    """Which axis splits what of a call."""
+    batch, heads, tokens, _ = record["split"]
+    joint = record["padded"] is not None
+    parts = [
+        f"{what} over {axis}={sizes[axis]}"
+        for what, axis in (
+            ("batch", batch),
+            ("heads", heads),
+            ("tokens" if joint else "queries", tokens),
+        )
+        if axis
+    ]
+    if not parts:
+        return "not split"
+    if tokens and joint:
+        how = f"ulysses {record['ulysses']} x ring {record['ring']}"
+        if record.get("ring_keys"):
+            how += f", keys {record['ring_keys']}"
+        parts[-1] += f" ({how})"
+    elif tokens:
+        parts[-1] += " (keys are gathered)"
+    return ", ".join(parts)
+
+
+def _sharding(plan: Plan) -> Iterator[str]:
+    for sharding in plan.sharding_plans:
+        yield from sharding.format_table().splitlines()
+
+
+def _name(program: Measured) -> str:
+    return f"{program.stage}/{program.program}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(wide[0])]
+        cells += [c.rjust(w) for c, w in zip(row[1:], wide[1:], strict=True)]
+        yield "  " + "  ".join(cells)
+
+
+def mesh_name(sizes: Mapping[str, int]) -> str:
+    """A mesh as ``--mesh`` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    if size >= 2**27:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= 2**17 or size == 0:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB" if size >= 2**10 else f"{size:.0f} B"

@@ -1,0 +1,414 @@
+"""Plans a run: every program compiled for a topology, its memory and its time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
+from tpuport.core.mesh.chips import chip as chip_named
+from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.slices import Topology, topology_devices
+from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
+from tpuport.core.plan.measure import Measured, measure
+from tpuport.core.plan.plan import Plan, StagePlan
+from tpuport.core.programs.components import Components
+from tpuport.core.reports import Reporter
+from tpuport.core.run.request_builder import RequestBuilder
+from tpuport.core.spec.choices import choices, with_chosen
+from tpuport.core.spec.default_mesh import default_mesh
+from tpuport.core.spec.model_port import with_blocks
+from tpuport.core.spec.tiling import gibibytes
+from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
+from tpuport.errors import MeshError, ShardingError
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.mesh.chips import Chip
+    from tpuport.core.spec.model_port import ModelPort
+    from tpuport.core.spec.request import Request
+    from tpuport.core.spec.tiling import TilingDecision
+    from tpuport.core.spec.variant import Variant
+    from tpuport.core.weights.checkpoint import Checkpoint
+
+Ask = Callable[["Requests"], "Request"]
+"""Makes the request for one mesh."""
+
+
+class Requests(RequestBuilder):
+    """Makes and checks requests for devices that are not there."""
+
+    def __init__(
+        self,
+        port: ModelPort,
+        variant: Variant,
+        checkpoint: Checkpoint,
+        mesh: jax.sharding.Mesh,
+        reporter: Reporter,
+    ) -> None:
+        self.port = port
+        self.variant = variant
+        self.checkpoint = checkpoint
+        self.mesh = mesh
+        self.reporter = reporter
+
+
+@dataclass(kw_only=True)
+class Planner:
+    """Plans runs of one model on one topology.
+
+    Attributes:
+        port: the form of the model that the checkpoint is of.
+        variant: whose defaults and rules hold.
+        checkpoint: configs and tokenizers.
+        topology: the slice.
+        cache: a folder for the schedules of kernels.
+        ask: makes the request; called for every mesh, since a mesh may refuse one.
+        dtype, attention, sharding, blocks, vae_tiling: as ``generate`` takes them.
+        implementations: those asked for, by component.
+        stages: names of those to plan; all of them when not given.
+        inputs: what the first stage reads: the pixels of an image or a video.
+        reporter: told what happens.
+        dump: a folder for compiled programs, accounts and schedules; ``written`` are
+            the names of what all plans put there.
+    """
+
+    port: ModelPort
+    variant: Variant
+    checkpoint: Checkpoint
+    topology: Topology
+    cache: Path
+    ask: Ask
+    dtype: str
+    attention: str = "auto"
+    sharding: str = "default"
+    blocks: str = "native"
+    implementations: Mapping[str, str] = field(default_factory=dict)
+    vae_tiling: str = "auto"
+    stages: Sequence[str] | None = None
+    inputs: Mapping[str, Any] | None = None
+    reporter: Reporter | None = None
+    dump: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.port = with_blocks(self.port, self.blocks)
+        self.port = with_chosen(self.port, self.implementations)
+        self.say = (self.reporter or Reporter()).say
+        self.chip = chip_named(self.topology.chip)
+        self.devices = topology_devices(self.topology)
+        for remark in flags_for(self.devices[0]).remarks():
+            self.say(remark)
+        self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
+        self._skeletons: dict[str, Any] = {}
+        self._tiling: dict[str, TilingDecision] = {}
+        self.kernels = KernelCosts(self.chip, self.cache, reporter=self.reporter)
+        self.written: list[str] = []
+
+    def elsewhere(self, topology: Topology) -> Planner:
+        """The planner of the same run on another slice."""
+        found = replace(self, topology=topology, reporter=None)
+        # Modules without weights are the same on every slice, and slow to build.
+        found._skeletons = self._skeletons
+        return found
+
+    # ------------------------------------------------------------------ meshes
+
+    def heads(self) -> dict[str, int]:
+        """Attention heads by component, which tp has to divide."""
+        return {
+            name: component.heads(self.checkpoint.config(name))
+            for name, component in self.port.components.items()
+            if component.heads is not None and self.checkpoint.has(name)
+        }
+
+    def rows(self) -> int:
+        """Rows of the denoiser's batch."""
+        request = self.request(MeshSpec())
+        return max(
+            (s.batch_rows(request) for s in self.port.stages if s.batch_rows), default=1
+        )
+
+    def default_mesh(self) -> MeshSpec:
+        """What ``generate`` takes on this slice when no mesh is named."""
+        return default_mesh(
+            self.port,
+            self.checkpoint,
+            self.devices,
+            rows=self.rows(),
+        )
+
+    def check_mesh(self, spec: MeshSpec) -> None:
+        """Refuse a mesh that a session would refuse.
+
+        Raises:
+            MeshError: it does not fit the devices, the heads or the batch.
+            ShardingError: a weight cannot be split that way.
+        """
+        count = len(self.devices)
+        spec.resolve(count).validate(heads=self.heads(), batch=None, devices=count)
+        self.request(spec)
+        for plan in self.sharding_plans(spec):
+            plan.check()
+
+    def legal_meshes(self) -> list[MeshSpec]:
+        """All meshes of all devices that this run may have."""
+        count = len(self.devices)
+        found = []
+        for dp in _divisors(count):
+            for tp in _divisors(count // dp):
+                spec = MeshSpec(dp=dp, sp=count // dp // tp, tp=tp)
+                try:
+                    self.check_mesh(spec)
+                except (MeshError, ShardingError):
+                    continue
+                found.append(spec)
+        return found
+
+    def unused(self, spec: MeshSpec) -> str | None:
+        """The remark on devices of the slice that a mesh leaves unused, if any."""
+        kind = "chip" if self.chip.devices_per_chip == 1 else "device"
+        return spec.unused(len(self.devices), kind)
+
+    # ------------------------------------------------------------------- plans
+
+    def request(self, spec: MeshSpec) -> Request:
+        """The run on a mesh.
+
+        Raises:
+            UsageError, MeshError: it is off a rule.
+        """
+        return self.ask(self.requests(spec))
+
+    def requests(self, spec: MeshSpec) -> Requests:
+        """What makes and checks requests for a mesh."""
+        mesh = build_mesh(spec, self.devices)
+        return Requests(self.port, self.variant, self.checkpoint, mesh, Reporter())
+
+    def components(self, spec: MeshSpec) -> Components:
+        """The components on a mesh; nothing is read but configs."""
+        components = Components(
+            self.port,
+            self.checkpoint,
+            build_mesh(spec, self.devices),
+            dtype=self.dtype,
+            attention=self.attention,
+            layout=self.sharding,
+        )
+        # Modules without weights are the same on every mesh, and slow to build.
+        components._skeletons = self._skeletons
+        return components
+
+    def sharding_plans(self, spec: MeshSpec) -> tuple[Any, ...]:
+        """Where the weights of the components go that the planned stages need."""
+        if spec not in self._sharding_plans:
+            components = self.components(spec)
+            request = self.request(spec)
+            names = [n for s in self._stages() for n in s.components_for(request)]
+            self._sharding_plans[spec] = tuple(
+                components.plan(name) for name in dict.fromkeys(names)
+            )
+        return self._sharding_plans[spec]
+
+    def weight_bytes(self, spec: MeshSpec) -> int:
+        """Of the stage with most weights, on one device."""
+        plans = {p.component: p for p in self.sharding_plans(spec)}
+        request = self.request(spec)
+        return max(
+            sum(plans[n].bytes_per_device for n in s.components_for(request))
+            for s in self._stages()
+        )
+
+    def _stages(self) -> list[Any]:
+        wanted = self.stages
+        return [s for s in self.port.stages if wanted is None or s.name in wanted]
+
+    def programs(
+        self, spec: MeshSpec, request: Request, stages: Sequence[str]
+    ) -> Iterator[AbstractProgram]:
+        """The distinct programs of a run on a mesh."""
+        return abstract_programs(
+            self.port,
+            self.variant,
+            self.checkpoint,
+            request,
+            build_mesh(spec, self.devices),
+            dtype=self.dtype,
+            attention=self.attention,
+            sharding=self.sharding,
+            stages=stages,
+            inputs=self.inputs,
+            vae_tiling=self.vae_tiling,
+            decided=self._decided,
+            reporter=self.reporter,
+        )
+
+    def _decided(self, tiling: TilingDecision) -> None:
+        self._tiling[tiling.stage] = tiling
+
+    def plan(
+        self,
+        spec: MeshSpec,
+        *,
+        request: Request | None = None,
+        stages: Sequence[str] | None = None,
+        keep: bool = True,
+    ) -> Plan:
+        """Compile every program of the run on a mesh and add it up.
+
+        Args:
+            spec: the mesh.
+            request: in place of the planner's own.
+            stages: in place of the planner's own.
+            keep: whether it goes to the dump, if there is one.
+
+        Raises:
+            MeshError, ShardingError, UsageError: the run is not legal on the mesh.
+            KernelError, HloError: what was compiled could not be read.
+        """
+        spec = spec.resolve(len(self.devices))
+        self.check_mesh(spec)
+        asked = self.request(spec) if request is None else request
+        names = list(stages) if stages is not None else [s.name for s in self._stages()]
+        found: dict[str, list[Measured]] = {name: [] for name in names}
+        files: list[str] = []
+        met = {name: KernelsMet(self.kernels) for name in names}
+        dump = self.dump if keep else None
+        told = self.reporter or Reporter()
+        for program in self.programs(spec, asked, names):
+            what = f"compiling {program.stage}/{program.program}"
+            with told.timed(f"{what} for {spec} of {self.topology.name}"):
+                measured = measure(
+                    program,
+                    self.topology,
+                    self.chip,
+                    met[program.stage],
+                    keep_text=dump is not None,
+                )
+            program.forget()
+            if dump is not None:
+                number = len(found[program.stage])
+                files += self._noted(_write(dump, measured, number, spec, self.chip))
+                measured = replace(measured, hlo="")
+            found[program.stage].append(measured)
+        if dump is not None:
+            uses = {key: use for m in met.values() for key, use in m.uses.items()}
+            files += self._noted(keep_schedules(uses.values(), dump))
+        notes = [
+            note
+            for programs in found.values()
+            for p in programs
+            if p.account
+            for note in p.account.notes
+        ]
+        room = WEIGHT_SHARE * self.chip.hbm_usable_bytes
+        for weights in self.sharding_plans(spec):
+            if self.port.components[weights.component].stacked:
+                notes += filter(None, [undivided(weights, room=room)])
+        made = Plan(
+            model=self.port.name,
+            variant=self.variant.name,
+            weights=self.checkpoint.source,
+            topology=self.topology.name,
+            chip=self.chip,
+            mesh=spec,
+            settings=asked.as_dict(),
+            dtype=self.dtype,
+            attention=self.attention,
+            sharding=self.sharding,
+            blocks=self.port.blocks,
+            implementations=choices(self.port),
+            compiler_flags=self._flags(found),
+            stages=tuple(
+                StagePlan(
+                    name=name,
+                    programs=tuple(programs),
+                    chip=self.chip,
+                    kernels=tuple(use.as_dict() for use in met[name].uses.values()),
+                )
+                for name, programs in found.items()
+                if programs
+            ),
+            sharding_plans=self.sharding_plans(spec),
+            files=files,
+            notes=notes,
+            tiling={n: t.as_dict() for n, t in self._tiling.items() if found.get(n)},
+        )
+        return self._weighed(made, asked, keep=keep)
+
+    def _weighed(self, made: Plan, asked: Request, *, keep: bool = True) -> Plan:
+        """``made`` with what was compiled held against what a device has.
+
+        A stage is planned in its other form where ``generate`` will find that this one
+        does not fit, and go on in that one.
+        """
+        for name in made.tiling:
+            decided, stage = self._tiling[name], made.stage(name)
+            if stage is None:
+                continue
+            most = max(p.memory.total for p in stage)
+            made.tiling[name] = decided.weighed(most).as_dict()
+            if decided.room is None or all(p.fits for p in stage):
+                continue
+            other = decided.instead(most)
+            if other is None:
+                continue
+            self.say(
+                f"{name} {decided.chosen.manner} takes {gibibytes(most)}: planning it "
+                f"{other.chosen.manner}"
+            )
+            again = replace(self, vae_tiling=other.setting, reporter=None)
+            again._skeletons, again.kernels = self._skeletons, self.kernels
+            again.written = self.written
+            again.reporter, again.say = self.reporter, self.say
+            planned = again.plan(made.mesh, request=asked, stages=[name], keep=keep)
+            sizes = [p.memory.total for p in planned.stage(name) or ()]
+            weighed = other.weighed(max(sizes, default=None))
+            planned.tiling[name] = weighed.as_dict()
+            left = [s for s in made.stages if s.name != name]
+            made = replace(made, stages=tuple(left)).joined(planned)
+        return made
+
+    def _noted(self, names: list[str]) -> list[str]:
+        self.written += [name for name in names if name not in self.written]
+        return names
+
+    def _flags(self, stages: Iterable[str]) -> tuple[str, ...]:
+        """What tpuport sets for the programs of some stages, each once."""
+        chosen = [flags_for(self.devices[0], stage) for stage in stages]
+        return tuple(dict.fromkeys(text for one in chosen for text in one.texts))
+
+
+def _write(
+    dump: Path, measured: Measured, number: int, spec: MeshSpec, chip: Chip
+) -> list[str]:
+    """The compiled program and its account, as files of the dump."""
+    dump.mkdir(parents=True, exist_ok=True)
+    mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
+    name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
+    written = []
+    if measured.hlo:
+        (dump / f"{name}.hlo.txt").write_text(measured.hlo)
+        written.append(f"{name}.hlo.txt")
+    if measured.account is not None:
+        document = {
+            "stage": measured.stage,
+            "program": measured.program,
+            "calls": measured.calls,
+            "clock_hz": chip.clock_hz,
+            "seconds": measured.account.seconds,
+            "rows": [row.as_dict() for row in measured.account.rows],
+        }
+        path = dump / f"{name}.account.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        written.append(path.name)
+    return written
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]

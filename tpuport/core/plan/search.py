@@ -1,0 +1,387 @@
+"""The best mesh for a run, and what to change where a run does not fit.
+
+Both compile: an estimate only orders what is tried, and the time that may be spent is
+bounded. What was compiled and what was estimated is said of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.cost.hlo import HloError
+from tpuport.core.cost.kernel_cycles import KernelError
+from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
+from tpuport.core.plan.build_ahead import CompileError
+from tpuport.core.plan.plan import DENOISE, Plan
+from tpuport.core.plan.plan_text import duration
+from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
+
+if TYPE_CHECKING:
+    from tpuport.core.plan.planner import Planner
+    from tpuport.core.spec.request import Request
+
+BUDGET_SECONDS = 540.0
+"""What a search may take; a compile that has begun is finished."""
+
+#: Of each kind of change, how many are compiled at most.
+TRIES = 3
+
+#: What is wrong with one mesh, and says nothing of the others.
+UNREAD = (CompileError, KernelError, HloError)
+
+#: Larger slices that are looked at.
+MOST_SLICES = 4
+
+
+#: Why a mesh has no plan, the more promising first: there was no time for it, its
+#: weights are too large, it did not compile or what was compiled could not be read.
+LEFT_OUT = BUDGET, WEIGHTS, ERROR = "budget", "weights", "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A mesh in a search.
+
+    Attributes:
+        mesh: the mesh.
+        weight_bytes: of one device.
+        plan: of the stage that decides; ``None`` where there is none.
+        left_out: why there is none: one of :data:`LEFT_OUT`.
+        reason: the same in words.
+    """
+
+    mesh: MeshSpec
+    weight_bytes: int
+    plan: Plan | None = None
+    left_out: str = ""
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the deciding stage, where it fits."""
+        if self.plan is None or not self.plan.fits:
+            return None
+        return self.plan.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        plan = self.plan
+        return {
+            "mesh": self.mesh.shape,
+            "compiled": plan is not None,
+            "fits": plan.fits if plan is not None else None,
+            "weight_bytes_per_chip": self.weight_bytes,
+            "hbm_bytes_per_chip": plan.hbm_bytes if plan is not None else None,
+            "seconds_per_step": plan.seconds_per_step if plan is not None else None,
+            "stage_seconds": plan.seconds if plan is not None else None,
+            "compile_seconds": plan.compile_seconds if plan is not None else None,
+            "left_out": self.left_out or None,
+            "reason": self.reason,
+        }
+
+
+def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]:
+    """The legal meshes, the fastest that fit first, then the others.
+
+    The denoising stage decides, or the first of the stages planned where it is not
+    among them. Meshes whose weights alone are too large are not compiled, nor, once
+    one was, those that the budget has no time for. One that cannot be read is listed
+    with its error.
+
+    Raises:
+        KernelError, HloError: that of the first mesh, where no other one was compiled.
+    """
+    names = [s.name for s in planner._stages()]
+    deciding = DENOISE if DENOISE in names else names[0]
+    started = time.perf_counter()
+    found: list[Candidate] = []
+    failed: list[TpuportError] = []
+    longest = 0.0
+    for spec in sorted(planner.legal_meshes(), key=_likely):
+        spent = time.perf_counter() - started
+        weights = planner.weight_bytes(spec)
+        candidate = Candidate(mesh=spec, weight_bytes=weights)
+        compiled = any(c.plan is not None for c in found)
+        if weights > planner.chip.hbm_usable_bytes:
+            reason = "its weights alone are larger than the memory"
+            candidate = replace(candidate, left_out=WEIGHTS, reason=reason)
+        elif compiled and spent + longest > budget:
+            reason = f"not compiled: the search may take {budget:.0f} s"
+            candidate = replace(candidate, left_out=BUDGET, reason=reason)
+        else:
+            before = time.perf_counter()
+            try:
+                plan = planner.plan(spec, stages=[deciding])
+            except UNREAD as error:
+                failed.append(error)
+                reason = f"not read: {one_line(error)}"
+                candidate = replace(candidate, left_out=ERROR, reason=reason)
+            else:
+                candidate = replace(candidate, plan=plan)
+            longest = max(longest, time.perf_counter() - before)
+        planner.say(f"mesh {spec}: {_outcome(candidate)}")
+        found.append(candidate)
+    if failed and all(c.plan is None for c in found):
+        raise failed[0]
+    return sorted(found, key=_rank_key)
+
+
+def _outcome(candidate: Candidate) -> str:
+    plan = candidate.plan
+    if plan is None:
+        return candidate.reason
+    step = plan.seconds_per_step or plan.seconds
+    return duration(step) if step is not None and plan.fits else "does not fit"
+
+
+def _likely(spec: MeshSpec) -> tuple[int, int]:
+    """Most promising first: dp shares nothing but weights, then even halves of sp, tp.
+
+    Only the order in which meshes are compiled depends on it.
+    """
+    return (-spec.dp, abs(spec.sp - spec.tp))
+
+
+def _rank_key(candidate: Candidate) -> tuple[int, float]:
+    if candidate.seconds is not None:
+        return (0, candidate.seconds)
+    if candidate.plan is not None:
+        return (1, float(candidate.plan.hbm_bytes))
+    return (2 + LEFT_OUT.index(candidate.left_out), float(candidate.weight_bytes))
+
+
+def advise(
+    planner: Planner,
+    plan: Plan,
+    *,
+    ranked: Sequence[Candidate] = (),
+    budget: float = BUDGET_SECONDS,
+) -> list[dict[str, Any]]:
+    """What to change so that a run fits: a mesh, a shorter or smaller video, a slice.
+
+    Each is the nearest one that was found to fit by compiling the programs that did not
+    (``verified``), or, where none was within the budget, the nearest by estimate.
+    Meshes that a search found not to fit (``ranked``), or could not read, are not tried
+    again.
+    """
+    stages = [s.name for s in plan.stages if not all(p.fits for p in s.programs)]
+    known = {c.mesh for c in ranked if c.seconds is None and c.left_out != BUDGET}
+    until = time.perf_counter() + budget
+    advice = []
+    for kind, changes in (
+        ("mesh", _meshes(planner, plan, known)),
+        ("frames", _frames(planner, plan)),
+        ("size", _sizes(planner, plan)),
+    ):
+        found = _first_that_fits(planner, kind, changes, stages, until)
+        if found is not None:
+            advice.append(found)
+    advice += _slices(planner, plan)
+    return advice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """Something to try: in words, as a mesh and a request, with estimated bytes."""
+
+    text: str
+    mesh: MeshSpec
+    request: Request | None
+    estimate: float
+
+
+def _first_that_fits(
+    planner: Planner,
+    kind: str,
+    changes: Iterator[_Change],
+    stages: list[str],
+    until: float,
+) -> dict[str, Any] | None:
+    limit = planner.chip.hbm_usable_bytes
+    likely = [c for c in changes if c.estimate <= limit]
+    tried = 0
+    worst = 1.0
+    for change in likely:
+        if tried == TRIES or time.perf_counter() > until:
+            break
+        tried += 1
+        planner.say(f"trying {change.text}")
+        # The dump has what was asked about, not what was tried in its place.
+        try:
+            plan = planner.plan(
+                change.mesh, request=change.request, stages=stages, keep=False
+            )
+        except UNREAD as error:
+            planner.say(f"{change.text} is left out: {one_line(error)}")
+            continue
+        if plan.fits:
+            return _advice(kind, change, plan.hbm_bytes, verified=True)
+        worst = max(worst, plan.hbm_bytes / change.estimate)
+    # What was compiled was larger than its estimate: so may be what was not.
+    for change in likely[tried:]:
+        if change.estimate * worst <= limit:
+            size = int(change.estimate * worst)
+            return _advice(kind, change, size, verified=False)
+    return None
+
+
+def _advice(kind: str, change: _Change, size: int, *, verified: bool) -> dict[str, Any]:
+    return {
+        "change": kind,
+        "to": change.text,
+        "hbm_bytes_per_chip": size,
+        "verified": verified,
+    }
+
+
+def _estimate(
+    planner: Planner,
+    plan: Plan,
+    ratio: float,
+    weights: Mapping[str, int] | None = None,
+) -> float:
+    """Bytes of a device for the program that then needs most.
+
+    Code stays as large as it is, and so do outputs of other calls that a stage keeps.
+
+    Args:
+        planner: of ``plan``.
+        plan: what was compiled.
+        ratio: what inputs and temporaries of programs on all devices are multiplied by.
+        weights: of each component, on one device; as they are when not given.
+    """
+    here = _weights(planner, plan.mesh) if weights else {}
+    there = weights or here
+    found = [0.0]
+    for stage in plan.stages:
+        components = {program.component for program in stage.programs}
+        grown = {n: there[n] - here[n] for n in components if n in here and n in there}
+        for program in stage.programs:
+            memory = program.memory
+            alone = planner.port.components[program.component].single_device
+            moving = memory.inputs + memory.temporaries
+            kept = memory.weights + memory.code + memory.resident
+            # Whether its weights are of this component or lie there for another one.
+            kept += sum(grown.values())
+            found.append(kept + moving * (1 if alone and weights else ratio))
+    return max(found)
+
+
+def _weights(planner: Planner, spec: MeshSpec) -> dict[str, int]:
+    """Of each component, on one device of a mesh."""
+    return {p.component: p.bytes_per_device for p in planner.sharding_plans(spec)}
+
+
+def _share(before: MeshSpec, after: MeshSpec) -> float:
+    """What is left of a device's activations on another mesh, roughly.
+
+    They go with the rows and tokens of a device. What tp splits of them is split on
+    both, what it leaves whole is not: about half each.
+    """
+    share = (before.dp * before.sp) / (after.dp * after.sp)
+    return share * (1 + before.tp / after.tp) / 2
+
+
+def _meshes(
+    planner: Planner, plan: Plan, known: Collection[MeshSpec]
+) -> Iterator[_Change]:
+    """Other legal meshes but the known ones, those that should take least first."""
+    found = []
+    for spec in planner.legal_meshes():
+        if spec == plan.mesh or spec in known:
+            continue
+        estimate = _estimate(
+            planner, plan, _share(plan.mesh, spec), _weights(planner, spec)
+        )
+        found.append(
+            _Change(text=str(spec), mesh=spec, request=None, estimate=estimate)
+        )
+    yield from sorted(found, key=lambda c: c.estimate)
+
+
+def _frames(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """Shorter videos, the longest first."""
+    request = planner.request(plan.mesh)
+    rule = planner.variant.frames
+    frames = request.num_frames - rule.step
+    while rule.allows(frames):
+        changed = _changed(planner, plan, request, num_frames=frames)
+        if changed is not None:
+            yield _Change(
+                text=f"{frames} frames",
+                mesh=plan.mesh,
+                request=changed,
+                estimate=_estimate(planner, plan, frames / request.num_frames),
+            )
+        frames -= rule.step
+
+
+def _sizes(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """Smaller pictures of about the same shape, the largest first."""
+    request = planner.request(plan.mesh)
+    rule = planner.variant.sizes
+    seen = {(request.height, request.width)}
+    for height in range(request.height, 0, -rule.multiple):
+        width = request.width * height // request.height // rule.multiple
+        width *= rule.multiple
+        if (height, width) in seen or not (rule.allows(height) and rule.allows(width)):
+            continue
+        seen.add((height, width))
+        changed = _changed(planner, plan, request, height=height, width=width)
+        if changed is None:
+            continue
+        area = height * width / (request.height * request.width)
+        yield _Change(
+            text=f"{width}x{height}",
+            mesh=plan.mesh,
+            request=changed,
+            estimate=_estimate(planner, plan, area),
+        )
+
+
+def _changed(
+    planner: Planner, plan: Plan, request: Request, **changes: Any
+) -> Request | None:
+    """The request with changes, where they are legal."""
+    try:
+        changed = replace(request, **changes)
+        planner.requests(plan.mesh).check(changed)
+    except UsageError:
+        return None
+    return changed
+
+
+def _slices(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+    """The next larger slice of the same chip that should do, by estimate.
+
+    On the mesh that is the default there. Weights that every device holds whole, code,
+    and what runs on one device of any slice, do not shrink with more chips.
+    """
+    limit = planner.chip.hbm_usable_bytes
+    larger = [
+        found
+        for name in TOPOLOGY_NAMES
+        if (found := parse_topology(name)).chip == planner.topology.chip
+        and found.devices > planner.topology.devices
+    ]
+    for topology in sorted(larger, key=lambda t: t.devices)[:MOST_SLICES]:
+        other = planner.elsewhere(topology)
+        try:
+            spec = other.default_mesh()
+            other.check_mesh(spec)
+        except (MeshError, ShardingError, UsageError):
+            continue
+        share = _share(plan.mesh, spec)
+        estimate = _estimate(planner, plan, share, _weights(other, spec))
+        if estimate <= limit:
+            change = _Change(
+                text=topology.name, mesh=spec, request=None, estimate=estimate
+            )
+            advice = _advice("topology", change, int(estimate), verified=False)
+            return [{**advice, "mesh": spec.shape}]
+    return []

@@ -1,1 +1,0 @@
-"""What a model would take on a TPU that is not there: memory, time, traffic."""

@@ -1,0 +1,303 @@
+"""The folder that ``tpuport compile`` writes and ``generate --executables`` reads.
+
+It holds the executables of a run, a manifest of them, and in ``xla`` the entries of
+jax's own compile cache for the same programs: where jax refuses to load an executable
+that was built without the chip, they spare the compile when the key that jax computes
+on the machine with the chips is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.programs.executable_files import Entry, read_entry, read_payload
+from tpuport.core.programs.jax_cache import XLA_FOLDER
+from tpuport.core.programs.key_differences import explained
+from tpuport.core.programs.program_key import (
+    ProgramKey,
+    context_of,
+    method_of,
+    settled,
+    surroundings,
+)
+from tpuport.errors import ArtifactError, MissingArtifactError
+
+if TYPE_CHECKING:
+    from tpuport.core.programs.components import Components
+    from tpuport.core.spec.model_port import ModelPort
+    from tpuport.core.spec.request import Request
+    from tpuport.core.spec.tiling import TilingDecision
+
+#: What a manifest says of single stages.
+_TILING = "tiling"
+
+MANIFEST = "manifest.json"
+MANIFEST_SCHEMA = "tpuport.executables"
+
+_REMEDY = "make the folder with `tpuport compile`"
+_AGAIN = "compile again with `tpuport compile`, or leave --executables out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltFolder:
+    """A folder of executables, read.
+
+    Attributes:
+        folder: where it is.
+        manifest: what ``manifest.json`` says.
+        entries: one per program it names.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def open(cls, folder: Path, *, whole: bool = True) -> BuiltFolder:
+        """Read the manifest and the header of every executable in it.
+
+        Args:
+            whole: also find every executable undamaged.
+
+        Raises:
+            ArtifactError: the manifest or an executable is missing or damaged.
+        """
+        manifest = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
+        entries = []
+        for program in manifest["programs"]:
+            path = folder / program["file"]
+            if not path.is_file():
+                raise ArtifactError(f"{path}: is missing; {_REMEDY}")
+            entry = read_entry(path)
+            if whole:
+                read_payload(entry)  # its checksum, before an hour is spent on a stage
+            entries.append(entry)
+        return cls(folder=folder, manifest=manifest, entries=tuple(entries))
+
+    @property
+    def xla(self) -> Path:
+        """The entries of jax's own cache."""
+        return self.folder / XLA_FOLDER
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages whose programs are all here."""
+        return tuple(self.manifest["stages"])
+
+    def check(self, components: Components) -> None:
+        """Refuse a session that the folder is not for; before anything is loaded.
+
+        Shapes are not known yet: :meth:`check_request` and :meth:`find` check them.
+
+        Raises:
+            ArtifactError: what differs, by name, with both values.
+        """
+        self._compare(
+            components.port,
+            lambda key: surroundings(components, key.stage, key.component),
+        )
+
+    def check_settings(self, port: ModelPort, **settings: Any) -> None:
+        """What :meth:`check` can refuse before a checkpoint or a device is looked for.
+
+        Args:
+            port: the form of the model, with its blocks and implementations in place.
+            settings: as :func:`tpuport.core.programs.program_key.settled` takes them.
+
+        Raises:
+            ArtifactError: as :meth:`check`.
+        """
+        self._compare(port, lambda key: settled(port, key.component, **settings))
+
+    def _compare(
+        self, port: ModelPort, known: Callable[[ProgramKey], dict[str, Any]]
+    ) -> None:
+        """Refuse a folder with a key whose known fields are others now."""
+        for entry in self.entries:
+            if entry.key.component not in port.components:
+                words = f"model {entry.key.model} -> {port.name}"
+                raise self._refused(entry.key, (words,))
+            now = known(entry.key)
+            options = {**entry.key.options, **now.pop("options")}
+            found = replace(entry.key, **now, options=options).difference(entry.key)
+            if found:
+                raise self._refused(entry.key, found)
+
+    def check_request(
+        self,
+        request: Request,
+        port: ModelPort,
+        stages: Collection[str],
+        tilings: Sequence[TilingDecision] = (),
+    ) -> None:
+        """Refuse a request of other sizes, guidance, steps or tiles than it is for.
+
+        The programs' own shapes say it too, each when its stage comes; this says it
+        before the first one.
+
+        Args:
+            port: the model.
+            stages: names of those that will run; what others need does not count.
+            tilings: how stages will run that have a choice.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        now = context_of(request, port)
+        used = [entry for entry in self.entries if entry.key.stage in stages]
+        for entry in used:
+            before = {**now, **entry.key.context}
+            if port.stage(entry.key.stage).batch_rows is None:
+                before["guided"] = now["guided"]  # nothing it would see
+            found = explained(before, now)
+            if found:
+                raise self._refused(entry.key, found)
+        # Of denoising: other stages have no steps that could be spared.
+        steps = [e for e in used if port.stage(e.key.stage).batch_rows]
+        methods = {str(e.key.options.get("step_cache", "none")) for e in steps}
+        method = method_of(request)
+        if methods and method not in methods:
+            known = ", ".join(sorted(methods))
+            raise self._refused(steps[0].key, [f"step cache {known} -> {method}"])
+        for tiling in tilings:
+            built = self.manifest.get(_TILING, {}).get(tiling.stage)
+            if tiling.stage not in self.stages or built is None:
+                continue
+            if built["tiled"] != tiling.tiled:
+                forms = [
+                    "tiled" if yes else "untiled"
+                    for yes in (built["tiled"], tiling.tiled)
+                ]
+                setting = "on" if built["tiled"] else "off"
+                raise ArtifactError(
+                    f"{self.folder}: {tiling.stage} is not for this run (what it was "
+                    f"compiled for -> what this run has): {' -> '.join(forms)}; use "
+                    f"--vae-tiling {setting}, {_AGAIN}"
+                )
+
+    def followed(self, tiling: TilingDecision) -> TilingDecision:
+        """The same in the form that is here, where both were decided by ``auto``.
+
+        What decided when the folder was made knew the compiler's figures.
+        """
+        built = self.manifest.get(_TILING, {}).get(tiling.stage)
+        if built is None or tiling.other is None or built["tiled"] == tiling.tiled:
+            return tiling
+        if not built["asked"] == tiling.asked == "auto":
+            return tiling
+        return replace(
+            tiling,
+            chosen=tiling.other,
+            other=tiling.chosen,
+            compiled=built["compiled"],
+        )
+
+    def find(self, key: ProgramKey) -> Entry | None:
+        """The executable of a key; ``None`` where its stage was not compiled.
+
+        Raises:
+            ArtifactError: the stage was compiled, for another run; what differs.
+        """
+        if key.stage not in self.stages:
+            return None
+        for entry in self.entries:
+            if entry.key.digest == key.digest:
+                return entry
+        alike = [entry for entry in self.entries if entry.key.name == key.name]
+        if not alike:
+            names = ", ".join(sorted({entry.key.name for entry in self.entries}))
+            raise ArtifactError(
+                f"{self.folder}: holds no {key.name}, which this run needs; it holds "
+                f"{names}; {_AGAIN}"
+            )
+        differences = [key.difference(entry.key) for entry in alike]
+        raise self._refused(key, min(differences, key=len))
+
+    def _refused(self, key: ProgramKey, found: Sequence[str]) -> ArtifactError:
+        return ArtifactError(
+            f"{self.folder}: {key.name} is not for this run (what it was compiled for "
+            f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
+        )
+
+
+def check_built(folder: Path) -> None:
+    """Refuse a folder that is not there or holds no manifest; reads nothing.
+
+    Raises:
+        MissingArtifactError: there is none.
+    """
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise MissingArtifactError(
+            f"the folder of executables {folder} {problem}; {_REMEDY}"
+        )
+    if not (folder / MANIFEST).exists():
+        raise MissingArtifactError(f"{folder / MANIFEST}: is missing; {_REMEDY}")
+
+
+def write_manifest(
+    folder: Path,
+    entries: Sequence[Entry],
+    stages: Sequence[str],
+    about: Mapping[str, Any],
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Write the manifest of a folder; returns what it says.
+
+    Other stages of an earlier manifest stay in it where it is of the same model,
+    topology and settings; executables that are no longer in it are removed.
+
+    Args:
+        stages: whose programs are all among the entries.
+        about: model, topology and settings, for people.
+        say: told what is removed of other stages.
+    """
+    content: dict[str, Any] = {
+        **about,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stages": list(stages),
+        "programs": [
+            {
+                "stage": entry.key.stage,
+                "program": entry.key.program,
+                "file": entry.path.name,
+                "bytes": entry.size,
+                "seconds": entry.seconds,
+                "built_for": entry.built_for,
+                "digest": entry.key.digest,
+            }
+            for entry in entries
+        ],
+    }
+    earlier: dict[str, Any] = {"programs": [], "stages": []}
+    with contextlib.suppress(ArtifactError):
+        earlier = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
+    before: list[dict[str, Any]] = earlier["programs"]
+    others = [stage for stage in earlier["stages"] if stage not in stages]
+    # As they come back from a file: tuples are lists there.
+    now = json.loads(json.dumps({k: v for k, v in about.items() if k != _TILING}))
+    if others and all(earlier.get(name) == value for name, value in now.items()):
+        content["stages"] = [*others, *stages]
+        content["programs"] += [p for p in before if p["stage"] in others]
+        if _TILING in about:
+            content[_TILING] = {**earlier.get(_TILING, {}), **about[_TILING]}
+    elif others:
+        say(
+            f"{folder}: what it held of {', '.join(others)} had other settings: removed"
+        )
+    write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
+    kept = {program["file"] for program in content["programs"]}
+    for program in before:
+        if (
+            program["file"] not in kept
+            and Path(program["file"]).name == program["file"]
+        ):
+            (folder / program["file"]).unlink(missing_ok=True)
+    return content

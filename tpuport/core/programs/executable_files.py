@@ -1,0 +1,424 @@
+"""Compiled programs as files, under the key of everything they depend on.
+
+A file is a header (JSON: the key, what tracing found, the size and sha256 of the rest)
+and the executable as jax serialises it. It is read only when it is whole, and used only
+under an equal key. Loading one runs what is in it, as with jax's own cache: a folder of
+them is to be trusted like the code itself.
+
+Sources: ``jax.experimental.serialize_executable`` at jax 0.10.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from tpuport.core.files.atomic import cannot_write, one_line, replacing
+from tpuport.core.files.sealed_json import canonical
+from tpuport.core.mesh.device_memory import planned_bytes
+from tpuport.core.programs.program_key import ProgramKey
+from tpuport.errors import ArtifactError
+
+if TYPE_CHECKING:
+    import jax
+
+SUFFIX = ".executable"
+#: Of the key's digest, in a file's name.
+_DIGITS = 32
+
+HERE, ELSEWHERE = "these devices", "a topology"
+"""Whether the devices that an executable was built for were there."""
+
+_MAGIC = b"tpuport.executable.1\n"
+_LENGTH = struct.Struct("<Q")
+#: No header is near this; a length beyond it is a damaged file.
+_HEADER_LIMIT = 256 << 20
+
+#: A cache folder is kept below this; the least recently used go first.
+CACHE_LIMIT_BYTES = 16 << 30
+
+#: Calls into libraries that jax hands to XLA only while it traces a program that uses
+#: them: an executable with one ends a process that loads it (jax issue 28908).
+_UNSAFE_ON_CPU = (b"lapack_", b"tridiagonal_solve_perturbed_ffi")
+
+
+class NotSerialisable(Exception):
+    """jax cannot write this executable, or it could not be loaded safely."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """What tracing a program told, kept beside its executable.
+
+    Attributes:
+        attention: what its attention calls run as.
+        patches: which patches were applied.
+        convolutions: what its convolutions run as.
+    """
+
+    attention: tuple[dict[str, Any], ...] = ()
+    patches: tuple[dict[str, Any], ...] = ()
+    convolutions: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Traced:
+        """From a header; lists are tuples again."""
+        names = ("attention", "patches")
+        return cls(
+            **{name: _tuples(data[name]) for name in names},
+            # Older files do not have them.
+            convolutions=_tuples(data.get("convolutions", ())),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One file.
+
+    Attributes:
+        path: of it.
+        key: of the program.
+        traced: what tracing it told.
+        lowered: sha256 of what was traced, as the compiler gets it.
+        seconds: what tracing and compiling took.
+        built_for: :data:`HERE` or :data:`ELSEWHERE`.
+        size: bytes of the executable.
+        needed: bytes of a device at its peak, weights included, by the compiler;
+            ``None`` where it does not tell, and in older files.
+    """
+
+    path: Path
+    key: ProgramKey
+    traced: Traced
+    lowered: str
+    seconds: float
+    built_for: str
+    size: int
+    sha256: str = field(repr=False)
+    needed: int | None = None
+
+
+class ExecutableStore:
+    """The executables in a folder, which is made when the first one is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: ProgramKey) -> Path:
+        """Where the executable of a key is or will be."""
+        name = re.sub(r"[^A-Za-z0-9_.]", "_", f"{key.stage}-{key.program}")
+        return self.folder / f"{name}-{key.digest[:_DIGITS]}{SUFFIX}"
+
+    def find(self, key: ProgramKey) -> Entry | None:
+        """The entry of a key.
+
+        Raises:
+            ArtifactError: its file is damaged, or of another key.
+        """
+        path = self.path(key)
+        if not path.is_file():
+            return None
+        entry = read_entry(path)
+        if entry.key.digest != key.digest:
+            raise ArtifactError(f"{path}: is of another program than its name says")
+        return entry
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries that can be read; damaged ones are passed over."""
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            with contextlib.suppress(ArtifactError):
+                yield read_entry(path)
+
+    def nearest(self, key: ProgramKey) -> Entry | None:
+        """Of the same program of the same model, the entry that differs least."""
+        ranked = []
+        for path in self._of_the_name(key):
+            with contextlib.suppress(ArtifactError, OSError):
+                entry = read_entry(path)
+                if entry.key.model == key.model:
+                    count = len(key.difference(entry.key))
+                    ranked.append((count, -path.stat().st_mtime, str(path), entry))
+        return min(ranked)[3] if ranked else None
+
+    def note(self, key: ProgramKey, reason: str) -> None:
+        """Remember why the executable of a key cannot be kept."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._note(key)) as temporary:
+                temporary.write_text(reason)
+
+    def why_not(self, key: ProgramKey) -> str:
+        """Why the executable of a key cannot be kept; empty where nothing is known."""
+        try:
+            return self._note(key).read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def _note(self, key: ProgramKey) -> Path:
+        return self.path(key).with_suffix(".not-kept")
+
+    def lowered_alike(self, key: ProgramKey, lowered: str) -> Entry | None:
+        """An entry of another key that the compiler makes the same executable of.
+
+        Such as before a change of the source that did not change this program.
+        """
+        for path in self._of_the_name(key):
+            with contextlib.suppress(ArtifactError):
+                entry = read_entry(path)
+                if entry.lowered == lowered and key.compiles_as(entry.key):
+                    return entry
+        return None
+
+    def _of_the_name(self, key: ProgramKey) -> list[Path]:
+        stem = self.path(key).name[: -len(SUFFIX) - _DIGITS]
+        return sorted(self.folder.glob(f"{stem}*{SUFFIX}"))
+
+    def write(
+        self,
+        key: ProgramKey,
+        compiled: jax.stages.Compiled,
+        traced: Traced,
+        *,
+        lowered: str,
+        seconds: float,
+        built_for: str = HERE,
+    ) -> Entry:
+        """Keep an executable; whole or not at all, whoever else writes it.
+
+        Args:
+            compiled: by the compiler, in this process: one that jax read from its own
+                cache loses functions when it is written again on a CPU.
+
+        Raises:
+            NotSerialisable: the backend cannot, or it could not be loaded safely.
+            ArtifactError: the folder cannot be written.
+        """
+        return self.keep(
+            key,
+            serialise(compiled, key.platform),
+            traced,
+            lowered=lowered,
+            seconds=seconds,
+            built_for=built_for,
+            needed=planned_bytes(compiled),
+        )
+
+    def copy(self, entry: Entry, key: ProgramKey, traced: Traced) -> Entry:
+        """Keep the executable of an entry under another key too.
+
+        Raises:
+            ArtifactError: the entry is damaged, or the folder cannot be written.
+        """
+        return self.keep(
+            key,
+            read_payload(entry),
+            traced,
+            lowered=entry.lowered,
+            seconds=entry.seconds,
+            built_for=entry.built_for,
+            needed=entry.needed,
+        )
+
+    def keep(
+        self,
+        key: ProgramKey,
+        payload: bytes,
+        traced: Traced,
+        *,
+        lowered: str = "",
+        seconds: float = 0.0,
+        built_for: str = HERE,
+        needed: int | None = None,
+    ) -> Entry:
+        """Keep bytes under a key; see :meth:`write`.
+
+        Raises:
+            ArtifactError: the folder cannot be written.
+        """
+        header = canonical(
+            {
+                "key": key.as_dict(),
+                "traced": asdict(traced),
+                "lowered": lowered,
+                "seconds": seconds,
+                "built_for": built_for,
+                "needed": needed,
+                "size": len(payload),
+                "sha256": hashlib.sha256(payload).hexdigest(),
+            }
+        )
+        path = self.path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                file.write(_MAGIC + _LENGTH.pack(len(header)) + header)
+                file.write(payload)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return read_entry(path)
+
+
+def read_entry(path: Path) -> Entry:
+    """The header of a file.
+
+    Raises:
+        ArtifactError: it is missing, no executable, damaged or cut short.
+    """
+    with _opened(path) as file:
+        return _read_header(path, file)
+
+
+def read_payload(entry: Entry) -> bytes:
+    """The executable of an entry, found to be what was written.
+
+    Raises:
+        ArtifactError: it is not.
+    """
+    with _opened(entry.path) as file:
+        # Anew: another process may have put another file of the same key there.
+        now = _read_header(entry.path, file)
+        payload = file.read()
+    whole = hashlib.sha256(payload).hexdigest() == now.sha256
+    if not whole or now.key.digest != entry.key.digest:
+        raise ArtifactError(f"{entry.path}: is damaged (its checksum does not match)")
+    return payload
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_header(path: Path, file: BinaryIO) -> Entry:
+    """The header; the file is then at the start of the executable."""
+    try:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError("it does not start as one")
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        if length > _HEADER_LIMIT:
+            raise ValueError("its header has no end")
+        data = json.loads(file.read(length))
+        left = os.fstat(file.fileno()).st_size - file.tell()
+        if left != data["size"]:
+            raise ValueError(f"{left} of {data['size']} bytes are there")
+        return Entry(
+            path=path,
+            key=ProgramKey.from_dict(data["key"]),
+            traced=Traced.from_dict(data["traced"]),
+            lowered=str(data["lowered"]),
+            seconds=float(data["seconds"]),
+            built_for=str(data["built_for"]),
+            size=int(data["size"]),
+            sha256=str(data["sha256"]),
+            needed=data.get("needed"),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ArtifactError(
+            f"{path}: is no executable of this tpuport, or is damaged "
+            f"({one_line(error)})"
+        ) from error
+
+
+def lowered_hash(lowered: jax.stages.Lowered) -> str:
+    """Sha256 of a lowered program, source positions left out."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
+def serialise(compiled: jax.stages.Compiled, platform: str) -> bytes:
+    """An executable as bytes.
+
+    Raises:
+        NotSerialisable: the backend cannot, or it could not be loaded safely.
+    """
+    from jax.experimental import serialize_executable
+
+    try:
+        executable, _, out_tree = serialize_executable.serialize(compiled)
+    except Exception as error:
+        # jax raises what it has: ValueError, NotImplementedError, JaxRuntimeError.
+        raise NotSerialisable(one_line(error)) from error
+    if platform == "cpu":
+        unsafe = [name.decode() for name in _UNSAFE_ON_CPU if name in executable]
+        if unsafe:
+            raise NotSerialisable(f"it calls {unsafe[0]}..., which jax cannot reload")
+    stream = io.BytesIO()
+    pickle.dump((executable, out_tree), stream)
+    return stream.getvalue()
+
+
+def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Compiled:
+    """The program of an entry, ready to be called; nothing is traced or compiled.
+
+    Args:
+        arguments: (weights, carry, constants, inputs), which tell how they nest.
+        devices: those of its mesh, in order.
+
+    Raises:
+        ArtifactError: the file is damaged.
+        Exception: whatever jax raises for an executable that the backend refuses.
+    """
+    import jax
+    from jax.experimental import serialize_executable
+
+    executable, out_tree = pickle.loads(read_payload(entry))
+    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+        executable,
+        jax.tree.structure((tuple(arguments), {})),
+        out_tree,
+        backend=devices[0].client,
+        execution_devices=list(devices),
+    )
+    with contextlib.suppress(OSError):
+        os.utime(entry.path)  # it was used: pruning takes the others first
+    return compiled
+
+
+def prune(folder: Path, limit: int = CACHE_LIMIT_BYTES) -> list[Path]:
+    """Remove the least recently used files of a cache folder above ``limit`` bytes.
+
+    Executables and the entries of jax's own cache beside them count alike. Files of the
+    last minute stay: another process may be about to read what it wrote.
+
+    Returns:
+        What was removed.
+    """
+    found = []
+    for path in [*folder.rglob(f"*{SUFFIX}"), *folder.rglob("*-cache")]:
+        with contextlib.suppress(OSError):
+            about = path.stat()
+            used = max(about.st_atime, about.st_mtime)
+            found.append((used, about.st_size, path))
+    total = sum(size for _, size, _ in found)
+    removed = []
+    for used, size, path in sorted(found):
+        if total <= limit or used > time.time() - 60:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed.append(path)
+            total -= size
+    return removed
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return value

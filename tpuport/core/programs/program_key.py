@@ -1,0 +1,382 @@
+"""Everything that a compiled program depends on, as one value that can be compared.
+
+Two programs with equal keys are the same program: none of it is found by tracing, so a
+key is known before any time is spent. A plugin's program is a pure function declared
+with its port, so that it depends on the source, the component's config, the options
+named here and its arguments, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform as machine
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.files.sealed_json import canonical
+from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.programs.key_differences import differing
+from tpuport.core.programs.source_hash import (
+    port_packages,
+    source_hash,
+    upstream_versions,
+)
+from tpuport.core.spec.choices import (
+    attention_of,
+    chosen_of,
+    dtype_of,
+    implementation_of,
+)
+from tpuport.core.spec.step_cache import StepCache
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpuport.core.programs.components import Components, Loaded
+    from tpuport.core.spec.model_port import ModelPort
+    from tpuport.core.spec.request import Request
+    from tpuport.core.spec.stage import Program
+    from tpuport.kernels.attention.choice import AttentionChoice
+
+#: Raised when the meaning of a field changes.
+KEY_VERSION = 1
+
+#: Settings of jax that change what is traced or how it is compiled.
+_JAX_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_most_optimizations",
+    "jax_enable_x64",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_numpy_dtype_promotion",
+    "jax_optimization_level",
+    "jax_threefry_partitionable",
+    "jax_use_shardy_partitioner",
+)
+
+_PACKAGES = ("jax", "jaxlib", "torch", "torchax")
+
+#: What of a request is told with a difference; the program sees it in its shapes alone.
+_CONTEXT = (
+    *("height", "width", "num_frames", "batch_size", "task"),
+    *("num_inference_steps", "guidance_scale"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramKey:
+    """All inputs of one executable.
+
+    Attributes:
+        model, form: the port.
+        stage, program, component: which of its programs, and whose weights it takes.
+        options: static options: dtype, matmul precision, attention, sharding layout,
+            stacked blocks, the component's implementation, step cache, donation.
+        config: the component's config, upstream's bookkeeping left out.
+        weights: name -> dtype, shape and split of every weight.
+        arguments: the same for carry, constants and inputs, by path.
+        structure: how the arguments nest.
+        platform, chip, compiler: where it runs, and the compiler's own version.
+        mesh: axis -> size.
+        devices: number, process and place in the slice of each device, in order.
+        host: the processor, where programs are compiled for it.
+        source: package -> hash of its files.
+        versions: of the packages that trace and compile.
+        flags: XLA's and libtpu's, as set for the process and by
+            :mod:`tpuport.core.mesh.compiler_flags`.
+        settings: of jax.
+        context: size, frames, steps and guidance of the request it was first made for.
+            It says why shapes differ and is no part of the identity.
+    """
+
+    model: str
+    form: str
+    stage: str
+    program: str
+    component: str
+    options: Mapping[str, Any]
+    config: Mapping[str, Any]
+    weights: Mapping[str, str]
+    arguments: Mapping[str, str]
+    structure: str
+    platform: str
+    chip: str
+    compiler: str
+    mesh: Mapping[str, int]
+    devices: tuple[str, ...]
+    host: str
+    source: Mapping[str, str]
+    versions: Mapping[str, str]
+    flags: tuple[str, ...]
+    settings: Mapping[str, Any]
+    context: Mapping[str, Any] = field(default_factory=dict)
+    version: int = KEY_VERSION
+
+    @property
+    def name(self) -> str:
+        """For people: ``denoise/step``."""
+        return f"{self.stage}/{self.program}"
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits that stand for the identity."""
+        values = self.as_dict()
+        del values["context"]
+        return hashlib.sha256(canonical(values)).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values = asdict(self)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ProgramKey:
+        """The inverse of :meth:`as_dict`.
+
+        Raises:
+            ValueError: it is of another version.
+        """
+        if data.get("version") != KEY_VERSION or set(data) != {
+            f.name for f in fields(cls)
+        }:
+            raise ValueError(f"key version {data.get('version')}, not {KEY_VERSION}")
+        tuples = {name: tuple(data[name]) for name in ("devices", "flags")}
+        return cls(**{**data, **tuples})
+
+    def difference(self, other: ProgramKey) -> tuple[str, ...]:
+        """What differs, in words, ``other``'s value first; empty for the same program.
+
+        Such as ``"frames 49 -> 81"``. A difference of the request alone is none.
+        """
+        return differing(other.as_dict(), self.as_dict())
+
+    def compiles_as(self, other: ProgramKey) -> bool:
+        """Whether equal lowered programs of the two keys are the same executable."""
+        names = (
+            *("stage", "program", "weights", "arguments", "structure", "platform"),
+            *("chip", "compiler", "mesh", "devices", "host", "flags", "settings"),
+        )
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        compilers = ("python", "jax", "jaxlib", "libtpu")
+        return same and all(
+            self.versions.get(name) == other.versions.get(name) for name in compilers
+        )
+
+
+def program_key(
+    components: Components,
+    stage: str,
+    name: str,
+    program: Program,
+    loaded: Loaded,
+    args: tuple[Any, Any, Any],
+    request: Request,
+) -> ProgramKey:
+    """The key of one program of a stage; nothing is traced.
+
+    Args:
+        components: of the session.
+        stage, name: of the stage, and of the program in it.
+        program: what the stage declares.
+        loaded: its component; the weights may be ``ShapeDtypeStruct``.
+        args: carry, constants and inputs, arrays or ``ShapeDtypeStruct`` with
+            shardings.
+        request: for the step cache, and to tell differences in its words.
+    """
+    import jax
+
+    carry, constants, inputs = args
+    named = {"carry": carry, "constants": constants, "inputs": inputs}
+    leaves, tree = jax.tree_util.tree_flatten_with_path(named)
+    known = surroundings(components, stage, program.component)
+    # A program that is not the port's own is what step caching made of one.
+    own = name in components.port.stage(stage).programs
+    return ProgramKey(
+        stage=stage,
+        program=name,
+        **{
+            **known,
+            "options": {
+                **known["options"],
+                "step_cache": "none" if own else method_of(request),
+                "donate": program.donate,
+            },
+        },
+        weights={key: _array(value) for key, value in sorted(loaded.weights.items())},
+        arguments={jax.tree_util.keystr(path): _array(leaf) for path, leaf in leaves},
+        structure=str(tree),
+        context=context_of(request, components.port),
+    )
+
+
+def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
+    """What of a request explains why the shapes of its programs differ."""
+    known = {name: getattr(request, name) for name in _CONTEXT}
+    return {**known, "guided": port.guided(request)}
+
+
+def method_of(request: Request) -> str:
+    """What a program knows of a step cache: which steps are full, it does not."""
+    cache = StepCache.parse(request.step_cache)
+    if cache is None:
+        return "none"
+    return cache.method if cache.order is None else f"{cache.method}:{cache.order}"
+
+
+def surroundings(components: Components, stage: str, component: str) -> dict[str, Any]:
+    """The fields of a key that are known before the arguments of a program are."""
+    import jax
+
+    runtime = components.runtime(component)
+    mesh = runtime.mesh
+    assert mesh is not None
+    devices = list(mesh.devices.flat)
+    port = components.port
+    known = settled(
+        port,
+        component,
+        attention=components.attention,
+        sharding=components.layout,
+        dtype=components.dtype,
+        mesh=components.mesh.shape,
+    )
+    return {
+        **known,
+        "options": {
+            **known["options"],
+            "matmul_precision": runtime.matmul_precision,
+            "stack": components.stack,
+        },
+        "config": _config(components.skeleton(component)),
+        "platform": str(devices[0].platform),
+        "chip": str(devices[0].device_kind),
+        "compiler": " ".join(str(devices[0].client.platform_version).split()),
+        "devices": tuple(_device(device) for device in devices),
+        "host": host_name() if devices[0].platform == "cpu" else "",
+        "source": {name: source_hash(name) for name in port_packages(port)},
+        "versions": versions(components, component),
+        "flags": tuple(
+            sorted((*compat.compiler_flags(), *flags_for(devices[0], stage).texts))
+        ),
+        "settings": {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS},
+    }
+
+
+def settled(
+    port: ModelPort,
+    component: str,
+    *,
+    attention: AttentionChoice,
+    sharding: str,
+    dtype: str | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The fields of a key that settings decide, with neither weights nor devices.
+
+    Args:
+        port: the form of the model, with its blocks and implementations in place.
+        component: of the program.
+        attention, sharding: as a session takes them.
+        dtype: of the weights; left out where it is not known.
+        mesh: axis -> size, likewise.
+    """
+    known: dict[str, Any] = {
+        "model": port.name,
+        "form": port.form,
+        "component": component,
+        "options": {
+            "attention": attention_of(port, component, attention),
+            "sharding": sharding,
+            "blocks": port.blocks,
+            "implementation": chosen_of(port, component),
+        },
+    }
+    if dtype is not None:
+        known["options"]["dtype"] = dtype_of(port, component, dtype)
+    if mesh is not None:
+        alone = port.components[component].single_device
+        known["mesh"] = {a: 1 if alone else int(size) for a, size in mesh.items()}
+    return known
+
+
+def versions(components: Components, component: str) -> dict[str, str]:
+    """The versions of what traces and compiles a component, Python's first."""
+    import importlib.metadata
+
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    packages = list(_PACKAGES)
+    if components.platform == "tpu":
+        packages.append("libtpu")
+    implementation = implementation_of(components.port, component)
+    packages += implementation.packages if implementation else ()
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found | upstream_versions(components.port)
+
+
+def host_name() -> str:
+    """The processor of this machine: its name, and a hash of what it can do.
+
+    A program compiled for another one may use instructions that this one lacks.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = dict(reversed([_pair(line) for line in lines if ":" in line]))
+    name = found.get("model name") or machine.processor() or machine.machine()
+    features = found.get("flags") or found.get("Features") or machine.version()
+    digest = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()
+    return f"{machine.system()} {machine.machine()}, {name}, features {digest[:12]}"
+
+
+def _pair(line: str) -> tuple[str, str]:
+    key, _, value = line.partition(":")
+    return key.strip(), value.strip()
+
+
+def _config(module: torch.nn.Module) -> dict[str, Any]:
+    """The config of a module with its defaults filled in, as JSON."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return {}
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    # Which upstream wrote the file, and where from: versions are keyed on their own.
+    left_out = {"transformers_version", "architectures", "torch_dtype", "dtype"}
+    return {
+        key: value
+        for key, value in json.loads(json.dumps(values, default=str)).items()
+        if not key.startswith("_") and key not in left_out
+    }
+
+
+def _array(leaf: Any) -> str:
+    """Dtype, shape and split of an array, such as ``bfloat16[2, 226, 4096]``."""
+    shape = ", ".join(map(str, leaf.shape))
+    parts = list(getattr(leaf.sharding, "spec", ()))
+    while parts and parts[-1] is None:
+        parts.pop()
+    text = f"{leaf.dtype}[{shape}]"
+    return f"{text} split {tuple(parts)}" if parts else text
+
+
+def _device(device: Any) -> str:
+    """Number, process and place; a place is told by TPUs alone."""
+    text = f"{device.id} of process {device.process_index}"
+    coords = getattr(device, "coords", None)
+    if coords is None:
+        return text
+    return f"{text} at {tuple(coords)}.{getattr(device, 'core_on_chip', 0)}"

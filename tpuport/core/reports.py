@@ -1,0 +1,337 @@
+"""What happened, as values: the command line prints them, JSON carries them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Block sizes of attention, in the order in which they are told, and for people.
+_BLOCKS = {"block_q": "q", "block_kv": "kv", "block_kv_compute": "kv compute"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileReport:
+    """One program made ready to run.
+
+    Attributes:
+        stage, program: which.
+        trace_seconds: tracing torch code and lowering it.
+        compile_seconds: in the XLA compiler, or reading its cache.
+        cached: whether no compiler ran: the executable was loaded, or jax's own cache
+            had what was traced.
+        loaded: whether the executable was loaded; then nothing was traced either.
+        load_seconds: finding, checking and loading it.
+        reasons: why it was compiled although an executable of the same program is kept:
+            what differs, in words.
+        executable: the file it was loaded from or is kept in, where there is one.
+        executable_bytes: of the executable in it.
+        compiler_flags: those that tpuport set for it; see
+            :mod:`tpuport.core.mesh.compiler_flags`.
+    """
+
+    stage: str
+    program: str
+    trace_seconds: float
+    compile_seconds: float
+    cached: bool
+    loaded: bool = False
+    load_seconds: float = 0.0
+    reasons: tuple[str, ...] = ()
+    executable: str = ""
+    executable_bytes: int = 0
+    compiler_flags: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """All of it: tracing and compiling, or loading."""
+        return self.trace_seconds + self.compile_seconds + self.load_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageReport:
+    """One stage of one run, over all its batches.
+
+    Attributes:
+        stage: its name.
+        backend: ``"tpuport"`` or ``"diffusers"``.
+        unit: what one call is.
+        load_seconds: reading weights and placing them.
+        compiles: the programs made ready, compiled or loaded.
+        compile_seconds: of all of them, tracing and loading included.
+        first_call_seconds: the first call of every program, after its compile.
+        steady_calls: calls after those.
+        steady_seconds: of those calls together, waited for at the end.
+        calls_in_flight: the most calls that were dispatched and not yet waited for.
+        calls_in_flight_limit: how many there may be; a stage never runs further ahead.
+        total_seconds: wall time of the stage.
+        sharding: the plan of each component, weights left out.
+        attention: what attention ran as.
+        convolutions: what those of all its programs ran as, and why a kernel was passed
+            over; see :class:`tpuport.core.tracing.context.ConvolutionRecord`.
+        patches: which patches were applied while tracing, in this process or in the
+            one that kept the executable.
+        op_by_op: whether nothing was compiled: each op ran by itself.
+        memory: of each call, where it was asked for; see
+            :class:`tpuport.core.run.memory_report.CallMemory`.
+        profile: ``folder`` and ``calls`` of the trace, where one was asked for and some
+            call was steady.
+        tiling: whether it ran in tiles, and what that was decided from; see
+            :class:`tpuport.core.spec.tiling.TilingDecision`. ``None`` of a stage that
+            has no such choice.
+    """
+
+    stage: str
+    backend: str
+    unit: str
+    total_seconds: float
+    load_seconds: float = 0.0
+    compiles: tuple[CompileReport, ...] = ()
+    compile_seconds: float = 0.0
+    first_call_seconds: float = 0.0
+    steady_calls: int = 0
+    steady_seconds: float = 0.0
+    calls_in_flight: int = 0
+    calls_in_flight_limit: int = 0
+    sharding: tuple[dict[str, Any], ...] = ()
+    attention: tuple[dict[str, Any], ...] = ()
+    convolutions: tuple[dict[str, Any], ...] = ()
+    patches: tuple[dict[str, Any], ...] = ()
+    op_by_op: bool = False
+    memory: tuple[dict[str, Any], ...] = ()
+    profile: dict[str, Any] | None = None
+    tiling: dict[str, Any] | None = None
+
+    @property
+    def seconds_per_call(self) -> float | None:
+        """In steady state; ``None`` when there was only a first call."""
+        if not self.steady_calls:
+            return None
+        return self.steady_seconds / self.steady_calls
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "seconds_per_call": self.seconds_per_call}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """A whole run.
+
+    Attributes:
+        model, variant, weights: what ran.
+        platform, mesh, devices: where.
+        dtype: of the weights.
+        blocks: those in place, ``"native"`` or ``"upstream"``.
+        stages: in order.
+        total_seconds: wall time.
+        peak_host_bytes: the process's high-water mark, since it started.
+        peak_device_bytes: the highest over the devices, where the backend tells.
+        implementations: what is in place of every component that has a choice.
+    """
+
+    model: str
+    variant: str
+    weights: str
+    platform: str
+    mesh: str
+    devices: int
+    dtype: str
+    blocks: str
+    stages: tuple[StageReport, ...]
+    total_seconds: float
+    peak_host_bytes: int
+    peak_device_bytes: int | None
+    implementations: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        data = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name != "stages"
+        }
+        return {
+            **data,
+            "warm": self.warm,
+            "programs": self.programs,
+            "stages": [stage.as_dict() for stage in self.stages],
+        }
+
+    @property
+    def programs(self) -> dict[str, int]:
+        """How many programs were loaded, came from jax's cache, and were compiled."""
+        made = [c for s in self.stages for c in s.compiles]
+        loaded = sum(c.loaded for c in made)
+        cached = sum(c.cached and not c.loaded for c in made)
+        return {
+            "loaded": loaded,
+            "cached": cached,
+            "compiled": len(made) - loaded - cached,
+        }
+
+    @property
+    def warm(self) -> bool:
+        """Whether every program was loaded: nothing was traced or compiled."""
+        counts = self.programs
+        return counts["loaded"] > 0 and not counts["cached"] + counts["compiled"]
+
+    def summary(self) -> list[tuple[str, str]]:
+        """(label, text) rows for the end of a run."""
+        load = sum(s.load_seconds for s in self.stages)
+        compile_seconds = sum(s.compile_seconds for s in self.stages)
+        rest = self.total_seconds - sum(s.total_seconds for s in self.stages)
+        # Imports, configs and checks before the first stage, and what lies between.
+        rows = [("start-up", f"{max(rest, 0):.2f} s")]
+        for stage in self.stages:
+            text = f"{stage.total_seconds:.2f} s"
+            if stage.backend != "tpuport":
+                text += f" by {stage.backend}"
+            else:
+                if stage.op_by_op:
+                    text += " op by op (--no-jit)"
+                text += f", first call {stage.first_call_seconds:.2f} s"
+                per_call = stage.seconds_per_call
+                if per_call is not None:
+                    text += f", then {per_call:.3f} s/{stage.unit}"
+                if stage.calls_in_flight > 1:
+                    text += (
+                        f", {stage.calls_in_flight} in flight of at most "
+                        f"{stage.calls_in_flight_limit}"
+                    )
+            rows.append((stage.stage, text))
+        programs = self._programs_in_words()
+        rows += [
+            ("total", f"{self.total_seconds:.2f} s"),
+            ("of that load", f"{load:.2f} s"),
+            ("of that compile", f"{compile_seconds:.2f} s ({programs})"),
+        ]
+        rows += [(n, f) for n, f in self.implementations.items() if f != "torchax"]
+        if ran := self._attention_in_words():
+            rows.append(("attention", ran))
+        for stage in self.stages:
+            told = [record.get("notice", "") for record in stage.attention]
+            rows += [
+                ("attention", f"{stage.stage}: {text}")
+                for text in dict.fromkeys(filter(None, told))
+            ]
+        rows += [
+            ("convolutions", f"{stage.stage}: {words(record)}")
+            for stage in self.stages
+            for record in stage.convolutions
+            if record["reason"]
+        ]
+        memory = f"{self.peak_host_bytes / 2**30:.2f} GiB host"
+        if self.peak_device_bytes is not None:
+            memory += f", {self.peak_device_bytes / 2**30:.2f} GiB per device"
+        rows.append(("peak memory", memory))
+        return rows
+
+    def _attention_in_words(self) -> str:
+        """What attention ran as in each stage, with its blocks."""
+        stages = []
+        for stage in self.stages:
+            ran = []
+            for record in stage.attention:
+                # An executable's record has its keys sorted.
+                sizes = record.get("blocks", {})
+                told = [
+                    f"{label} {sizes[name]}"
+                    for name, label in _BLOCKS.items()
+                    if name in sizes
+                ]
+                if window := record.get("window"):
+                    told.append("window {},{}".format(*window))
+                if record.get("k_smooth"):
+                    told.append("k_smooth")
+                more = f" ({', '.join(told)})" if told else ""
+                ran.append(record["implementation"] + more)
+            if ran:
+                stages.append(f"{stage.stage} {', '.join(dict.fromkeys(ran))}")
+        return "; ".join(stages)
+
+    def _programs_in_words(self) -> str:
+        counts = self.programs
+        total = sum(counts.values())
+        programs = f"{total} program{'' if total == 1 else 's'}"
+        if self.warm:
+            return f"warm: {programs} loaded, nothing compiled"
+        kept = counts["cached"] + counts["loaded"]
+        more = f", {counts['loaded']} of them loaded" if counts["loaded"] else ""
+        return f"{programs}, {kept} from the cache{more}"
+
+
+def peak_host_bytes() -> int:
+    """The high-water mark of this process's resident memory."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts KiB, macOS bytes.
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_device_bytes(devices: Sequence[Any]) -> int | None:
+    """The highest use over ``devices``, where the backend keeps count (not on CPU)."""
+    peaks = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            peaks.append(int(stats["peak_bytes_in_use"]))
+    return max(peaks, default=None)
+
+
+class Reporter:
+    """Told what happens while it happens. This one keeps silent."""
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+
+    def began(self, what: str) -> None:
+        """Work that may take minutes and is of no running stage begins."""
+
+    def ended(self, what: str, seconds: float) -> None:
+        """It ended, well or not."""
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Tell that the block begins and ends; blocks may lie in each other."""
+        self.began(what)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ended(what, time.perf_counter() - started)
+
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        """A stage begins; it will make ``total`` calls."""
+
+    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
+        """It begins anew in another form, with ``total`` calls; none counts so far."""
+
+    def loading(self, component: str) -> None:
+        """A component's weights are about to be read."""
+
+    def compiling(self, stage: str, program: str) -> None:
+        """A program is about to be traced and compiled."""
+
+    def compiled(self, report: CompileReport) -> None:
+        """It was."""
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        """``done`` of ``total`` calls were dispatched."""
+
+    def delivered(self, stage: str, frames: int, total: int) -> None:
+        """``frames`` of ``total`` frames are finished, counted batch by batch."""
+
+    def stage_finished(self, report: StageReport) -> None:
+        """A stage ended."""
+
+
+def words(entry: Mapping[str, Any]) -> str:
+    """One record for people: how many of what, by what, and why."""
+    count, call = entry["count"], entry["call"]
+    text = f"{count} {call}{'s' * (count > 1)} by {entry['implementation']}"
+    return text + (f": {entry['reason']}" if entry["reason"] else "")

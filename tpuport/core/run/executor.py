@@ -1,0 +1,495 @@
+"""Runs the stages of a port on one mesh: load, place, compile, call, free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.layers.rotary_tables import RotaryCache
+from tpuport.core.mesh.device_memory import planned_bytes, program_room
+from tpuport.core.programs.components import Components
+from tpuport.core.programs.op_by_op import OpByOp
+from tpuport.core.programs.program_store import Programs
+from tpuport.core.reports import Reporter, StageReport
+from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.run.inspection import Inspection
+from tpuport.core.run.memory_report import MemoryLog, RunMemory
+from tpuport.core.run.profile import SteadyTrace
+from tpuport.core.run.stage_calls import StageRun, Timing, load
+from tpuport.core.run.step_caching import with_step_cache
+from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.stage_work import StageContext, Work
+from tpuport.core.spec.step_cache import StepCache
+from tpuport.core.spec.tiling import (
+    DoesNotFitError,
+    TilingDecision,
+    check_choice,
+    decide,
+)
+from tpuport.core.tracing.convolution_notes import joined
+from tpuport.core.tracing.ported_module import BoundModule
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpuport.core.spec.request import Request
+
+#: Calls dispatched before the oldest is waited for. Unbounded dispatch has cost 20 % on
+#: TPU hosts; on the CPU, programs with collectives must not overlap at all.
+CALLS_IN_FLIGHT = {"tpu": 4, "gpu": 4, "cpu": 1}
+
+
+class Executor:
+    """Runs stages with the components of a checkpoint.
+
+    Args:
+        components: the weights and where they go.
+        keep_loaded: keep weights on the devices between runs.
+        reporter: told what happens.
+        programs: makes the compiled programs; without it they are compiled and kept
+            for this executor alone.
+        inspection: what its stages are looked at with.
+        vae_tiling: whether decode runs in tiles: ``"auto"``, ``"on"`` or ``"off"``.
+
+    Raises:
+        UsageError: ``vae_tiling`` is none of these.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        *,
+        keep_loaded: bool = False,
+        reporter: Reporter | None = None,
+        programs: Programs | None = None,
+        inspection: Inspection | None = None,
+        vae_tiling: str = "auto",
+    ) -> None:
+        self.vae_tiling = check_choice(vae_tiling)
+        self.components = components
+        self.keep_loaded = keep_loaded
+        self.reporter = reporter or (programs.reporter if programs else Reporter())
+        self.rotary = RotaryCache()
+        self._upstream: dict[tuple[str, str], Any] = {}
+        self.programs = programs or Programs(components, reporter=self.reporter)
+        self.inspection = inspection or Inspection()
+        self.op_by_op = OpByOp()
+        self._memory = RunMemory()
+        # Shapes of the states that step caching keeps, found by tracing once.
+        self._structs: dict[Any, Any] = {}
+
+    def close(self) -> None:
+        """Free everything this executor holds, the components' weights included."""
+        self._upstream.clear()
+        self.programs.clear()
+        self.op_by_op.clear()
+        self._structs.clear()
+        self.components.close()
+
+    def context(
+        self,
+        request: Request,
+        batch: int,
+        inputs: Mapping[str, torch.Tensor],
+        device: str = "cpu",
+        timing: Timing | None = None,
+        pixels: str = "uint8",
+        vae_tiling: str | None = None,
+    ) -> StageContext:
+        """What the functions of a stage see for one batch.
+
+        Args:
+            inputs: of all batches.
+            device: where plain upstream code should run.
+            timing: takes the time of loading.
+            pixels: of decode. By default those of the command line, which is what
+                ``plan`` and ``compile`` make ready.
+            vae_tiling: in place of the executor's own.
+        """
+        tiling = check_choice(vae_tiling or self.vae_tiling)
+        cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
+        return StageContext(
+            checkpoint=self.components.checkpoint,
+            request=request,
+            batch=batch,
+            inputs=cut,
+            dtype=self.components.dtype,
+            rotary=self.rotary,
+            module=self.components.skeleton,
+            device=device,
+            say=self.reporter.say,
+            pixels=pixels,
+            vae_tiling=tiling,
+            upstream=lambda name, load: self._load_upstream(
+                name, device, load, timing or Timing()
+            ),
+        )
+
+    def _load_upstream(
+        self, name: str, device: str, load: Callable[[], Any], timing: Timing
+    ) -> Any:
+        """A component as upstream's own object, kept when weights are."""
+        key = (name, device)
+        if key in self._upstream:
+            return self._upstream[key]
+        self.reporter.loading(name)
+        started = time.perf_counter()
+        loaded = load()
+        timing.load += time.perf_counter() - started
+        if self.keep_loaded:
+            self._upstream[key] = loaded
+        return loaded
+
+    def tiling(
+        self,
+        stage: Stage,
+        request: Request,
+        asked: str | None = None,
+        *,
+        alone: bool = False,
+    ) -> TilingDecision | None:
+        """Whether a stage runs in tiles; ``None`` where it has no such choice.
+
+        Args:
+            asked: in place of the executor's own setting.
+            alone: leave out what other components hold of the devices by now.
+        """
+        if stage.footprint is None:
+            return None
+        asked = asked or self.vae_tiling
+        devices = list(self.components.mesh.devices.flat)
+        held, own = self.components.held_bytes(stage.components)
+        limit = program_room(devices, 0 if alone else held, own)
+        context = self.context(request, 0, {}, vae_tiling=asked)
+        untiled, tiled = (
+            stage.footprint(context, tiles, devices) for tiles in (False, True)
+        )
+        decided = decide(stage.name, asked, untiled, tiled, limit)
+        built = self.programs.built
+        return decided if built is None else built.followed(decided)
+
+    def check_built(
+        self, request: Request, stages: Iterable[Stage], vae_tiling: str | None = None
+    ) -> None:
+        """Refuse executables that were compiled for other runs, if some are to be used.
+
+        Args:
+            stages: that will run.
+            vae_tiling: in place of the executor's own setting.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        if self.programs.built is None:
+            return
+        compiled = [s for s in stages if s.name not in self.inspection.no_jit]
+        tilings = [
+            tiling
+            for stage in compiled
+            if (tiling := self.tiling(stage, request, vae_tiling, alone=True))
+        ]
+        self.programs.check_request(request, [s.name for s in compiled], tilings)
+
+    def run(
+        self,
+        stage: Stage,
+        request: Request,
+        inputs: Mapping[str, torch.Tensor],
+        delivery: Delivery | None = None,
+        vae_tiling: str | None = None,
+    ) -> tuple[dict[str, Any], StageReport]:
+        """Run a stage over all batches of a request.
+
+        Args:
+            delivery: takes the frames of a stage that makes some; without it they are
+                collected as float32. Its checks are for the caller to ask for.
+            vae_tiling: in place of the executor's own setting.
+
+        Returns:
+            The stage's tensors with all videos in the leading dim, and what it took.
+            Frames that a sink took are not among them.
+        """
+        looked = self.inspection
+        op_by_op = stage.name in looked.no_jit
+        if op_by_op:
+            self.reporter.say(
+                f"{stage.name} runs op by op (--no-jit): nothing is compiled, for "
+                "debugging; it is much slower"
+            )
+        else:
+            self.check_built(request, [stage], vae_tiling)
+        delivery = delivery or Delivery()
+        started = time.perf_counter()
+        trace = None
+        if looked.profile is not None:
+            trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
+        tiling = self.tiling(stage, request, vae_tiling)
+        self._memory.begins(request, stage.name)
+        run: StageRun | None = None
+        made: dict[str, Any] | None = None
+        try:
+            while made is None:
+                asked = vae_tiling if tiling is None else tiling.setting
+                if tiling is not None:
+                    self.reporter.say(tiling.line())
+                works = [
+                    stage.plan(
+                        self.context(
+                            request,
+                            batch,
+                            inputs,
+                            pixels=delivery.pixels,
+                            vae_tiling=asked,
+                        )
+                    )
+                    for batch in range(request.batches)
+                ]
+                run = self._stage_run(
+                    stage, request, delivery, works, tiling, trace, before=run
+                )
+                began = time.perf_counter()
+                try:
+                    made = self._batches(run, stage, works)
+                except DoesNotFitError as error:
+                    assert tiling is not None
+                    seconds = time.perf_counter() - began
+                    tiling = self._otherwise(tiling, error, run, seconds)
+            assert run is not None
+            timing = run.timing
+            if tiling is not None:
+                sizes = [planned_bytes(p.call) for p in timing.programs]
+                known = [size for size in sizes if size is not None]
+                tiling = tiling.weighed(max(known, default=None))
+            names = stage.components_for(request)
+            plans = tuple(
+                self.components.plan(name).as_dict()
+                for name in names
+                if name in self.components.loaded
+            )
+        except BaseException as error:
+            self._tell_memory(stage, run, error)
+            raise
+        finally:
+            if trace is not None:
+                trace.stop()
+            if not self.keep_loaded:
+                # What runs op by op holds on to the weights.
+                self.op_by_op.clear()
+                self.components.release(*stage.components)
+        memory = run.memory.take() if run.memory is not None else ()
+        self._memory.ended(stage.name, stage.unit, memory)
+        if stage.name == self.components.port.stages[-1].name:
+            self._memory.clear()
+        report = StageReport(
+            stage=stage.name,
+            backend="tpuport",
+            unit=stage.unit,
+            total_seconds=time.perf_counter() - started,
+            load_seconds=timing.load,
+            compiles=tuple(timing.compiles),
+            compile_seconds=timing.compile,
+            first_call_seconds=timing.first,
+            steady_calls=timing.steady_calls,
+            steady_seconds=timing.steady,
+            sharding=plans,
+            calls_in_flight=timing.in_flight,
+            calls_in_flight_limit=self.calls_in_flight_limit,
+            attention=_once(r for p in timing.programs for r in p.traced.attention),
+            patches=_once(r for p in timing.programs for r in p.traced.patches),
+            convolutions=joined(
+                r for p in timing.programs for r in p.traced.convolutions
+            ),
+            op_by_op=op_by_op,
+            memory=memory,
+            profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
+            tiling=tiling.as_dict() if tiling is not None else None,
+        )
+        self.reporter.stage_finished(report)
+        return made, report
+
+    def _stage_run(
+        self,
+        stage: Stage,
+        request: Request,
+        delivery: Delivery,
+        works: Sequence[Work],
+        tiling: TilingDecision | None,
+        trace: SteadyTrace | None,
+        before: StageRun | None,
+    ) -> StageRun:
+        """What makes the calls, with logs of its own.
+
+        Args:
+            before: the run in another form that this one replaces. What it noted is not
+                of the stage; only loading is, as weights stay.
+        """
+        total = sum(work.total for work in works)
+        if before is None:
+            self.reporter.stage_started(stage.name, total, stage.unit)
+        else:
+            self.reporter.stage_restarted(stage.name, total, stage.unit)
+            if trace is not None:
+                trace.forget(stage.name)
+        looked = self.inspection
+        devices = list(self.components.mesh.devices.flat)
+        return StageRun(
+            components=self.components,
+            programs=self.op_by_op if stage.name in looked.no_jit else self.programs,
+            reporter=self.reporter,
+            request=request,
+            limit=self.calls_in_flight_limit,
+            delivery=delivery,
+            total=total,
+            timing=Timing(load=0.0 if before is None else before.timing.load),
+            memory=MemoryLog(devices) if looked.memory else None,
+            trace=trace,
+            room=tiling.room if tiling is not None else None,
+        )
+
+    def _batches(
+        self, run: StageRun, stage: Stage, works: Sequence[Work]
+    ) -> dict[str, Any]:
+        """The calls of all batches, and what comes of them."""
+        parts = []
+        for batch, work in enumerate(works):
+            cut, cached = self._cached(stage, work, run.request, run.timing)
+            first = run.request.slice(batch).start
+            parts.append(run.batch(cut, cached, first))
+        return merge(parts)
+
+    def _otherwise(
+        self,
+        tiling: TilingDecision,
+        error: DoesNotFitError,
+        run: StageRun,
+        seconds: float,
+    ) -> TilingDecision:
+        """The form to go on in, after a program of this one was too large.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        # Those of the first chunk wait for the second chunk's program.
+        begun = run.delivered > 0
+        other = None if begun else tiling.instead(error.bytes, seconds)
+        if other is None:
+            found = tiling.refusal(error.name, error.bytes, begun=begun)
+            raise found from error.__cause__
+        self.reporter.say(f"{error}: going on {other.chosen.manner}")
+        return other
+
+    def _tell_memory(
+        self, stage: Stage, run: StageRun | None, error: BaseException
+    ) -> None:
+        """Note on an error what was gathered until then, earlier stages included."""
+        if run is not None and run.memory is not None:
+            self._memory.ended(stage.name, stage.unit, run.memory.take())
+        if text := self._memory.text():
+            error.add_note(text)
+        self._memory.clear()
+
+    def run_upstream(
+        self,
+        stage: Stage,
+        request: Request,
+        inputs: Mapping[str, torch.Tensor],
+        device: str,
+        delivery: Delivery | None = None,
+        vae_tiling: str | None = None,
+    ) -> tuple[dict[str, Any], StageReport]:
+        """Run a stage with plain upstream code on ``device``; else as :meth:`run`."""
+        delivery = delivery or Delivery()
+        self._say_uninspected(stage)
+        started = time.perf_counter()
+        timing = Timing()
+        tiling = self.tiling(stage, request, vae_tiling)
+        if tiling is not None:
+            self.reporter.say(tiling.line())
+            vae_tiling = tiling.setting
+        self.reporter.stage_started(stage.name, request.batches, "batch")
+        parts = []
+        for batch in range(request.batches):
+            context = self.context(
+                request,
+                batch,
+                inputs,
+                device=device,
+                timing=timing,
+                vae_tiling=vae_tiling,
+            )
+            made = stage.upstream(context)
+            if "frames" in made:
+                delivery.take(request.slice(batch).start, made.pop("frames"))
+                made |= delivery.collected()
+            parts.append(made)
+            self.reporter.advanced(stage.name, batch + 1, request.batches)
+        report = StageReport(
+            stage=stage.name,
+            backend="diffusers",
+            unit=stage.unit,
+            total_seconds=time.perf_counter() - started,
+            load_seconds=timing.load,
+            tiling=tiling.as_dict() if tiling is not None else None,
+        )
+        self.reporter.stage_finished(report)
+        return merge(parts), report
+
+    def _say_uninspected(self, stage: Stage) -> None:
+        """Nothing that is asked for is left undone without a word."""
+        looked = self.inspection
+        runs = f"{stage.name} runs upstream's code"
+        if looked.memory:
+            self.reporter.say(f"{runs}: --memory-report has nothing on it")
+        if looked.profile is not None:
+            self.reporter.say(f"{runs}: it is not profiled")
+        if stage.name in looked.no_jit:
+            self.reporter.say(f"{runs}, op by op as ever: --no-jit changes nothing")
+
+    def _cached(
+        self, stage: Stage, work: Work, request: Request, timing: Timing
+    ) -> tuple[Stage, Work]:
+        """The work with the request's step cache, in the stage that can be cut."""
+        cache = StepCache.parse(request.step_cache)
+        named = {program.component for program in stage.programs.values()}
+        splits = {n: self.components.port.components[n].split for n in sorted(named)}
+        name, split = next(((n, s) for n, s in splits.items() if s), (None, None))
+        if cache is None or name is None or split is None:
+            return stage, work
+        loaded = load(self.components, stage, name, timing)
+        model = loaded.ported.bind(loaded.weights)
+        # Only upstream's class can be cut: see ``with_chosen``.
+        assert isinstance(model, BoundModule)
+        shapes = self.programs.kept_shapes(self._structs, stage, loaded, request)
+        made = with_step_cache(stage, work, split, cache, model, shapes)
+        self._structs.update(shapes)
+        return made
+
+    @property
+    def calls_in_flight_limit(self) -> int:
+        """How many calls may be dispatched and not yet waited for."""
+        return CALLS_IN_FLIGHT.get(self.components.platform, 1)
+
+
+def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The entries in order, each once."""
+    found: list[dict[str, Any]] = []
+    for entry in entries:
+        if entry not in found:
+            found.append(entry)
+    return tuple(found)
+
+
+def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the tensors of batches along the leading dim."""
+    import numpy as np
+    import torch
+
+    merged: dict[str, Any] = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if isinstance(values[0], torch.Tensor):
+            merged[name] = torch.cat(values)
+        else:
+            merged[name] = np.concatenate(values)
+    return merged

@@ -1,0 +1,313 @@
+"""The calls of one stage: a bounded number in flight, outputs taken as they come."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tpuport.core.arrays import to_numpy
+from tpuport.core.mesh.device_memory import planned_bytes, refused_bytes
+from tpuport.core.programs.components import EVERYTHING, Components, Loaded
+from tpuport.core.programs.program_store import Ready
+from tpuport.core.reports import CompileReport, Reporter
+from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage_work import Work
+from tpuport.core.spec.tiling import DoesNotFitError
+
+if TYPE_CHECKING:
+    from tpuport.core.run.memory_report import MemoryLog
+    from tpuport.core.run.profile import SteadyTrace
+    from tpuport.core.spec.request import Request
+
+
+@dataclass
+class Timing:
+    """What one stage has spent so far."""
+
+    load: float = 0.0
+    compile: float = 0.0
+    first: float = 0.0
+    steady: float = 0.0
+    steady_calls: int = 0
+    compiles: list[CompileReport] = field(default_factory=list)
+    in_flight: int = 0
+    programs: list[Ready] = field(default_factory=list)
+
+
+class MakesReady(Protocol):
+    """What makes programs that can be called: compiled ones, or op by op."""
+
+    def is_ready(self, stage: str, name: str, args: tuple[Any, Any, Any]) -> bool:
+        """Whether :meth:`get` has the program at hand."""
+
+    def get(
+        self,
+        stage: str,
+        name: str,
+        program: Program,
+        loaded: Loaded,
+        args: tuple[Any, Any, Any],
+        request: Request,
+    ) -> tuple[Ready, CompileReport | None]:
+        """The program; with a report when it was made ready just now."""
+
+
+class _Pending(NamedTuple):
+    """A call that was dispatched and not yet waited for."""
+
+    number: int
+    program: str
+    ready: Ready
+    output: Any
+
+
+@dataclass(kw_only=True)
+class StageRun:
+    """One stage of one request, batch after batch.
+
+    Attributes:
+        components: the weights.
+        programs: makes the programs that are called.
+        reporter: told about each call.
+        request: the whole run.
+        limit: calls dispatched before the oldest is waited for.
+        delivery: takes frames.
+        total: how many calls there are in all batches.
+        timing: what it took so far.
+        memory: told each call that ended.
+        trace: told when calls are steady.
+        room: bytes of a device that a compiled program may take; one that takes more
+            is refused before it runs. ``None`` to run whatever there is.
+        done: calls of the batches before.
+    """
+
+    components: Components
+    programs: MakesReady
+    reporter: Reporter
+    request: Request
+    limit: int
+    delivery: Delivery
+    total: int
+    timing: Timing
+    memory: MemoryLog | None = None
+    trace: SteadyTrace | None = None
+    room: int | None = None
+    done: int = 0
+    _frames: int = 0
+    # Programs that have run once in this stage.
+    _ran: set[int] = field(default_factory=set)
+
+    def batch(self, stage: Stage, work: Work, first_video: int) -> dict[str, Any]:
+        """The calls of one batch, a bounded number of them in flight.
+
+        Args:
+            stage: whose programs the calls name.
+            first_video: the index of the batch's first video in the run.
+
+        Returns:
+            What the work finishes with; frames only where no sink took them.
+
+        Raises:
+            DoesNotFitError: a program takes more than ``room``; it was not called. No
+                frames were given away when that is the first or the second call's.
+        """
+        import jax
+
+        timing, limit = self.timing, self.limit
+        pending: deque[_Pending] = deque()
+        outputs: list[Any] = []
+        carry = constants = None
+        placed_on: Any = None
+        steady_from: float | None = None
+        # What the first call made waits until the second call's program is weighed.
+        waiting: list[tuple[Any, Any]] | None = None
+        if self.room is not None and self.done == 0:
+            waiting = []
+
+        def give() -> None:
+            nonlocal waiting
+            given, waiting = waiting or [], None
+            for made, fetched in given:
+                self._take(stage, first_video, made, fetched)
+
+        def settle(keep: int) -> None:
+            while len(pending) > keep:
+                ended = pending.popleft()
+                jax.block_until_ready(ended.output)
+                if self.memory is not None:
+                    number = self.done + ended.number
+                    self.memory.ended(stage.name, number, ended.program, ended.ready)
+                if work.watch is not None:
+                    work.watch(ended.number, ended.output)
+                if work.frames is not None:
+                    fetched = jax.device_get(ended.output)
+                    made = work.frames(ended.number, fetched)
+                    if made is not None and waiting is not None:
+                        waiting.append((made, fetched))
+                    elif made is not None:
+                        self._take(stage, first_video, made, fetched)
+                elif work.to_host:
+                    outputs[ended.number] = jax.device_get(ended.output)
+
+        def pause() -> None:
+            """End what runs; what follows is none of the calls' time."""
+            nonlocal steady_from
+            settle(0)
+            jax.block_until_ready(carry)
+            if steady_from is not None:
+                timing.steady += time.perf_counter() - steady_from
+                steady_from = None
+
+        for index, call in enumerate(work.calls):
+            program = stage.programs[call.program]
+            loaded = load(self.components, stage, program.component, timing)
+            if placed_on is None:
+                carry, constants = place((work.carry, work.constants), loaded)
+                placed_on = loaded.replicated
+            elif call.fresh:
+                # What was placed first may be gone: programs donate their carry.
+                carry = place(work.carry, loaded)
+            inputs = place(call.inputs, loaded)
+            args = (carry, constants, inputs)
+            names = [call.program, *(work.programs if index == 0 else ())]
+            if self._compiles_in_trace(stage, names, args):
+                pause()
+                self._stop_trace()
+            if index == 0:
+                for name in work.programs:
+                    self._ready(stage, name, loaded, args)
+            ready, fresh = self._ready(stage, call.program, loaded, args)
+            if index == 1:
+                give()
+            if fresh and steady_from is not None:
+                # A new program in mid-stage: what ran so far is settled first, so
+                # that its time is not counted as this program's first call.
+                settle(0)
+                timing.steady += time.perf_counter() - steady_from - fresh
+                steady_from = None
+            first = fresh > 0 or (index == 0 and self.done == 0)
+            steady = not first and id(ready) in self._ran
+            self._ran.add(id(ready))
+            if self.trace is not None and self.trace.turns(stage.name, steady):
+                # What ran before ends outside of the recording.
+                pause()
+                self.trace.turn(stage.name)
+            called = time.perf_counter()
+            with self._recorded(stage, call.program, self.done + index):
+                carry, output = ready.call(loaded.weights, carry, constants, inputs)
+            pending.append(_Pending(index, call.program, ready, output))
+            timing.in_flight = max(timing.in_flight, len(pending))
+            outputs.append(None if work.frames is not None else output)
+            # Only what is pending holds the output now, or a fetched one would stay.
+            del output
+            if first:
+                settle(0)
+                jax.block_until_ready(carry)
+                timing.first += time.perf_counter() - called
+            else:
+                if steady_from is None:
+                    steady_from = called
+                timing.steady_calls += 1
+                if len(pending) == limit and not jax.tree.leaves(pending[0].output):
+                    # A call without an output is waited for by its carry, and of
+                    # those only the last is left: the others were donated.
+                    jax.block_until_ready(carry)
+                    settle(0)
+                settle(limit - 1)
+            self.reporter.advanced(stage.name, self.done + index + 1, self.total)
+        settle(0)
+        give()
+        jax.block_until_ready(carry)
+        if steady_from is not None:
+            timing.steady += time.perf_counter() - steady_from
+        self.done += work.total
+        if work.frames is not None:
+            return {**work.finish(carry, []), **self.delivery.collected()}
+        finished = work.finish(carry, outputs)
+        outputs.clear()
+        if "frames" in finished:
+            self._take(stage, first_video, finished.pop("frames"), None)
+            finished |= self.delivery.collected()
+        return finished
+
+    def _compiles_in_trace(
+        self, stage: Stage, names: list[str], args: tuple[Any, Any, Any]
+    ) -> bool:
+        """Whether a recording is under way and a program will be made ready."""
+        if self.trace is None or not self.trace.recording:
+            return False
+        return not all(self.programs.is_ready(stage.name, n, args) for n in names)
+
+    def _stop_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.stop()
+
+    def _recorded(
+        self, stage: Stage, program: str, index: int
+    ) -> AbstractContextManager[Any]:
+        """Names the call in a recording that is under way."""
+        if self.trace is None or not self.trace.recording:
+            return nullcontext()
+        return self.trace.call(stage.name, program, index)
+
+    @property
+    def delivered(self) -> int:
+        """Frames handed on so far."""
+        return self._frames
+
+    def _take(self, stage: Stage, first_video: int, made: Any, output: Any) -> None:
+        self._frames += self.delivery.take(first_video, made, output)
+        total = self.request.num_frames * self.request.batches
+        self.reporter.delivered(stage.name, self._frames, total)
+
+    def _ready(
+        self, stage: Stage, name: str, loaded: Loaded, args: tuple[Any, Any, Any]
+    ) -> tuple[Ready, float]:
+        """The program for these shapes, and the seconds it took to get it just now."""
+        started = time.perf_counter()
+        try:
+            ready, report = self.programs.get(
+                stage.name, name, stage.programs[name], loaded, args, self.request
+            )
+        except Exception as error:  # jaxlib raises one class for everything
+            needed = refused_bytes(str(error))
+            if self.room is None or needed is None:
+                raise
+            raise DoesNotFitError(f"{stage.name}/{name}", needed, self.room) from error
+        timing = self.timing
+        if ready not in timing.programs:
+            if self.room is not None:
+                needed = planned_bytes(ready.call)
+                if needed is not None and needed > self.room:
+                    raise DoesNotFitError(f"{stage.name}/{name}", needed, self.room)
+            timing.programs.append(ready)
+        if report is None:
+            return ready, 0.0
+        seconds = time.perf_counter() - started
+        timing.compiles.append(report)
+        timing.compile += seconds
+        return ready, seconds
+
+
+def load(components: Components, stage: Stage, name: str, timing: Timing) -> Loaded:
+    """A component's weights, as far as the stage needs them."""
+    started = time.perf_counter()
+    loaded = components.load(name, stage.loads.get(name, EVERYTHING))
+    timing.load += time.perf_counter() - started
+    return loaded
+
+
+def place(tree: Any, loaded: Loaded) -> Any:
+    """Every tensor or array of ``tree`` on the devices of ``loaded``, replicated.
+
+    Floating point arrays keep their dtype; see :func:`tpuport.core.arrays.to_numpy`.
+    """
+    import jax
+
+    return jax.tree.map(
+        lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree
+    )

@@ -1,0 +1,144 @@
+"""What a stage is asked for, and the work that it plans: data, no devices.
+
+Importing this module imports neither torch nor jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.spec.request import Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from tpuport.core.layers.rotary_tables import RotaryCache
+    from tpuport.core.weights.checkpoint import Checkpoint
+
+Tree = Any
+"""A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
+
+
+def _nothing(carry: Tree, outputs: list[Tree]) -> dict[str, Any]:
+    """A stage whose only result are its frames."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a program within a stage.
+
+    Attributes:
+        program: its name in the stage.
+        inputs: of this call alone.
+        fresh: start from ``Work.carry`` again, in place of the carry of the call
+            before.
+    """
+
+    program: str
+    inputs: Tree
+    fresh: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """What a stage does for one batch: calls in order, a carry handed along.
+
+    Attributes:
+        carry: the initial carry; also of later calls that are ``fresh``.
+        constants: inputs that are the same for every call; never compiled in.
+        calls: made lazily, so that per-call inputs need not exist all at once.
+        total: how many calls there are.
+        finish: the tensors the stage writes, from the last carry and all outputs; of
+            a stage that gives frames there need be none.
+        watch: called with (index, output) of each call as it completes; may raise.
+        programs: those to compile before the first call, all for the shapes of its
+            inputs; for a stage that changes programs on the way.
+        to_host: fetch each output as its call completes, so that the device does not
+            hold them all; ``finish`` gets NumPy arrays.
+        frames: of a stage that makes videos: ``frames(index, output)`` are the frames
+            that call ``index`` completes, or ``None``. Each output is fetched as its
+            call completes, given to this as NumPy arrays, and let go; ``finish`` gets
+            no outputs. Frames are an array [B, F, Y, X, 3] in the order of the video;
+            an output of :func:`tpuport.core.files.frames.encode_pixels` tells the
+            statistics of what :func:`tpuport.core.files.frames.as_frames` makes of it,
+            and a mapping with ``frames`` tells its own. Without them those of float
+            frames are taken on the host.
+    """
+
+    carry: Tree
+    constants: Tree
+    calls: Iterable[Call]
+    total: int
+    finish: Callable[[Tree, list[Tree]], dict[str, Any]] = _nothing
+    watch: Callable[[int, Tree], None] | None = None
+    programs: tuple[str, ...] = ()
+    to_host: bool = False
+    frames: (
+        Callable[[int, Tree], np.ndarray | Mapping[str, np.ndarray] | None] | None
+    ) = None
+
+    def __post_init__(self) -> None:
+        """Frames are made of outputs on the host."""
+        self.to_host = self.to_host or self.frames is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What a stage's functions may look at. ``batch`` counts batches of the request.
+
+    Attributes:
+        checkpoint: files and configs; weights are not read through it.
+        request: the whole run.
+        batch: which batch of the run.
+        inputs: the tensors read, already cut to this batch.
+        dtype: of the weights.
+        rotary: the cache of rotary tables.
+        module: the skeleton module of a component, for upstream helpers on it; its
+            parameters hold no data.
+        device: where plain upstream code should run.
+        say: tells people something.
+        pixels: what programs of decode should give: ``"float32"`` in [0, 1], or
+            ``"uint8"``.
+        vae_tiling: whether decode runs in tiles: ``"on"`` or ``"off"``; ``"auto"``
+            where the stage has no ``footprint`` to decide by.
+        upstream: ``upstream(name, load)`` is a component as upstream's own object:
+            ``load()``, or what it returned before when weights are kept loaded.
+        planned: only shapes and dtypes count, so that numbers need not be drawn.
+    """
+
+    checkpoint: Checkpoint
+    request: Request
+    batch: int
+    inputs: Mapping[str, torch.Tensor]
+    dtype: str
+    rotary: RotaryCache
+    module: Callable[[str], torch.nn.Module]
+    device: str = "cpu"
+    say: Callable[[str], None] = lambda text: None
+    pixels: str = "float32"
+    vae_tiling: str = "auto"
+    upstream: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()
+    planned: bool = False
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of this batch."""
+        return self.request.prompts[self.request.slice(self.batch)]
+
+    @property
+    def negative_prompts(self) -> tuple[str, ...]:
+        """The negative prompts of this batch."""
+        return self.request.negative_prompts[self.request.slice(self.batch)]
+
+    def generators(self) -> list[torch.Generator]:
+        """Fresh CPU generators of this batch's seeds: one, or one per video."""
+        import torch
+
+        return [
+            torch.Generator().manual_seed(seed)
+            for seed in self.request.seeds[self.batch]
+        ]

@@ -1,0 +1,285 @@
+"""Step caching: most denoising steps in the middle reuse what full steps computed.
+
+Off unless asked for, and then it changes the video. ``deepcache`` keeps the state
+before the last block and runs that block again; ``taylorseer`` keeps the features after
+the last block of a few full steps and extrapolates them. Which steps are full is fixed
+before the run, so a run has two programs and no decision on the device. A plugin
+declares nothing but its :class:`~tpuport.core.tracing.forward_split.ForwardSplit`.
+
+Sources: DeepCache, arXiv 2312.00858, here as ports of video transformers have it;
+TaylorSeer, arXiv 2503.06923, on the output of the last block alone (diffusers 0.42
+``TaylorSeerCacheConfig`` has a mode of that kind, ``use_lite_mode``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.spec.stage_work import Tree
+from tpuport.core.tracing.forward_split import Where
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+METHODS: Mapping[str, Where] = {
+    "deepcache": "before_last",
+    "taylorseer": "after_last",
+}
+"""Where each method takes the forward's state."""
+
+#: Highest order of an extrapolation; docs/step-caching.md says what it amplifies.
+MAX_ORDER = 4
+
+#: Full steps at the start and from the end on, of 50; other schedules in proportion.
+START, END, OF = 11, 45, 50
+
+_EXAMPLE = 'write for example "deepcache" or "taylorseer:start=11,end=45,interval=4"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCache:
+    """Which steps are cached, and from what.
+
+    Attributes:
+        method: a key of :data:`METHODS`.
+        start: the last of the full steps at the beginning, counted from 0; ``None`` for
+            11 of 50 in proportion to the steps.
+        end: the first of the full steps at the end; ``None`` for 45 of 50.
+        interval: from start to end, every so many-th step is full.
+        order: of the extrapolation, ``taylorseer`` only; ``None`` is 1 there.
+
+    Raises:
+        UsageError: an unknown method, or a value that is wrong for any number of steps.
+    """
+
+    method: str
+    start: int | None = None
+    end: int | None = None
+    interval: int = 4
+    order: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(
+                f"step cache {self.method!r} is unknown; choose one of "
+                f"{', '.join(METHODS)}, none{_nearest_word(self.method, METHODS)}"
+            )
+        for name in ("start", "end", "interval", "order"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int)
+            ):
+                raise UsageError(
+                    f"{self.method}: {name} {value!r} is not a whole number"
+                )
+        if self.method == "taylorseer":
+            if self.order is None:
+                object.__setattr__(self, "order", 1)
+            self._check("order", 1, MAX_ORDER)
+        elif self.order is not None:
+            raise UsageError(
+                f"{self.method} has no order; it is a setting of taylorseer"
+            )
+        self._check("interval", 2, None)
+        self._check("start", self._first_start, None)
+        self._check("end", (self.start or self._first_start) + 2, None)
+
+    @classmethod
+    def parse(cls, value: StepCache | str | None) -> StepCache | None:
+        """The cache that a value from a user or a file stands for.
+
+        Accepts a cache, ``None``, ``"none"``, a method, or a method and settings:
+        ``"deepcache:start=11,end=45,interval=4"``. ``str(cache)`` reads back as itself.
+
+        Raises:
+            UsageError: what is wrong, the legal values and the nearest of them.
+        """
+        if value is None or isinstance(value, StepCache):
+            return value
+        if not isinstance(value, str):
+            raise UsageError(f"step cache {value!r} is not a string; {_EXAMPLE}")
+        method, colon, rest = (part.strip() for part in value.partition(":"))
+        if method == "none" and not colon:
+            return None
+        if method not in METHODS:
+            # By name first, whatever its settings are.
+            cls(method=method)
+        names = ["start", "end", "interval"]
+        names += ["order"] if method == "taylorseer" else []
+        found: dict[str, int] = {}
+        for item in rest.split(",") if colon else ():
+            name, equals, text = (part.strip() for part in item.partition("="))
+            if not equals or name not in names:
+                raise UsageError(
+                    f"step cache {value!r}: {item.strip()!r} is not a setting of "
+                    f"{method}; it has {', '.join(names)}{_nearest_word(name, names)}; "
+                    + _EXAMPLE
+                )
+            if name in found:
+                raise UsageError(f"step cache {value!r}: {name} is given twice")
+            try:
+                found[name] = int(text)
+            except ValueError:
+                raise UsageError(
+                    f"step cache {value!r}: {name} {text!r} is not a whole number; "
+                    + _EXAMPLE
+                ) from None
+        return cls(method=method, **found)
+
+    def __str__(self) -> str:
+        names = ("start", "end", "interval", "order")
+        given = [(name, getattr(self, name)) for name in names]
+        return f"{self.method}:" + ",".join(
+            f"{name}={value}" for name, value in given if value is not None
+        )
+
+    @property
+    def where(self) -> Where:
+        """Where in the forward the state is taken and put back."""
+        return METHODS[self.method]
+
+    @property
+    def depth(self) -> int:
+        """How many states are kept."""
+        return 1 + (self.order or 0)
+
+    @property
+    def _first_start(self) -> int:
+        """The first start: before it there are too few full steps for the order."""
+        return max(1, self.order or 0)
+
+    def resolve(self, steps: int) -> StepCache:
+        """This cache with start and end for a run of ``steps``.
+
+        Raises:
+            UsageError: start or end is out of range for so many steps, or there are too
+                few steps to cache any.
+        """
+        least = self._first_start + 2
+        if steps < least:
+            raise UsageError(
+                f"{self} would cache none of {steps} steps; it needs at least {least} "
+                "steps, or --cache none"
+            )
+        # Rounded to the nearest step; 50 steps give 11 and 45.
+        start, end = ((part * steps + OF // 2) // OF for part in (START, END))
+        latest = (steps if self.end is None else min(self.end, steps)) - 2
+        start = min(max(start, self._first_start), latest)
+        if self.start is not None:
+            self._check("start", self._first_start, latest, steps)
+            start = self.start
+        if self.end is not None:
+            self._check("end", start + 2, steps, steps)
+            end = self.end
+        end = min(max(end, start + 2), steps)
+        return replace(self, start=start, end=end)
+
+    def schedule(self, steps: int) -> tuple[bool, ...]:
+        """Whether each step is full.
+
+        Steps before ``start`` and from ``end`` on are, and in between those with
+        ``(step - start) % interval == 0``: 11, 45, 4 of 50 make 25 full steps (0-10,
+        11, 15, ..., 43, 45-49) and 25 cached ones.
+
+        Raises:
+            UsageError: see :meth:`resolve`.
+        """
+        start, end = self._range(steps)
+        return tuple(
+            not start <= step < end or (step - start) % self.interval == 0
+            for step in range(steps)
+        )
+
+    def weights(self, steps: int) -> np.ndarray:
+        """The prediction of each cached step as weights of the states kept.
+
+        The polynomial in the step index through the last ``depth`` full steps (Newton's
+        divided differences, in Lagrange's form) is evaluated at the cached step. It is
+        exact for features that are such a polynomial, however the full steps are
+        spaced. Of order 1 it is TaylorSeer's formula; from 2 on TaylorSeer puts
+        backward differences in place of derivatives in a Taylor series, which misses a
+        polynomial of its own order.
+
+        Returns:
+            Float32 [steps, depth], the newest state first; zeros for full steps.
+        """
+        import numpy as np
+
+        table = np.zeros((steps, self.depth), np.float32)
+        nodes: list[int] = []
+        for step, full in enumerate(self.schedule(steps)):
+            if full:
+                nodes = [step, *nodes][: self.depth]
+                continue
+            for m, node in enumerate(nodes):
+                others = [other for other in nodes if other != node]
+                table[step, m] = np.prod([(step - o) / (node - o) for o in others])
+        return table
+
+    def initial(self, struct: Tree) -> tuple[Tree, ...]:
+        """The states kept before the first step: zeros, none of which is ever read.
+
+        Args:
+            struct: shapes and dtypes of one state; see :func:`state_struct`.
+        """
+        import jax
+        import numpy as np
+
+        return tuple(
+            jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), struct)
+            for _ in range(self.depth)
+        )
+
+    def record(self, history: tuple[Tree, ...], state: Tree) -> tuple[Tree, ...]:
+        """``history`` with the newest state in front and the oldest dropped."""
+        return (state, *history[:-1])
+
+    def predict(self, history: tuple[Tree, ...], weights: jax.Array) -> Tree:
+        """The state of a cached step from ``weights`` [depth], its row of the table.
+
+        Summed in float32 and cast back. A single state is passed on as it is.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        if self.depth == 1:
+            return history[0]
+
+        def combine(*leaves: jax.Array) -> jax.Array:
+            terms = (weights[m] * x.astype(jnp.float32) for m, x in enumerate(leaves))
+            return sum(terms, start=jnp.float32(0)).astype(leaves[0].dtype)
+
+        return jax.tree.map(combine, *history)
+
+    def _range(self, steps: int) -> tuple[int, int]:
+        resolved = self.resolve(steps)
+        assert resolved.start is not None
+        assert resolved.end is not None
+        return resolved.start, resolved.end
+
+    def _check(
+        self, name: str, least: int, most: int | None, steps: int | None = None
+    ) -> None:
+        value = getattr(self, name)
+        if value is None or (value >= least and (most is None or value <= most)):
+            return
+        nearest = least if most is None else min(max(value, least), most)
+        legal = f"at least {least}" if most is None else f"{least} to {most}"
+        of = "" if steps is None else f" of {steps} steps"
+        raise UsageError(
+            f"{self.method}: {name}={value}{of} asked for; it must be {legal}; nearest "
+            f"valid: {nearest}"
+        )
+
+
+# ------------------------------------------------------------------- in a stage
+
+
+def _nearest_word(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,184 @@
+"""What the torch code that is being traced runs in.
+
+Patches on upstream modules run inside a program; those that write a block for the chip
+need the mesh, the platform and the torchax environment, which upstream's signatures do
+not carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.mesh.spatial_split import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """The environment and the context of the program that is being traced."""
+
+    env: Any
+    context: OpContext
+
+    def arrays(self, tree: Any) -> Any:
+        """JAX arrays in place of the tensors of a tree."""
+        return self.env.t2j_iso(tree)
+
+    def tensors(self, tree: Any) -> Any:
+        """Tensors in place of the JAX arrays of a tree."""
+        return self.env.j2t_iso(tree)
+
+    def axis_size(self, name: str | None) -> int:
+        """Devices along a mesh axis; 1 without it."""
+        if name is None or self.context.mesh is None:
+            return 1
+        return int(dict(self.context.mesh.shape).get(name, 1))
+
+
+_active: contextvars.ContextVar[Active | None] = contextvars.ContextVar(
+    "tpuport_active", default=None
+)
+
+
+@contextlib.contextmanager
+def activated(active: Active) -> Iterator[None]:
+    """``current`` gives ``active`` in this block."""
+    token = _active.set(active)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def current() -> Active:
+    """What is being traced.
+
+    Raises:
+        RuntimeError: nothing is.
+    """
+    active = _active.get()
+    if active is None:
+        raise RuntimeError(
+            "this code runs only while tpuport traces a program; outside of one, "
+            "upstream's own code is in place"
+        )
+    return active
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpContext:
+    """What an implementation may depend on.
+
+    Attributes:
+        mesh: the device mesh the traced program runs on.
+        platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: where it will be lowered.
+        attention: how attention is split over the mesh.
+        implementation: the attention asked for, as
+            :class:`tpuport.kernels.attention.choice.AttentionChoice` reads it.
+        chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
+        space: how the picture is split over devices, in a program that is; the arrays
+            are then a device's own and there is no mesh.
+        records: attention calls traced so far append what ran here.
+        convolutions: as do convolutions, each of them.
+    """
+
+    mesh: jax.sharding.Mesh | None
+    platform: str
+    attention: AttentionPolicy
+    implementation: str = "auto"
+    chip: str | None = None
+    space: Space | None = None
+    records: list[AttentionRecord]
+    convolutions: list[ConvolutionRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPolicy:
+    """Which mesh axis splits which dim of q, k and v; a model hands one in.
+
+    ``None`` leaves the dim whole. Heads and batch are split where the axis divides
+    them. Queries are split over ``sequence`` at any length: they are padded to the
+    axis size and the padding is cut off again; keys and values are gathered.
+    """
+
+    batch: str | None = "dp"
+    heads: str | None = "tp"
+    sequence: str | None = "sp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRecord:
+    """What one traced attention call runs as.
+
+    Attributes:
+        query: shape [B, H, Lq, D], without the padding of a split.
+        key: shape [B, Hkv, Lk, D].
+        implementation: the kernel that was chosen.
+        reason: why, including what was passed over.
+        split: mesh axis per dim of the query, ``None`` where whole.
+        key_lengths: whether each batch item has its own number of valid keys.
+        frame_tokens: of frame-causal attention; the kernel then runs once per frame
+            and the split of Lq is one of the tokens of each frame.
+        blocks: tokens per step of the implementation, by option name.
+        window: (left, right) of a local window, ``None`` without one.
+        k_smooth: whether the mean key was subtracted.
+        causal: whether query i sees keys 0..i only.
+        dtype: of q, k and v.
+        padded: tokens of the joint sequence with its padding; ``None`` without one.
+        ulysses: devices that exchange tokens for heads.
+        ring: devices that share heads and have a part of the queries each.
+        ring_keys: how these meet each other's keys, ``"passed"`` round a ring or
+            ``"gathered"``; ``None`` where there is one device only.
+        notice: where it is not what the user chose, what became of that.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    implementation: str
+    reason: str
+    split: tuple[str | None, ...]
+    key_lengths: bool = False
+    frame_tokens: int | None = None
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    window: tuple[int, int] | None = None
+    k_smooth: bool = False
+    causal: bool = False
+    dtype: str = "float32"
+    padded: int | None = None
+    ulysses: int = 1
+    ring: int = 1
+    ring_keys: str | None = None
+    notice: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvolutionRecord:
+    """What some traced calls run as.
+
+    Attributes:
+        call: what they are, such as ``"convolution"``; a block that holds several is
+            noted only where it was refused as a whole, and its convolutions by
+            themselves.
+        implementation: what does them.
+        reason: why what is better was passed over; empty where nothing was.
+        count: how many there are, as traced: one in a scanned block counts once.
+    """
+
+    call: str
+    implementation: str
+    reason: str = ""
+    count: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)

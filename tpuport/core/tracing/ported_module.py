@@ -1,0 +1,334 @@
+"""A torch module as a pure function of weights and inputs.
+
+The same object is called on real arrays, lowered on abstract arrays, and sharded: what
+is planned is what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.tracing import forward_split as splitting
+from tpuport.core.tracing.array_layout import row_major
+from tpuport.core.tracing.block_scan import scanned, slices
+from tpuport.core.tracing.block_stacks import Stack, StackedBlocks, find_stacks
+from tpuport.errors import PluginError
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+    from tpuport.core.mesh.spatial_split import Space
+    from tpuport.core.tracing.forward_split import ForwardSplit, Where
+    from tpuport.core.tracing.runtime import Runtime
+
+Weights = Mapping[str, Any]
+Within = Callable[["torch.nn.Module"], contextlib.AbstractContextManager[Any]]
+
+
+def _as_it_is(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightNames:
+    """The tensors of a module by role.
+
+    Attributes:
+        stored: parameters and persistent buffers, tied ones under one name.
+        computed: non-persistent buffers, which no checkpoint holds.
+        tied: every other name of a stored tensor -> the name it is stored under.
+    """
+
+    stored: tuple[str, ...]
+    computed: tuple[str, ...]
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> WeightNames:
+        """Collect the names of ``module``, which may be on the meta device."""
+        first: dict[int, str] = {}
+        stored: list[str] = []
+        computed: list[str] = []
+        tied: dict[str, str] = {}
+        persistent = set(module.state_dict(keep_vars=True))
+        tensors = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in tensors:
+            if id(tensor) in first:
+                tied[name] = first[id(tensor)]
+                continue
+            first[id(tensor)] = name
+            (stored if name in persistent else computed).append(name)
+        return cls(stored=tuple(stored), computed=tuple(computed), tied=tied)
+
+
+def _arrays(names: WeightNames, stacks: Sequence[Stack]) -> dict[str, tuple[str, ...]]:
+    """The arrays that hold a module's tensors; see :class:`PortedModule`."""
+    of: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for stack in stacks:
+        for tensor in stack.tensors:
+            members = stack.members(tensor)
+            of |= dict.fromkeys(members, (stack.name(tensor), members))
+    found: dict[str, tuple[str, ...]] = {}
+    for name in (*names.stored, *names.computed):
+        array, members = of.get(name, (name, (name,)))
+        found.setdefault(array, members)
+    return found
+
+
+class PortedModule:
+    """A torch module whose weights live outside of it.
+
+    Args:
+        module: the skeleton; its own tensors are never read while tracing.
+        runtime: the environment torch code is traced in.
+        stacked: lists of identical blocks whose weights are held as one array per name
+            and which run under one scan; see ``Component.stacked``.
+
+    Attributes:
+        names: its tensors, by the names they have in the module.
+        stacks: the stacked blocks.
+        arrays: its weights: the name of each array -> the tensors in it. One tensor, or
+            those of all blocks of a stack along a new leading dim, under a name such as
+            ``blocks.*.linear.weight``.
+        gathered: stacked arrays whose blocks are gathered for use: the sharding of one
+            block's, by array.
+
+    Raises:
+        PluginError: blocks that cannot be stacked.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        runtime: Runtime,
+        stacked: Sequence[str | StackedBlocks] = (),
+    ) -> None:
+        self.module = module
+        self.runtime = runtime
+        self.names = WeightNames.of(module)
+        self.stacks = find_stacks(module, stacked, self.names.tied)
+        self.arrays: Mapping[str, tuple[str, ...]] = _arrays(self.names, self.stacks)
+        self.gathered: Mapping[str, jax.sharding.NamedSharding] = {}
+
+    def apply(
+        self,
+        weights: Weights,
+        *args: Any,
+        method: str = "forward",
+        weight_overrides: Weights | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        within: Within = _as_it_is,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``method`` of the module as a pure function.
+
+        Args:
+            weights: one array per name in :attr:`arrays`.
+            args: positional arguments; arrays anywhere in them are JAX arrays.
+            method: the method of the module to call.
+            weight_overrides: arrays used in place of weights of the same names.
+            attributes: module attributes (dotted) that hold during this call only.
+            within: makes, from the module, a context that the call runs in.
+            kwargs: keyword arguments, like ``args``.
+
+        Returns:
+            What the method returns, with JAX arrays in place of tensors.
+
+        Raises:
+            PluginError: the module does more with stacked blocks than run one after the
+                other, or an override or attribute is of a single one of them.
+        """
+        from torch.nn.utils.stateless import _reparametrize_module
+
+        env = self.runtime.env
+        self._check_whole((*(weight_overrides or ()), *(attributes or ())))
+        values = {**weights, **(weight_overrides or {})}
+        # A stage may have loaded a part of the module.
+        loaded = [s for s in self.stacks if s.name(s.tensors[0]) in values]
+        stacked = {s.name(tensor) for s in loaded for tensor in s.tensors}
+        for alias, name in self.names.tied.items():
+            values[alias] = values[name]
+        with self.runtime.tracing():
+            tensors = env.j2t_iso({k: v for k, v in values.items() if k not in stacked})
+            for stack in loaded:
+                tensors |= slices(stack, values, env)
+            args, kwargs = env.j2t_iso((args, kwargs))
+            with (
+                _eval_mode(self.module),
+                _attributes(self.module, attributes or {}),
+                _reparametrize_module(self.module, tensors),
+                scanned(loaded, values, env, self.gathered),
+                within(self.module),
+            ):
+                out = getattr(self.module, method)(*args, **kwargs)
+            return env.t2j_iso(out)
+
+    def bind(self, weights: Weights) -> BoundModule:
+        """This module with ``weights`` filled in, for use inside a program."""
+        return BoundModule(self, weights)
+
+    def abstract_weights(
+        self, dtype: Callable[[str, torch.Tensor], Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of all weights, for lowering without data.
+
+        Args:
+            dtype: of a tensor, from its name in the module and the tensor.
+        """
+        import jax
+
+        tensors = self.tensors()
+        return {
+            name: jax.ShapeDtypeStruct(
+                self.leading(name) + tuple(tensors[members[0]].shape),
+                dtype(members[0], tensors[members[0]]),
+            )
+            for name, members in self.arrays.items()
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The module's own tensors by name, tied ones under each of theirs."""
+        tensors = dict(self.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
+        return tensors
+
+    def leading(self, array: str) -> tuple[int, ...]:
+        """The dims that an array has before those of its tensors."""
+        count = len(self.arrays[array])
+        return (count,) if count > 1 else ()
+
+    def _check_whole(self, names: Sequence[str]) -> None:
+        for stack in self.stacks:
+            blocks = tuple(f"{stack.block_name(i)}." for i in range(len(stack.blocks)))
+            single = [name for name in names if name.startswith(blocks)]
+            if single:
+                raise PluginError(
+                    f"{single[0]} is of one of the stacked blocks {stack.path!r}, "
+                    "which share their code; it cannot be replaced by itself"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModule:
+    """A ported module inside a program: ``model(...)`` calls its forward."""
+
+    ported: PortedModule
+    weights: Weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`PortedModule.apply`."""
+        return self.ported.apply(self.weights, *args, **kwargs)
+
+    @property
+    def space(self) -> Space | None:
+        """How the picture is split over devices in the program being traced."""
+        return self.ported.runtime.space
+
+    def capture(
+        self, split: ForwardSplit, where: Where, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Call forward; returns its output and the state at ``where``.
+
+        See :func:`tpuport.core.tracing.forward_split.capture`.
+        """
+        env = self.ported.runtime.env
+        state: dict[str, jax.Array] = {}
+
+        @contextlib.contextmanager
+        def within(module: torch.nn.Module) -> Iterator[None]:
+            with splitting.capture(module, split, where) as found:
+                yield
+            state.update(env.t2j_iso(found))
+
+        return self(*args, within=within, **kwargs), state
+
+    def resume(
+        self,
+        split: ForwardSplit,
+        where: Where,
+        state: Mapping[str, jax.Array],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call forward from ``state`` on; returns its output.
+
+        See :func:`tpuport.core.tracing.forward_split.resume`.
+        """
+        env = self.ported.runtime.env
+
+        def within(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+            return splitting.resume(module, split, where, env.j2t_iso(dict(state)))
+
+        return self(*args, within=within, **kwargs)
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """``x`` split over mesh axes, one per leading dim.
+
+        An axis that does not divide its dim leaves that dim whole.
+        """
+        return constrain(self.ported.runtime.mesh, x, *axes)
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """``x`` with its last dim along the lanes of a TPU.
+
+        See :func:`tpuport.core.tracing.array_layout.row_major`.
+        """
+        return row_major(x, self.ported.runtime.platform)
+
+
+def constrain(
+    mesh: jax.sharding.Mesh | None, x: jax.Array, *axes: str | None
+) -> jax.Array:
+    """``x`` split over mesh axes; see :meth:`BoundModule.constrain`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if mesh is None or mesh.size == 1:
+        return x
+    fitting = [
+        axis if axis and x.shape[dim] % mesh.shape[axis] == 0 else None
+        for dim, axis in enumerate(axes)
+    ]
+    sharding = NamedSharding(mesh, PartitionSpec(*fitting))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+@contextlib.contextmanager
+def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """No dropout in this block; the training flags of the caller's module return."""
+    training = [child for child in module.modules() if child.training]
+    for child in training:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+@contextlib.contextmanager
+def _attributes(
+    module: torch.nn.Module, attributes: Mapping[str, Any]
+) -> Iterator[None]:
+    """Set dotted attributes of ``module``; put the old values back on exit."""
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for path, value in attributes.items():
+            *parents, last = path.split(".")
+            owner: Any = module
+            for name in parents:
+                owner = getattr(owner, name)
+            saved.append((owner, last, getattr(owner, last)))
+            setattr(owner, last, value)
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)

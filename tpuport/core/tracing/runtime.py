@@ -1,0 +1,128 @@
+"""Where torch code is traced into JAX: op overrides, patches and precision, scoped.
+
+A runtime owns a private torchax environment. Overrides, patches and torch modes are
+active only while :meth:`Runtime.tracing` is, so an open session never changes what
+upstream code does outside its own programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core import compat
+from tpuport.core.mesh.chips import chip_of
+from tpuport.core.tracing.context import (
+    Active,
+    AttentionPolicy,
+    AttentionRecord,
+    ConvolutionRecord,
+    OpContext,
+    activated,
+)
+from tpuport.core.tracing.op_overrides import OpOverride, OpRegistry
+from tpuport.core.tracing.patching import Patch, PatchReport, applied
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.mesh.spatial_split import Space
+
+
+@dataclass(kw_only=True, eq=False)
+class Runtime:
+    """The tracing environment of one mesh.
+
+    Attributes:
+        mesh: devices the programs run on; ``None`` for the default device.
+        platform: where programs are lowered.
+        patches: monkey patches on upstream code, applied while tracing.
+        overrides: op overrides; those of every model are not added here, but by
+            :func:`tpuport.core.layers.model_runtime.model_runtime`.
+        attention: how attention is split over the mesh.
+        attention_implementation: what attention to use, as
+            :class:`tpuport.kernels.attention.choice.AttentionChoice` reads it.
+        matmul_precision: ``"highest"`` for exact float32 products on every chip.
+        records: what the attention calls traced so far run as.
+        convolutions: what the convolutions of the program traced last run as.
+        patch_report: what patching did, once something was traced.
+    """
+
+    mesh: jax.sharding.Mesh | None
+    platform: str
+    patches: Sequence[Patch] = ()
+    overrides: Sequence[OpOverride] = ()
+    attention: AttentionPolicy = field(default_factory=AttentionPolicy)
+    attention_implementation: str = "auto"
+    matmul_precision: str | None = None
+    records: list[AttentionRecord] = field(default_factory=list)
+    convolutions: list[ConvolutionRecord] = field(default_factory=list)
+    patch_report: PatchReport | None = None
+
+    def __post_init__(self) -> None:
+        compat.import_torchax()
+        from torchax.tensor import Environment
+
+        self.env = Environment()
+        self._space: Space | None = None
+        self._registry = OpRegistry(self.overrides)
+        self._registry.resolve()
+
+    @property
+    def space(self) -> Space | None:
+        """How the picture is split in what is being traced; see :meth:`split`."""
+        return self._space
+
+    def op_context(self) -> OpContext:
+        """What op implementations of this runtime may depend on."""
+        return OpContext(
+            mesh=None if self._space else self.mesh,
+            platform=self.platform,
+            attention=self.attention,
+            implementation=self.attention_implementation,
+            chip=self._chip(),
+            space=self._space,
+            records=self.records,
+            convolutions=self.convolutions,
+        )
+
+    @contextlib.contextmanager
+    def split(self, space: Space) -> Iterator[None]:
+        """What is traced in this block has its part of the picture; see ``spatial``."""
+        before, self._space = self._space, space
+        try:
+            yield
+        finally:
+            self._space = before
+
+    def _chip(self) -> str | None:
+        """The kind of TPU the programs are for, as far as the mesh tells."""
+        if self.platform != "tpu" or self.mesh is None:
+            return None
+        device = self.mesh.devices.flat[0]
+        # A mesh of other devices stands in for TPUs where a program is only lowered.
+        return chip_of(device) if device.platform == "tpu" else None
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Any]:
+        """Torch code in this block runs on JAX; yields the torchax environment."""
+        import jax
+        import torch
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            # torch's index tensors are int64, jax runs with 32-bit integers; indices
+            # that matter are checked where they enter, in tpuport.core.arrays.
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype.*64")
+            self.patch_report = stack.enter_context(applied(self.patches))
+            context = self.op_context()
+            stack.enter_context(self._registry.install(self.env, context))
+            stack.enter_context(activated(Active(self.env, context)))
+            if self.matmul_precision:
+                stack.enter_context(jax.default_matmul_precision(self.matmul_precision))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.env)
+            yield self.env

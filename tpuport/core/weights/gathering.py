@@ -1,0 +1,140 @@
+"""Weights of stacked blocks, held in parts and gathered block by block.
+
+Where tokens are split over the mesh every device multiplies with whole weights. Those
+of stacked blocks need not all be there at once: each device holds a part of every one,
+and the devices put a block's together when its turn comes (Zhao et al. 2023,
+arXiv:2304.11277, for training). A device then holds one block whole at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.mesh.chips import chip as chip_named
+from tpuport.core.mesh.chips import chip_of
+from tpuport.core.weights.sharding import (
+    GATHERED,
+    ShardingPlan,
+    Spec,
+    item_size,
+    spec_axes,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+    from tpuport.core.tracing.ported_module import PortedModule
+
+#: Of a chip's memory, for weights: the rest is for activations.
+WEIGHT_SHARE = 0.7
+#: Weights of fewer elements stay whole: gathering them takes longer than they save.
+SMALLEST = 1 << 16
+
+
+def room_for_weights(devices: Iterable[jax.Device]) -> float:
+    """Bytes of a device that weights may take; no limit where the chip is not a TPU."""
+    device = next(iter(devices))
+    if device.platform != "tpu":
+        return math.inf
+    return WEIGHT_SHARE * chip_named(chip_of(device)).hbm_usable_bytes
+
+
+def gathered(
+    plan: ShardingPlan,
+    ported: PortedModule,
+    weights: Mapping[str, Any],
+    *,
+    room: float,
+) -> ShardingPlan:
+    """``plan`` with the weights of stacked blocks in parts, where that is needed.
+
+    It is where they are larger than ``room``, or where the layout asks for it. Parts
+    are along sp, or along dp and sp where those are still too large.
+
+    Args:
+        plan: of whole weights, or of such that tp splits.
+        ported: the module, with its stacks.
+        weights: name -> object with a shape and an item size, of all of the plan's.
+        room: bytes of a device that the weights may take.
+    """
+    found = plan
+    if plan.layout != GATHERED and plan.bytes_per_device <= room:
+        return found
+    for axes in (("sp",), ("dp",), ("dp", "sp")):
+        if any(plan.mesh.get(axis, 1) == 1 for axis in axes):
+            continue
+        finer = _in_parts(plan, ported, weights, axes)
+        if finer.bytes_per_device < found.bytes_per_device:
+            found = finer
+        if found.held and (plan.layout == GATHERED or found.bytes_per_device <= room):
+            break
+    return found
+
+
+def undivided(plan: ShardingPlan, *, room: float) -> str:
+    """What to tell of stacked weights that stay whole though they exceed ``room``.
+
+    Empty where there is nothing to tell: they fit, are held in parts, or no axis is
+    there to hold them in parts over.
+    """
+    ways = {axis: n for axis in ("dp", "sp") if (n := plan.mesh.get(axis, 1)) > 1}
+    fits = plan.bytes_per_device <= room
+    if fits or plan.held or not ways:
+        return ""
+    degrees = ", ".join(f"{axis}={n}" for axis, n in ways.items())
+    return (
+        f"weights of {plan.component} take {plan.bytes_per_device / 2**30:.1f} GiB a "
+        f"device and stay whole: none of their dims divides by {degrees}; a degree "
+        "that divides one would hold them in parts"
+    )
+
+
+def _in_parts(
+    plan: ShardingPlan,
+    ported: PortedModule,
+    weights: Mapping[str, Any],
+    axes: Sequence[str],
+) -> ShardingPlan:
+    parts = math.prod(plan.mesh[axis] for axis in axes)
+    held: dict[str, Spec] = {}
+    saved = 0
+    for array, members in ported.arrays.items():
+        if not ported.leading(array) or members[0] not in plan.assignments:
+            continue
+        shape = tuple(int(size) for size in weights[members[0]].shape)
+        spec = plan.assignments[members[0]]
+        finer = _finer(spec, shape, axes, plan.mesh)
+        if finer is None:
+            continue
+        ways = math.prod(plan.mesh[a] for entry in spec for a in spec_axes(entry))
+        size = math.prod(shape) * item_size(members[0], weights[members[0]]) // ways
+        held |= dict.fromkeys(members, finer)
+        saved += (size - size // parts) * len(members)
+    return replace(
+        plan,
+        held=held,
+        gathered_over=tuple(axes) if held else (),
+        bytes_per_device=plan.bytes_per_device - saved,
+        gathered_bytes_per_device=saved,
+    )
+
+
+def _finer(
+    spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
+) -> Spec | None:
+    """``spec`` with one dim split over ``axes`` as well; None where none divides."""
+    if math.prod(shape) < SMALLEST:
+        return None
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    parts = math.prod(mesh[axis] for axis in axes)
+    # A dim that nothing splits, and of these the first: whole rows move.
+    order = sorted(range(len(shape)), key=lambda dim: entries[dim] is not None)
+    for dim in order:
+        own = spec_axes(entries[dim])
+        if shape[dim] % (parts * math.prod(mesh[axis] for axis in own)) == 0:
+            entries[dim] = (*own, *axes)
+            return tuple(entries)
+    return None

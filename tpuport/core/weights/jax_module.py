@@ -1,0 +1,175 @@
+"""A component in JAX alone: what :mod:`tpuport.core.tracing.ported_module` is to a
+torch module.
+
+The component's sharding rules hold for its weights as they are stored; here each spec
+is turned with the dims of its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tpuport.core.tracing.array_layout import row_major
+from tpuport.core.tracing.ported_module import Weights, constrain
+from tpuport.core.weights.sharding import ShardingPlan, named_shardings
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from tpuport.core.mesh.spatial_split import Space
+    from tpuport.core.tracing.runtime import Runtime
+
+
+class JaxModule:
+    """A module written in JAX whose weights live outside of it.
+
+    Args:
+        weights: of the implementation and the config.
+        runtime: of the component; nothing of torch is traced in it.
+
+    Attributes:
+        arrays: name here -> the tensors in it, which is the array itself: as
+            :attr:`tpuport.core.tracing.ported_module.PortedModule.arrays`, with names
+            here.
+    """
+
+    def __init__(self, weights: WeightMap, runtime: Runtime) -> None:
+        self.map = weights
+        self.runtime = runtime
+        self.arrays: Mapping[str, tuple[str, ...]] = {
+            weight.name: (weight.name,) for weight in weights.by_stored_name.values()
+        }
+
+    def bind(self, weights: Weights) -> BoundJaxModule:
+        """This module with ``weights`` filled in, for use inside a program."""
+        return BoundJaxModule(self, weights)
+
+    def abstract_weights(
+        self,
+        plan: ShardingPlan,
+        mesh: jax.sharding.Mesh,
+        dtype: Any,
+        used: Callable[[str], bool],
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of the arrays; nothing is read.
+
+        Args:
+            plan: of the stored tensors, by their names in upstream's module.
+            mesh: the devices.
+            dtype: of all of them.
+            used: which stored tensors, by name, there will be.
+
+        Raises:
+            WeightsError: the plan is of other tensors.
+            ShardingError: the plan has problems.
+        """
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        shardings = named_shardings(plan, mesh)
+        self.map.check(shardings)
+        found = {}
+        for stored, weight in self.map.by_stored_name.items():
+            if not used(stored):
+                continue
+            split = tuple(shardings[stored].spec)
+            split += (None,) * (len(weight.order) - len(split))
+            turned = PartitionSpec(*(split[dim] for dim in weight.order))
+            found[weight.name] = jax.ShapeDtypeStruct(
+                weight.shape, dtype, sharding=NamedSharding(mesh, turned)
+            )
+        return found
+
+    def converted(
+        self, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Stored tensors under the names and in the layouts of this module.
+
+        Raises:
+            WeightsError: one is not of this module.
+        """
+        for stored, tensor in tensors:
+            yield self.map.convert(stored, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundJaxModule:
+    """A module in JAX inside a program: ``model.module()`` is the implementation's."""
+
+    ported: JaxModule
+    weights: Weights
+
+    def module(self) -> Any:
+        """What the implementation binds: a module with these weights."""
+        return self.ported.map.bind(self.weights)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weights, all of which have one."""
+        return next(iter(self.weights.values())).dtype
+
+    @property
+    def platform(self) -> str:
+        """Where the program is lowered."""
+        return self.ported.runtime.platform
+
+    @property
+    def space(self) -> Space | None:
+        """How the picture is split over devices in the program being traced."""
+        return self.ported.runtime.space
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """See :meth:`tpuport.core.tracing.ported_module.BoundModule.constrain`."""
+        return constrain(self.ported.runtime.mesh, x, *axes)
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """See :func:`tpuport.core.tracing.array_layout.row_major`."""
+        return row_major(x, self.platform)
+
+
+class StoredWeight(Protocol):
+    """One weight of an implementation, and where it comes from.
+
+    Attributes:
+        name: in the implementation.
+        stored: upstream's name, as the component's sharding rules have it.
+        order: which of the stored dims stands at each of its own.
+        shape: in the implementation.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stored(self) -> str: ...
+    @property
+    def order(self) -> tuple[int, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class WeightMap(Protocol):
+    """The weights of an implementation of one config."""
+
+    @property
+    def by_stored_name(self) -> Mapping[str, StoredWeight]:
+        """Every weight by upstream's name."""
+
+    def check(self, stored: Iterable[str]) -> None:
+        """Refuse a checkpoint with other names than these.
+
+        Raises:
+            WeightsError: some are missing, or some are unknown.
+        """
+
+    def convert(self, stored: str, array: Any) -> tuple[str, Any]:
+        """One stored tensor -> its name here, and the array with its dims turned.
+
+        Raises:
+            WeightsError: no such weight, or one of another shape.
+        """
+
+    def bind(self, arrays: Mapping[str, Any]) -> Any:
+        """The module with these weights: arrays, or tracers inside a program."""

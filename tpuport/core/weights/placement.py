@@ -1,0 +1,169 @@
+"""Weights from the host to their shards, one tensor at a time.
+
+A stack of blocks is filled on the devices: its buffers are made there, empty, and every
+tensor is written into them as it comes. The host holds no more of a stack than of any
+other weight, and the devices hold each weight once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.tracing.array_layout import in_order
+from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.core.weights.jax_module import JaxModule
+from tpuport.core.weights.sharding import ShardingPlan, named_shardings
+from tpuport.errors import PluginError, ShardingError
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import torch
+
+#: Biases and the scales of norms: many shapes, little memory.
+GATHERED_BYTES = 4 * 2**20
+
+
+def abstract_weights(
+    ported: PortedModule,
+    plan: ShardingPlan,
+    mesh: jax.sharding.Mesh,
+    dtype: Callable[[str, torch.Tensor], Any],
+    used: Callable[[str], bool] = lambda name: True,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype, sharding and layout of a module's arrays; nothing is read.
+
+    A stack is split as its blocks are, its leading dim is whole. Buffers that no file
+    holds are replicated. What the plan holds in more parts than it is used in is noted
+    in ``ported.gathered``.
+
+    Args:
+        ported: the module, which may be on the meta device.
+        plan: of its stored tensors, by their names in the module.
+        mesh: the devices.
+        dtype: of a tensor, from its name and the tensor.
+        used: which stored tensors, by name, there will be.
+
+    Raises:
+        ShardingError: the plan has problems, or splits the blocks of a stack in
+            different ways.
+        PluginError: ``used`` parts a stack.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    shardings = named_shardings(plan, mesh)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    structs = ported.abstract_weights(dtype)
+    computed = set(ported.names.computed)
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for array, members in ported.arrays.items():
+        wanted = [name for name in members if name in computed or used(name)]
+        if not wanted:
+            continue
+        if len(wanted) < len(members):
+            raise PluginError(
+                f"{plan.component}: {wanted[0]} is loaded and not all of {array}; "
+                "stacked blocks are loaded together"
+            )
+        each = {name: shardings.get(name, replicated) for name in members}
+        sharding = each[members[0]]
+        for name, other in each.items():
+            if other != sharding:
+                raise ShardingError(
+                    f"sharding of {plan.component}: {name} is split by {other.spec} "
+                    f"and {members[0]} by {sharding.spec}; stacked blocks ({array}) "
+                    "are all split alike"
+                )
+        if ported.leading(array):
+            sharding = NamedSharding(mesh, PartitionSpec(None, *sharding.spec))
+        shape = structs[array].shape
+        place = sharding if ported.leading(array) else in_order(shape, sharding)
+        found[array] = jax.ShapeDtypeStruct(shape, structs[array].dtype, sharding=place)
+    used_as = {
+        array: NamedSharding(mesh, PartitionSpec(*plan.assignments[members[0]]))
+        for array, members in ported.arrays.items()
+        if array in found and members[0] in plan.held
+    }
+    ported.gathered = used_as
+    return found
+
+
+def place_weights(
+    ported: PortedModule | JaxModule,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    tensors: Iterable[tuple[str, np.ndarray]],
+) -> dict[str, jax.Array]:
+    """The arrays ``wanted``, filled from ``tensors`` in whatever order they come.
+
+    Each tensor is on its way to the devices before the next one is taken, and two at
+    most are in flight. Stacks of up to :data:`GATHERED_BYTES` are put together on the
+    host, which compiles no program for their shapes.
+
+    Args:
+        ported: whose weights.
+        wanted: what :func:`abstract_weights` gives.
+        tensors: every tensor of every wanted array, by its name in the module.
+    """
+    import jax
+    import numpy as np
+
+    places = {
+        name: (array, index)
+        for array, members in ported.arrays.items()
+        if array in wanted
+        for index, name in enumerate(members)
+    }
+    weights: dict[str, Any] = {}
+    before: jax.Array | None = None
+    gathered: dict[str, list[Any]] = {}
+    for name, tensor in tensors:
+        array, index = places.pop(name)
+        struct, members = wanted[array], ported.arrays[array]
+        if len(members) == 1:
+            weights[array] = jax.device_put(tensor, struct.format, may_alias=False)
+        elif struct.size * struct.dtype.itemsize <= GATHERED_BYTES:
+            layers = gathered.setdefault(array, [None] * len(members))
+            layers[index] = tensor
+            if any(layer is None for layer in layers):
+                continue
+            stack = np.stack(gathered.pop(array))
+            weights[array] = jax.device_put(stack, struct.sharding, may_alias=False)
+        else:
+            make, write, one = _filling(struct.shape, struct.dtype, struct.sharding)
+            if array not in weights:
+                weights[array] = make()
+            layer = jax.device_put(tensor, one)
+            weights[array] = write(weights[array], layer, index)
+        if before is not None and not before.is_deleted():
+            jax.block_until_ready(before)
+        before = weights[array]
+    assert not places, f"no tensor for {next(iter(places))}"
+    return jax.block_until_ready(weights)
+
+
+@functools.cache
+def _filling(
+    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.NamedSharding
+) -> tuple[Any, Any, jax.sharding.NamedSharding]:
+    """``make() -> stack``, ``write(stack, layer, index) -> stack`` in the same memory,
+    and the sharding of a layer."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def make() -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    def write(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+
+    one = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return (
+        # Made on the devices: a host array of this size is what streaming avoids.
+        jax.jit(make, out_shardings=sharding),
+        jax.jit(write, donate_argnums=0, out_shardings=sharding),
+        one,
+    )

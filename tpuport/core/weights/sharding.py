@@ -1,0 +1,472 @@
+"""Where every weight goes: rules are claims, checked against all weights, then applied.
+
+A rule that matches nothing, a weight that no rule or two rules match, and a dim that
+does not divide its axis are errors that name the thing; there is no catch-all and no
+silent fallback to replication.
+
+Names and shapes are torch's: the weight of ``torch.nn.Linear`` is [out, in], so
+``("tp", None)`` splits the outputs and ``(None, "tp")`` the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import ShardingError
+
+if TYPE_CHECKING:
+    import jax
+
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""One entry per dim: a mesh axis, several, or ``None``; ``()`` replicates any rank."""
+
+GATHERED = "gathered"
+"""The layout that holds blocks in parts; see :mod:`tpuport.core.weights.gathering`."""
+
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRule:
+    """A claim on the weights whose whole name a regex matches.
+
+    Attributes:
+        pattern: a regex for the full name.
+        spec: what splits each dim.
+        optional: may match nothing, for weights that only some configs have.
+        note: why, for people.
+
+    Raises:
+        ShardingError: the pattern is not a regex, or the spec not a tuple of axis
+            names, tuples of axis names, and ``None``.
+    """
+
+    pattern: str
+    spec: Spec
+    optional: bool = False
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ShardingError(
+                f"sharding rule {self.pattern!r} is not a regex: {error}"
+            ) from None
+        if not isinstance(self.spec, tuple) or not all(map(_is_entry, self.spec)):
+            raise ShardingError(
+                f"sharding rule {self.pattern!r} has the spec {self.spec!r}; write one "
+                'entry per dim, such as ("tp", None) or (("sp", "tp"), None), or () '
+                "to replicate"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightInfo:
+    """Shape and bytes per element of a weight, for plans without the weights.
+
+    Any object with ``shape`` and ``itemsize`` or ``dtype.itemsize`` does as well:
+    torch tensors, jax and numpy arrays, ``jax.ShapeDtypeStruct``.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleUse:
+    """What a rule came to: how many weights it matches and their bytes, unsplit."""
+
+    pattern: str
+    spec: Spec
+    matches: int
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingPlan:
+    """Where the weights of one component go on one mesh.
+
+    Attributes:
+        component: whose weights.
+        mesh: axis name -> size.
+        rules: every rule with its use, in the order given.
+        assignments: weight name -> spec, of the first rule that matches.
+        unmatched: names that no rule matches; counted as replicated.
+        unmatched_bytes: of those.
+        total_bytes: of all weights, each once.
+        bytes_per_device: what each device holds.
+        replicated_bytes: of the weights that every device holds whole; on a mesh of
+            one device that is all of them.
+        problems: what :meth:`check` raises; empty for a plan that can be placed.
+        layout: which table of rules this is.
+        extra_bytes_per_device: what each device holds more than in the default layout.
+        held: the specs of weights that are held in more parts than ``assignments``
+            says, and gathered for use; see :mod:`tpuport.core.weights.gathering`.
+        gathered_over: the axes of these parts.
+        gathered_bytes_per_device: what each device holds less for it.
+    """
+
+    component: str
+    mesh: Mapping[str, int]
+    rules: tuple[RuleUse, ...]
+    assignments: Mapping[str, Spec]
+    unmatched: tuple[str, ...]
+    unmatched_bytes: int
+    total_bytes: int
+    bytes_per_device: int
+    replicated_bytes: int
+    problems: tuple[str, ...] = ()
+    layout: str = "default"
+    extra_bytes_per_device: int = 0
+    held: Mapping[str, Spec] = field(default_factory=dict)
+    gathered_over: tuple[str, ...] = ()
+    gathered_bytes_per_device: int = 0
+
+    def check(self) -> None:
+        """Refuse a plan with problems.
+
+        Raises:
+            ShardingError: lists all of them.
+        """
+        if self.problems:
+            count = len(self.problems)
+            raise ShardingError(
+                f"sharding of {self.component} on mesh {_mesh_text(self.mesh)} has "
+                f"{count} problem{'s' if count > 1 else ''}:"
+                + "".join(f"\n  - {problem}" for problem in self.problems)
+            )
+
+    def as_dict(self, *, weights: bool = False) -> dict[str, Any]:
+        """JSON-ready; ``weights`` adds the spec of every weight."""
+        out: dict[str, Any] = {
+            "component": self.component,
+            "mesh": dict(self.mesh),
+            "rules": [
+                {
+                    "pattern": use.pattern,
+                    "spec": _json_spec(use.spec),
+                    "matches": use.matches,
+                    "bytes": use.bytes,
+                    "note": use.note,
+                }
+                for use in self.rules
+            ],
+            "unmatched": list(self.unmatched),
+            "unmatched_bytes": self.unmatched_bytes,
+            "total_bytes": self.total_bytes,
+            "bytes_per_device": self.bytes_per_device,
+            "replicated_bytes": self.replicated_bytes,
+            "problems": list(self.problems),
+            "layout": self.layout,
+            "extra_bytes_per_device": self.extra_bytes_per_device,
+            "gathered": {
+                "over": list(self.gathered_over),
+                "weights": len(self.held),
+                "bytes_per_device": self.gathered_bytes_per_device,
+            },
+        }
+        if weights:
+            out["assignments"] = {
+                name: _json_spec(spec) for name, spec in self.assignments.items()
+            }
+        return out
+
+    def format_table(self) -> str:
+        """Plain text: one line per rule with weights, then the totals."""
+        rows = [("spec", "weights", "bytes", "pattern")]
+        rows += [
+            (_spec_text(u.spec), str(u.matches), _bytes_text(u.bytes), u.pattern)
+            for u in self.rules
+            # Where every weight has a rule, one for another config says nothing.
+            if u.matches or self.unmatched
+        ]
+        if self.unmatched:
+            rows.append(
+                (
+                    "none",
+                    str(len(self.unmatched)),
+                    _bytes_text(self.unmatched_bytes),
+                    "(no rule)",
+                )
+            )
+        wide = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [f"{self.component} on mesh {_mesh_text(self.mesh)}"]
+        lines += [
+            f"  {spec:<{wide[0]}}  {count:>{wide[1]}}  {size:>{wide[2]}}  {pattern}"
+            for spec, count, size, pattern in rows
+        ]
+        lines.append(
+            f"  total {_bytes_text(self.total_bytes)}, "
+            f"{_bytes_text(self.bytes_per_device)} per device, of that "
+            f"{_bytes_text(self.replicated_bytes)} replicated"
+        )
+        if self.extra_bytes_per_device:
+            lines.append(
+                f"  layout {self.layout}: {_bytes_text(self.extra_bytes_per_device)} "
+                "per device more than the default"
+            )
+        if self.layout == GATHERED and not self.held:
+            lines.append("  nothing is gathered: no part of the mesh divides a weight")
+        if self.held:
+            lines.append(
+                f"  {len(self.held)} weights in parts over "
+                f"{'+'.join(self.gathered_over)}, gathered block by block: "
+                f"{_bytes_text(self.gathered_bytes_per_device)} per device less"
+            )
+        lines += [f"  problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def plan_sharding(
+    rules: Sequence[ShardRule],
+    weights: Mapping[str, Any],
+    mesh_shape: Mapping[str, int],
+    *,
+    component: str,
+    strict: bool = True,
+) -> ShardingPlan:
+    """Match rules with weights; nothing is placed and no array is read.
+
+    Args:
+        rules: each weight must be matched by exactly one.
+        weights: name -> object with a shape and an item size, see :class:`WeightInfo`.
+        mesh_shape: axis name -> size, all axes of the mesh.
+        component: whose weights, for messages.
+        strict: raise when there are problems; otherwise they are in the plan.
+
+    Raises:
+        ShardingError: ``strict`` and there are problems; lists all of them.
+    """
+    compiled = [re.compile(rule.pattern) for rule in rules]
+    # An axis the mesh lacks is reported with the rule; it then counts as size 1.
+    sizes = dict(mesh_shape)
+    problems = _Problems(component)
+    matches: Counter[int] = Counter()
+    matched_bytes: Counter[int] = Counter()
+    assignments: dict[str, Spec] = {}
+    unmatched: dict[str, int] = {}
+    total = per_device = replicated = 0
+
+    for rule in rules:
+        problems.check_rule(rule, sizes)
+    for name, weight in weights.items():
+        shape = tuple(int(size) for size in weight.shape)
+        nbytes = math.prod(shape) * item_size(name, weight)
+        found = [i for i, regex in enumerate(compiled) if regex.fullmatch(name)]
+        for index in found:
+            matches[index] += 1
+            matched_bytes[index] += nbytes
+        ways = 1
+        if not found:
+            unmatched[name] = nbytes
+        else:
+            rule = rules[found[0]]
+            assignments[name] = rule.spec
+            ways = problems.check_weight(name, shape, rule, sizes)
+        if len(found) > 1:
+            problems.ambiguous(name, [rules[i].pattern for i in found])
+        total += nbytes
+        per_device += nbytes // ways
+        replicated += nbytes if ways == 1 else 0
+    problems.check_unmatched(unmatched)
+    for index, rule in enumerate(rules):
+        if not matches[index] and not rule.optional:
+            problems.unused(rule)
+
+    plan = ShardingPlan(
+        component=component,
+        mesh=sizes,
+        rules=tuple(
+            RuleUse(
+                pattern=rule.pattern,
+                spec=rule.spec,
+                matches=matches[index],
+                bytes=matched_bytes[index],
+                note=rule.note,
+            )
+            for index, rule in enumerate(rules)
+        ),
+        assignments=assignments,
+        unmatched=tuple(unmatched),
+        unmatched_bytes=sum(unmatched.values()),
+        total_bytes=total,
+        bytes_per_device=per_device,
+        replicated_bytes=replicated,
+        problems=problems.lines(),
+    )
+    if strict:
+        plan.check()
+    return plan
+
+
+def named_shardings(
+    plan: ShardingPlan, mesh: jax.sharding.Mesh
+) -> dict[str, jax.sharding.NamedSharding]:
+    """The jax sharding of every weight of the plan, by name, as it is held.
+
+    Raises:
+        ShardingError: the plan has problems, or is for a mesh of another shape.
+    """
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    plan.check()
+    if dict(plan.mesh) != dict(mesh.shape):
+        raise ShardingError(
+            f"sharding of {plan.component} is planned for mesh "
+            f"{_mesh_text(plan.mesh)}, not for {_mesh_text(mesh.shape)}; plan it again"
+        )
+    return {
+        name: NamedSharding(mesh, PartitionSpec(*spec))
+        for name, spec in {**plan.assignments, **plan.held}.items()
+    }
+
+
+class _Problems:
+    """Collects problems; the same problem of many weights becomes one line."""
+
+    def __init__(self, component: str) -> None:
+        self._component = component
+        # Line -> the weights it is about. Blocks of a model repeat, and so would it.
+        self._found: dict[str, list[str]] = {}
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(
+            f"{text}: {_names_text(names)}" if names else text
+            for text, names in self._found.items()
+        )
+
+    def _add(self, text: str, *names: str) -> None:
+        self._found.setdefault(text, []).extend(names)
+
+    def check_rule(self, rule: ShardRule, sizes: Mapping[str, int]) -> None:
+        uses = Counter(axis for entry in rule.spec for axis in spec_axes(entry))
+        for axis, count in uses.items():
+            if axis not in sizes:
+                self._add(
+                    f"rule {rule.pattern!r} names mesh axis {axis!r}, the mesh has "
+                    f"{', '.join(sizes)}"
+                )
+            if count > 1:
+                self._add(
+                    f"rule {rule.pattern!r} uses mesh axis {axis!r} {count} times in "
+                    f"{_spec_text(rule.spec)}; an axis can split one dim"
+                )
+
+    def check_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rule: ShardRule,
+        sizes: Mapping[str, int],
+    ) -> int:
+        """In how many parts the weight is split; 1 where it cannot be."""
+        if rule.spec and len(rule.spec) != len(shape):
+            self._add(
+                f"rule {rule.pattern!r} has a spec of rank {len(rule.spec)}, "
+                f"{_spec_text(rule.spec)}, for a weight of rank {len(shape)}, shape "
+                f"{_shape_text(shape)}",
+                name,
+            )
+            return 1
+        ways = 1
+        for dim, entry in enumerate(rule.spec):
+            # A set: an axis used twice is reported with the rule.
+            axes = [axis for axis in dict.fromkeys(spec_axes(entry)) if axis in sizes]
+            parts = math.prod(sizes[axis] for axis in axes)
+            if shape[dim] % parts:
+                self._add(
+                    f"rule {rule.pattern!r} splits dim {dim} of size {shape[dim]} "
+                    f"(shape {_shape_text(shape)}) over mesh axis {'+'.join(axes)} of "
+                    f"size {parts}, which does not divide it",
+                    name,
+                )
+            else:
+                ways *= parts
+        return ways
+
+    def ambiguous(self, name: str, patterns: Iterable[str]) -> None:
+        listed = " and ".join(repr(pattern) for pattern in patterns)
+        self._add(f"rules {listed} match the same weight", name)
+
+    def check_unmatched(self, unmatched: Mapping[str, int]) -> None:
+        if unmatched:
+            size = _bytes_text(sum(unmatched.values()))
+            count = len(unmatched)
+            plural = "s" if count > 1 else ""
+            self._add(
+                f"no rule matches {count} weight{plural} of {self._component} ({size})",
+                *unmatched,
+            )
+
+    def unused(self, rule: ShardRule) -> None:
+        self._add(
+            f"rule {rule.pattern!r} matches no weight of {self._component}; correct "
+            "it, or set optional=True if only some configs have the weight"
+        )
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, tuple):
+        return bool(entry) and all(isinstance(axis, str) for axis in entry)
+    return entry is None or isinstance(entry, str)
+
+
+def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one dim's entry in a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def item_size(name: str, weight: Any) -> int:
+    """Bytes of an element of a weight; see :class:`WeightInfo`."""
+    size = getattr(weight, "itemsize", None)
+    if size is None:
+        size = getattr(getattr(weight, "dtype", None), "itemsize", None)
+    if size is None:
+        raise ShardingError(
+            f"weight {name} is a {type(weight).__name__} without itemsize and "
+            "dtype.itemsize; hand in a WeightInfo"
+        )
+    return int(size)
+
+
+def _json_spec(spec: Spec) -> list[Any]:
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+
+
+def _spec_text(spec: Spec) -> str:
+    if not spec:
+        return "replicated"
+    return "[" + ", ".join("+".join(spec_axes(entry)) or "-" for entry in spec) + "]"
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def _names_text(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _bytes_text(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,394 @@
+"""Which implementation of attention a call gets, with which blocks, and why.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys),
+D head dim of queries and keys, Dv head dim of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from tpuport.errors import AttentionError
+from tpuport.kernels.attention import jax_splash, splash
+from tpuport.kernels.attention.block_table import TunedBlocks, tuned_blocks
+from tpuport.kernels.attention.blockwise import default_tiling
+from tpuport.kernels.attention.choice import AUTO, AttentionChoice
+from tpuport.kernels.attention.jax_splash import jax_splash_refusal
+from tpuport.kernels.attention.problem import Problem
+from tpuport.kernels.attention.splash import splash_refusal
+from tpuport.kernels.padding import round_up
+
+# Scores per head up to which "auto" takes the formula as it is. Measured on two CPU
+# cores, 48 heads, float32: at 226 x 226 both are alike, from 700 x 700 to 2000 x 2000
+# the formula takes 1.2 to 2.2 times as long as blockwise (2.7 when causal).
+SMALL_SCORES = 512 * 512
+# Scores that a kernel may write out as one piece of program. On two cores 5 << 20 take
+# a quarter of a minute to compile, 25 << 20 more than two.
+MOST_SCORES_AT_ONCE = 12 << 20
+DEFAULT_CHIP = "v6e"
+"""Whose blocks are taken where the chip is not known."""
+
+Blocks = Mapping[str, int]
+Sizes = TunedBlocks | splash.SplashBlocks | jax_splash.BlockSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """A way to compute attention and what it refuses.
+
+    ``refusal`` says why it cannot do a problem as chosen on a chip. ``auto_refusal``
+    says why "auto" should pass it over though it could; a request by name skips that.
+    ``blocks`` are the block sizes it runs a problem with on a chip, by option name.
+    ``platform`` is the only one it compiles for, if there is only one.
+    """
+
+    name: str
+    reason: str
+    refusal: Callable[[Problem, AttentionChoice, str], str | None]
+    auto_refusal: Callable[[Problem], str | None]
+    blocks: Callable[[Problem, AttentionChoice, str], Blocks]
+    platform: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which implementation runs, with which blocks, and why.
+
+    ``passed_over`` has (name, why) of those that came before it and would not do.
+    ``notice`` is for the user, whose choice does not run as it was made: another
+    implementation than the one named, or without an option. Empty otherwise.
+    """
+
+    implementation: str
+    reason: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+    blocks: Blocks = field(default_factory=dict)
+    notice: str = ""
+
+
+def _never(problem: Problem) -> str | None:
+    return None
+
+
+def _too_large(problem: Problem) -> str | None:
+    if problem.scores_per_head <= SMALL_SCORES:
+        return None
+    return (
+        f"{problem.q_len} x {problem.kv_len} scores per head are more than the "
+        f"{SMALL_SCORES} up to which the whole matrix is built"
+    )
+
+
+def _not_on_tpu(problem: Problem) -> str | None:
+    if problem.platform == "tpu":
+        return None
+    return f"it is for TPU; the platform is {problem.platform!r}"
+
+
+def _no_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    if choice.blocks:
+        return f"it has no blocks to set, got {', '.join(choice.blocks)}"
+    return None
+
+
+def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    if choice.block_kv_compute is not None:
+        return "it has no block_kv_compute"
+    return None
+
+
+def _jax_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    why = jax_splash_refusal(problem)
+    if why is not None or not choice.blocks:
+        return why
+    tiles = jax_tiles(_jax_blocks(problem, choice, chip))
+    size = jax_splash.vmem_bytes(
+        tiles,
+        problem.head_dim,
+        problem.v_dim,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+    )
+    limit = jax_splash.vmem_limit(chip)
+    if size > limit:
+        return (
+            f"{tiles} take {size} bytes of VMEM at head dim {problem.head_dim}; "
+            f"{chip} has {limit} for them"
+        )
+    # All parts of a block of keys are written out.
+    return _too_long(tiles.q, tiles.kv)
+
+
+def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
+    why = splash_refusal(
+        problem, window=problem.window, k_smooth=choice.k_smooth, chip=chip
+    )
+    if why is not None or not choice.blocks:
+        return why
+    tiles = splash_tiles(_splash_blocks(problem, choice, chip))
+    return splash_refusal(problem, blocks=tiles, chip=chip) or _too_long(
+        tiles.q, tiles.kv_step
+    )
+
+
+def _too_long(queries: int, keys: int) -> str | None:
+    """Why a program that writes out so many scores is not compiled, or None."""
+    if queries * keys <= MOST_SCORES_AT_ONCE:
+        return None
+    return (
+        f"with these blocks it writes out {queries} queries by {keys} keys in one "
+        f"piece; more than {MOST_SCORES_AT_ONCE} scores take minutes to compile. "
+        "Take smaller blocks"
+    )
+
+
+def splash_tiles(blocks: Blocks) -> splash.SplashBlocks:
+    return splash.SplashBlocks(
+        q=blocks["block_q"],
+        kv=blocks["block_kv"],
+        kv_compute=blocks["block_kv_compute"],
+    )
+
+
+def jax_tiles(blocks: Blocks) -> jax_splash.BlockSizes:
+    return jax_splash.BlockSizes(
+        q=blocks["block_q"],
+        kv=blocks["block_kv"],
+        kv_compute=blocks["block_kv_compute"],
+    )
+
+
+def _kernel_blocks(
+    problem: Problem, given: AttentionChoice, default: Blocks
+) -> dict[str, int]:
+    """``default`` with what was given, no longer than the tokens there are.
+
+    Of block_kv and block_kv_compute the one that was not given is made to fit.
+    """
+    if not given.blocks:
+        return dict(default)
+    kv = given.block_kv or default["block_kv"]
+    inner = given.block_kv_compute or default["block_kv_compute"]
+    if given.block_kv_compute is None:
+        kv = min(kv, _covering(problem.kv_len))
+        inner = max(n for n in range(128, min(kv, inner) + 1, 128) if kv % n == 0)
+    else:
+        inner = min(inner, _covering(problem.kv_len))
+        kv = min(round_up(kv, inner), round_up(problem.kv_len, inner))
+    q = given.block_q or default["block_q"]
+    return {
+        "block_q": min(q, _covering(problem.q_len)),
+        "block_kv": kv,
+        "block_kv_compute": inner,
+    }
+
+
+def _covering(length: int) -> int:
+    """The shortest block that takes a whole length; a longer one is only padding.
+
+    Whole numbers of 512 tokens, or fewer where these waste more than a sixteenth: a
+    kernel cuts a block into even tiles.
+    """
+    sizes = [round_up(length, granule) for granule in (512, 256, 128)]
+    fits = (size for size in sizes if 16 * (size - length) <= length)
+    return next(fits, sizes[-1])
+
+
+def splash_sizes(
+    q_len: int, kv_len: int, head_dim: int, *, chip: str, dtype: str
+) -> Sizes:
+    """The tiles that our kernel takes where none are named: of the table, or its rule.
+
+    Found at another length of the bucket, tiles of the table may fit these lengths
+    worse than those of the rule; then the rule's are taken.
+    """
+
+    def padded(blocks: Sizes) -> int:
+        """Scores of a head with whole blocks."""
+        lengths = ((q_len, blocks.q), (kv_len, blocks.kv))
+        return math.prod(round_up(length, block) for length, block in lengths)
+
+    itemsize = jnp.dtype(dtype).itemsize
+    found: Sizes = splash.default_blocks(
+        q_len, kv_len, head_dim, chip=chip, itemsize=itemsize
+    )
+    if dtype == "bfloat16":
+        tuned = tuned_blocks(chip, head_dim, q_len, kv_len)
+        if tuned is not None and padded(tuned) <= padded(found):
+            return tuned
+    return found
+
+
+def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    lengths = (problem.q_len, problem.kv_len)
+    found = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
+    return _kernel_blocks(problem, choice, _named_sizes(found))
+
+
+def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    found = jax_splash.default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        problem.head_dim,
+        itemsize=jnp.dtype(problem.dtype).itemsize,
+        chip=chip,
+    )
+    return _kernel_blocks(problem, choice, _named_sizes(found))
+
+
+def _named_sizes(found: Sizes) -> dict[str, int]:
+    return {
+        "block_q": found.q,
+        "block_kv": found.kv,
+        "block_kv_compute": found.kv_compute,
+    }
+
+
+def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    if not (problem.q_len and problem.kv_len and problem.batch and problem.heads):
+        return {}
+    tiling = default_tiling(problem)
+    return {
+        "block_q": min(choice.block_q or tiling.block_q, problem.q_len),
+        "block_kv": min(choice.block_kv or tiling.block_kv, problem.kv_len),
+    }
+
+
+def _no_sizes(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    return {}
+
+
+# In the order in which "auto" tries them. Blockwise refuses nothing but options that
+# it does not have, and is last.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        name="splash",
+        reason="a fused TPU kernel takes this call",
+        refusal=_splash_refusal,
+        auto_refusal=_not_on_tpu,
+        blocks=_splash_blocks,
+        platform="tpu",
+    ),
+    Implementation(
+        name="jax",
+        reason="jax's fused TPU kernel takes this call",
+        refusal=_jax_refusal,
+        auto_refusal=_not_on_tpu,
+        blocks=_jax_blocks,
+        platform="tpu",
+    ),
+    Implementation(
+        name="reference",
+        reason="the score matrix is small enough to be built whole",
+        refusal=_no_blocks,
+        auto_refusal=_too_large,
+        blocks=_no_sizes,
+    ),
+    Implementation(
+        name="blockwise",
+        reason="it takes any call, block by block",
+        refusal=_two_blocks,
+        auto_refusal=_never,
+        blocks=_blockwise_blocks,
+    ),
+)
+
+
+def select(
+    problem: Problem,
+    implementation: str | AttentionChoice = AUTO,
+    *,
+    chip: str | None = None,
+    fall_back: bool = False,
+) -> Selection:
+    """The implementation that ``attention`` uses for this problem.
+
+    Args:
+        problem: the call.
+        implementation: an :class:`AttentionChoice`, or its text.
+        chip: whose blocks to take.
+        fall_back: where the named implementation refuses a call on the platform it is
+            for, choose as "auto" does; ``passed_over`` then says why.
+
+    Raises:
+        AttentionError: the named implementation cannot do it exactly.
+        UsageError: no implementation has that name.
+    """
+    choice = as_choice(implementation)
+    asked = choice
+    chip = chip or DEFAULT_CHIP
+    passed_over: list[tuple[str, str]] = []
+    if choice.name != AUTO:
+        found = _named(choice.name)
+        why = found.refusal(problem, choice, chip)
+        if why is None:
+            return Selection(
+                implementation=found.name,
+                reason="asked for by name",
+                blocks=found.blocks(problem, choice, chip),
+            )
+        here = found.platform in (None, problem.platform)
+        if not (fall_back and here):
+            raise AttentionError(
+                f"attention implementation {choice.name!r} cannot do this call: "
+                f"{why}. Use {AUTO!r} or another one."
+            )
+        passed_over.append((found.name, why))
+        # Its blocks are nobody else's.
+        choice = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
+    # Where nobody has an option that was given, somebody has the call without it.
+    plain = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
+    for given in dict.fromkeys((choice, plain)):
+        for candidate in IMPLEMENTATIONS:
+            why = candidate.auto_refusal(problem) or candidate.refusal(
+                problem, given, chip
+            )
+            names = {name for name, _ in passed_over}
+            if candidate.name in names and given == choice:
+                continue
+            if why is None:
+                reason = candidate.reason
+                if given != choice:
+                    reason += ", without options that it does not have"
+                return Selection(
+                    implementation=candidate.name,
+                    reason=reason,
+                    passed_over=tuple(passed_over),
+                    blocks=candidate.blocks(problem, given, chip),
+                    notice=_notice(asked, given, candidate.name, passed_over),
+                )
+            if candidate.name not in names:
+                passed_over.append((candidate.name, why))
+    raise AttentionError(
+        "no attention implementation can do this call: "
+        + "; ".join(f"{name}: {why}" for name, why in passed_over)
+    )
+
+
+def _notice(
+    asked: AttentionChoice,
+    given: AttentionChoice,
+    runs: str,
+    passed_over: list[tuple[str, str]],
+) -> str:
+    """What became of the user's choice, where ``runs`` with ``given`` is not it."""
+    dropped = "" if given.only_some_have else asked.only_some_have
+    without = f", without {dropped}" if dropped else ""
+    if asked.name != AUTO:
+        name, why = passed_over[0]
+        return f"{name} passed over ({why}); {runs} runs{without}"
+    return f"{runs} runs{without}" if dropped else ""
+
+
+def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
+    """The choice that a text stands for."""
+    if isinstance(implementation, AttentionChoice):
+        return implementation
+    return AttentionChoice.parse(implementation)
+
+
+def _named(name: str) -> Implementation:
+    return next(one for one in IMPLEMENTATIONS if one.name == name)

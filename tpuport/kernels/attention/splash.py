@@ -1,0 +1,324 @@
+"""Attention on TPU through our own Pallas kernel, with exact padding.
+
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys),
+D head dim of queries and keys, Dv head dim of values.
+
+The kernel itself and how it is written: ``splash_kernel.py``. Here a call is checked,
+its arrays are brought into the shapes that the kernel takes, and back.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from tpuport.kernels.attention.problem import (
+    Problem,
+    describe_feature_major,
+    resolve_scale,
+)
+from tpuport.kernels.attention.splash_blocks import (
+    RESERVED,
+    SplashBlocks,
+    default_blocks,
+    default_lag,
+    padded_dim,
+    vmem_bytes,
+    vmem_limit,
+)
+from tpuport.kernels.attention.splash_kernel import Plan, run
+from tpuport.kernels.padding import ceil_div, pad_dim
+
+__all__ = [
+    "SplashBlocks",
+    "default_blocks",
+    "splash_attention",
+    "splash_feature_major",
+    "splash_plan",
+    "splash_refusal",
+    "vmem_bytes",
+]
+
+LOG2_E = math.log2(math.e)
+# Beyond this the contraction takes more than two passes of the matrix unit and the
+# blocks get small; nothing was measured there.
+MOST_HEAD_DIM = 256
+MOST_KEYS = 1 << 22
+
+
+def splash_refusal(
+    problem: Problem,
+    *,
+    window: tuple[int, int] | None = None,
+    k_smooth: bool = False,
+    blocks: SplashBlocks | None = None,
+    chip: str = "v6e",
+) -> str | None:
+    """Why the kernel cannot do this exactly, or None if it can.
+
+    ``window`` and ``k_smooth`` never are the reason: the kernel does both.
+
+    Raises:
+        ValueError: an unknown chip.
+    """
+    if problem.platform != "tpu" and not problem.interpret:
+        return (
+            f"splash compiles for TPU only, not for {problem.platform!r} "
+            "(interpret=True runs it anywhere, slowly)"
+        )
+    if problem.mask_shape is not None:
+        kind = "bool" if problem.mask_is_bool else "float"
+        return (
+            f"splash takes no mask array, got a {kind} mask of shape "
+            f"{list(problem.mask_shape)}; it takes is_causal, window and kv_lengths"
+        )
+    if problem.dtype not in ("bfloat16", "float32"):
+        return f"splash takes bfloat16 and float32, got {problem.dtype}"
+    if 0 in (
+        problem.batch,
+        problem.heads,
+        problem.q_len,
+        problem.kv_len,
+        problem.v_dim,
+    ):
+        return "splash takes no empty arrays"
+    widest = max(problem.head_dim, problem.v_dim)
+    if widest > MOST_HEAD_DIM:
+        return f"splash takes head dims up to {MOST_HEAD_DIM}, got {widest}"
+    if problem.kv_len > MOST_KEYS:
+        return f"splash takes up to {MOST_KEYS} keys, got {problem.kv_len}"
+    limit = vmem_limit(chip)
+    if blocks is not None:
+        size = vmem_bytes(
+            blocks, problem.head_dim, problem.v_dim, itemsize=_itemsize(problem)
+        )
+        if size > limit:
+            return (
+                f"{blocks} take {size} bytes of VMEM at head dim {problem.head_dim}; "
+                f"{chip} has {limit} for them"
+            )
+    return None
+
+
+def splash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    kv_lengths: jax.Array | None = None,
+    k_smooth: bool = False,
+    blocks: SplashBlocks | None = None,
+    chip: str = "v6e",
+    platform: str = "tpu",
+    interpret: bool = False,
+) -> jax.Array:
+    """Same contract as ``reference_attention`` for what it does not refuse.
+
+    Args:
+        q: of shape [B, H, Lq, D], bfloat16 or float32; the products of float32 are
+            float32 products.
+        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
+        v: of shape [B, Hkv, Lk, Dv].
+        mask: refused unless None.
+        scale: factor of the scores; None means 1/sqrt(D).
+        is_causal: query i sees keys 0..i (aligned top left); combines with ``window``.
+        window: (left, right): query i sees keys i - left .. i + right.
+        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
+        k_smooth: subtract from each key the mean of the keys that count, which leaves
+            the softmax as it is and makes scores smaller. Keys are rounded once more.
+        blocks: tiles; None means ``default_blocks``.
+        chip: what the program is for: "v5e", "v5p", "v6e", "v7x".
+        platform: where the program will run; only "tpu" unless ``interpret``.
+        interpret: run the kernel's program op by op, on any platform.
+
+    Returns:
+        of shape [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
+
+    Raises:
+        NotImplementedError: see ``splash_refusal``.
+        ValueError: shapes or dtypes that do not fit together, a negative window, an
+            unknown chip.
+    """
+    out = splash_feature_major(
+        q.swapaxes(2, 3),
+        k.swapaxes(2, 3),
+        v.swapaxes(2, 3),
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        window=window,
+        kv_lengths=kv_lengths,
+        k_smooth=k_smooth,
+        blocks=blocks,
+        chip=chip,
+        platform=platform,
+        interpret=interpret,
+    )
+    return out.swapaxes(2, 3)
+
+
+def splash_feature_major(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    kv_len: int | None = None,
+    kv_lengths: jax.Array | None = None,
+    hidden: bool = False,
+    k_smooth: bool = False,
+    blocks: SplashBlocks | None = None,
+    chip: str = "v6e",
+    platform: str = "tpu",
+    interpret: bool = False,
+) -> jax.Array:
+    """``splash_attention`` on arrays as the kernel takes them, head dim before tokens.
+
+    Args:
+        q: of shape [B, H, D, Lq].
+        k: of shape [B, Hkv, D, Lk].
+        v: of shape [B, Hkv, Dv, Lk].
+        kv_len: only keys before this index count; None for all.
+        hidden: the caller has made ``v`` zero at the keys that do not count, so that
+            nothing needs to be done about them.
+
+    The other arguments and the errors are those of ``splash_attention``. Arrays whose
+    head dim is a multiple of 16 and whose keys fill whole blocks are not copied.
+
+    Returns:
+        of shape [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
+    """
+    problem = describe_feature_major(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=is_causal,
+        kv_lengths=kv_lengths,
+        platform=platform,
+        interpret=interpret,
+    )
+    if window is not None and min(window) < 0:
+        raise ValueError(f"a window reaches 0 or more keys each way; got {window}")
+    if refusal := splash_refusal(
+        problem, window=window, k_smooth=k_smooth, blocks=blocks, chip=chip
+    ):
+        raise NotImplementedError(refusal)
+    blocks = blocks or default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        max(problem.head_dim, problem.v_dim),
+        chip=chip,
+        itemsize=_itemsize(problem),
+    )
+    q, factor = with_factor(q, scale)
+    kv_len = problem.kv_len if kv_len is None else kv_len
+    k, v, lengths = _hide_keys(k, v, kv_lengths, kv_len, hidden, k_smooth)
+    plan = splash_plan(
+        problem,
+        blocks,
+        factor,
+        chip=chip,
+        window=window,
+        kv_len=kv_len,
+    )
+    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
+    keys = plan.kv_blocks * blocks.kv
+    # The last block of queries may be short: what the kernel makes of the rest of it
+    # meets nothing else and is never written.
+    out = run(
+        plan,
+        lengths,
+        pad_dim(q, 2, depth),
+        pad_dim(pad_dim(k, 2, depth), 3, keys),
+        pad_dim(pad_dim(v, 2, rows), 3, keys),
+        vmem_limit=vmem_limit(chip) + RESERVED,
+        interpret=interpret,
+    )
+    return out[:, :, : problem.v_dim]
+
+
+def with_factor(q: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
+    """q [B, H, D, Lq] and what its scores are multiplied by to be exponents of 2.
+
+    The factor is above 0, since the kernel takes the maximum of the scores before. A
+    sign goes to ``q``, and so does a scale of 0.
+    """
+    factor = resolve_scale(scale, q.shape[2]) * LOG2_E
+    if factor > 0:
+        return q, factor
+    return (q * 0, 1.0) if factor == 0 else (-q, -factor)
+
+
+def splash_plan(
+    problem: Problem,
+    blocks: SplashBlocks,
+    factor: float,
+    *,
+    chip: str,
+    window: tuple[int, int] | None = None,
+    kv_len: int | None = None,
+    partial: bool = False,
+) -> Plan:
+    """The static part of a call; see :class:`Plan`. ``kv_len`` None counts all keys."""
+    left, right = window or (None, None)
+    if problem.is_causal:
+        right = 0
+    # A window that reaches over everything is none.
+    if left is not None and left >= problem.q_len - 1:
+        left = None
+    if right is not None and right >= problem.kv_len - 1:
+        right = None
+    kv_blocks = ceil_div(problem.kv_len, blocks.kv)
+    return Plan(
+        blocks=blocks,
+        groups=problem.groups,
+        factor=factor,
+        left=left,
+        right=right,
+        has_lengths=problem.has_lengths,
+        kv_len=problem.kv_len if kv_len is None else kv_len,
+        q_blocks=ceil_div(problem.q_len, blocks.q),
+        kv_blocks=kv_blocks,
+        lag=default_lag(max(problem.head_dim, problem.v_dim), chip),
+        partial=partial,
+    )
+
+
+def _hide_keys(
+    k: jax.Array,
+    v: jax.Array,
+    kv_lengths: jax.Array | None,
+    kv_len: int,
+    hidden: bool,
+    k_smooth: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """k, v that is 0 where a key does not count, and how many keys count."""
+    batch, _, _, size = k.shape
+    if kv_lengths is None:
+        lengths = jnp.full((batch,), kv_len, jnp.int32)
+    else:
+        lengths = jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
+    all_count = kv_lengths is None and kv_len == size
+    counts = (jnp.arange(size) < lengths[:, None])[:, None, None, :]
+    if k_smooth:
+        counted = k if all_count else jnp.where(counts, k, 0)
+        total = jnp.sum(counted, 3, keepdims=True, dtype=jnp.float32)
+        mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
+        k = (k.astype(jnp.float32) - mean).astype(k.dtype)
+    if not (all_count or hidden):
+        v = jnp.where(counts, v, 0)
+    return k, v, lengths
+
+
+def _itemsize(problem: Problem) -> int:
+    return jnp.dtype(problem.dtype).itemsize

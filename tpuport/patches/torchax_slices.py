@@ -1,0 +1,126 @@
+"""Patches on torchax itself, for code that was written for eager tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.tracing.patching import Patch
+
+if TYPE_CHECKING:
+    import jax
+
+
+def _slice_start_and_size(
+    slices: Any, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Start and size of a box of ``shape``, or ``None`` when it is not a plain box."""
+    slices = slices if isinstance(slices, tuple) else (slices,)
+    if Ellipsis in slices:
+        at = slices.index(Ellipsis)
+        fill = (slice(None),) * (len(shape) - len(slices) + 1)
+        slices = slices[:at] + fill + slices[at + 1 :]
+    if len(slices) > len(shape) or not all(isinstance(s, slice) for s in slices):
+        return None
+    starts: list[int] = []
+    sizes: list[int] = []
+    for dim, size in enumerate(shape):
+        start, stop, step = (
+            slices[dim].indices(size) if dim < len(slices) else (0, size, 1)
+        )
+        if step != 1:
+            return None
+        starts.append(start)
+        sizes.append(max(stop - start, 0))
+    return tuple(starts), tuple(sizes)
+
+
+def _write_box(
+    x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
+) -> jax.Array:
+    """``x`` with the box that starts at ``starts`` replaced, by concatenation."""
+    import jax
+    import jax.numpy as jnp
+
+    while dim < x.ndim and value.shape[dim] == x.shape[dim]:
+        dim += 1
+    if dim == x.ndim:
+        return value
+    start, stop = starts[dim], starts[dim] + value.shape[dim]
+    before = jax.lax.slice_in_dim(x, 0, start, axis=dim)
+    inside = jax.lax.slice_in_dim(x, start, stop, axis=dim)
+    after = jax.lax.slice_in_dim(x, stop, x.shape[dim], axis=dim)
+    parts = [before, _write_box(inside, value, starts, dim + 1), after]
+    return jnp.concatenate([p for p in parts if p.shape[dim]], axis=dim)
+
+
+def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
+    """``x`` with ``x[key] = value`` done; ``None`` when ``key`` is not a plain box.
+
+    Args:
+        x: of any shape.
+        key: what stands in the brackets.
+        value: broadcasts to the shape of ``x[key]``, as in torch.
+    """
+    import jax.numpy as jnp
+
+    box = _slice_start_and_size(key, x.shape)
+    if box is None or 0 in box[1]:
+        return None
+    starts, sizes = box
+    return _write_box(x, jnp.broadcast_to(value, sizes).astype(x.dtype), starts)
+
+
+def _update_view(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Writing through a view of a tensor."""
+
+    def update_tensor(self: Any, new_value: jax.Array, jax_array: jax.Array) -> Any:
+        written = write_slice(jax_array, self.slices, new_value)
+        return original(self, new_value, jax_array) if written is None else written
+
+    return update_tensor
+
+
+def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Writing to a tensor itself."""
+
+    def __setitem__(self: Any, key: Any, val: Any) -> None:
+        value = val.jax() if hasattr(val, "jax") else val
+        written = write_slice(self._elem, key, value)
+        if written is None:
+            original(self, key, val)
+        else:
+            self._elem = written
+
+    return __setitem__
+
+
+_REASON = (
+    "`x[:, :, n:] = f(x[:, :, n:])` under jit gives wrong values on the CPU compiler "
+    "of jaxlib 0.10.2, at some batch sizes: CogVideoX rotates its queries this way, "
+    "and its output is 0.1 off. Right eagerly, with the fusion pass or the algebraic "
+    "simplifier off, and when slices are joined instead"
+)
+_LINK = "https://github.com/google/torchax"
+
+SLICE_ASSIGNMENT: tuple[Patch, ...] = (
+    Patch(
+        name="torchax-slice-assignment-tensor",
+        target="torchax.tensor:Tensor.__setitem__",
+        replacement=_set_item,
+        wraps=True,
+        reason=_REASON,
+        upstream="torchax==0.0.13",
+        link=_LINK,
+    ),
+    Patch(
+        name="torchax-slice-assignment-view",
+        target="torchax.view:NarrowInfo.update_tensor",
+        replacement=_update_view,
+        wraps=True,
+        reason=_REASON,
+        upstream="torchax==0.0.13",
+        link=_LINK,
+    ),
+)
+"""For any model that assigns to slices inside ``forward``."""

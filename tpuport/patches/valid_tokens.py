@@ -1,0 +1,114 @@
+"""Attention for patches on upstream code: padding as lengths, causality as frames.
+
+A mask that hides padding says no more than how many tokens are valid, once the valid
+ones stand first. Where the order of the keys carries no position (a text without rotary
+embedding), moving them there changes no result, and the mask of Lq x Lk, gigabytes at
+the sizes of a video, is one integer per batch item:
+
+    text, lengths = valid_first(text, mask)
+    ...  # keys and values are those of [video, text]
+    out = attend(query, key, value, key_lengths=video_tokens + lengths)
+
+All of this runs in plain torch and in a traced block, without a shape or a branch that
+depends on data.
+
+Legend: B batch, H heads, L tokens (Lq queries, Lk keys), D head dim, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpuport.core.layers.attention_lengths import define_attention_op
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_lengths: torch.Tensor | None = None,
+    frame_tokens: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of [B, H, Lq, D] queries on [B, H, Lk, D] keys.
+
+    Args:
+        query: of shape [B, H, Lq, D].
+        key: of shape [B, H, Lk, D]; fewer heads are allowed where they divide H.
+        value: of shape [B, H, Lk, Dv].
+        key_lengths: integers of shape [B]; keys from there on have weight 0. An item
+            without any key gives 0.
+        frame_tokens: query i sees the keys of frames 0..i // frame_tokens; needs
+            Lq = Lk, in whole frames.
+        scale: factor of the scores; ``None`` means 1/sqrt(D).
+
+    Returns:
+        of shape [B, H, Lq, Dv], in the dtype of ``query``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    import torch
+
+    define_attention_op()
+    out: torch.Tensor = torch.ops.tpuport.attention(
+        query, key, value, key_lengths, frame_tokens, scale
+    )
+    return out
+
+
+def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that moves valid tokens to the front; both kinds keep their order.
+
+    Args:
+        mask: of shape [B, L] and any dtype; what is not 0 is valid. L may be 0.
+
+    Returns:
+        Indices of shape [B, L] for :func:`take_tokens`, and the number of valid tokens,
+        integers of shape [B]. They are counted as integers: in the dtype of the mask,
+        bfloat16 say, 256 + 1 would be 256. ``order.argsort(dim=1)`` moves them back.
+    """
+    import torch
+
+    valid = mask.bool()
+    order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)
+    return order, valid.int().sum(dim=1)
+
+
+def take_tokens(tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The tokens [B, L, C] in the order of indices [B, L], bit for bit."""
+    import torch
+
+    # Whole rows: torch.gather would index every element by itself. By the operator and
+    # not in brackets, where torchax 0.0.13 fails on a tensor that is a slice of one.
+    rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+    taken: torch.Tensor = torch.ops.aten.index(tokens, [rows, order])
+    return taken
+
+
+def valid_first(
+    tokens: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move the valid tokens of each item to the front; both kinds keep their order.
+
+    Args:
+        tokens: of shape [B, L, C].
+        mask: of shape [B, L], see :func:`valid_order`.
+
+    Returns:
+        The tokens, bit for bit, of shape [B, L, C], and the number of valid ones,
+        integers of shape [B].
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    if tokens.ndim != 3 or mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"valid_first takes tokens [B, L, C] with a mask [B, L]; got "
+            f"{[*tokens.shape]} with {[*mask.shape]}"
+        )
+    order, lengths = valid_order(mask)
+    return take_tokens(tokens, order), lengths
