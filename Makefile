@@ -11,13 +11,17 @@ JOBS ?= 2
 bin := $(VENV)/bin
 installed := $(VENV)/.tpuport-installed
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test test-all lint types clean
 
 demo: $(installed)
 	$(bin)/tpuport generate --model cogvideox --prompt "$(PROMPT)" --out "$(DEMO_OUT)"
 
 test: lint types
 	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# What the default run leaves out too: tests marked slow, sweep and aot.
+test-all: lint types
+	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "" $(PYTEST_ARGS)
 
 lint: $(installed)
 	$(bin)/ruff check .
