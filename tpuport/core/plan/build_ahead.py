@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.mesh.device_memory import refused_bytes
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.executable_files import (
-    ELSEWHERE,
-    HERE,
     Entry,
     ExecutableStore,
     NotSerialisable,
     Traced,
-    lowered_hash,
 )
 from tpuport.core.programs.program_key import program_key
 from tpuport.core.programs.program_store import patches_of
@@ -138,7 +135,6 @@ def build(
                     components,
                     request,
                     seconds,
-                    attached=attached,
                     reporter=reporter,
                 )
                 made.append(built)
@@ -235,7 +231,6 @@ def _one(
     request: Request,
     seconds: float,
     *,
-    attached: bool,
     reporter: Reporter,
 ) -> Built:
     key = program_key(
@@ -252,7 +247,7 @@ def _one(
         entry = store.find(key)
     except ArtifactError:
         entry = None  # damaged: written again below
-    if entry is not None and entry.lowered == lowered_hash(lowered):
+    if entry is not None:
         return Built(
             entry=entry,
             calls=program.calls,
@@ -274,9 +269,7 @@ def _one(
                 patches=patches_of(program.loaded.ported.runtime),
                 convolutions=tuple(r.as_dict() for r in program.convolutions()),
             ),
-            lowered=lowered_hash(lowered),
             seconds=seconds + took,
-            built_for=HERE if attached else ELSEWHERE,
         )
     except NotSerialisable as error:
         raise CompileError(f"{key.name} cannot be kept: {error}") from error
