@@ -122,12 +122,6 @@ class ExecutableStore:
             raise ArtifactError(f"{path}: is of another program than its name says")
         return entry
 
-    def entries(self) -> Iterator[Entry]:
-        """All entries that can be read; damaged ones are passed over."""
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
-            with contextlib.suppress(ArtifactError):
-                yield read_entry(path)
-
     def nearest(self, key: ProgramKey) -> Entry | None:
         """Of the same program of the same model, the entry that differs least."""
         ranked = []

@@ -292,8 +292,7 @@ def settled(
     if dtype is not None:
         known["options"]["dtype"] = dtype_of(port, component, dtype)
     if mesh is not None:
-        alone = port.components[component].single_device
-        known["mesh"] = {a: 1 if alone else int(size) for a, size in mesh.items()}
+        known["mesh"] = {axis: int(size) for axis, size in mesh.items()}
     return known
 
 

@@ -44,15 +44,8 @@ class PortedProgram:
         sharding: str = "default",
         stack: bool = True,
     ) -> None:
-        import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        if component.single_device and mesh.size > 1:
-            mesh = jax.sharding.Mesh(
-                mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim),
-                mesh.axis_names,
-                axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
-            )
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
