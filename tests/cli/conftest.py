@@ -52,6 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         *SMALL,
         *("--negative-prompt", "blurry", "--run-dir", run),
         *("--out", folder / "video.mp4", "--cache-dir", cache, "--json"),
+        *("--report", folder / "new" / "report.json"),
     )
     assert ran.code == 0, ran.err
     return Made(ran, folder, run, cache)
