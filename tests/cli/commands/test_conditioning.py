@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.tools import SMALL, Cli
-from tests.videos import read_back, write_video
+from tests.core.files.videos import read_back, write_video
 from tpuport.cli.commands import bench
 from tpuport.core.files.sealed_json import read_sidecar
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import SMALL, Cli, Made
-from tests.videos import read_back
+from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.run.result import latents_digest
 from tpuport.core.run.session import Session

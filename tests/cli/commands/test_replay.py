@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli, Made
-from tests.videos import read_back
+from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar, write_sidecar
 
 

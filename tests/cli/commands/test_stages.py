@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.cli.tools import SMALL, Cli, Made
+from tests.core.files.videos import read_back
 from tests.tolerances import TOLERANCES
-from tests.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar
 
 SETTINGS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL)

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.cli.asked.test_settings import parse
 from tests.cli.commands.test_plan import needs_libtpu, plan
 from tests.cli.tools import SMALL, Cli, Ran
-from tests.videos import read_back
+from tests.core.files.videos import read_back
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import resume_command
 from tpuport.core.files.sealed_json import read_sidecar

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.videos import read_back, write_video
+from tests.core.files.videos import read_back, write_video
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.video_file import (
     VideoWriter,
