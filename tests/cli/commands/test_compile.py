@@ -35,7 +35,10 @@ ROOT = Path(__file__).parents[3]
 def compiled(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The executables of the shared run, made before anything runs."""
     folder = tmp_path_factory.mktemp("compiled") / "made when missing"
-    ran = call("compile", *SMALL, "--out", folder, "--cache-dir", cache, "--json")
+    ran = call(
+        *("compile", *SMALL, "--out", folder, "--cache-dir", cache, "--json"),
+        *("--report", folder.parent / "report.json"),
+    )
     assert ran.code == 0, ran.err
     return ran, folder
 
@@ -43,6 +46,7 @@ def compiled(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_document_says_what_was_compiled(compiled: Any) -> None:
     ran, folder = compiled
     document = ran.json
+    assert document == json.loads((folder.parent / "report.json").read_text())
     assert document["command"] == "compile"
     assert document["topology"] == "local"
     assert document["stages"] == ["encode", "denoise", "decode"]
