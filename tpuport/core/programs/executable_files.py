@@ -168,6 +168,23 @@ class ExecutableStore:
     def _note(self, key: ProgramKey) -> Path:
         return self.path(key).with_suffix(".not-kept")
 
+    def keep_size(self, key: ProgramKey, needed: int) -> None:
+        """Remember the bytes of a device that a program takes which has no room."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._size(key)) as temporary:
+                temporary.write_text(str(needed))
+
+    def size(self, key: ProgramKey) -> int | None:
+        """What :meth:`keep_size` was told of a key."""
+        try:
+            return int(self._size(key).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _size(self, key: ProgramKey) -> Path:
+        return self.path(key).with_suffix(".too-large")
+
     def lowered_alike(self, key: ProgramKey, lowered: str) -> Entry | None:
         """An entry of another key that the compiler makes the same executable of.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.device_memory import planned_bytes, refused_bytes
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.built_folder import BuiltFolder
@@ -23,6 +24,7 @@ from tpuport.core.programs.lowering import lower
 from tpuport.core.programs.program_key import program_key
 from tpuport.core.programs.state_shapes import KeptShapes
 from tpuport.core.reports import CompileReport, Reporter
+from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import ArtifactError
 
@@ -192,6 +194,54 @@ class Programs:
         self._ready[known] = ready
         self.reporter.compiled(report)
         return ready, report
+
+    def get_within(
+        self,
+        room: int,
+        stage: str,
+        name: str,
+        program: Program,
+        loaded: Loaded,
+        args: tuple[Any, Any, Any],
+        request: Request,
+    ) -> tuple[Ready, CompileReport | None]:
+        """:meth:`get`, of a program that may take ``room`` bytes of a device at most.
+
+        What one takes that is larger is kept with the executables: the next process
+        asks the compiler no more.
+
+        Raises:
+            DoesNotFitError: it takes more, by the compiler's figure or its refusal.
+            ArtifactError: as :meth:`get`.
+        """
+        key = None
+        if self.store is not None:
+            key = program_key(
+                self.components, stage, name, program, loaded, args, request
+            )
+            known = self.store.size(key)
+            if known is not None and known > room:
+                raise DoesNotFitError(f"{stage}/{name}", known, room)
+        try:
+            ready, report = self.get(stage, name, program, loaded, args, request)
+        except Exception as error:  # jaxlib raises one class for everything
+            refused = refused_bytes(str(error))
+            if refused is None:
+                raise
+            # The compiler may count on less than the device has now.
+            needed = max(refused, room + 1)
+        else:
+            needed = planned_bytes(ready.call) or 0
+            if needed <= room:
+                return ready, report
+            self.forget([ready])
+        if key is not None and self.store is not None:
+            self.store.keep_size(key, needed)
+        raise DoesNotFitError(f"{stage}/{name}", needed, room)
+
+    def forget(self, programs: Collection[Ready]) -> None:
+        """Let go of some programs."""
+        self._ready = {k: r for k, r in self._ready.items() if r not in programs}
 
     # ------------------------------------------------------------------- load
 
