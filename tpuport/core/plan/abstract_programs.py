@@ -10,28 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
 
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
 from tpuport.core.programs.lowering import results, trace
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing, walk
-from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
-from tpuport.core.tracing.context import ConvolutionRecord
+from tpuport.core.spec.tiling import TilingDecision
+from tpuport.core.spec.variant import Variant
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.spec.model_port import ModelPort
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.stage import Program
-    from tpuport.core.spec.tiling import TilingDecision
-    from tpuport.core.spec.variant import Variant
-    from tpuport.core.tracing.context import AttentionRecord
-    from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @dataclass(kw_only=True, eq=False)
@@ -308,7 +305,6 @@ class _Walk:
 
 def signature(args: Any) -> Any:
     """What a compiled program depends on: structure, shapes and dtypes."""
-    import jax
 
     leaves, tree = jax.tree.flatten(args)
     return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
@@ -316,7 +312,6 @@ def signature(args: Any) -> Any:
 
 def device_bytes(tree: Any) -> int:
     """What placed arrays take on one device."""
-    import jax
 
     return sum(
         math.prod(leaf.sharding.shard_shape(tuple(leaf.shape))) * leaf.dtype.itemsize
@@ -325,8 +320,6 @@ def device_bytes(tree: Any) -> int:
 
 
 def _zeros(tree: Any) -> Any:
-    import jax
-    import numpy as np
 
     # Calloc'd: pages that nobody touches take no memory.
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.mesh.device_memory import refused_bytes
+from tpuport.core.plan.abstract_programs import AbstractProgram
 from tpuport.core.programs import jax_cache as compiling
+from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import (
     ELSEWHERE,
     HERE,
@@ -23,19 +27,12 @@ from tpuport.core.programs.executable_files import (
 )
 from tpuport.core.programs.program_key import program_key
 from tpuport.core.programs.program_store import patches_of
+from tpuport.core.reports import Reporter
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError, TpuportError
 
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.plan.abstract_programs import AbstractProgram
-    from tpuport.core.programs.components import Components
-    from tpuport.core.reports import Reporter
-    from tpuport.core.spec.request import Request
-
-
-ProgramsOf = Callable[[Callable[[TilingDecision], None]], Iterable["AbstractProgram"]]
+ProgramsOf = Callable[[Callable[[TilingDecision], None]], Iterable[AbstractProgram]]
 """The programs of a run, given who is told how a stage runs that may run in tiles."""
 
 

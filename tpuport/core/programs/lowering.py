@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.spatial_split import (
@@ -14,13 +17,9 @@ from tpuport.core.mesh.spatial_split import (
     spatial_mesh,
     split_of,
 )
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.programs.components import Loaded
-    from tpuport.core.spec.stage import Program
-    from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.programs.components import Loaded
+from tpuport.core.spec.stage import Program
+from tpuport.core.tracing.runtime import Runtime
 
 
 def trace(
@@ -44,7 +43,6 @@ def trace(
         args: carry, constants and inputs, as arrays or ``ShapeDtypeStruct`` that say
             how they are placed.
     """
-    import jax
 
     flags = flags_for(loaded.replicated.mesh.devices.flat[0], stage)
 
@@ -89,8 +87,6 @@ def results(
     Args:
         info: shapes and dtypes, as a traced or a compiled program tells them.
     """
-    import jax
-
     _, places = placed(program, None, loaded, args)
 
     def struct(place: Any, leaf: Any) -> Any:
@@ -133,8 +129,6 @@ def spread(
         the program, and the shardings of its carry and its output as prefixes of their
         trees.
     """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     assert runtime.mesh is not None
     split, space = split_of(layout, runtime.mesh, args[2])

@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.device_memory import planned_bytes
@@ -16,15 +18,13 @@ from tpuport.core.programs.lowering import results
 from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.run.memory_report import MemoryLog
+from tpuport.core.run.profile import SteadyTrace
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.core.tracing.convolution_notes import joined
-
-if TYPE_CHECKING:
-    from tpuport.core.run.memory_report import MemoryLog
-    from tpuport.core.run.profile import SteadyTrace
-    from tpuport.core.spec.request import Request
 
 
 @dataclass
@@ -128,7 +128,6 @@ class StageRun:
         Returns:
             What the work finishes with; frames only where no sink took them.
         """
-        import jax
 
         timing, limit = self.timing, self.limit
         pending: deque[_Pending] = deque()
@@ -335,7 +334,6 @@ def place(tree: Any, loaded: Loaded) -> Any:
 
     Floating point arrays keep their dtype; see :func:`tpuport.core.arrays.to_numpy`.
     """
-    import jax
 
     return jax.tree.map(
         lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree
@@ -344,7 +342,6 @@ def place(tree: Any, loaded: Loaded) -> Any:
 
 def abstract(tree: Any, loaded: Loaded) -> Any:
     """Shapes and dtypes of ``tree``, placed as :func:`place` places it."""
-    import jax
 
     def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
