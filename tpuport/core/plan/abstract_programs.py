@@ -7,6 +7,7 @@ between stages are zeros of the shapes that the programs return.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -186,70 +187,80 @@ def abstract_programs(
     executor = Executor(
         components, keep_loaded=True, reporter=reporter, vae_tiling=vae_tiling
     )
-    walked = _Walk(executor, request)
-    told = reporter or Reporter()
-    given: Mapping[str, Any] = inputs or {}
+    walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):
+        programs = functools.partial(walked.stage, stage, index < last)
         tiling = executor.tiling(stage, request, alone=True)
-        read = given
-        while True:
-            with told.timed(f"tracing {stage.name}"):
-                programs, given = walked.stage(stage, read, tiling, index < last)
-            if stage.name not in wanted:
-                break
-            if tiling is None:
-                yield from programs
-                break
-            tiling = yield from _weighed(programs, tiling)
-            other = tiling.instead()
-            if other is None:
-                if decided is not None:
-                    decided(tiling)
-                break
-            told.say(tiling.passed())
-            tiling = other
+        if stage.name not in wanted or tiling is None:
+            found = programs(tiling)
+            if stage.name in wanted:
+                yield from found
+        else:
+            tiling = yield from weighed(tiling, programs, executor.reporter.say)
+            if decided is not None:
+                decided(tiling)
+        walked.inputs = walked.written
     components.close()
 
 
-def _weighed(
-    programs: Iterable[AbstractProgram], tiling: TilingDecision
+def weighed(
+    tiling: TilingDecision,
+    programs: Callable[[TilingDecision], Iterable[AbstractProgram]],
+    say: Callable[[str], None],
 ) -> Generator[AbstractProgram, None, TilingDecision]:
-    """Hand programs out, as long as there is no other form to go on in.
+    """Hand out the programs of a stage, form by form until one fits.
+
+    Args:
+        tiling: how the stage begins.
+        programs: in a form.
+        say: told why it goes on in tiles.
 
     Returns:
-        ``tiling`` with what they take.
+        how it runs, with what the programs take by ``AbstractProgram.needed``.
     """
-    for program in programs:
-        yield program
-        if (program.needed or 0) > (tiling.needed or 0):
-            tiling = tiling.weighed(program.needed)
-        if tiling.instead() is not None:
-            break
-    return tiling
+    while True:
+        other = None
+        for program in programs(tiling):
+            yield program
+            if (program.needed or 0) > (tiling.needed or 0):
+                tiling = tiling.weighed(program.needed)
+            if (other := tiling.instead()) is not None:
+                break
+        if other is None:
+            return tiling
+        say(tiling.passed())
+        tiling = other
 
 
 class _Walk:
     """Goes through the calls of a run without making them."""
 
-    def __init__(self, executor: Executor, request: Request) -> None:
+    def __init__(
+        self, executor: Executor, request: Request, inputs: Mapping[str, Any]
+    ) -> None:
         self._executor = executor
         self._request = request
+        # What a stage reads, and what it writes for the next one.
+        self.inputs = inputs
+        self.written: Mapping[str, Any] = {}
 
     def stage(
-        self,
-        stage: Stage,
-        inputs: Mapping[str, Any],
-        tiling: TilingDecision | None,
-        finish: bool,
-    ) -> tuple[list[AbstractProgram], dict[str, Any]]:
-        """The distinct programs of a stage, and with ``finish`` what it writes."""
+        self, stage: Stage, finish: bool, tiling: TilingDecision | None
+    ) -> list[AbstractProgram]:
+        """The distinct programs of a stage; with ``finish`` what it writes, too."""
+        with self._executor.reporter.timed(f"tracing {stage.name}"):
+            return self._programs(stage, finish, tiling)
+
+    def _programs(
+        self, stage: Stage, finish: bool, tiling: TilingDecision | None
+    ) -> list[AbstractProgram]:
         programs: dict[Any, AbstractProgram] = {}
         parts = []
         held = 0
         asked = None if tiling is None else tiling.setting
         for batch in range(self._request.batches):
             context = self._executor.context(
-                self._request, batch, inputs, vae_tiling=asked
+                self._request, batch, self.inputs, vae_tiling=asked
             )
             work = stage.plan(replace(context, planned=True))
             split, work = self._executor._cached(stage, work, self._request, Timing())
@@ -262,7 +273,9 @@ class _Walk:
         for program in programs.values():
             others = [x for n, x in loaded.items() if n != program.component]
             program.resident = held + sum(device_bytes(x.weights) for x in others)
-        return list(programs.values()), merge(parts) if finish else {}
+        if finish:
+            self.written = merge(parts)
+        return list(programs.values())
 
     def _calls(
         self,
