@@ -16,6 +16,7 @@ import tpuport
 from tests.core.spec.toys import Heard
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.frames import to_uint8
+from tpuport.core.run import executor as executors
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.models.cogvideox import vae_tiles
 
@@ -113,7 +114,28 @@ def test_tiles_are_another_video_than_the_whole_picture(
     assert not report.tiling["tiled"]
     assert [c.program for c in report.compiles] == ["first float32", "next float32"]
     assert any(line.startswith("decode: untiled, ") for line in said)
+    assert {c["implementation"] for c in report.convolutions} == {"XLA"}
     assert float(np.abs(whole - theirs).max()) > 100 * ATOL
+
+
+def test_auto_tiles_where_the_whole_picture_does_not_fit(
+    folder: Path,
+    cache: Path,
+    latents: Any,
+    theirs: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, whole, _ = decode(folder, cache, latents, "off")
+    needed = whole.tiling["needed"]
+    monkeypatch.setattr(executors, "program_room", lambda *args: needed - 1)
+    # The second time it is known from the first.
+    for _ in range(2):
+        ours, report, said = decode(folder, cache, latents, "auto")
+        assert float(np.abs(ours - theirs).max()) <= ATOL
+        assert report.tiling["tiled"]
+        assert report.tiling["needed"] < report.tiling["untiled"] == needed
+        assert sum(line.startswith("decode untiled needs ") for line in said) == 1
+        assert [c.program for c in report.compiles] == ["first tile", "next tile"] * 4
 
 
 def test_upstreams_own_backend_tiles_too(
