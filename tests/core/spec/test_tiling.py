@@ -194,12 +194,13 @@ class Ran:
         tiles: str = TILES,
         inspection: Inspection | None = None,
         backend: str = "tpuport",
+        programs: Given | None = None,
         **how: Any,
     ) -> None:
         heard = Heard()
         self.said, self.seen = heard.lines, list[str]()
         self.given: list[float] = []
-        self.programs = Given(session.components, found, **how)
+        self.programs = programs or Given(session.components, found, **how)
         executor = Executor(
             session.components,
             keep_loaded=True,
@@ -267,7 +268,6 @@ def test_what_compiles_to_too_much_is_run_in_tiles(
     assert ran.report.steady_calls == 2
     assert ran.report.profile is not None
     assert ran.report.profile["calls"] == 2
-    assert list(ran.programs._ready) == ["tile"]
 
 
 @pytest.mark.parametrize("size", [30 * GIB, None], ids=["fits", "untold"])
@@ -328,10 +328,15 @@ def test_what_is_too_large_is_not_compiled_again(
 ) -> None:
     found = {"first": Sized(1), "next": following, "tile": Sized(1)}
     store = ExecutableStore(tmp_path / "executables")
-    assert Ran(session, found, store=store).programs.asked == ["first", "next", "tile"]
-    again = Ran(session, found, store=store)
-    assert again.programs.asked == ["first", "tile"]
-    assert again.tiling["untiled"] == 40 * GIB
+    first = Ran(session, found, store=store)
+    assert first.programs.asked == ["first", "next", "tile"]
+    other = Ran(session, found, store=store)
+    assert other.programs.asked == ["first", "tile"]
+    assert other.tiling["untiled"] == 40 * GIB
+    # Nor in the same session, where nothing is kept.
+    alone = Ran(session, found).programs
+    assert Ran(session, found, programs=alone).tiling["tiled"]
+    assert alone.asked == ["first", "next", "tile"]
     # With more room it is.
     monkeypatch.setattr(executors, "program_room", lambda *args: 50 * GIB)
     assert "next" in Ran(session, found, store=store).programs.asked

@@ -80,6 +80,8 @@ class Programs:
         self.built = built
         self.reporter = reporter or Reporter()
         self._ready: dict[Any, Ready] = {}
+        # Bytes of a device, of programs that had no room.
+        self._too_large: dict[Any, int] = {}
         # Names of programs whose executable jax would not load.
         self._refused: set[str] = set()
 
@@ -201,21 +203,22 @@ class Programs:
     ) -> tuple[Ready, CompileReport | None]:
         """:meth:`get`, of a program that may take ``room`` bytes of a device at most.
 
-        What one takes that is larger is kept with the executables: the next process
-        asks the compiler no more.
+        What a larger one takes is remembered, and kept with the executables for other
+        processes: the compiler is asked once.
 
         Raises:
             DoesNotFitError: it takes more, by the compiler's figure or its refusal.
             ArtifactError: as :meth:`get`.
         """
-        key = None
-        if self.store is not None:
+        known, key = (stage, name, _signature(args)), None
+        size = self._too_large.get(known)
+        if size is None and self.store is not None:
             key = program_key(
                 self.components, stage, name, program, loaded, args, request
             )
-            known = self.store.size(key)
-            if known is not None and known > room:
-                raise DoesNotFitError(f"{stage}/{name}", known, room)
+            size = self.store.size(key)
+        if size is not None and size > room:
+            raise DoesNotFitError(f"{stage}/{name}", size, room)
         try:
             ready, report = self.get(stage, name, program, loaded, args, request)
         except Exception as error:  # jaxlib raises one class for everything
@@ -228,14 +231,11 @@ class Programs:
             needed = planned_bytes(ready.call) or 0
             if needed <= room:
                 return ready, report
-            self.forget([ready])
+            self._ready.pop(known, None)
+        self._too_large[known] = needed
         if key is not None and self.store is not None:
             self.store.keep_size(key, needed)
         raise DoesNotFitError(f"{stage}/{name}", needed, room)
-
-    def forget(self, programs: Collection[Ready]) -> None:
-        """Let go of some programs."""
-        self._ready = {k: r for k, r in self._ready.items() if r not in programs}
 
     # ------------------------------------------------------------------- load
 

@@ -334,7 +334,6 @@ class Executor:
                 break
             self.reporter.say(tiling.passed())
             # Of what was passed over only loading counts: the weights stay.
-            self.programs.forget(run.timing.programs)
             run.timing, tiling = Timing(load=run.timing.load), other
         if not tiling.fits:
             raise tiling.refusal()
