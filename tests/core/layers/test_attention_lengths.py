@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.attention_lengths import (
@@ -114,27 +116,55 @@ CALLS: dict[str, tuple[list[int] | None, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    sweep(
+        [
+            *((name, "reference") for name in CALLS),
+            ("no key and too many", "blockwise"),
+            ("frames and lengths", "blockwise"),
+            ("causal and lengths", "blockwise"),
+        ],
+        itertools.product(CALLS, ["reference", "blockwise"]),
+    ),
+)
 def test_it_is_attention_under_the_mask(name: str, implementation: str) -> None:
     assert_is_masked(*CALLS[name], on=context(implementation=implementation))
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0])
-@pytest.mark.parametrize("frame_tokens", [None, 4])
+@pytest.mark.parametrize(
+    ("frame_tokens", "scale"),
+    sweep([(None, 0.3), (4, 1.0)], itertools.product([None, 4], [0.3, 1.0])),
+)
 def test_the_scale_is_honoured(frame_tokens: int | None, scale: float) -> None:
     assert_is_masked([7, 12], frame_tokens, scale=scale)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["lengths", "frames", "frames and lengths"])
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    sweep(
+        [
+            ((2, 2, 2), "lengths"),
+            ((2, 2, 2), "frames"),
+            ((2, 2, 2), "frames and lengths"),
+            ((1, 8, 1), "frames and lengths"),
+            ((2, 1, 4), "lengths"),
+            ((1, 1, 8), "frames"),
+            ((8, 1, 1), "lengths"),
+        ],
+        itertools.product(MESHES, ["lengths", "frames", "frames and lengths"]),
+    ),
+    ids=str,
+)
 def test_a_mesh_gives_what_one_device_gives(
-    name: str, mesh: tuple[int, int, int]
+    mesh: tuple[int, int, int], name: str
 ) -> None:
     assert_is_masked(*CALLS[name], on=context(mesh))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", sweep([(1, 8, 1), (2, 2, 2)], MESHES, single=True), ids=str
+)
 def test_an_odd_number_of_queries_on_a_mesh(mesh: tuple[int, int, int]) -> None:
     assert_is_masked([7, 12], None, queries=13, on=context(mesh))
 

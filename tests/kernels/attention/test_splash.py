@@ -16,6 +16,7 @@ from tests.kernels.attention.oracle import (
     numpy_attention,
     worst,
 )
+from tests.sweeps import swept
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.splash import (
     SplashBlocks,
@@ -58,11 +59,6 @@ SWEEP = [
     Case(q_len=129, kv_len=129, scale=0.3),
     Case(q_len=129, kv_len=129, scale=0.0),
 ]
-
-
-def swept(*values: Any) -> Any:
-    """A set of arguments that the default run leaves out."""
-    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 def run(*arrays: Any, **options: Any) -> jax.Array:
