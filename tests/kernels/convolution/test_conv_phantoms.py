@@ -41,10 +41,11 @@ class Form:
         assert self.rows > self.block > 1
         outputs = chosen["outputs"]
         x, kernel, bias = _case(self.taps, 2, self.rows, self.columns, 128, outputs)
-        self.x = x[..., : self.columns + 2, :].astype(dtype)
+        # One video: that there may be two is seen to without phantoms.
+        self.x = x[:1, ..., : self.columns + 2, :].astype(dtype)
         self.kernel, self.bias = kernel.astype(dtype), bias
         rng = np.random.default_rng(1)
-        size = (2, 2, chosen["rows"], COLUMNS)
+        size = (1, 2, chosen["rows"], COLUMNS)
         self.more: dict[str, np.ndarray] = {}
         if "added" in chosen:
             self.more["residual"] = rng.normal(size=(*size, outputs)).astype(dtype)
