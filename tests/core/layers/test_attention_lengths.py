@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -171,10 +172,11 @@ def test_an_odd_number_of_queries_on_a_mesh(mesh: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8"])
 def test_any_integers_are_lengths(dtype: str) -> None:
-    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
-    plain = length_attention(context(), q, k, v, jnp.asarray([3, 8]))
-    found = length_attention(context(), q, k, v, jnp.asarray([3, 8], dtype))
-    assert jnp.array_equal(found, plain)
+    arrays = [x.numpy() for x in tensors(2)]
+    call = jax.jit(functools.partial(length_attention, context()))
+    plain = call(*arrays, np.asarray([3, 8], np.int64))
+    found = call(*arrays, np.asarray([3, 8], dtype))
+    assert np.array_equal(found, plain)
 
 
 def test_grouped_heads() -> None:
@@ -184,8 +186,8 @@ def test_grouped_heads() -> None:
     mask = mask_of(2, TOKENS, TOKENS, [7, 12], None)
     wide_k, wide_v = (x.repeat_interleave(4, dim=1) for x in (k, v))
     expected = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask)
-    arrays = [jnp.asarray(x.numpy()) for x in (q, k, v, lengths)]
-    found = to_torch(length_attention(context((1, 1, 2)), *arrays))
+    call = jax.jit(functools.partial(length_attention, context((1, 1, 2))))
+    found = to_torch(call(*(x.numpy() for x in (q, k, v, lengths))))
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
     eager = eager_attention(q, k, v, lengths)
     torch.testing.assert_close(eager, expected, rtol=0, atol=TOLERANCE)
@@ -231,11 +233,13 @@ def test_a_traced_block_takes_the_kernels_and_records_it(overload: bool) -> None
 
 def test_records_tell_lengths_and_frames() -> None:
     on = context((2, 2, 2))
-    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
+    arrays = [x.numpy() for x in tensors(2)]
+    call = functools.partial(length_attention, on)
+    # A call is noted as it is traced.
     for _ in range(2):
-        length_attention(on, q, k, v, jnp.asarray([3, 8]))
-        length_attention(on, q, k, v, frame_tokens=3)
-    length_attention(on, q, k, v, frame_tokens=1)
+        jax.eval_shape(functools.partial(call), *arrays, np.asarray([3, 8]))
+        jax.eval_shape(functools.partial(call, frame_tokens=3), *arrays)
+    jax.eval_shape(functools.partial(call, frame_tokens=1), *arrays)
     shape = (2, 8, TOKENS, 8)
     reason = (
         "the score matrix is small enough to be built whole; not splash: it is for "
@@ -264,9 +268,10 @@ def test_records_tell_lengths_and_frames() -> None:
 def test_one_frame_at_a_time_decides_the_implementation() -> None:
     """600 x 600 scores would be too many, 60 x 600 are not."""
     on = context()
-    q, k, v = (jnp.zeros((1, 1, 600, 8)) for _ in range(3))
-    length_attention(on, q, k, v)
-    length_attention(on, q, k, v, frame_tokens=60)
+    x = np.zeros((1, 1, 600, 8), np.float32)
+    call = functools.partial(length_attention, on)
+    jax.eval_shape(call, x, x, x)
+    jax.eval_shape(functools.partial(call, frame_tokens=60), x, x, x)
     assert [r.implementation for r in on.records] == ["blockwise", "reference"]
 
 
