@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -197,7 +197,7 @@ def _compile(
         _session(settings, topology, cache, display) as session,
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs
-        from tpuport.core.plan.build_ahead import build_weighed
+        from tpuport.core.plan.build_ahead import build
         from tpuport.core.programs.built_folder import write_manifest
 
         source = read_source(settings, session.variant)
@@ -208,9 +208,7 @@ def _compile(
             wanted.remove(names[0])
         count = len(request.prompts)
 
-        def programs(
-            stages: Sequence[str], tiling: str, decided: Callable[[Any], None]
-        ) -> Iterator[AbstractProgram]:
+        def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
                 session.port,
                 session.variant,
@@ -220,20 +218,18 @@ def _compile(
                 dtype=session.dtype,
                 attention=settings.attention or "auto",
                 sharding=settings.sharding or "default",
-                stages=stages,
+                stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
-                vae_tiling=tiling,
+                vae_tiling=session.executor.vae_tiling,
                 decided=decided,
                 reporter=display,
             )
 
-        built, decided = build_weighed(
+        built, decided = build(
             programs,
             session.components,
             request,
             folder,
-            stages=wanted,
-            vae_tiling=session.executor.vae_tiling,
             attached=topology is None,
             reporter=display,
         )

@@ -133,6 +133,23 @@ class ExecutableStore:
                     ranked.append((count, -path.stat().st_mtime, str(path), entry))
         return min(ranked)[3] if ranked else None
 
+    def keep_size(self, key: ProgramKey, needed: int) -> None:
+        """Remember the bytes of a device that a program takes which has no room."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._size(key)) as temporary:
+                temporary.write_text(str(needed))
+
+    def size(self, key: ProgramKey) -> int | None:
+        """What :meth:`keep_size` was told of a key."""
+        try:
+            return int(self._size(key).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _size(self, key: ProgramKey) -> Path:
+        return self.path(key).with_suffix(".too-large")
+
     def _of_the_name(self, key: ProgramKey) -> list[Path]:
         stem = self.path(key).name[: -len(SUFFIX) - _DIGITS]
         return sorted(self.folder.glob(f"{stem}*{SUFFIX}"))

@@ -13,6 +13,7 @@ import jax
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.device_memory import planned_bytes, refused_bytes
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.built_folder import BuiltFolder
@@ -28,7 +29,7 @@ from tpuport.core.programs.program_key import ProgramKey, program_key
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program
-from tpuport.core.spec.tiling import TilingDecision
+from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.errors import ArtifactError
@@ -77,6 +78,8 @@ class Programs:
         self.built = built
         self.reporter = reporter or Reporter()
         self._ready: dict[Any, Ready] = {}
+        # Bytes of a device, of programs that had no room.
+        self._too_large: dict[Any, int] = {}
         # Names of programs whose executable jax would not load.
         self._refused: set[str] = set()
 
@@ -161,6 +164,52 @@ class Programs:
         self._ready[known] = ready
         self.reporter.compiled(report)
         return ready, report
+
+    def get_within(
+        self,
+        room: int,
+        stage: str,
+        name: str,
+        program: Program,
+        loaded: Loaded,
+        args: tuple[Any, Any, Any],
+        request: Request,
+    ) -> tuple[Ready, CompileReport | None]:
+        """:meth:`get`, of a program that may take ``room`` bytes of a device at most.
+
+        What a larger one takes is remembered, and kept with the executables for other
+        processes: the compiler is asked once.
+
+        Raises:
+            DoesNotFitError: it takes more, by the compiler's figure or its refusal.
+            ArtifactError: as :meth:`get`.
+        """
+        known, key = (stage, name, _signature(args)), None
+        size = self._too_large.get(known)
+        if size is None and self.store is not None:
+            key = program_key(
+                self.components, stage, name, program, loaded, args, request
+            )
+            size = self.store.size(key)
+        if size is not None and size > room:
+            raise DoesNotFitError(f"{stage}/{name}", size, room)
+        try:
+            ready, report = self.get(stage, name, program, loaded, args, request)
+        except Exception as error:  # jaxlib raises one class for everything
+            refused = refused_bytes(str(error))
+            if refused is None:
+                raise
+            # The compiler may count on less than the device has now.
+            needed = max(refused, room + 1)
+        else:
+            needed = planned_bytes(ready.call) or 0
+            if needed <= room:
+                return ready, report
+            self._ready.pop(known, None)
+        self._too_large[known] = needed
+        if key is not None and self.store is not None:
+            self.store.keep_size(key, needed)
+        raise DoesNotFitError(f"{stage}/{name}", needed, room)
 
     # ------------------------------------------------------------------- load
 
