@@ -64,11 +64,11 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.commands.bench import PROMPT
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import gibibytes, plural, print_json, say
+from tpuport.cli.shown.output import plural, print_json, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.model_port import BLOCKS, with_blocks
 from tpuport.errors import UsageError
@@ -264,7 +264,7 @@ def _compile(
     total = sum(b.entry.size for b in built)
     say(
         f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "
-        f"({gibibytes(total)}) to {folder}; use them with --executables {folder}"
+        f"({bytes_text(total)}) to {folder}; use them with --executables {folder}"
     )
     return {
         "command": "compile",

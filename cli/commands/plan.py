@@ -205,7 +205,7 @@ def plan(
         if settings.json:
             print_json({"command": "plan", **made.as_dict()})
         else:
-            from tpuport.core.plan.plan_text import text
+            from tpuport.cli.shown.plan_text import text
 
             print(text(made))
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.core.plan.test_search import GIB, REQUEST, V6E, measured, plan_of
 from tests.core.spec.toys import Heard
+from tpuport.cli.shown.plan_text import text
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.plan import Plan
-from tpuport.core.plan.plan_text import text
 from tpuport.core.plan.planner import Planner
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.tiling import Footprint, decide

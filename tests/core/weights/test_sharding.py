@@ -295,25 +295,24 @@ class TestReport:
 
     def test_table(self) -> None:
         rules = (UP, NORM, ShardRule(pattern="down", spec=((("dp", "tp")), None)))
-        assert plan(rules).format_table().splitlines()[:-2] == [
-            "net on mesh dp=2,sp=1,tp=4",
-            "  spec        weights  bytes  pattern",
-            r"  [tp, -]           2  512 B  blocks\.\d+\.up\.weight",
-            r"  replicated        2   32 B  blocks\.\d+\.norm\.scale",
-            "  [dp+tp, -]        0    0 B  down",
-            "  none              4  576 B  (no rule)",
-            "  total 1.1 KiB, 736 B per device, of that 608 B replicated",
+        assert plan(rules).table() == [
+            ("spec", "weights", "bytes", "pattern"),
+            ("[tp, -]", "2", "512 B", r"blocks\.\d+\.up\.weight"),
+            ("replicated", "2", "32 B", r"blocks\.\d+\.norm\.scale"),
+            ("[dp+tp, -]", "0", "0 B", "down"),
+            ("none", "4", "576 B", "(no rule)"),
         ]
+        total = "total 1.1 KiB, 736 B per device, of that 608 B replicated"
+        assert plan(rules).remarks()[0] == total
 
     def test_a_rule_without_weights_is_shown_where_a_weight_has_none(self) -> None:
         spare = ShardRule(pattern="of another config", spec=(), optional=True)
-        assert "of another config" not in plan((*RULES, spare)).format_table()
-        assert "of another config" in plan((*RULES[1:], spare)).format_table()
+        assert "of another config" not in str(plan((*RULES, spare)).table())
+        assert "of another config" in str(plan((*RULES[1:], spare)).table())
 
-    def test_table_ends_with_the_problems(self) -> None:
+    def test_the_remarks_end_with_the_problems(self) -> None:
         done = plan(RULES[1:])
-        last = done.format_table().splitlines()[-1]
-        assert last == f"  problem: {done.problems[0]}"
+        assert done.remarks()[-1] == f"problem: {done.problems[0]}"
 
 
 class TestNamedShardings:

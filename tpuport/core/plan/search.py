@@ -18,7 +18,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.plan.build_ahead import CompileError
 from tpuport.core.plan.plan import DENOISE, Plan
-from tpuport.core.plan.plan_text import duration
+from tpuport.core.reports import seconds_text
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _outcome(candidate: Candidate) -> str:
     if plan is None:
         return candidate.reason
     step = plan.seconds_per_step or plan.seconds
-    return duration(step) if step is not None and plan.fits else "does not fit"
+    return seconds_text(step) if step is not None and plan.fits else "does not fit"
 
 
 def _likely(spec: MeshSpec) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.core.run.inspection import Inspection
-from tpuport.core.run.memory_report import MemoryLog, RunMemory
+from tpuport.core.run.memory_report import MemoryLog
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.run.stage_calls import StageRun, Timing, load
 from tpuport.core.run.step_caching import with_step_cache
@@ -75,7 +75,7 @@ class Executor:
         self.programs = programs or Programs(components, reporter=self.reporter)
         self.inspection = inspection or Inspection()
         self.op_by_op = OpByOp()
-        self._memory = RunMemory()
+        self._memory = MemoryLog(components.mesh.devices.flat)
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
 
@@ -221,11 +221,8 @@ class Executor:
             self.check_built(request, [stage], vae_tiling)
         delivery = delivery or Delivery()
         started = time.perf_counter()
-        trace = None
-        if looked.profile is not None:
-            trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
         tiling = self.tiling(stage, request, vae_tiling)
-        self._memory.begins(request, stage.name)
+        self._memory.begins(request, stage.name, stage.unit)
         run: StageRun | None = None
         made: dict[str, Any] | None = None
         try:
@@ -246,7 +243,7 @@ class Executor:
                     for batch in range(request.batches)
                 ]
                 run = self._stage_run(
-                    stage, request, delivery, works, tiling, trace, before=run
+                    stage, request, delivery, works, tiling, before=run
                 )
                 began = time.perf_counter()
                 try:
@@ -268,19 +265,22 @@ class Executor:
                 if name in self.components.loaded
             )
         except BaseException as error:
-            self._tell_memory(stage, run, error)
+            if told := self._memory.text():
+                error.add_note(told)
+            self._memory.clear()
             raise
         finally:
-            if trace is not None:
-                trace.stop()
+            if run is not None:
+                run.trace.stop()
             if not self.keep_loaded:
                 # What runs op by op holds on to the weights.
                 self.op_by_op.clear()
                 self.components.release(*stage.components)
-        memory = run.memory.take() if run.memory is not None else ()
-        self._memory.ended(stage.name, stage.unit, memory)
+        memory = self._memory.calls(stage.name)
         if stage.name == self.components.port.stages[-1].name:
             self._memory.clear()
+        if told := run.trace.line(stage.unit):
+            self.reporter.say(told)
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -302,7 +302,7 @@ class Executor:
             ),
             op_by_op=op_by_op,
             memory=memory,
-            profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
+            profile=run.trace.result(),
             tiling=tiling.as_dict() if tiling is not None else None,
         )
         self.reporter.stage_finished(report)
@@ -315,7 +315,6 @@ class Executor:
         delivery: Delivery,
         works: Sequence[Work],
         tiling: TilingDecision | None,
-        trace: SteadyTrace | None,
         before: StageRun | None,
     ) -> StageRun:
         """What makes the calls, with logs of its own.
@@ -329,10 +328,9 @@ class Executor:
             self.reporter.stage_started(stage.name, total, stage.unit)
         else:
             self.reporter.stage_restarted(stage.name, total, stage.unit)
-            if trace is not None:
-                trace.forget(stage.name)
+            before.trace.stop()
+            self._memory.begins(request, stage.name, stage.unit)
         looked = self.inspection
-        devices = list(self.components.mesh.devices.flat)
         return StageRun(
             components=self.components,
             programs=self.op_by_op if stage.name in looked.no_jit else self.programs,
@@ -342,8 +340,8 @@ class Executor:
             delivery=delivery,
             total=total,
             timing=Timing(load=0.0 if before is None else before.timing.load),
-            memory=MemoryLog(devices) if looked.memory else None,
-            trace=trace,
+            memory=self._memory if looked.memory else None,
+            trace=SteadyTrace(stage.name, looked.profile, looked.profile_calls),
             room=tiling.room if tiling is not None else None,
         )
 
@@ -378,16 +376,6 @@ class Executor:
             raise found from error.__cause__
         self.reporter.say(f"{error}: going on {other.chosen.manner}")
         return other
-
-    def _tell_memory(
-        self, stage: Stage, run: StageRun | None, error: BaseException
-    ) -> None:
-        """Note on an error what was gathered until then, earlier stages included."""
-        if run is not None and run.memory is not None:
-            self._memory.ended(stage.name, stage.unit, run.memory.take())
-        if text := self._memory.text():
-            error.add_note(text)
-        self._memory.clear()
 
     def run_upstream(
         self,
