@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
+
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +64,6 @@ def to_numpy(value: Any) -> np.ndarray:
     int64 becomes int32, since JAX runs with 32-bit integers here; a value that does not
     fit raises OverflowError rather than wrapping.
     """
-    import ml_dtypes
     import numpy as np
     import torch
 

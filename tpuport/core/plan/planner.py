@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
+from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.device_mesh import build_mesh
@@ -22,20 +25,13 @@ from tpuport.core.reports import Reporter
 from tpuport.core.run.request_builder import RequestBuilder
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.default_mesh import default_mesh
-from tpuport.core.spec.model_port import with_blocks
-from tpuport.core.spec.tiling import gibibytes
+from tpuport.core.spec.model_port import ModelPort, with_blocks
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.tiling import TilingDecision, gibibytes
+from tpuport.core.spec.variant import Variant
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
 from tpuport.errors import MeshError, ShardingError
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.mesh.chips import Chip
-    from tpuport.core.spec.model_port import ModelPort
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.tiling import TilingDecision
-    from tpuport.core.spec.variant import Variant
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""

@@ -9,9 +9,12 @@ at its peak the memory between. The two are never mixed in one line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.mesh.device_memory import plan_of
+from tpuport.core.programs.program_store import Ready
 from tpuport.core.reports import (
     LIVE,
     PLANNED,
@@ -21,9 +24,6 @@ from tpuport.core.reports import (
     memory_sources,
     memory_table,
 )
-
-if TYPE_CHECKING:
-    from tpuport.core.programs.program_store import Ready
 
 
 class MemoryLog:
@@ -119,8 +119,6 @@ def _device(device: Any, in_use: int, peak: int) -> DeviceMemory:
 
 def _used_by(ready: Ready, devices: Sequence[Any]) -> Sequence[Any]:
     """The devices that a compiled program runs on; all of them when it cannot tell."""
-    import jax
-
     for sharding in jax.tree.leaves(getattr(ready.call, "output_shardings", None)):
         if used := getattr(sharding, "device_set", None):
             return [device for device in devices if device in used]

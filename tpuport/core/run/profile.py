@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import OutputError, UsageError
 
@@ -60,8 +62,6 @@ class SteadyTrace:
         if self.recording:
             self.stop()
             return
-        import jax
-
         options = jax.profiler.ProfileOptions()
         # Every Python call would be in it, hundreds of thousands of them.
         options.python_tracer_level = 0
@@ -79,8 +79,6 @@ class SteadyTrace:
     @contextmanager
     def call(self, program: str, number: int) -> Iterator[None]:
         """The dispatch of a call, which is named in a recording that is under way."""
-        import jax
-
         if not self.recording:
             yield
             return
@@ -97,8 +95,6 @@ class SteadyTrace:
         """
         if not self.recording:
             return
-        import jax
-
         self.recording = False
         try:
             jax.profiler.stop_trace()

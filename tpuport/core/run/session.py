@@ -6,10 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import torch
 
 from tpuport.core import reports as reports
 from tpuport.core.arrays import to_torch
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, RunReport, StageReport
@@ -25,13 +29,8 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import check_given
 from tpuport.core.spec.tiling import check_choice
 from tpuport.core.spec.variant import Variant
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError
-
-if TYPE_CHECKING:
-    import jax
-    import torch
-
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 class Session(StageRunner):
@@ -131,7 +130,6 @@ class Session(StageRunner):
 
     def _check_heads(self) -> None:
         """Refuse a mesh whose tp does not divide the heads of a component on it."""
-        from tpuport.core.mesh.mesh_spec import MeshSpec
 
         heads = {
             name: component.heads(self.checkpoint.config(name))
@@ -286,7 +284,6 @@ class Session(StageRunner):
         self, stages: Sequence[StageReport], total_seconds: float
     ) -> RunReport:
         """The report of a run made of these stages."""
-        from tpuport.core.mesh.mesh_spec import MeshSpec
 
         # Of the components that some stage ran; upstream's own code has its own.
         ran = [

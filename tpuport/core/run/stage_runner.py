@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.core.arrays import host_device
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.core.files.sources import Source
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.programs.components import Components
 from tpuport.core.reports import StageReport
+from tpuport.core.run.executor import Executor
 from tpuport.core.run.frame_delivery import Delivery, Sink
 from tpuport.core.run.request_builder import RequestBuilder
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Stage
 from tpuport.errors import UsageError, WeightsError
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.programs.components import Components
-    from tpuport.core.run.executor import Executor
 
 BACKENDS = ("tpuport", "diffusers")
 
@@ -277,7 +276,6 @@ class StageRunner(RequestBuilder):
 
     def stage_record(self, report: StageReport) -> dict[str, Any]:
         """What run.json keeps of a stage: its report and where it ran."""
-        from tpuport.core.mesh.mesh_spec import MeshSpec
 
         return {
             **report.as_dict(),
