@@ -211,14 +211,8 @@ def _compile(
             stages: Sequence[str], tiling: str, decided: Callable[[Any], None]
         ) -> Iterator[AbstractProgram]:
             return abstract_programs(
-                session.port,
-                session.variant,
-                session.checkpoint,
+                session.components,
                 request,
-                session.mesh,
-                dtype=session.dtype,
-                attention=settings.attention or "auto",
-                sharding=settings.sharding or "default",
                 stages=stages,
                 inputs={source.kind: source.for_videos(count)} if source else None,
                 vae_tiling=tiling,

@@ -44,7 +44,6 @@ LONG = {
     "tpuport/core/layers/attention.py:split_attention",
     "tpuport/core/layers/sequence_parallel.py:sequence_attention",
     "tpuport/core/layers/video_layers.py:convolve",
-    "tpuport/core/plan/planner.py:Planner.plan",
     "tpuport/core/run/executor.py:Executor.run",
     "tpuport/core/run/session.py:Session.generate",
     "tpuport/core/run/stage_calls.py:StageRun.batch",
@@ -60,7 +59,6 @@ LONG = {
 WIDE = {
     "tpuport/core/layers/ring.py:gathered_attention",
     "tpuport/core/layers/ring.py:ring_attention",
-    "tpuport/core/plan/abstract_programs.py:abstract_programs",
     "tpuport/core/run/request_builder.py:RequestBuilder.request",
     "tpuport/core/run/session.py:Session.__init__",
     "tpuport/core/run/session.py:Session.generate",

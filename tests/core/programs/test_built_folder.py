@@ -53,15 +53,7 @@ def compile_into(
     with tpuport.load("toy", mesh=MESH, cache_dir=cache) as session:
         request = session.request(prompt=asked.pop("prompt"), **asked)
         made = build(
-            abstract_programs(
-                session.port,
-                session.variant,
-                session.checkpoint,
-                request,
-                session.mesh,
-                dtype=session.dtype,
-                stages=stages,
-            ),
+            abstract_programs(session.components, request, stages=stages),
             session.components,
             request,
             folder,
@@ -335,15 +327,8 @@ class Weighed:
         whole, tiles = Footprint(bytes=1), Footprint(bytes=1, tiles="2 x 3 tiles")
         decided(decide("decode", setting, whole, tiles, self.limit))
         short = setting == "on" and self.smaller
-        yield from abstract_programs(
-            self.session.port,
-            self.session.variant,
-            self.session.checkpoint,
-            self.request(5 if short else 33),
-            self.session.mesh,
-            dtype=self.session.dtype,
-            stages=stages,
-        )
+        request = self.request(5 if short else 33)
+        yield from abstract_programs(self.session.components, request, stages=stages)
 
 
 def weighed(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:

@@ -229,14 +229,8 @@ class Planner:
     ) -> Iterator[AbstractProgram]:
         """The distinct programs of a run on a mesh."""
         return abstract_programs(
-            self.port,
-            self.variant,
-            self.checkpoint,
+            self.components(spec),
             request,
-            build_mesh(spec, self.devices),
-            dtype=self.dtype,
-            attention=self.attention,
-            sharding=self.sharding,
             stages=stages,
             inputs=self.inputs,
             vae_tiling=self.vae_tiling,
@@ -271,41 +265,14 @@ class Planner:
         self.check_mesh(spec)
         asked = self.request(spec) if request is None else request
         names = list(stages) if stages is not None else [s.name for s in self._stages()]
-        found: dict[str, list[Measured]] = {name: [] for name in names}
-        files: list[str] = []
         met = {name: KernelsMet(self.kernels) for name in names}
         dump = self.dump if keep else None
-        told = self.reporter or Reporter()
-        for program in self.programs(spec, asked, names):
-            what = f"compiling {program.stage}/{program.program}"
-            with told.timed(f"{what} for {spec} of {self.topology.name}"):
-                measured = measure(
-                    program,
-                    self.topology,
-                    self.chip,
-                    met[program.stage],
-                    keep_text=dump is not None,
-                )
-            program.forget()
-            if dump is not None:
-                number = len(found[program.stage])
-                files += self._noted(_write(dump, measured, number, spec, self.chip))
-                measured = replace(measured, hlo="")
-            found[program.stage].append(measured)
+        found, files = self._compiled(
+            spec, self.programs(spec, asked, names), met, dump
+        )
         if dump is not None:
             uses = {key: use for m in met.values() for key, use in m.uses.items()}
             files += self._noted(keep_schedules(uses.values(), dump))
-        notes = [
-            note
-            for programs in found.values()
-            for p in programs
-            if p.account
-            for note in p.account.notes
-        ]
-        room = WEIGHT_SHARE * self.chip.hbm_usable_bytes
-        for weights in self.sharding_plans(spec):
-            if self.port.components[weights.component].stacked:
-                notes += filter(None, [undivided(weights, room=room)])
         made = Plan(
             model=self.port.name,
             variant=self.variant.name,
@@ -332,10 +299,55 @@ class Planner:
             ),
             sharding_plans=self.sharding_plans(spec),
             files=files,
-            notes=notes,
+            notes=self._notes(spec, found),
             tiling={n: t.as_dict() for n, t in self._tiling.items() if found.get(n)},
         )
         return self._weighed(made, asked, keep=keep)
+
+    def _compiled(
+        self,
+        spec: MeshSpec,
+        programs: Iterable[AbstractProgram],
+        met: Mapping[str, KernelsMet],
+        dump: Path | None,
+    ) -> tuple[dict[str, list[Measured]], list[str]]:
+        """Each stage's programs, compiled and measured, and the files in the dump.
+
+        Args:
+            met: of each stage, told the kernels that its programs call.
+        """
+        found: dict[str, list[Measured]] = {name: [] for name in met}
+        files: list[str] = []
+        told = self.reporter or Reporter()
+        for program in programs:
+            what = f"compiling {program.stage}/{program.program}"
+            with told.timed(f"{what} for {spec} of {self.topology.name}"):
+                measured = measure(
+                    program,
+                    self.topology,
+                    self.chip,
+                    met[program.stage],
+                    keep_text=dump is not None,
+                )
+            program.forget()
+            if dump is not None:
+                number = len(found[program.stage])
+                files += self._noted(_write(dump, measured, number, spec, self.chip))
+                measured = replace(measured, hlo="")
+            found[program.stage].append(measured)
+        return found, files
+
+    def _notes(
+        self, spec: MeshSpec, found: Mapping[str, Sequence[Measured]]
+    ) -> list[str]:
+        """What the accounts say, and which weights are whole on every device."""
+        accounts = [p.account for programs in found.values() for p in programs]
+        notes = [note for account in accounts if account for note in account.notes]
+        room = WEIGHT_SHARE * self.chip.hbm_usable_bytes
+        for weights in self.sharding_plans(spec):
+            if self.port.components[weights.component].stacked:
+                notes += filter(None, [undivided(weights, room=room)])
+        return notes
 
     def _weighed(self, made: Plan, asked: Request, *, keep: bool = True) -> Plan:
         """``made`` with what was compiled held against what a device has.

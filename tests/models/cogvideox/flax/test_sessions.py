@@ -244,16 +244,12 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
 ) -> None:
     decided: list[TilingDecision] = []
     with tpuport.load(
-        weights=folder, cache_dir=cache, mesh=mesh, vae="flax"
+        weights=folder, cache_dir=cache, mesh=mesh, vae="flax", dtype=dtype
     ) as session:
         request = session.request(prompt="a", height=192, width=256, num_frames=9)
         programs = abstract_programs(
-            session.port,
-            session.variant,
-            session.checkpoint,
+            session.components,
             request,
-            session.mesh,
-            dtype=dtype,
             stages=["decode"],
             vae_tiling="off",
             decided=decided.append,

@@ -27,6 +27,7 @@ from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.plan.abstract_programs import abstract_programs
 from tpuport.core.plan.config_checkpoint import config_checkpoint
 from tpuport.core.plan.planner import Requests
+from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
 from tpuport.core.mesh.slices import parse_topology, topology_devices
 from tpuport.plugins import get_port
@@ -40,8 +41,8 @@ with config_checkpoint(port.form_of(variant), variant, Path(sys.argv[1])) as che
     request = requests.request(prompt="a", height=192, width=256, num_frames=9)
     decided = []
     programs = abstract_programs(
-        port, variant, checkpoint, request, mesh, dtype="bfloat16", stages=["decode"],
-        vae_tiling="off", decided=decided.append,
+        Components(port, checkpoint, mesh, dtype="bfloat16"), request,
+        stages=["decode"], vae_tiling="off", decided=decided.append,
     )
     compiled = [planned_bytes(p.lowered().compile()) for p in programs]
 print(json.dumps([decided[0].as_dict(), compiled]))

@@ -51,14 +51,11 @@ def test_the_estimate_is_of_the_size_of_the_compiled_program(
         weights=hunyuanvideo_folders[form],
         cache_dir=cache_dir,
         mesh=mesh,
+        dtype=dtype,
     ) as session:
         programs = abstract_programs(
-            session.port,
-            session.variant,
-            session.checkpoint,
+            session.components,
             session.request(prompt="a", height=height, width=width, num_frames=frames),
-            session.mesh,
-            dtype=dtype,
             stages=["decode"],
             vae_tiling="off",
             decided=decided.append,
