@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.spec.request import Request
+from tpuport.errors import VideoError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,3 +143,41 @@ class StageContext:
             torch.Generator().manual_seed(seed)
             for seed in self.request.seeds[self.batch]
         ]
+
+    def upstream_component(self, name: str, dtype: str | None = None) -> Any:
+        """A component as upstream's own object, on ``device``, by its own loader.
+
+        Args:
+            name: its folder in the checkpoint.
+            dtype: in place of that of the run.
+        """
+        from tpuport.core.arrays import torch_dtype
+
+        def load() -> Any:
+            upstream: Any = type(self.module(name))
+            # transformers and diffusers call the argument by different names.
+            own = upstream.__module__.startswith("transformers.")
+            given = {
+                "dtype" if own else "torch_dtype": torch_dtype(dtype or self.dtype)
+            }
+            made = upstream.from_pretrained(self.checkpoint.folder / name, **given)
+            return made.eval().to(self.device)
+
+        return self.upstream(name, load)
+
+
+def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:
+    """What watches steps whose outputs say whether their latents are ``finite``.
+
+    Raises:
+        VideoError: a step left them infinite or NaN.
+    """
+
+    def watch(index: int, output: Mapping[str, Any]) -> None:
+        if not bool(output["finite"]):
+            raise VideoError(
+                f"the latents are not finite after step {index + 1} of {steps}; try "
+                "--dtype float32, and check the weights"
+            )
+
+    return watch

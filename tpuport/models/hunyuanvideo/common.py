@@ -17,10 +17,9 @@ from tpuport.core.layers.tiled_frames import JoinedFrames
 from tpuport.core.layers.tiles import TilePlan
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Call, StageContext, Work
+from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.core.spec.tiling import Footprint
 from tpuport.core.tracing.chunk_state import chunk_lengths
-from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo import tiles_in_time, vae, vae_memory
 
 if TYPE_CHECKING:
@@ -231,19 +230,6 @@ def draw_noise(
         dtype=dtype,
     )
     return noise
-
-
-def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:
-    """Refuses latents that a step left infinite or NaN."""
-
-    def watch(index: int, output: Mapping[str, Any]) -> None:
-        if not bool(output["finite"]):
-            raise VideoError(
-                f"the latents are not finite after step {index + 1} of {steps}; try "
-                "--dtype float32, and check the weights"
-            )
-
-    return watch
 
 
 def unscaled_latents(ctx: StageContext) -> torch.Tensor:

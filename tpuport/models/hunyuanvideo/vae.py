@@ -1,4 +1,4 @@
-"""Encoding and decoding by tiles and chunks, for both HunyuanVideo autoencoders.
+"""Decoding by tiles and chunks for both HunyuanVideo autoencoders; encoding for 1.5.
 
 A plan follows upstream's tile settings, read from the module; a tile goes through one
 of the small programs below; :mod:`tpuport.core.layers.tiles` joins the results on the
@@ -40,58 +40,29 @@ def plan_decode(vae: Any, latent_shape: Sequence[int], tiling: bool) -> TilePlan
     Raises:
         UsageError: ``vae`` is of another class.
     """
-    frames, rows, columns = latent_shape[2:]
-    if _is_15(vae):
-        return _plan_15(vae, frames, rows, columns, tiling, decode=True)
-    return _plan_13b(vae, frames, rows, columns, tiling, decode=True)
-
-
-def plan_encode(vae: Any, video_shape: Sequence[int], tiling: bool) -> TilePlan:
-    """The tiles of a video as upstream's ``encode`` cuts them; one when it does not.
-
-    Args:
-        vae, tiling: as in :func:`plan_decode`.
-        video_shape: [B, 3, F, H, W].
-
-    Raises:
-        UsageError: ``vae`` is of another class.
-    """
-    frames, rows, columns = video_shape[2:]
-    if _is_15(vae):
-        return _plan_15(vae, frames, rows, columns, tiling, decode=False)
-    return _plan_13b(vae, frames, rows, columns, tiling, decode=False)
-
-
-def _is_15(vae: Any) -> bool:
-    """Whether this is the autoencoder of 1.5, and not that of 13b."""
     from diffusers import AutoencoderKLHunyuanVideo, AutoencoderKLHunyuanVideo15
 
+    frames, rows, columns = latent_shape[2:]
     if isinstance(vae, AutoencoderKLHunyuanVideo15):
-        return True
+        return _plan_15(vae, frames, (rows, columns), tiling)
     if isinstance(vae, AutoencoderKLHunyuanVideo):
-        return False
+        return _plan_13b(vae, frames, (rows, columns), tiling)
     raise UsageError(
         f"no tile plan for {type(vae).__name__}; there is one for "
         "AutoencoderKLHunyuanVideo15 and AutoencoderKLHunyuanVideo"
     )
 
 
-def _lengths(vae: Any, *, decode: bool) -> tuple[Callable[[int], int], ...]:
-    """How many frames, and rows or columns, come out of n of them."""
+def _lengths(vae: Any) -> tuple[Callable[[int], int], Callable[[int], int]]:
+    """How many frames, and rows or columns, are decoded from n of latents."""
     frames, pixels = vae.temporal_compression_ratio, vae.spatial_compression_ratio
-    if decode:
-        return lambda n: (n - 1) * frames + 1, lambda n: n * pixels
-    return lambda n: (n - 1) // frames + 1, lambda n: -(-n // pixels)
+    return lambda n: (n - 1) * frames + 1, lambda n: n * pixels
 
 
-def _plan_15(
-    vae: Any, frames: int, rows: int, columns: int, tiling: bool, *, decode: bool
-) -> TilePlan:
-    in_time, in_space = _lengths(vae, decode=decode)
-    latent = (vae.tile_latent_min_height, vae.tile_latent_min_width)
-    sample = (vae.tile_sample_min_height, vae.tile_sample_min_width)
-    source, target = (latent, sample) if decode else (sample, latent)
-    sides = (rows, columns)
+def _plan_15(vae: Any, frames: int, sides: tuple[int, int], tiling: bool) -> TilePlan:
+    in_time, in_space = _lengths(vae)
+    windows = (vae.tile_latent_min_height, vae.tile_latent_min_width)
+    decoded = (vae.tile_sample_min_height, vae.tile_sample_min_width)
     overlap = vae.tile_overlap_factor
 
     def axis(side: int, window: int, made: int) -> Axis:
@@ -105,50 +76,44 @@ def _plan_15(
             keep=made - blended,
         )
 
-    tiled = tiling and any(n > limit for n, limit in zip(sides, source, strict=True))
+    tiled = tiling and any(n > limit for n, limit in zip(sides, windows, strict=True))
     height, width = (
         axis(side, window, made) if tiled else whole_axis(side, in_space)
-        for side, window, made in zip(sides, source, target, strict=True)
+        for side, window, made in zip(sides, windows, decoded, strict=True)
     )
     return TilePlan(axes=(whole_axis(frames, in_time), height, width))
 
 
-def _plan_13b(
-    vae: Any, frames: int, rows: int, columns: int, tiling: bool, *, decode: bool
-) -> TilePlan:
-    in_time, in_space = _lengths(vae, decode=decode)
+def _plan_13b(vae: Any, frames: int, sides: tuple[int, int], tiling: bool) -> TilePlan:
+    in_time, in_space = _lengths(vae)
 
     def steps(minimum: int, stride: int, ratio: int) -> dict[str, int]:
-        window, step = minimum // ratio, stride // ratio
-        if decode:
-            blended, kept = minimum - stride, stride
-        else:
-            blended, kept = window - step, step
-            window, step = minimum, stride
-        return {"window": window, "stride": step, "blend": blended, "keep": kept}
+        return {
+            "window": minimum // ratio,
+            "stride": stride // ratio,
+            "blend": minimum - stride,
+            "keep": stride,
+        }
 
     ratio = vae.spatial_compression_ratio
-    tall = steps(vae.tile_sample_min_height, vae.tile_sample_stride_height, ratio)
-    wide = steps(vae.tile_sample_min_width, vae.tile_sample_stride_width, ratio)
-    if tiling and (rows > tall["window"] or columns > wide["window"]):
-        height, width = (
-            tiled_axis(
-                side,
-                in_space,
-                limit=side * ratio if decode else side // ratio,
-                **settings,
-            )
-            for side, settings in ((rows, tall), (columns, wide))
-        )
-    else:
-        height, width = whole_axis(rows, in_space), whole_axis(columns, in_space)
+    steps_of = (
+        steps(vae.tile_sample_min_height, vae.tile_sample_stride_height, ratio),
+        steps(vae.tile_sample_min_width, vae.tile_sample_stride_width, ratio),
+    )
+    pairs = list(zip(sides, steps_of, strict=True))
+    tiled = tiling and any(side > each["window"] for side, each in pairs)
+    height, width = (
+        tiled_axis(side, in_space, limit=side * ratio, **each)
+        if tiled
+        else whole_axis(side, in_space)
+        for side, each in pairs
+    )
     long = steps(
         vae.tile_sample_min_num_frames,
         vae.tile_sample_stride_num_frames,
         vae.temporal_compression_ratio,
     )
-    framewise = vae.use_framewise_decoding if decode else vae.use_framewise_encoding
-    if framewise and frames > long["window"]:
+    if vae.use_framewise_decoding and frames > long["window"]:
         # A tile in time reads one frame more: its first frame stands for itself.
         long["window"] += 1
         time = tiled_axis(frames, in_time, limit=in_time(frames), lead=1, **long)
@@ -172,10 +137,6 @@ ENCODE_15 = SpatialLayout(
     inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=16
 )
 """For ``spatial_compression_ratio=16``, as published."""
-ENCODE_13B = SpatialLayout(
-    inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=8
-)
-"""For ``spatial_compression_ratio=8``, as published."""
 
 
 def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
@@ -225,37 +186,16 @@ def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
     return video
 
 
-def encode_moments_15(model: BoundModule, x: jax.Array) -> jax.Array:
-    """Video [B, 3, F, H, W] of a tile -> float32 moments [B, 2C, T, Y, X].
-
-    The moments are the mean and the log variance side by side. ``x`` is in [-1, 1], and
-    cast to the weights' dtype here.
-    """
-    return _float32(model(_cast(model, x, "encoder.conv_in"), method="encoder"))
-
-
-def encode_moments_13b(model: BoundModule, x: jax.Array) -> jax.Array:
-    """As :func:`encode_moments_15`, for the 13b autoencoder."""
-    x = model(_cast(model, x, "encoder.conv_in"), method="encoder")
-    return _float32(model(x, method="quant_conv"))
-
-
 def encode_mode_15(model: BoundModule, x: jax.Array) -> jax.Array:
-    """Video [B, 3, F, H, W] of a tile -> float32 latent mode [B, C, T, Y, X].
+    """Video [B, 3, F, H, W] -> float32 latent mode [B, C, T, Y, X], unscaled.
 
-    Unscaled. Blending treats every channel by itself, so modes may be joined as moments
-    are. Source: diffusers ``vae.py``, ``DiagonalGaussianDistribution.mode``.
+    ``x`` is in [-1, 1], and cast to the weights' dtype here. Source: diffusers
+    ``vae.py``, ``DiagonalGaussianDistribution.mode``.
     """
-    return _mean(encode_moments_15(model, x))
-
-
-def encode_mode_13b(model: BoundModule, x: jax.Array) -> jax.Array:
-    """As :func:`encode_mode_15`, for the 13b autoencoder."""
-    return _mean(encode_moments_13b(model, x))
-
-
-def _mean(moments: jax.Array) -> jax.Array:
-    return moments[:, : moments.shape[1] // 2]
+    # The mean and the log variance side by side.
+    moments = model(_cast(model, x, "encoder.conv_in"), method="encoder")
+    mode: jax.Array = moments[:, : moments.shape[1] // 2]
+    return mode.astype("float32")
 
 
 def _cast(model: BoundModule, x: jax.Array, layer: str) -> jax.Array:
@@ -263,9 +203,3 @@ def _cast(model: BoundModule, x: jax.Array, layer: str) -> jax.Array:
     weights = model.weights
     name = f"{layer}.conv.weight"
     return x.astype(weights[name if name in weights else f"{layer}.weight"].dtype)
-
-
-def _float32(x: jax.Array) -> jax.Array:
-    import jax.numpy as jnp
-
-    return x.astype(jnp.float32)

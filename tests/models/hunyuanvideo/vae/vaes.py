@@ -134,24 +134,15 @@ def decode_tile(name: str) -> Callable[..., Any]:
     return ours.decode_tile_15 if is_15(name) else ours.decode_tile_13b
 
 
-def encode_moments(name: str) -> Callable[..., Any]:
-    return ours.encode_moments_15 if is_15(name) else ours.encode_moments_13b
-
-
-def encode_mode(name: str) -> Callable[..., Any]:
-    return ours.encode_mode_15 if is_15(name) else ours.encode_mode_13b
-
-
 def upstream_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
     """Upstream's own video; its 1.5 takes one at a time."""
     rows = z.split(1) if is_15_module(vae) else [z]
     return torch.cat([vae.decode(row).sample for row in rows])
 
 
-def upstream_moments(vae: Any, x: torch.Tensor) -> torch.Tensor:
-    """Upstream's own mean and log variance."""
-    rows = x.split(1) if is_15_module(vae) else [x]
-    return torch.cat([vae.encode(row).latent_dist.parameters for row in rows])
+def upstream_mode(vae: Any, x: torch.Tensor) -> torch.Tensor:
+    """What upstream's own 1.5 encodes to, which takes one at a time."""
+    return torch.cat([vae.encode(row).latent_dist.mode() for row in x.split(1)])
 
 
 def is_15_module(vae: Any) -> bool:
