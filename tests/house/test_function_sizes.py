@@ -71,8 +71,6 @@ WIDE = {
     "tpuport/kernels/convolution/conv.py:_call",
     "tpuport/kernels/convolution/conv.py:edged_convolution",
     "tpuport/kernels/convolution/conv_kernel.py:edged_body",
-    "tpuport/models/hunyuanvideo/native.py:_forward.forward",
-    "tpuport/models/hunyuanvideo/patches.py:_forward",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import SMALL, Cli, Made
+from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar
-from tpuport.core.files.video_file import read_back
 from tpuport.core.run.result import latents_digest
 from tpuport.core.run.session import Session
 from tpuport.errors import OutputError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli, Made
+from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar, write_sidecar
-from tpuport.core.files.video_file import read_back
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.cli.tools import SMALL, Cli, Made
+from tests.core.files.videos import read_back
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.sealed_json import read_sidecar
-from tpuport.core.files.video_file import read_back
 
 SETTINGS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL)
 

@@ -14,11 +14,11 @@ from PIL import Image
 from tests.cli.asked.test_settings import parse
 from tests.cli.commands.test_plan import needs_libtpu, plan
 from tests.cli.tools import SMALL, Cli, Ran
+from tests.core.files.videos import read_back
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import resume_command
 from tpuport.core.files.run_record import implementation_in
 from tpuport.core.files.sealed_json import read_sidecar, write_sidecar
-from tpuport.core.files.video_file import read_back
 
 
 def stage_of(ran: Ran, name: str) -> dict[str, Any]:

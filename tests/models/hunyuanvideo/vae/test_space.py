@@ -14,6 +14,7 @@ import torch
 
 from tests.models.hunyuanvideo.vae.vaes import (
     Bound,
+    assemble,
     decode_tile,
     frozen_vae,
     latents,
@@ -26,7 +27,7 @@ from tests.models.hunyuanvideo.vae.vaes import (
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.files.frames import encode_pixels
-from tpuport.core.layers.tiles import TilePlan, assemble
+from tpuport.core.layers.tiles import TilePlan
 from tpuport.core.mesh import spatial_split as spatial
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec

@@ -10,6 +10,7 @@ import torch
 
 from tests.models.hunyuanvideo.vae.vaes import (
     ATOL,
+    assemble,
     assert_close,
     decode_tile,
     latents,
@@ -18,7 +19,7 @@ from tests.models.hunyuanvideo.vae.vaes import (
     tile_settings,
 )
 from tpuport.core.arrays import to_numpy
-from tpuport.core.layers.tiles import TilePlan, assemble
+from tpuport.core.layers.tiles import TilePlan
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo import vae as ours
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.layers.tiles import TileJoin, TilePlan
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import BoundModule, PortedModule
 from tpuport.models.hunyuanvideo import vae as ours
@@ -191,3 +193,34 @@ def tile_settings(name: str, height: int, width: int) -> dict[str, Any]:
         "tile_sample_stride_width": (width - 1) * ratio,
         "tile_sample_stride_num_frames": 4,
     }
+
+
+def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
+    """Join the outputs of a plan's tiles into one array; see :class:`TileJoin`.
+
+    Each output is let go once it is copied.
+
+    Args:
+        plan: the tiles.
+        outputs: of each tile in order, arrays of shape [B, C, *size] of any float
+            dtype.
+
+    Returns:
+        float32 of shape [B, C, *plan.output].
+
+    Raises:
+        ValueError: there are more or fewer outputs than tiles, or one has not the
+            shape the plan counts on.
+    """
+    join = TileJoin(plan)
+    result: np.ndarray | None = None
+    for output in outputs:
+        piece = join.add(output)
+        del output
+        if result is None:
+            result = np.empty((*piece.values.shape[:2], *plan.output), np.float32)
+        result[:, :, *piece.place] = piece.values
+        del piece
+    join.end()
+    assert result is not None
+    return result
