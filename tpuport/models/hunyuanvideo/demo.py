@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.models.hunyuanvideo.demo_tokenizers import (
-    write_byt5_tokenizer,
-    write_clip_tokenizer,
-    write_json,
-    write_llama_tokenizer,
-    write_qwen_tokenizer,
-)
+from tpuport.core.files.atomic import atomic_write_json
 
 if TYPE_CHECKING:
     from tpuport.core.spec.variant import Variant
@@ -171,6 +165,10 @@ def make_demo(folder: Path) -> None:
     )
 
     from tpuport.core.spec.demo_checkpoint import write_checkpoint
+    from tpuport.models.hunyuanvideo.demo_tokenizers import (
+        write_byt5_tokenizer,
+        write_qwen_tokenizer,
+    )
 
     configs: dict[str, Any] = {k: dict(v) for k, v in DEMO_CONFIGS.items()}
     parts: dict[str, Any] = {}
@@ -213,6 +211,10 @@ def make_demo_13b(folder: Path) -> None:
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
     from tpuport.core.spec.demo_checkpoint import write_checkpoint
+    from tpuport.models.hunyuanvideo.demo_tokenizers import (
+        write_clip_tokenizer,
+        write_llama_tokenizer,
+    )
 
     configs: dict[str, Any] = {k: dict(v) for k, v in DEMO_CONFIGS_13B.items()}
     parts: dict[str, Any] = {}
@@ -277,4 +279,5 @@ def write_feature_extractor(folder: Path, size: int) -> None:
         "rescale_factor": 1 / 255,
         "size": {"height": size, "width": size},
     }
-    write_json(folder / "preprocessor_config.json", config)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(folder / "preprocessor_config.json", config)
