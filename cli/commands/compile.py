@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +38,7 @@ from tpuport.cli.asked.options import (
     NegativePrompt,
     Prompt,
     PromptFile,
+    Report,
     Resolution,
     Sharding,
     Size,
@@ -64,7 +65,7 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.commands.bench import PROMPT
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import plural, print_json, say
+from tpuport.cli.shown.output import give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -132,6 +133,7 @@ def compile_(
         typer.Option("--out", metavar="FOLDER", help="For the executables; required."),
     ] = None,
     cache_dir: CacheDir = None,
+    report: Report = None,
     config: Config = None,
     json: Json = False,
     debug: Debug = False,
@@ -146,8 +148,7 @@ def compile_(
         guard.debug = settings.debug
         found = _prepare_devices(topology, debug=settings.debug)
         document = _compile(settings, topology, found, stage)
-        if settings.json:
-            print_json(document)
+        give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
@@ -196,7 +197,7 @@ def _compile(
         _session(settings, topology, cache, display) as session,
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs
-        from tpuport.core.plan.build_ahead import build_weighed
+        from tpuport.core.plan.build_ahead import build
         from tpuport.core.programs.built_folder import write_manifest
 
         source = read_source(settings, session.variant)
@@ -207,26 +208,22 @@ def _compile(
             wanted.remove(names[0])
         count = len(request.prompts)
 
-        def programs(
-            stages: Sequence[str], tiling: str, decided: Callable[[Any], None]
-        ) -> Iterator[AbstractProgram]:
+        def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
                 session.components,
                 request,
-                stages=stages,
+                stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
-                vae_tiling=tiling,
+                vae_tiling=session.executor.vae_tiling,
                 decided=decided,
                 reporter=display,
             )
 
-        built, decided = build_weighed(
+        built, decided = build(
             programs,
             session.components,
             request,
             folder,
-            stages=wanted,
-            vae_tiling=session.executor.vae_tiling,
             attached=topology is None,
             reporter=display,
         )

@@ -35,9 +35,9 @@ from tests.models.hunyuanvideo import test_encoders as encoders
 from tests.models.hunyuanvideo import upstream as hunyuanvideo
 from tests.models.hunyuanvideo.blocks import test_transformer as form_15
 from tests.models.hunyuanvideo.blocks import test_transformer_13b as form_13b
-from tests.models.hunyuanvideo.vae import test_vae as vaes
+from tests.models.hunyuanvideo.vae import test_tiles, vaes
 from tpuport.models.hunyuanvideo import demo
-from tpuport.models.hunyuanvideo.vae import encode_mode_15, plan_decode
+from tpuport.models.hunyuanvideo.vae import plan_decode
 
 STEPS = {"num_inference_steps": 4}
 SHAPE = {"height": 64, "width": 96, "num_frames": 9, **STEPS}
@@ -182,22 +182,24 @@ def hunyuanvideo_parts() -> Iterator[Part]:
 def autoencoder(name: str, label: str) -> Iterator[Part]:
     """By the programs that sessions run."""
     vae, run = vaes.frozen_vae(name), vaes.shared_run(name)
-    decode = vaes.decode_tile(name)
+    decode, encode = vaes.decode_tile(name), vaes.encode_mode(name)
     for batch, frames in ((1, 1), (1, 3), (2, 3)):
         size = f"{frames} latent frames, batch {batch}"
         x = vaes.pixels(batch, 4 * frames - 3, 48, 32)
         z = vaes.latents(vae, batch, frames, 4, 3)
-        parts = [("decode", decode, z, vaes.upstream_decode)]
-        if name.startswith("15"):
-            parts.append(("encode", encode_mode_15, x, vaes.upstream_mode))
-        for title, fn, given, call in parts:
+        for title, fn, given, call in (
+            ("encode", encode, x, vaes.upstream_mode),
+            ("decode", decode, z, vaes.upstream_decode),
+        ):
             yield Part(
                 f"VAE {title}, {label}, {size}", vae, given, call, partial(run, fn)
             )
     vae = vaes.make_vae(name)
     vae.enable_tiling(**vaes.tile_settings(name, 4, 4))
-    z = vaes.latents(vae, 1, *dict(vaes.TILED)[name])
-    ours = partial(vaes.through_tiles, name, decode, plan_decode(vae, z.shape, True))
+    z = vaes.latents(vae, 1, *dict(test_tiles.TILED)[name])
+    ours = partial(
+        test_tiles.through_tiles, name, decode, plan_decode(vae, z.shape, True)
+    )
     yield Part(f"VAE decode, {label}, 4 tiles", vae, z, vaes.upstream_decode, ours)
 
 

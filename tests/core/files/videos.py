@@ -1,4 +1,4 @@
-"""Videos written at once, and what is in a file that was written."""
+"""Writing a whole video at once, and reading one back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tpuport.core.files.video_file import VideoKind, VideoWriter, video_kind
 def write_video(
     path: str | Path, frames: np.ndarray, fps: float, *, kind: VideoKind | None = None
 ) -> None:
-    """Frames [T, Y, X, 3] as one video."""
+    """Write frames [T, Y, X, 3] as one video."""
     with VideoWriter(path, fps, kind=kind) as writer:
         writer.append(frames)
 
 
 def read_back(path: str | Path) -> tuple[int, int, int, float]:
-    """Frames, height, width and frames per second; every frame is decoded.
+    """Frames, height, width and frames per second; a PNG folder's rate is 0.
 
-    A folder of PNGs has no rate and gives 0.0.
+    Every frame is decoded.
     """
     kind, target = video_kind(path), Path(path)
     if kind == "png":
@@ -30,11 +30,11 @@ def read_back(path: str | Path) -> tuple[int, int, int, float]:
         fps = 0.0
     elif kind == "gif":
         shapes = [image.shape for image in iio.imiter(target, plugin="pillow")]
-        times = [
-            int(iio.immeta(target, plugin="pillow", index=index)["duration"])
+        metas = [
+            iio.immeta(target, plugin="pillow", index=index)
             for index in range(len(shapes))
         ]
-        fps = 1000 * len(times) / sum(times)
+        fps = 1000 * len(shapes) / sum(int(meta["duration"]) for meta in metas)
     else:
         shapes = [image.shape for image in iio.imiter(target, plugin="FFMPEG")]
         fps = float(iio.immeta(target, plugin="FFMPEG")["fps"])

@@ -1,4 +1,4 @@
-"""Frames into a video file, checked before and after.
+"""Frames into a video file, checked before.
 
 Letters: N videos, T frames, Y rows, X columns; the last dimension is red, green, blue.
 

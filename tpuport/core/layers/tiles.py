@@ -168,6 +168,17 @@ class TilePlan:
         return frames, rows, columns
 
 
+def in_words(rows: Axis, columns: Axis) -> str:
+    """Such as ``"4 x 5 tiles of up to 240 x 360 pixels"``; empty of a single tile."""
+    if len(rows.spans) * len(columns.spans) == 1:
+        return ""
+    high, wide = (max(span.made for span in axis.spans) for axis in (rows, columns))
+    return (
+        f"{len(rows.spans)} x {len(columns.spans)} tiles of up to {high} x {wide} "
+        "pixels"
+    )
+
+
 def fading(extent: int) -> tuple[np.ndarray, np.ndarray]:
     """The shares of what comes after and of what was before, float32 [extent] each.
 
@@ -294,17 +305,6 @@ class TileJoin:
             place=(frames, rows, columns),
             ends_row=not following or following[0].index[0] != index[0],
         )
-
-    def end(self) -> None:
-        """Nothing follows.
-
-        Raises:
-            ValueError: there are fewer outputs than tiles.
-        """
-        if self._count < len(self._tiles):
-            raise ValueError(
-                f"{self._count} outputs for the {len(self._tiles)} tiles of the plan"
-            )
 
 
 class _Seams:

@@ -1,4 +1,4 @@
-"""Decoding by tiles and chunks for both HunyuanVideo autoencoders; encoding for 1.5.
+"""Decoding by tiles and chunks, and encoding, for both HunyuanVideo autoencoders.
 
 A plan follows upstream's tile settings, read from the module; a tile goes through one
 of the small programs below; :mod:`tpuport.core.layers.tiles` joins the results on the
@@ -40,29 +40,36 @@ def plan_decode(vae: Any, latent_shape: Sequence[int], tiling: bool) -> TilePlan
     Raises:
         UsageError: ``vae`` is of another class.
     """
+    frames, rows, columns = latent_shape[2:]
+    plan = _plan_15 if _is_15(vae) else _plan_13b
+    return plan(vae, frames, rows, columns, tiling)
+
+
+def _is_15(vae: Any) -> bool:
+    """Whether this is the autoencoder of 1.5, and not that of 13b."""
     from diffusers import AutoencoderKLHunyuanVideo, AutoencoderKLHunyuanVideo15
 
-    frames, rows, columns = latent_shape[2:]
     if isinstance(vae, AutoencoderKLHunyuanVideo15):
-        return _plan_15(vae, frames, (rows, columns), tiling)
+        return True
     if isinstance(vae, AutoencoderKLHunyuanVideo):
-        return _plan_13b(vae, frames, (rows, columns), tiling)
+        return False
     raise UsageError(
         f"no tile plan for {type(vae).__name__}; there is one for "
         "AutoencoderKLHunyuanVideo15 and AutoencoderKLHunyuanVideo"
     )
 
 
-def _lengths(vae: Any) -> tuple[Callable[[int], int], Callable[[int], int]]:
-    """How many frames, and rows or columns, are decoded from n of latents."""
+def _lengths(vae: Any) -> tuple[Callable[[int], int], ...]:
+    """How many frames, and rows or columns, come of n latent ones."""
     frames, pixels = vae.temporal_compression_ratio, vae.spatial_compression_ratio
     return lambda n: (n - 1) * frames + 1, lambda n: n * pixels
 
 
-def _plan_15(vae: Any, frames: int, sides: tuple[int, int], tiling: bool) -> TilePlan:
+def _plan_15(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> TilePlan:
     in_time, in_space = _lengths(vae)
-    windows = (vae.tile_latent_min_height, vae.tile_latent_min_width)
-    decoded = (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    source = (vae.tile_latent_min_height, vae.tile_latent_min_width)
+    target = (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    sides = (rows, columns)
     overlap = vae.tile_overlap_factor
 
     def axis(side: int, window: int, made: int) -> Axis:
@@ -76,38 +83,37 @@ def _plan_15(vae: Any, frames: int, sides: tuple[int, int], tiling: bool) -> Til
             keep=made - blended,
         )
 
-    tiled = tiling and any(n > limit for n, limit in zip(sides, windows, strict=True))
+    tiled = tiling and any(n > limit for n, limit in zip(sides, source, strict=True))
     height, width = (
         axis(side, window, made) if tiled else whole_axis(side, in_space)
-        for side, window, made in zip(sides, windows, decoded, strict=True)
+        for side, window, made in zip(sides, source, target, strict=True)
     )
     return TilePlan(axes=(whole_axis(frames, in_time), height, width))
 
 
-def _plan_13b(vae: Any, frames: int, sides: tuple[int, int], tiling: bool) -> TilePlan:
+def _plan_13b(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> TilePlan:
     in_time, in_space = _lengths(vae)
 
     def steps(minimum: int, stride: int, ratio: int) -> dict[str, int]:
-        return {
-            "window": minimum // ratio,
-            "stride": stride // ratio,
-            "blend": minimum - stride,
-            "keep": stride,
-        }
+        window, step = minimum // ratio, stride // ratio
+        blended = minimum - stride
+        return {"window": window, "stride": step, "blend": blended, "keep": stride}
 
     ratio = vae.spatial_compression_ratio
-    steps_of = (
-        steps(vae.tile_sample_min_height, vae.tile_sample_stride_height, ratio),
-        steps(vae.tile_sample_min_width, vae.tile_sample_stride_width, ratio),
-    )
-    pairs = list(zip(sides, steps_of, strict=True))
-    tiled = tiling and any(side > each["window"] for side, each in pairs)
-    height, width = (
-        tiled_axis(side, in_space, limit=side * ratio, **each)
-        if tiled
-        else whole_axis(side, in_space)
-        for side, each in pairs
-    )
+    tall = steps(vae.tile_sample_min_height, vae.tile_sample_stride_height, ratio)
+    wide = steps(vae.tile_sample_min_width, vae.tile_sample_stride_width, ratio)
+    if tiling and (rows > tall["window"] or columns > wide["window"]):
+        height, width = (
+            tiled_axis(
+                side,
+                in_space,
+                limit=side * ratio,
+                **settings,
+            )
+            for side, settings in ((rows, tall), (columns, wide))
+        )
+    else:
+        height, width = whole_axis(rows, in_space), whole_axis(columns, in_space)
     long = steps(
         vae.tile_sample_min_num_frames,
         vae.tile_sample_stride_num_frames,
@@ -189,13 +195,14 @@ def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
 def encode_mode_15(model: BoundModule, x: jax.Array) -> jax.Array:
     """Video [B, 3, F, H, W] -> float32 latent mode [B, C, T, Y, X], unscaled.
 
-    ``x`` is in [-1, 1], and cast to the weights' dtype here. Source: diffusers
-    ``vae.py``, ``DiagonalGaussianDistribution.mode``.
+    The encoder gives means and log variances side by side; the mode is the mean. ``x``
+    is in [-1, 1], and cast to the weights' dtype here. Source: diffusers ``vae.py``,
+    ``DiagonalGaussianDistribution.mode``.
     """
-    # The mean and the log variance side by side.
+    import jax.numpy as jnp
+
     moments = model(_cast(model, x, "encoder.conv_in"), method="encoder")
-    mode: jax.Array = moments[:, : moments.shape[1] // 2]
-    return mode.astype("float32")
+    return moments[:, : moments.shape[1] // 2].astype(jnp.float32)
 
 
 def _cast(model: BoundModule, x: jax.Array, layer: str) -> jax.Array:

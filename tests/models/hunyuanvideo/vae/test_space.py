@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.core.layers.tiled import assemble
 from tests.models.hunyuanvideo.vae.vaes import (
     Bound,
-    assemble,
     decode_tile,
+    encode_mode,
     frozen_vae,
     latents,
     make_vae,
@@ -119,14 +120,28 @@ def test_decode(
         assert float(np.abs(found[end] - expected.clamp(0, 1).numpy()).max()) <= ATOL
 
 
-def test_encode(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae: Any = frozen_vae("15 small")
+@pytest.mark.parametrize(
+    ("name", "size", "split"),
+    [
+        ("15 small", (1, 1, 3, 5), (1, 2, 4)),
+        ("13b small", (2, 5, 3, 3), (1, 4, 2)),
+    ],
+    ids=str,
+)
+def test_encode(
+    name: str,
+    size: tuple[int, int, int, int],
+    split: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, frames, rows, columns = size
+    vae: Any = frozen_vae(name)
     ratio = vae.spatial_compression_ratio
-    x = pixels(1, 1, 3 * ratio, 5 * ratio)
-    force(monkeypatch, 1, 2, 4)
+    x = pixels(batch, frames, rows * ratio, columns * ratio)
+    force(monkeypatch, *split)
     layout = dataclasses.replace(ours.ENCODE_15, granule=ratio)
-    found = run_split("15 small", layout, ours.encode_mode_15, x)
-    assert farthest(found, shared_run("15 small")(ours.encode_mode_15, x)) <= ATOL
+    found = run_split(name, layout, encode_mode(name), x)
+    assert farthest(found, shared_run(name)(encode_mode(name), x)) <= ATOL
 
 
 @pytest.mark.parametrize("name", ["15 small", "13b small"])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.core.layers.tiled import assemble
 from tests.models.hunyuanvideo.vae.vaes import (
     ATOL,
-    assemble,
     assert_close,
     decode_tile,
     latents,
@@ -124,7 +124,8 @@ def test_tiles_are_joined_bit_for_bit(
     """Also where upstream blends in bfloat16, with its roundings."""
     vae = make_vae(name)
     vae.enable_tiling(**SETTINGS[name][setting])
-    vae.post_quant_conv = torch.nn.Identity()
+    same = torch.nn.Identity()
+    vae.post_quant_conv = same
     vae.decoder = Scramble(vae)
     frames, rows, columns = size
     z = latents(vae, 1, frames, rows, columns).to(dtype)

@@ -13,6 +13,7 @@ from tests.models.hunyuanvideo.vae.vaes import (
     Bound,
     assert_close,
     decode_tile,
+    encode_mode,
     frozen_vae,
     latents,
     make_vae,
@@ -24,7 +25,6 @@ from tests.models.hunyuanvideo.vae.vaes import (
 )
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches
 from tpuport.models.hunyuanvideo import vae_patches
-from tpuport.models.hunyuanvideo.vae import encode_mode_15
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
 
 #: Configuration, videos, latent frames: an image, a video, two videos.
@@ -43,13 +43,11 @@ def test_decode_is_upstreams(name: str, batch: int, frames: int) -> None:
     assert_close(found, upstream_decode(vae, z))
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "frames"), [case for case in CASES if case[0].startswith("15")]
-)
+@pytest.mark.parametrize(("name", "batch", "frames"), CASES)
 def test_encode_is_upstreams(name: str, batch: int, frames: int) -> None:
     vae = frozen_vae(name)
     x = pixels(batch, 4 * frames - 3, 48, 32)
-    found = shared_run(name)(encode_mode_15, x)
+    found = shared_run(name)(encode_mode(name), x)
     assert_close(found, upstream_mode(vae, x))
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.layers.tiles import TileJoin, TilePlan
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import BoundModule, PortedModule
 from tpuport.models.hunyuanvideo import vae as ours
@@ -136,6 +134,16 @@ def decode_tile(name: str) -> Callable[..., Any]:
     return ours.decode_tile_15 if is_15(name) else ours.decode_tile_13b
 
 
+def encode_mode(name: str) -> Callable[..., Any]:
+    return ours.encode_mode_15 if is_15(name) else _encode_mode_13b
+
+
+def _encode_mode_13b(model: BoundModule, x: Any) -> Any:
+    """No stage encodes with 13b; its encoder runs from the patches all the same."""
+    moments = model(model(x, method="encoder"), method="quant_conv")
+    return moments[:, : moments.shape[1] // 2]
+
+
 def upstream_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
     """Upstream's own video; its 1.5 takes one at a time."""
     rows = z.split(1) if is_15_module(vae) else [z]
@@ -143,8 +151,9 @@ def upstream_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
 
 
 def upstream_mode(vae: Any, x: torch.Tensor) -> torch.Tensor:
-    """What upstream's own 1.5 encodes to, which takes one at a time."""
-    return torch.cat([vae.encode(row).latent_dist.mode() for row in x.split(1)])
+    """Upstream's own mode of the latents."""
+    rows = x.split(1) if is_15_module(vae) else [x]
+    return torch.cat([vae.encode(row).latent_dist.mode() for row in rows])
 
 
 def is_15_module(vae: Any) -> bool:
@@ -193,34 +202,3 @@ def tile_settings(name: str, height: int, width: int) -> dict[str, Any]:
         "tile_sample_stride_width": (width - 1) * ratio,
         "tile_sample_stride_num_frames": 4,
     }
-
-
-def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
-    """Join the outputs of a plan's tiles into one array; see :class:`TileJoin`.
-
-    Each output is let go once it is copied.
-
-    Args:
-        plan: the tiles.
-        outputs: of each tile in order, arrays of shape [B, C, *size] of any float
-            dtype.
-
-    Returns:
-        float32 of shape [B, C, *plan.output].
-
-    Raises:
-        ValueError: there are more or fewer outputs than tiles, or one has not the
-            shape the plan counts on.
-    """
-    join = TileJoin(plan)
-    result: np.ndarray | None = None
-    for output in outputs:
-        piece = join.add(output)
-        del output
-        if result is None:
-            result = np.empty((*piece.values.shape[:2], *plan.output), np.float32)
-        result[:, :, *piece.place] = piece.values
-        del piece
-    join.end()
-    assert result is not None
-    return result
