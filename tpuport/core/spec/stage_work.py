@@ -144,6 +144,28 @@ class StageContext:
             for seed in self.request.seeds[self.batch]
         ]
 
+    def noise(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        generators: list[torch.Generator] | None = None,
+    ) -> torch.Tensor:
+        """Noise of a batch as upstream's pipelines draw it; zeros for a plan.
+
+        Args:
+            shape: of all videos.
+            dtype: in which it is drawn: a generator gives other numbers in bfloat16.
+            generators: that move on; fresh ones of the seeds without them.
+        """
+        import torch
+        from diffusers.utils.torch_utils import randn_tensor
+
+        if self.planned:
+            return torch.zeros(shape, dtype=dtype)
+        drawn = one_or_all(generators or self.generators())
+        noise: torch.Tensor = randn_tensor(shape, generator=drawn, dtype=dtype)
+        return noise
+
     def upstream_component(self, name: str, dtype: str | None = None) -> Any:
         """A component as upstream's own object, on ``device``, by its own loader.
 
@@ -164,6 +186,35 @@ class StageContext:
             return made.eval().to(self.device)
 
         return self.upstream(name, load)
+
+
+def one_or_all(
+    generators: list[torch.Generator],
+) -> torch.Generator | list[torch.Generator]:
+    """Generators as upstream's pipelines take them: a single one is no list."""
+    return generators if len(generators) > 1 else generators[0]
+
+
+#: Characters of the lost part of a prompt that a warning shows.
+SHOWN = 200
+
+
+def tell_lost(
+    say: Callable[[str], None], found: int, limit: int, lost: str, reader: str = ""
+) -> None:
+    """Warn of the end of a prompt that an encoder does not see.
+
+    Args:
+        found: tokens of the prompt.
+        limit: how many are read.
+        lost: the part beyond them.
+        reader: whose limit that is, with a blank before it.
+    """
+    shown = lost if len(lost) <= SHOWN else lost[:SHOWN] + "…"
+    say(
+        f"warning: a prompt is {found} tokens long, over the limit of {limit}{reader}; "
+        f"this part was cut off: {shown!r}"
+    )
 
 
 def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.conditioning import (
     given_latents,
@@ -95,7 +95,7 @@ def _image_latents(ctx: StageContext) -> torch.Tensor:
         ctx.request.width,
         vae.dtype,
         ctx.device,
-        _one_or_all(generators),
+        one_or_all(generators),
         latents=image,  # in place of noise, which is drawn when denoising
     )
     return latents
@@ -166,7 +166,7 @@ def denoise(ctx: StageContext) -> dict[str, Any]:
             num_inference_steps=request.num_inference_steps,
             guidance_scale=request.guidance_scale,
             use_dynamic_cfg=request.options["dynamic_cfg"],
-            generator=_one_or_all(generators),
+            generator=one_or_all(generators),
             max_sequence_length=embeds["prompt_embeds"].shape[1],
             output_type="latent",
             return_dict=False,
@@ -184,13 +184,6 @@ def _prepared(
     timestep = args[-1]
     mixed: torch.Tensor = pipe.scheduler.add_noise(source, noise, timestep)
     return mixed * scale
-
-
-def _one_or_all(
-    generators: list[torch.Generator],
-) -> torch.Generator | list[torch.Generator]:
-    """As upstream's pipelines take them."""
-    return generators if len(generators) > 1 else generators[0]
 
 
 def decode(ctx: StageContext) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.hunyuanvideo import images, inputs
 from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
 from tpuport.models.hunyuanvideo.config import guided_13b
@@ -106,14 +106,13 @@ def denoise_15(ctx: StageContext) -> dict[str, Any]:
         pipe = _text_pipeline(parts)
         arguments |= {"height": request.height, "width": request.width}
     pipe.set_progress_bar_config(disable=True)
-    generators = ctx.generators()
     given = ctx.inputs.get("initial_latents")
     with torch.no_grad():
         latents = pipe(
             **arguments,
             num_frames=request.num_frames,
             num_inference_steps=request.num_inference_steps,
-            generator=generators if len(generators) > 1 else generators[0],
+            generator=one_or_all(ctx.generators()),
             latents=given,
             output_type="latent",
             return_dict=False,
@@ -211,7 +210,6 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
     pipe.vae_scale_factor_temporal = sizes.temporal_compression_ratio
     pipe.vae_scale_factor_spatial = sizes.spatial_compression_ratio
     pipe.set_progress_bar_config(disable=True)
-    generators = ctx.generators()
     embeds = {
         name: tensor.to(ctx.device)
         for name, tensor in ctx.inputs.items()
@@ -226,7 +224,7 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
             num_inference_steps=request.num_inference_steps,
             guidance_scale=request.guidance_scale,
             true_cfg_scale=float(request.options["true_cfg_scale"]),
-            generator=generators if len(generators) > 1 else generators[0],
+            generator=one_or_all(ctx.generators()),
             latents=ctx.inputs.get("initial_latents"),
             output_type="latent",
             return_dict=False,
