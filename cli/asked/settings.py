@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from tpuport.cli.shown.errors import one_line
+from tpuport.core.files.atomic import one_line
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.spec.model_port import BLOCKS
 from tpuport.errors import UsageError

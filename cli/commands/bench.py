@@ -50,8 +50,9 @@ from tpuport.cli.asked.sessions import (
 )
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import columns, print_json
+from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.tables import columns
 from tpuport.cli.shown.versions import versions
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.spec.choices import choices

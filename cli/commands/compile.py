@@ -65,11 +65,11 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.commands.bench import PROMPT
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import gibibytes, give_out, plural, say
+from tpuport.cli.shown.output import give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.model_port import BLOCKS, with_blocks
 from tpuport.errors import UsageError
@@ -210,14 +210,8 @@ def _compile(
 
         def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
-                session.port,
-                session.variant,
-                session.checkpoint,
+                session.components,
                 request,
-                session.mesh,
-                dtype=session.dtype,
-                attention=settings.attention or "auto",
-                sharding=settings.sharding or "default",
                 stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
                 vae_tiling=session.executor.vae_tiling,
@@ -261,7 +255,7 @@ def _compile(
     total = sum(b.entry.size for b in built)
     say(
         f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "
-        f"({gibibytes(total)}) to {folder}; use them with --executables {folder}"
+        f"({bytes_text(total)}) to {folder}; use them with --executables {folder}"
     )
     return {
         "command": "compile",

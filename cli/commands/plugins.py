@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tpuport.cli.asked.options import Debug, Json
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import columns, print_json
+from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.tables import columns
 from tpuport.plugins import installed_plugins
 
 

@@ -16,8 +16,9 @@ from tpuport.cli.asked.options import CacheDir, Debug, Json
 from tpuport.cli.asked.settings import gather
 from tpuport.cli.commands.bench_attention import Chip, HeadDim, Heads, KvLen, QLen
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import columns, plural, print_json, say
+from tpuport.cli.shown.output import plural, print_json, say
 from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.tables import columns
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from tpuport.core.plan.abstract_programs import (
 )
 from tpuport.core.plan.config_checkpoint import config_checkpoint
 from tpuport.core.plan.planner import Requests
+from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.plugins import get_port
@@ -36,12 +37,8 @@ def programs(
         requests = Requests(form, variant, checkpoint, mesh, Reporter())
         source = asked.get("source")
         found = abstract_programs(
-            form,
-            variant,
-            checkpoint,
+            Components(form, checkpoint, mesh, dtype="bfloat16"),
             requests.request(**asked),
-            mesh,
-            dtype="bfloat16",
             stages=[stage],
             inputs={source.kind: source.for_videos(1)} if source else None,
         )

@@ -21,15 +21,12 @@ from tpuport.core.programs.lowering import results, trace
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing, walk
-from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import TilingDecision
-from tpuport.core.spec.variant import Variant
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
-from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,6 +113,23 @@ class AbstractProgram:
 class AbstractComponents(Components):
     """Components whose weights have shapes and places, and no data."""
 
+    @classmethod
+    def of(cls, components: Components, reporter: Reporter) -> AbstractComponents:
+        """The same components without their weights."""
+        made = cls(
+            components.port,
+            components.checkpoint,
+            components.mesh,
+            dtype=components.dtype,
+            attention=str(components.attention),
+            layout=components.layout,
+            reporter=reporter,
+            stack=components.stack,
+        )
+        # Modules without weights are slow to build.
+        made._skeletons = components._skeletons
+        return made
+
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """The component as :meth:`Components.load` places it, without reading files."""
         if (name, used) not in self._loaded:
@@ -130,15 +144,9 @@ class AbstractComponents(Components):
 
 
 def abstract_programs(
-    port: ModelPort,
-    variant: Variant,
-    checkpoint: Checkpoint,
+    components: Components,
     request: Request,
-    mesh: jax.sharding.Mesh,
     *,
-    dtype: str,
-    attention: str = "auto",
-    sharding: str = "default",
     stages: Sequence[str] | None = None,
     inputs: Mapping[str, Any] | None = None,
     vae_tiling: str = "auto",
@@ -155,14 +163,9 @@ def abstract_programs(
     of its stage's; see :mod:`tpuport.core.spec.tiling`.
 
     Args:
-        port: the form of the model that the checkpoint is of.
-        variant: whose rules hold; the request was checked against it.
-        checkpoint: configs and tokenizers; its weights are not read.
-        request: the run.
-        mesh: of the devices of a topology, or of real ones.
-        dtype: of the weights.
-        attention: the attention implementation, as ``generate`` takes it.
-        sharding: the layout of the weights.
+        components: whose weights the programs take, for the devices of a topology or
+            for real ones; their weights are not read.
+        request: the run, checked against the variant.
         stages: names of those asked for; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
@@ -173,19 +176,13 @@ def abstract_programs(
         ShardingError: the plugin's rules do not fit the weights and the mesh.
         AttentionError: the named implementation cannot do a call.
     """
+    port = components.port
     wanted = [s.name for s in port.stages] if stages is None else list(stages)
     last = max(i for i, s in enumerate(port.stages) if s.name in wanted)
-    components = AbstractComponents(
-        port,
-        checkpoint,
-        mesh,
-        dtype=dtype,
-        attention=attention,
-        layout=sharding,
-        reporter=reporter,
-    )
+    told = reporter or Reporter()
+    placed_nowhere = AbstractComponents.of(components, told)
     executor = Executor(
-        components, keep_loaded=True, reporter=reporter, vae_tiling=vae_tiling
+        placed_nowhere, keep_loaded=True, reporter=told, vae_tiling=vae_tiling
     )
     walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):
@@ -200,7 +197,7 @@ def abstract_programs(
             if decided is not None:
                 decided(tiling)
         walked.inputs = walked.written
-    components.close()
+    placed_nowhere.release()
 
 
 def weighed(

@@ -17,7 +17,7 @@ from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.core.run.inspection import Inspection
-from tpuport.core.run.memory_report import MemoryLog, RunMemory
+from tpuport.core.run.memory_report import MemoryLog
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.run.stage_calls import StageRun, Timing, load
 from tpuport.core.run.step_caching import with_step_cache
@@ -68,7 +68,7 @@ class Executor:
         self.programs = programs or Programs(components, reporter=self.reporter)
         self.inspection = inspection or Inspection()
         self.op_by_op = OpByOp()
-        self._memory = RunMemory()
+        self._memory = MemoryLog(components.mesh.devices.flat)
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
 
@@ -221,10 +221,8 @@ class Executor:
             self.check_built(request, [stage], vae_tiling)
         delivery = delivery or Delivery()
         started = time.perf_counter()
-        trace = None
-        if looked.profile is not None:
-            trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
-        self._memory.begins(request, stage.name)
+        trace = SteadyTrace(stage.name, looked.profile, looked.profile_calls)
+        self._memory.begins(request, stage.name, stage.unit)
         run = StageRun(
             components=self.components,
             programs=self.op_by_op if op_by_op else self.programs,
@@ -232,7 +230,7 @@ class Executor:
             request=request,
             limit=self.calls_in_flight_limit,
             delivery=delivery,
-            memory=self._memory_log(),
+            memory=self._memory if looked.memory else None,
             trace=trace,
         )
         try:
@@ -244,19 +242,21 @@ class Executor:
                 if name in self.components.loaded
             )
         except BaseException as error:
-            self._tell_memory(stage, run, error)
+            if told := self._memory.text():
+                error.add_note(told)
+            self._memory.clear()
             raise
         finally:
-            if trace is not None:
-                trace.stop()
+            trace.stop()
             if not self.keep_loaded:
                 # What runs op by op holds on to the weights.
                 self.op_by_op.clear()
                 self.components.release(*stage.components)
-        memory = run.memory.take() if run.memory is not None else ()
-        self._memory.ended(stage.name, stage.unit, memory)
+        memory = self._memory.calls(stage.name)
         if stage.name == self.components.port.stages[-1].name:
             self._memory.clear()
+        if told := trace.line(stage.unit):
+            self.reporter.say(told)
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -266,7 +266,7 @@ class Executor:
             calls_in_flight_limit=self.calls_in_flight_limit,
             op_by_op=op_by_op,
             memory=memory,
-            profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
+            profile=trace.result(),
             tiling=tiling.as_dict() if tiling is not None else None,
             **run.timing.as_dict(),
         )
@@ -339,11 +339,6 @@ class Executor:
             raise tiling.refusal()
         return tiling
 
-    def _memory_log(self) -> MemoryLog | None:
-        if not self.inspection.memory:
-            return None
-        return MemoryLog(list(self.components.mesh.devices.flat))
-
     def _batches(
         self, run: StageRun, stage: Stage, works: Sequence[Work]
     ) -> dict[str, Any]:
@@ -354,16 +349,6 @@ class Executor:
             first = run.request.slice(batch).start
             parts.append(run.batch(cut, cached, first))
         return merge(parts)
-
-    def _tell_memory(
-        self, stage: Stage, run: StageRun | None, error: BaseException
-    ) -> None:
-        """Note on an error what was gathered until then, earlier stages included."""
-        if run is not None and run.memory is not None:
-            self._memory.ended(stage.name, stage.unit, run.memory.take())
-        if text := self._memory.text():
-            error.add_note(text)
-        self._memory.clear()
 
     def run_upstream(
         self,

@@ -279,17 +279,11 @@ def test_what_a_decode_runs_and_fetches_in_bfloat16(
     frames: int, tiling: str, programs: dict[str, int], load: Load
 ) -> None:
     sides = {"height": 272, "width": 320} if tiling == "on" else SIDES
-    with load() as session:
+    with load(dtype="bfloat16") as session:
+        request = session.request(prompt="a", num_frames=frames, **sides)
         found = list(
             abstract_programs(
-                session.port,
-                session.variant,
-                session.checkpoint,
-                session.request(prompt="a", num_frames=frames, **sides),
-                session.mesh,
-                dtype="bfloat16",
-                stages=["decode"],
-                vae_tiling=tiling,
+                session.components, request, stages=["decode"], vae_tiling=tiling
             )
         )
         made = [program.outputs() for program in found]
