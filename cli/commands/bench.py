@@ -13,46 +13,19 @@ import typer
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import (
-    AspectRatio,
-    Attention,
-    Blocks,
-    CacheDir,
-    Debug,
-    Dtype,
-    Executables,
-    Frames,
-    Guidance,
-    Height,
-    Image,
-    Json,
-    Mesh,
-    Model,
-    ModelOption,
-    NoCompileCache,
-    Resolution,
-    Sharding,
-    Size,
-    SourceVideo,
-    StepCaching,
-    Steps,
-    Strength,
-    Vae,
-    VariantName,
-    Weights,
-    Width,
-)
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
+    make_request,
     open_session,
     read_source,
 )
-from tpuport.cli.asked.settings import Settings, gather
-from tpuport.cli.shown.errors import reported
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import columns, print_json
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
+from tpuport.core.enums import Backend, Pixels
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, denoising_steps
@@ -74,30 +47,10 @@ FIRST_NOTE = (
 )
 
 
+@command("bench")
 def bench(
+    settings: Settings,
     context: typer.Context,
-    model: Model = None,
-    variant: VariantName = None,
-    weights: Weights = None,
-    size: Size = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    option: ModelOption = None,
-    mesh: Mesh = None,
-    dtype: Dtype = None,
-    attention: Attention = None,
-    sharding: Sharding = None,
-    blocks: Blocks = None,
-    vae: Vae = None,
-    image: Image = None,
-    video: SourceVideo = None,
-    strength: Strength = None,
-    resolution: Resolution = None,
-    aspect_ratio: AspectRatio = None,
-    cache: StepCaching = None,
     quality: Annotated[
         bool,
         typer.Option(
@@ -115,11 +68,6 @@ def bench(
             "--against", metavar="diffusers", help="Compare with upstream's code."
         ),
     ] = None,
-    cache_dir: CacheDir = None,
-    no_compile_cache: NoCompileCache = False,
-    executables: Executables = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure the first call and the steady state, stage by stage.
 
@@ -129,23 +77,19 @@ def bench(
     is printed beside what it saves.
     """
     if context.invoked_subcommand is not None:
-        with reported(debug=debug):
-            _alone(context)
+        _alone(context)
         return
-    with reported(debug=debug) as guard:
-        if against not in (None, "diffusers"):
-            raise UsageError(f"--against {against!r}: only diffusers can be named")
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        caches = [settings.cache] if settings.cache else []
-        if quality and not caches:
-            caches = list(METHODS)
-        result = measure(settings, repeat=repeat, against=against, caches=caches)
-        if settings.json:
-            print_json(result)
-        else:
-            print("\n".join(_text(result)))
+    if against not in (None, Backend.DIFFUSERS):
+        raise UsageError(f"--against {against!r}: only diffusers can be named")
+    prepare(debug=settings.debug)
+    caches = [settings.step_cache] if settings.step_cache else []
+    if quality and not caches:
+        caches = [StepCache(method=name) for name in METHODS]
+    result = measure(settings, repeat=repeat, against=against, caches=caches)
+    if settings.json:
+        print_json(result)
+    else:
+        print("\n".join(_text(result)))
 
 
 def _alone(context: typer.Context) -> None:
@@ -201,7 +145,7 @@ def measure(
     *,
     repeat: int,
     against: str | None,
-    caches: Sequence[str] = (),
+    caches: Sequence[StepCache] = (),
 ) -> dict[str, Any]:
     """Run the benchmark; the result is JSON-ready.
 
@@ -213,11 +157,12 @@ def measure(
     """
     import numpy as np
 
+    exact = replace(settings, step_cache=None, prompt=(PROMPT,))
     check_run_early(check_early(settings), settings)
     cache = cache_folder(settings.cache_dir)
     load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = ["tpuport", *([against] if against else [])]
-    cached = [str(StepCache.parse(text)) for text in caches]
+    cached = {str(cache): cache for cache in caches}
     runs = {name: _Runs() for name in [*backends, *cached]}
     with make_display() as display:
         opened = time.perf_counter()
@@ -226,25 +171,16 @@ def measure(
         ) as session:
             opened = time.perf_counter() - opened
             source = read_source(settings, session.variant)
-            request = session.request(
-                prompt=PROMPT,
-                source=source,
-                strength=settings.strength,
-                resolution=settings.resolution,
-                aspect_ratio=settings.aspect_ratio,
-                height=settings.height,
-                width=settings.width,
-                num_frames=settings.frames,
-                num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance,
-                options=settings.options,
-            )
-            requests = {name: replace(request, step_cache=name) for name in cached}
+            request = make_request(session, exact, source)
+            requests = {
+                name: replace(request, step_cache=cache)
+                for name, cache in cached.items()
+            }
             for asked in requests.values():
                 session.check(asked)
             pixels = {source.kind: source.for_videos(1)} if source else {}
             # What `tpuport compile` builds makes bytes, as `generate` writes them.
-            frames = "uint8" if settings.executables else "float32"
+            frames = Pixels.UINT8 if settings.executables else Pixels.FLOAT32
             # Turn by turn, so that a machine that slows down slows all.
             for turn in range(1 + repeat):
                 what = "first run" if turn == 0 else f"run {turn} of {repeat}"
@@ -292,7 +228,7 @@ def measure(
         difference = np.abs(runs["tpuport"].frames - runs[against].frames)
         result["max_frame_difference"] = float(difference.max())
         result["notes"].append(FIRST_NOTE)
-        if frames == "uint8":
+        if frames == Pixels.UINT8:
             result["notes"].append(
                 "frames were made as bytes, as with --executables: differences are "
                 f"multiples of {1 / 255:.4f}"
@@ -343,7 +279,7 @@ def _run(
     backend: str,
     runs: _Runs,
     pixels: Mapping[str, Any],
-    frames: str,
+    frames: Pixels,
 ) -> None:
     """One whole run, kept in ``runs``; ``pixels`` are what it starts from.
 

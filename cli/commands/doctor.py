@@ -8,15 +8,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tpuport.api import compile_cache_dir, default_cache_dir
+from tpuport.api import default_cache_dir
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import CacheDir, Debug, Json
-from tpuport.cli.asked.settings import gather
-from tpuport.cli.shown.errors import one_line, reported
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown.errors import one_line
 from tpuport.cli.shown.output import columns, gibibytes, print_json
 from tpuport.cli.shown.versions import versions
+from tpuport.core.spec.run_settings import COMPILED
 from tpuport.errors import TpuportError
 
 if TYPE_CHECKING:
@@ -44,23 +43,17 @@ _VARIABLES = (
 LOW_DISK = 2 << 30
 
 
-def doctor(
-    context: typer.Context,
-    cache_dir: CacheDir = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+@command("doctor")
+def doctor(settings: Settings) -> None:
     """Show versions, devices, caches and problems; paste it into a bug report."""
-    with reported(debug=debug):
-        settings = gather(context)
-        variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
-        prepare(debug=settings.debug)
-        report = examine(settings.cache_dir or default_cache_dir())
-        report["environment"] = variables
-        if settings.json:
-            print_json(report)
-        else:
-            print("\n".join(_text(report)))
+    variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
+    prepare(debug=settings.debug)
+    report = examine(settings.cache_dir or default_cache_dir())
+    report["environment"] = variables
+    if settings.json:
+        print_json(report)
+    else:
+        print("\n".join(_text(report)))
 
 
 def examine(cache: Path) -> dict[str, Any]:
@@ -179,7 +172,7 @@ def _cache(cache: Path) -> dict[str, Any]:
     while not nearest.exists():
         nearest = nearest.parent
     parts = {
-        "compiled": compile_cache_dir(cache),
+        "compiled": cache / COMPILED,
         "demo": cache / "demo",
         "runs": cache / "runs",
     }

@@ -5,69 +5,22 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import typer
-
+from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import read_noise
-from tpuport.cli.asked.options import (
-    AspectRatio,
-    Attention,
-    Backend,
-    Blocks,
-    CacheDir,
-    Config,
-    Debug,
-    Dtype,
-    EncodeOn,
-    Executables,
-    Fps,
-    Frames,
-    Guidance,
-    Height,
-    Image,
-    Json,
-    Latents,
-    MemoryReport,
-    Mesh,
-    Model,
-    ModelOption,
-    NegativePrompt,
-    NoCompileCache,
-    NoJit,
-    NoJitStage,
-    Out,
-    Profile,
-    ProfileCalls,
-    Prompt,
-    PromptFile,
-    Resolution,
-    RunDir,
-    Seed,
-    Sharding,
-    Size,
-    SourceVideo,
-    StepCaching,
-    Steps,
-    Strength,
-    Vae,
-    VaeTiling,
-    VariantName,
-    Weights,
-    Width,
-)
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_attention_here,
     check_early,
     check_prompts,
     check_run_early,
     in_words,
-    known_variant,
     make_request,
     open_session,
     read_source,
 )
-from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
     Video,
     check_noise,
@@ -78,86 +31,39 @@ from tpuport.cli.runs.run_stages import (
     stage_note,
     video_files,
 )
-from tpuport.cli.shown.errors import reported
 from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.outputs import default_out, plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.core.enums import Backend
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.reports import RunReport, StageReport
 
 
-def generate(
-    context: typer.Context,
-    model: Model = None,
-    variant: VariantName = None,
-    weights: Weights = None,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    negative_prompt: NegativePrompt = None,
-    size: Size = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
-    fps: Fps = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    seed: Seed = None,
-    image: Image = None,
-    video: SourceVideo = None,
-    strength: Strength = None,
-    resolution: Resolution = None,
-    aspect_ratio: AspectRatio = None,
-    cache: StepCaching = None,
-    option: ModelOption = None,
-    latents: Latents = None,
-    mesh: Mesh = None,
-    dtype: Dtype = None,
-    attention: Attention = None,
-    sharding: Sharding = None,
-    blocks: Blocks = None,
-    vae: Vae = None,
-    vae_tiling: VaeTiling = None,
-    encode_on: EncodeOn = None,
-    backend: Backend = None,
-    out: Out = None,
-    run_dir: RunDir = None,
-    cache_dir: CacheDir = None,
-    no_compile_cache: NoCompileCache = False,
-    executables: Executables = None,
-    memory_report: MemoryReport = False,
-    profile: Profile = None,
-    profile_calls: ProfileCalls = None,
-    no_jit: NoJit = False,
-    no_jit_stage: NoJitStage = None,
-    config: Config = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+@command("generate")
+def generate(settings: Settings) -> None:
     """Make videos from prompts: encode, denoise and decode in a row.
 
     Several prompts and seeds make a video of every prompt with every seed.
     """
-    with reported(debug=debug) as guard:
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        document, videos, report = _generate(settings)
-        say("")
-        print_summary(report)
-        for made in videos:
-            say(f"wrote {made.path}")
-        if settings.json:
-            print_json(document)
+    prepare(debug=settings.debug)
+    document, videos, report = _generate(settings)
+    say("")
+    print_summary(report)
+    for made in videos:
+        say(f"wrote {made.path}")
+    if settings.json:
+        print_json(document)
 
 
 def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunReport]:
     started = time.perf_counter()
-    port = check_early(settings)
+    known = check_early(settings)
     check_prompts(settings)
-    check_run_early(port, settings)
+    check_run_early(known, settings)
     prompts, seeds = settings.videos()
-    guess = known_variant(port, settings)
-    name = default_out(port.name, guess.name if guess else "video", seeds)
+    model = settings.model or DEFAULT_MODEL
+    guess = known.variant.name if known.variant else "video"
+    name = default_out(model, guess, seeds)
     plan_outputs(settings.out or name, len(prompts))
     if settings.run_dir is None:  # else denoise may be finished in it
         check_attention_here(settings)
@@ -177,9 +83,9 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
             session.check_weights(request=request)
         if noise is not None:
-            session.check_latents(request, noise.for_videos(len(prompts)))
+            session.check(request, noise.for_videos(len(prompts)))
         outputs = plan_outputs(
-            settings.out or default_out(port.name, session.variant.name, seeds),
+            settings.out or default_out(model, session.variant.name, seeds),
             len(prompts),
         )
         if settings.out is None:
@@ -190,11 +96,11 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         check_noise(session, run, noise)
         temporary = settings.run_dir is None
         with going_on(run, settings, outputs.asked, temporary=temporary):
-            if settings.backend != "diffusers":
+            if settings.backend != Backend.DIFFUSERS:
                 left = [s for s in session.port.stages if not run.finished(s.name)]
                 session.executor.check_built(request, left)
             for stage in STAGES[:2]:
-                if reusable(session, run, stage, settings, display.say):
+                if reusable(session, run, stage, display.say):
                     reused.append(stage)
                     display.say(f"{stage}: finished in {run.path}, reused")
                     continue
@@ -202,8 +108,6 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
                     session,
                     run,
                     stage,
-                    attention=settings.attention,
-                    backend=settings.backend,
                     noise=noise if stage == STAGES[0] else None,
                     source=source if stage == STAGES[0] else None,
                 )
@@ -213,8 +117,6 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
                     session,
                     run,
                     STAGES[2],
-                    attention=settings.attention,
-                    backend=settings.backend,
                     files=files,
                 )
                 report = session.run_report(
@@ -225,22 +127,22 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
                     run,
                     files,
                     report=report,
-                    note=stage_note(session, settings.attention, settings.backend),
+                    note=stage_note(session),
                 )
         document = {
             "command": "generate",
-            "model": port.name,
+            "model": model,
             "variant": session.variant.name,
             "weights": session.checkpoint.reference,
             "videos": [video.as_dict() for video in videos],
             "settings": request.as_dict(),
             "dtype": session.dtype,
             "mesh": report.mesh,
-            "attention": settings.attention or "auto",
+            "attention": str(settings.attention),
             "blocks": session.port.blocks,
             "implementations": dict(report.implementations),
             "encode_on": session.encode_on,
-            "backend": settings.backend or "tpuport",
+            "backend": settings.backend,
             "run_dir": str(settings.run_dir) if settings.run_dir else None,
             "reused": reused,
             "report": report.as_dict(),

@@ -15,16 +15,9 @@ import typer
 from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import Noise, read_noise
-from tpuport.cli.asked.options import (
-    CacheDir,
-    Debug,
-    Json,
-    NoCompileCache,
-    Out,
-    Weights,
-)
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import open_session
-from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
     Video,
     going_on,
@@ -33,11 +26,11 @@ from tpuport.cli.runs.run_stages import (
     stage_note,
     video_files,
 )
-from tpuport.cli.shown.errors import reported
 from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.outputs import Outputs, plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.cli.shown.versions import versions
+from tpuport.core.enums import Place, Task
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
 from tpuport.core.files.sealed_json import read_sidecar
@@ -46,35 +39,28 @@ from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.result import latents_digest
 from tpuport.core.run.session import Session
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 from tpuport.plugins import get_port
 
 
+@command("replay")
 def replay(
-    context: typer.Context,
+    settings: Settings,
     sidecar: Annotated[
         str, typer.Argument(metavar="FILE.json", help="The JSON beside a video.")
     ],
-    weights: Weights = None,
-    out: Out = None,
-    cache_dir: CacheDir = None,
-    no_compile_cache: NoCompileCache = False,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Run a sidecar's settings again and compare the latents, bit for bit.
 
     With --out the video is made and written too; without it the latents are enough.
     """
-    with reported(debug=debug) as guard:
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        document = _replay(Path(sidecar).expanduser(), settings)
-        say(f"the same latents as {sidecar}: {document['latents_sha256']}")
-        if settings.json:
-            print_json(document)
+    prepare(debug=settings.debug)
+    document = _replay(Path(sidecar).expanduser(), settings)
+    say(f"the same latents as {sidecar}: {document['latents_sha256']}")
+    if settings.json:
+        print_json(document)
 
 
 def _replay(file: Path, asked: Settings) -> dict[str, Any]:
@@ -99,13 +85,11 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         )
         stages: list[StageReport] = []
         for name in STAGES[:2]:
-            session, how = sessions.of(name), recorded["stages"][name]
+            session = sessions.of(name)
             tensors, stage = run_stage(
                 session,
                 run,
                 name,
-                attention=how["attention"],
-                backend=how["backend"],
                 noise=noise if name == STAGES[0] else None,
                 source=source if name == STAGES[0] else None,
             )
@@ -116,7 +100,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         videos: list[Video] = []
         if outputs is not None:
             session = sessions.of(STAGES[2])
-            videos, stage = _write(session, run, recorded, outputs, stages, started)
+            videos, stage = _write(session, run, outputs, stages, started)
             stages.append(stage)
         report = session.run_report(stages, time.perf_counter() - started)
     _tell(report, videos)
@@ -157,7 +141,8 @@ class _Sessions:
     def of(self, stage: str) -> Session:
         """The session that runs a stage as the sidecar records it."""
         how = self._recorded["stages"][stage]
-        changes = {name: how[name] for name in ("dtype", "mesh", "attention")}
+        names = ("dtype", "mesh", "attention", "backend")
+        changes = {name: how[name] for name in names}
         # Runs recorded by 0.1.0 had one layout.
         changes["sharding"] = how.get("sharding", "default")
         changes["blocks"] = blocks_of(how)
@@ -167,10 +152,11 @@ class _Sessions:
         options = self._recorded["request"].get("options") or {}
         asked = self._recorded["stages"][STAGES[2]].get("vae_tiling")
         changes["vae_tiling"] = asked or options.get("vae_tiling") or "auto"
+        read = RunSettings.read(changes, named=str)
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(
-                changed(self._settings, **changes),
+                changed(self._settings, **{n: getattr(read, n) for n in changes}),
                 cache=self._cache,
                 reporter=self._reporter,
             )
@@ -218,7 +204,7 @@ def _settings(recorded: Mapping[str, Any], asked: Settings) -> Settings:
         model=recorded["model"],
         variant=recorded["variant"] if known else None,
         weights=asked.weights or recorded["weights"].get("source"),
-        encode_on=recorded["encode_on"],
+        encode_on=Place(recorded["encode_on"]),
     )
 
 
@@ -260,7 +246,7 @@ def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source
             "replayed"
         )
     name = entry["files"][0]
-    if request.task == "i2v":
+    if request.task == Task.IMAGE:
         source = read_image(name)
     else:
         frames = request.num_frames
@@ -293,17 +279,14 @@ def _check_weights(
 def _write(
     session: Session,
     run: RunDirectory,
-    recorded: Mapping[str, Any],
     outputs: Outputs,
     stages: list[StageReport],
     started: float,
 ) -> tuple[list[Video], StageReport]:
-    how = recorded["stages"][STAGES[2]]
-    choice = {"attention": how["attention"], "backend": how["backend"]}
     with video_files(run, outputs) as files:
-        _, stage = run_stage(session, run, STAGES[2], files=files, **choice)
+        _, stage = run_stage(session, run, STAGES[2], files=files)
         report = session.run_report([*stages, stage], time.perf_counter() - started)
-        note = stage_note(session, **choice)
+        note = stage_note(session)
         videos = publish_videos(session, run, files, report=report, note=note)
     return videos, stage
 

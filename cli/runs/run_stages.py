@@ -16,6 +16,7 @@ from tpuport.cli.shown import sidecar as _sidecar
 from tpuport.cli.shown.outputs import Outputs
 from tpuport.cli.shown.versions import versions
 from tpuport.cli.shown.videos import VideoFiles
+from tpuport.core.enums import Backend, Pixels, Place
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
 from tpuport.core.files.sealed_json import sidecar_path as sidecar_of
@@ -24,6 +25,7 @@ from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import COMMANDS, RunSettings, settings_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
 
@@ -57,8 +59,6 @@ def run_stage(
     run: RunDirectory,
     name: str,
     *,
-    attention: str | None = None,
-    backend: str | None = None,
     noise: Noise | None = None,
     source: Source | None = None,
     files: VideoFiles | None = None,
@@ -76,26 +76,22 @@ def run_stage(
     return session.run_stage_in(
         run,
         name,
-        backend=backend or "tpuport",
+        backend=session.settings.backend,
         source=source,
         extra=extra,
-        note=stage_note(session, attention, backend, noise, source),
-        pixels="uint8",
+        note=stage_note(session, noise, source),
+        pixels=Pixels.UINT8,
         on_frames=None if files is None else files.take,
     )
 
 
 def stage_note(
-    session: Session,
-    attention: str | None,
-    backend: str | None,
-    noise: Noise | None = None,
-    source: Source | None = None,
+    session: Session, noise: Noise | None = None, source: Source | None = None
 ) -> dict[str, Any]:
     """What run.json keeps of how a stage was asked for."""
     return {
-        "backend": backend or "tpuport",
-        "attention": attention or "auto",
+        "backend": session.settings.backend,
+        "attention": str(session.settings.attention),
         "encode_on": session.encode_on,
         "vae_tiling": session.executor.vae_tiling,
         "versions": versions(),
@@ -109,11 +105,7 @@ def _source_record(source: Source) -> dict[str, Any]:
 
 
 def reusable(
-    session: Session,
-    run: RunDirectory,
-    name: str,
-    settings: Settings,
-    say: Callable[[str], None],
+    session: Session, run: RunDirectory, name: str, say: Callable[[str], None]
 ) -> bool:
     """Whether a stage is finished and was run as it would be run now.
 
@@ -123,7 +115,7 @@ def reusable(
         return False
     record = run.report(name)
     now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
-    note = stage_note(session, settings.attention, settings.backend)
+    note = stage_note(session)
     then = record.get("note") or {}
     keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
     # A stage without native forms is the same with any blocks.
@@ -133,10 +125,10 @@ def reusable(
     used = session.port.stage(name).components_for(Request.from_dict(run.settings))
     chosen = choices(session.port, used)
     # Upstream's code has no other way to run.
-    upstream = settings.backend == "diffusers" or (
-        name == STAGES[0] and session.encode_on == "host"
+    upstream = session.settings.backend == Backend.DIFFUSERS or (
+        name == STAGES[0] and session.encode_on == Place.HOST
     )
-    op_by_op = name in settings.op_by_op and not upstream
+    op_by_op = name in session.settings.no_jit and not upstream
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
@@ -263,38 +255,29 @@ def resume_command(
     folder: Path, stages: Sequence[str], settings: Settings, out: str
 ) -> str:
     """The shell line that runs ``stages`` on a run directory and writes ``out``."""
-    given: dict[str, Any] = {
-        "weights": settings.weights,
-        "mesh": settings.mesh,
-        "dtype": settings.dtype,
-        "attention": settings.attention,
-        "sharding": settings.sharding,
-        "blocks": settings.blocks,
-        "vae": settings.vae,
-        "backend": settings.backend,
-        "cache-dir": settings.cache_dir,
-        "executables": settings.executables,
-        "profile": settings.profile,
-        "profile-calls": settings.profile_calls,
-    }
     lines = []
     for stage in stages:
-        words = ["tpuport", stage, "--run-dir", str(folder)]
-        for name, value in given.items():
-            if value is not None:
-                words += [f"--{name}", str(value)]
-        if settings.no_compile_cache:
-            words.append("--no-compile-cache")
-        if settings.memory_report:
-            words.append("--memory-report")
-        if stage in settings.op_by_op:
-            words.append("--no-jit")
+        words = ["tpuport", stage, "--run-dir", str(folder), *_flags(stage, settings)]
         if stage == STAGES[2]:
-            if settings.vae_tiling is not None:
-                words += ["--vae-tiling", settings.vae_tiling]
             words += ["--out", out]
         lines.append(shlex.join(words))
     return " && ".join(lines)
+
+
+def _flags(stage: str, settings: Settings) -> list[str]:
+    """The flags of a stage's command that say how to run, where they say anything."""
+    letter = next(letter for letter, name in COMMANDS.items() if name == stage)
+    words: list[str] = []
+    for name, setting in settings_of(RunSettings).items():
+        if letter not in setting.commands or name == "model":  # which the run knows
+            continue
+        if name == "no_compile_cache":
+            words += [] if settings.compile_cache else [setting.flags[0]]
+        elif name == "no_jit":
+            words += [setting.flags[0]] if stage in settings.no_jit else []
+        elif (value := getattr(settings, name)) != getattr(RunSettings(), name):
+            words += [setting.flags[0], *([] if value is True else [str(value)])]
+    return words
 
 
 def _finished(run: RunDirectory) -> list[str]:
@@ -333,5 +316,9 @@ def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
     variant = run.variant if run.variant in port.variant_names() else None
     # These stages never run the text encoder: its heads need not fit the mesh.
     return run, replace(
-        settings, model=run.model, variant=variant, weights=weights, encode_on="host"
+        settings,
+        model=run.model,
+        variant=variant,
+        weights=weights,
+        encode_on=Place.HOST,
     )

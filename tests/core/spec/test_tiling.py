@@ -13,13 +13,14 @@ import pytest
 
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
+from tpuport.core.enums import Tiling
 from tpuport.core.programs.executable_files import Traced
 from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport
 from tpuport.core.run import executor as executors
 from tpuport.core.run.executor import Executor
 from tpuport.core.run.frame_delivery import Delivery
-from tpuport.core.run.inspection import Inspection
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.core.spec.tiling import DoesNotFitError, Footprint, decide
@@ -224,18 +225,16 @@ def run(
     found: dict[str, Any],
     asked: str,
     monkeypatch: Any,
-    inspection: Inspection | None = None,
+    inspection: RunSettings | None = None,
     **how: Any,
 ) -> tuple[Any, list[float], list[str], list[str]]:
     monkeypatch.setattr(executors, "program_room", lambda *args: 30 * GIB)
     heard, seen, given = Events(), [], []
     executor = Executor(
         session.components,
-        keep_loaded=True,
+        replace(inspection or RunSettings(), vae_tiling=Tiling(asked)),
         programs=Given(session.components, found),
         reporter=heard,
-        vae_tiling=asked,
-        inspection=inspection,
     )
     delivery = Delivery("float32", lambda first, x: given.append(float(x.max())))
     request = replace(session.request(prompt="a cat"), num_frames=3)
@@ -283,7 +282,7 @@ def test_what_was_given_up_leaves_nothing_in_the_report(
     first: Any, session: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = {"first": first, "next": TOO_LARGE, "tile": Weighed(GIB)}
-    looked = Inspection(memory=True, profile=tmp_path)
+    looked = RunSettings(memory_report=True, profile=tmp_path)
     report, _, _, said = run(session, found, "auto", monkeypatch, looked)
     started = [line for line in said if "started decode" in line]
     assert started == ["started decode 3 chunk", "restarted decode 3 chunk"]
@@ -439,7 +438,7 @@ def test_frames_that_were_given_are_not_taken_back(
     found = {"first": Weighed(1), "next": Weighed(1), "late": TOO_LARGE}
     executor = Executor(
         session.components,
-        keep_loaded=True,
+        RunSettings(),
         programs=Given(session.components, found),
     )
     delivery = Delivery("float32", lambda first, x: given.append(first))
@@ -464,7 +463,7 @@ def test_a_plan_leaves_out_what_others_hold(
     monkeypatch.setattr(
         session.components, "held_bytes", lambda names: (12 * GIB, 3 * GIB)
     )
-    executor = Executor(session.components, keep_loaded=True)
+    executor = Executor(session.components, RunSettings())
     request = session.request(prompt="a cat")
     beside = executor.tiling(stage([]), request)
     alone = executor.tiling(stage([]), request, alone=True)

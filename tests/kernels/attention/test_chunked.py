@@ -14,6 +14,7 @@ import pytest
 from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
 from tpuport.errors import AttentionError
+from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.kernels.attention.chunked import chunked_attention
 from tpuport.kernels.attention.splash import splash_feature_major
 
@@ -43,7 +44,7 @@ def in_chunks(
         *parts[0],
         has_lengths=kv_lengths is not None,
         platform="cpu",
-        implementation=options.pop("choice", name),
+        implementation=AttentionChoice.parse(options.pop("choice", name)),
         interpret=True,
         **options,
     )
@@ -107,7 +108,7 @@ def test_the_kernel_adds_what_one_call_adds() -> None:
         *halves[0],
         has_lengths=False,
         platform="cpu",
-        implementation=SPLASH,
+        implementation=AttentionChoice.parse(SPLASH),
         interpret=True,
     )
     sums = attention.start()

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Pixels
 from tpuport.errors import UsageError, VideoError
 
 if TYPE_CHECKING:
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 
     from tpuport.core.mesh.spatial_split import Space
 
-PIXELS = ("float32", "uint8")
+PIXELS = tuple(Pixels)
 """What frames are made of: floats in [0, 1], or bytes."""
 
 STATISTICS = ("finite", "low", "high")
 """What :func:`encode_pixels` tells besides the frames."""
 
 
-def check_pixels(pixels: str) -> str:
-    """``pixels``, if it is one of :data:`PIXELS`.
+def check_pixels(pixels: str) -> Pixels:
+    """``pixels``, if it is one of :class:`Pixels`.
 
     Raises:
         UsageError: it is not.
     """
-    if pixels not in PIXELS:
-        raise UsageError(f"pixels {pixels!r}: choose from {', '.join(PIXELS)}")
-    return pixels
+    if pixels not in list(Pixels):
+        raise UsageError(f"pixels {pixels!r}: choose from {', '.join(Pixels)}")
+    return Pixels(pixels)
 
 
 # --- on the device

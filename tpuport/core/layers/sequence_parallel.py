@@ -164,7 +164,6 @@ def sequence_attention(
     from jax.sharding import PartitionSpec
 
     from tpuport.core.layers.ring import Ring, gathered_attention, ring_attention
-    from tpuport.kernels.attention.selection import as_choice
     from tpuport.kernels.padding import pad_dim, round_up
 
     context = active.context
@@ -257,7 +256,7 @@ def sequence_attention(
             lengths=mine,
             scale=scale,
             platform=context.platform,
-            choice=as_choice(context.implementation),
+            choice=context.implementation,
             chip=context.chip,
         )
         return to_tokens(out if feature_major else out.swapaxes(2, 3))
@@ -332,12 +331,12 @@ def _record(
     import jax
 
     from tpuport.kernels.attention.problem import describe
-    from tpuport.kernels.attention.selection import as_choice, select
+    from tpuport.kernels.attention.selection import select
 
     context = active.context
     tokens = 3 if feature_major else 2
     head_dim, length = q.shape[5 - tokens], q.shape[tokens]
-    choice = as_choice(context.implementation)
+    choice = context.implementation
     count, queries = local
     way = why = None
     keys = length if feature_major else kv_len
@@ -393,7 +392,6 @@ def _not_passed(
     import jax
 
     from tpuport.core.layers.ring import ring_refusal
-    from tpuport.kernels.attention.selection import as_choice
 
     chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)
     refusal = ring_refusal(
@@ -402,7 +400,7 @@ def _not_passed(
         chunk,
         has_lengths=True,
         platform=context.platform,
-        choice=as_choice(context.implementation),
+        choice=context.implementation,
         chip=context.chip,
     )
     if refusal is None and context.chip is not None:

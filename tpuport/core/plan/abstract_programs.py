@@ -14,15 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_numpy
+from tpuport.core.enums import Tiling
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
 from tpuport.core.programs.lowering import placed, trace
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import Work
 from tpuport.core.tracing.context import ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
+from tpuport.kernels.attention.choice import AttentionChoice
 
 if TYPE_CHECKING:
     import jax
@@ -148,7 +151,7 @@ def abstract_programs(
     mesh: jax.sharding.Mesh,
     *,
     dtype: str,
-    attention: str = "auto",
+    attention: AttentionChoice = AttentionChoice(),
     sharding: str = "default",
     stages: Sequence[str] | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -191,9 +194,8 @@ def abstract_programs(
         layout=sharding,
         reporter=reporter,
     )
-    executor = Executor(
-        components, keep_loaded=True, reporter=reporter, vae_tiling=vae_tiling
-    )
+    settings = RunSettings(vae_tiling=Tiling(vae_tiling))
+    executor = Executor(components, settings, reporter=reporter)
     walk = _Walk(executor, request, decided)
     told = reporter or Reporter()
     given: Mapping[str, Any] = inputs or {}

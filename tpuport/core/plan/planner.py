@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
@@ -19,17 +19,16 @@ from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
-from tpuport.core.run.request_builder import RequestBuilder
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.default_mesh import default_mesh
 from tpuport.core.spec.model_port import with_blocks
+from tpuport.core.spec.requests import Requests
 from tpuport.core.spec.tiling import gibibytes
 from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
 from tpuport.errors import MeshError, ShardingError
+from tpuport.kernels.attention.choice import AttentionChoice
 
 if TYPE_CHECKING:
-    import jax
-
     from tpuport.core.mesh.chips import Chip
     from tpuport.core.spec.model_port import ModelPort
     from tpuport.core.spec.request import Request
@@ -39,24 +38,6 @@ if TYPE_CHECKING:
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""
-
-
-class Requests(RequestBuilder):
-    """Makes and checks requests for devices that are not there."""
-
-    def __init__(
-        self,
-        port: ModelPort,
-        variant: Variant,
-        checkpoint: Checkpoint,
-        mesh: jax.sharding.Mesh,
-        reporter: Reporter,
-    ) -> None:
-        self.port = port
-        self.variant = variant
-        self.checkpoint = checkpoint
-        self.mesh = mesh
-        self.reporter = reporter
 
 
 @dataclass(kw_only=True)
@@ -86,7 +67,7 @@ class Planner:
     cache: Path
     ask: Ask
     dtype: str
-    attention: str = "auto"
+    attention: AttentionChoice = AttentionChoice()
     sharding: str = "default"
     blocks: str = "native"
     implementations: Mapping[str, str] = field(default_factory=dict)
@@ -187,8 +168,8 @@ class Planner:
 
     def requests(self, spec: MeshSpec) -> Requests:
         """What makes and checks requests for a mesh."""
-        mesh = build_mesh(spec, self.devices)
-        return Requests(self.port, self.variant, self.checkpoint, mesh, Reporter())
+        mesh = place_mesh(spec, self.devices)
+        return Requests(self.port, self.variant, self.checkpoint, mesh)
 
     def components(self, spec: MeshSpec) -> Components:
         """The components on a mesh; nothing is read but configs."""
@@ -319,7 +300,7 @@ class Planner:
             mesh=spec,
             settings=asked.as_dict(),
             dtype=self.dtype,
-            attention=self.attention,
+            attention=str(self.attention),
             sharding=self.sharding,
             blocks=self.port.blocks,
             implementations=choices(self.port),

@@ -28,6 +28,7 @@ from tpuport.core.weights.sharding import GATHERED, ShardingPlan, WeightInfo
 from tpuport.core.weights.skeleton import build_skeleton, is_used, match_names
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError, WeightsError
+from tpuport.kernels.attention.choice import AttentionChoice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +71,7 @@ class Components:
         checkpoint: its files.
         mesh: the devices.
         dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        attention: the attention implementation, ``"auto"`` or a name.
+        attention: the attention implementation.
         layout: of the sharding rules; see ``Component.layouts``.
         reporter: told what is loaded.
         stack: run the blocks that components declare as stacked under one scan; without
@@ -84,7 +85,7 @@ class Components:
         mesh: jax.sharding.Mesh,
         *,
         dtype: str,
-        attention: str = "auto",
+        attention: AttentionChoice = AttentionChoice(),
         layout: str = "default",
         reporter: Reporter | None = None,
         stack: bool = True,
@@ -99,7 +100,7 @@ class Components:
         self.stack = stack
         self._reporter = reporter or Reporter()
         self.attention = check_implementation(attention, self.platform)
-        self._runtimes: dict[tuple[bool, str, str, bool], Runtime] = {}
+        self._runtimes: dict[tuple[bool, str, AttentionChoice, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}

@@ -32,7 +32,6 @@ from tpuport.core.spec.choices import (
     dtype_of,
     implementation_of,
 )
-from tpuport.core.spec.step_cache import StepCache
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +226,7 @@ def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
 
 def method_of(request: Request) -> str:
     """What a program knows of a step cache: which steps are full, it does not."""
-    cache = StepCache.parse(request.step_cache)
+    cache = request.step_cache
     if cache is None:
         return "none"
     return cache.method if cache.order is None else f"{cache.method}:{cache.order}"
@@ -295,7 +294,7 @@ def settled(
         "form": port.form,
         "component": component,
         "options": {
-            "attention": attention_of(port, component, attention),
+            "attention": str(attention_of(port, component, attention)),
             "sharding": sharding,
             "blocks": port.blocks,
             "implementation": chosen_of(port, component),

@@ -13,20 +13,14 @@ from tpuport.core.programs.op_by_op import OpByOp
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.frame_delivery import Delivery
-from tpuport.core.run.inspection import Inspection
 from tpuport.core.run.memory_report import MemoryLog, RunMemory
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.run.stage_calls import StageRun, Timing, load
 from tpuport.core.run.step_caching import with_step_cache
+from tpuport.core.spec.run_settings import PROFILED_CALLS, RunSettings
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import StageContext, Work
-from tpuport.core.spec.step_cache import StepCache
-from tpuport.core.spec.tiling import (
-    DoesNotFitError,
-    TilingDecision,
-    check_choice,
-    decide,
-)
+from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision, decide
 from tpuport.core.tracing.convolution_notes import joined
 from tpuport.core.tracing.ported_module import BoundModule
 
@@ -45,35 +39,29 @@ class Executor:
 
     Args:
         components: the weights and where they go.
-        keep_loaded: keep weights on the devices between runs.
+        settings: whether weights stay on the devices between runs, whether decode runs
+            in tiles, and what the stages are looked at with.
         reporter: told what happens.
         programs: makes the compiled programs; without it they are compiled and kept
             for this executor alone.
-        inspection: what its stages are looked at with.
-        vae_tiling: whether decode runs in tiles: ``"auto"``, ``"on"`` or ``"off"``.
-
-    Raises:
-        UsageError: ``vae_tiling`` is none of these.
     """
 
     def __init__(
         self,
         components: Components,
+        settings: RunSettings,
         *,
-        keep_loaded: bool = False,
         reporter: Reporter | None = None,
         programs: Programs | None = None,
-        inspection: Inspection | None = None,
-        vae_tiling: str = "auto",
     ) -> None:
-        self.vae_tiling = check_choice(vae_tiling)
+        self.settings = settings
+        self.vae_tiling = settings.vae_tiling
         self.components = components
-        self.keep_loaded = keep_loaded
+        self.keep_loaded = settings.keep_loaded
         self.reporter = reporter or (programs.reporter if programs else Reporter())
         self.rotary = RotaryCache()
         self._upstream: dict[tuple[str, str], Any] = {}
         self.programs = programs or Programs(components, reporter=self.reporter)
-        self.inspection = inspection or Inspection()
         self.op_by_op = OpByOp()
         self._memory = RunMemory()
         # Shapes of the states that step caching keeps, found by tracing once.
@@ -107,7 +95,6 @@ class Executor:
                 ``plan`` and ``compile`` make ready.
             vae_tiling: in place of the executor's own.
         """
-        tiling = check_choice(vae_tiling or self.vae_tiling)
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
             checkpoint=self.components.checkpoint,
@@ -120,7 +107,7 @@ class Executor:
             device=device,
             say=self.reporter.say,
             pixels=pixels,
-            vae_tiling=tiling,
+            vae_tiling=vae_tiling or self.vae_tiling,
             upstream=lambda name, load: self._load_upstream(
                 name, device, load, timing or Timing()
             ),
@@ -183,7 +170,7 @@ class Executor:
         """
         if self.programs.built is None:
             return
-        compiled = [s for s in stages if s.name not in self.inspection.no_jit]
+        compiled = [s for s in stages if s.name not in self.settings.no_jit]
         tilings = [
             tiling
             for stage in compiled
@@ -210,7 +197,7 @@ class Executor:
             The stage's tensors with all videos in the leading dim, and what it took.
             Frames that a sink took are not among them.
         """
-        looked = self.inspection
+        looked = self.settings
         op_by_op = stage.name in looked.no_jit
         if op_by_op:
             self.reporter.say(
@@ -223,7 +210,11 @@ class Executor:
         started = time.perf_counter()
         trace = None
         if looked.profile is not None:
-            trace = SteadyTrace(looked.profile, looked.profile_calls, self.reporter.say)
+            trace = SteadyTrace(
+                looked.profile,
+                looked.profile_calls or PROFILED_CALLS,
+                self.reporter.say,
+            )
         tiling = self.tiling(stage, request, vae_tiling)
         self._memory.begins(request, stage.name)
         run: StageRun | None = None
@@ -331,7 +322,7 @@ class Executor:
             self.reporter.stage_restarted(stage.name, total, stage.unit)
             if trace is not None:
                 trace.forget(stage.name)
-        looked = self.inspection
+        looked = self.settings
         devices = list(self.components.mesh.devices.flat)
         return StageRun(
             components=self.components,
@@ -342,7 +333,7 @@ class Executor:
             delivery=delivery,
             total=total,
             timing=Timing(load=0.0 if before is None else before.timing.load),
-            memory=MemoryLog(devices) if looked.memory else None,
+            memory=MemoryLog(devices) if looked.memory_report else None,
             trace=trace,
             room=tiling.room if tiling is not None else None,
         )
@@ -437,9 +428,9 @@ class Executor:
 
     def _say_uninspected(self, stage: Stage) -> None:
         """Nothing that is asked for is left undone without a word."""
-        looked = self.inspection
+        looked = self.settings
         runs = f"{stage.name} runs upstream's code"
-        if looked.memory:
+        if looked.memory_report:
             self.reporter.say(f"{runs}: --memory-report has nothing on it")
         if looked.profile is not None:
             self.reporter.say(f"{runs}: it is not profiled")
@@ -450,7 +441,7 @@ class Executor:
         self, stage: Stage, work: Work, request: Request, timing: Timing
     ) -> tuple[Stage, Work]:
         """The work with the request's step cache, in the stage that can be cut."""
-        cache = StepCache.parse(request.step_cache)
+        cache = request.step_cache
         named = {program.component for program in stage.programs.values()}
         splits = {n: self.components.port.components[n].split for n in sorted(named)}
         name, split = next(((n, s) for n, s in splits.items() if s), (None, None))

@@ -23,20 +23,20 @@ from pathlib import Path
 from tpuport.core.mesh.device_memory import planned_bytes
 from tpuport.core.spec.choices import with_chosen
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.device_mesh import place_mesh
 from tpuport.core.plan.abstract_programs import abstract_programs
 from tpuport.core.plan.config_checkpoint import config_checkpoint
-from tpuport.core.plan.planner import Requests
-from tpuport.core.reports import Reporter
+from tpuport.core.spec.requests import Requests
 from tpuport.core.mesh.slices import parse_topology, topology_devices
 from tpuport.plugins import get_port
 
 port = with_chosen(get_port("cogvideox"), {"vae": sys.argv[2]})
 variant = port.variant("5b")
 devices = topology_devices(parse_topology("v6e-8"))
-mesh = build_mesh(MeshSpec(sp=8), devices)
+placed = place_mesh(MeshSpec(sp=8), devices)
+mesh = placed.mesh
 with config_checkpoint(port.form_of(variant), variant, Path(sys.argv[1])) as checkpoint:
-    requests = Requests(port, variant, checkpoint, mesh, Reporter())
+    requests = Requests(port, variant, checkpoint, placed)
     request = requests.request(prompt="a", height=192, width=256, num_frames=9)
     decided = []
     programs = abstract_programs(
