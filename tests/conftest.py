@@ -26,10 +26,15 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import fcntl
 import gc
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Once
 
 #: The files that take most of a minute or more, longest first.
 LONGEST = (
@@ -73,31 +78,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Makes a folder for all test processes of a run: the first one to ask does."""
+    base = tmp_path_factory.getbasetemp()
+    place = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = place / name, place / f"{name}.made"
+        with (place / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def demo_folder(once: Once) -> Path:
     """The demo checkpoint, made once. Tests that alter it work on a copy."""
     from tpuport.models.cogvideox.demo import make_demo
 
-    folder = tmp_path_factory.mktemp("demo")
-    make_demo(folder)
-    return folder
+    return once("demo", make_demo)
 
 
 @pytest.fixture(scope="session")
-def hunyuanvideo_folders(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Path]:
+def hunyuanvideo_folders(once: Once) -> dict[str, Path]:
     """The demo checkpoints of HunyuanVideo by form, ``"1.5"`` and ``"13b"``."""
     from tpuport.models.hunyuanvideo.demo import make_demo, make_demo_13b
 
-    folder = tmp_path_factory.mktemp("hunyuanvideo")
-    folders = {"1.5": folder / "demo", "13b": folder / "demo-13b"}
-    for name, make in (("1.5", make_demo), ("13b", make_demo_13b)):
-        folders[name].mkdir()
-        make(folders[name])
-    return folders
+    return {
+        "1.5": once("hunyuanvideo-demo", make_demo),
+        "13b": once("hunyuanvideo-demo-13b", make_demo_13b),
+    }
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In place of the user's cache folder: compiled programs are shared by tests."""
-    return tmp_path_factory.mktemp("cache")
+def cache_dir(once: Once) -> Path:
+    """In place of the user's cache folder: one store of programs for all tests.
+
+    Files of the store appear whole and are named by their content, so test processes
+    share them as two commands of a user do.
+    """
+    return once("cache", lambda folder: None)

@@ -1,4 +1,4 @@
-"""Processes that start with torch, jax and diffusers imported.
+"""Test processes: what they share, and those that start with the libraries imported.
 
 Imports take longer than most of what the tests run in processes of their own. Such a
 process is a fork of one that has imported those libraries and done nothing else: no
@@ -13,10 +13,13 @@ import runpy
 import sys
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+#: ``once(name, make)``: a folder that the first test process to ask for it makes.
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 #: What is imported before the fork. None of them asks jax for a device.
 IMPORTED = [

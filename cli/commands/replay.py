@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,12 +37,15 @@ from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.result import latents_digest
-from tpuport.core.run.session import Session
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 from tpuport.plugins import get_port
+
+if TYPE_CHECKING:
+    from tpuport.core.run.session import Session
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @command("replay")

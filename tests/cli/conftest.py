@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.cli.tools import SMALL, Cli, Made, call
+from tests.cli.tools import SMALL, Cli, Made, Ran, call
+from tests.processes import Once
 
 
 @pytest.fixture(autouse=True)
@@ -41,20 +44,24 @@ def cli(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """``tpuport generate`` of two prompts, the first run of the whole session."""
-    folder = tmp_path_factory.mktemp("made")
-    cache = tmp_path_factory.mktemp("cache")
-    run = folder / "run"
-    ran = call(
-        "generate",
-        *("--prompt", "a panda", "--prompt", "a fox", "--seed", "7"),
-        *SMALL,
-        *("--negative-prompt", "blurry", "--run-dir", run),
-        *("--out", folder / "video.mp4", "--cache-dir", cache, "--json"),
-    )
-    assert ran.code == 0, ran.err
-    return Made(ran, folder, run, cache)
+def made(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """``tpuport generate`` of two prompts; every test process has its own cache."""
+
+    def generate(folder: Path) -> None:
+        ran = call(
+            "generate",
+            *("--prompt", "a panda", "--prompt", "a fox", "--seed", "7"),
+            *SMALL,
+            *("--negative-prompt", "blurry", "--run-dir", folder / "run"),
+            *("--out", folder / "video.mp4", "--cache-dir", folder / "cache", "--json"),
+        )
+        assert ran.code == 0, ran.err
+        (folder / "ran.json").write_text(json.dumps(asdict(ran)))
+
+    folder = once("generated", generate)
+    ran = Ran(**json.loads((folder / "ran.json").read_text()))
+    cache = shutil.copytree(folder / "cache", tmp_path_factory.mktemp("own") / "cache")
+    return Made(ran, folder, folder / "run", Path(cache))
 
 
 @pytest.fixture

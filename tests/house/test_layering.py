@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ MOST_IN_A_ROOM, MOST_IN_A_HALL = 15, 4
 HEAVY = {
     "accelerate",
     "diffusers",
+    "flax",
     "jax",
     "jaxlib",
     "safetensors",
@@ -60,9 +62,6 @@ HEAVY = {
     "torchax",
     "transformers",
 }
-
-#: What the user may ask of attention, as a value: the one light module of a kernel.
-LIGHT = "tpuport.kernels.attention.choice"
 
 MODELS = sorted(
     path.parent.name for path in (ROOT / "tpuport/models").glob("*/plugin.py")
@@ -92,10 +91,11 @@ class Source:
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 
-    def imports(self) -> Iterator[Import]:
+    @functools.cache  # noqa: B019  (the sources live as long as the process)
+    def imports(self) -> tuple[Import, ...]:
         """Every import, also inside functions; relative ones by their full name."""
         package = self.name if self.path.name == "__init__.py" else self.parent
-        yield from _imports(self.tree, package, True, False)
+        return tuple(_imports(self.tree, package, True, False))
 
     @property
     def parent(self) -> str:
@@ -138,7 +138,7 @@ def sources() -> list[Source]:
 
 
 SOURCES = sources()
-NAMES = {source.name for source in SOURCES}
+BY_NAME = {source.name: source for source in SOURCES}
 
 
 def where(source: Source, line: int) -> str:
@@ -158,7 +158,7 @@ def room_of(name: str) -> tuple[str, str] | None:
 def module_of(name: str) -> str | None:
     """The module that an imported name is in; ``None`` for other packages."""
     for candidate in (name, name.rpartition(".")[0]):
-        if candidate in NAMES:
+        if candidate in BY_NAME:
             return candidate
     return None
 
@@ -299,18 +299,63 @@ def test_kernels_are_jax_only() -> None:
     assert wrong == []
 
 
-def test_nothing_heavy_is_imported_with_a_module() -> None:
+#: What must start quickly: importing any of these imports no other module at its top
+#: that needs torch or jax.
+LIGHT_ROOMS = {("core", room) for room in (HALL, "mesh", "files", "spec")}
+#: Modules in Flax, which the plugin imports when one of them is asked for.
+HEAVY_OF_MODELS = {
+    f"tpuport.models.cogvideox.flax_{name}" for name in ("blocks", "layers", "vae")
+}
+
+
+def light() -> set[str]:
+    """The modules that must start quickly, and what they import at the top."""
+
+    def is_light(source: Source) -> bool:
+        if source.name in HEAVY_OF_MODELS:
+            return False
+        if source.layer in ROOMS and source.layer != "cli":
+            return room_of(source.name) in LIGHT_ROOMS
+        return True
+
+    found: set[str] = set()
+    open_modules = [source.name for source in SOURCES if is_light(source)]
+    while open_modules:
+        name = open_modules.pop()
+        if name not in found:
+            found.add(name)
+            open_modules += at_top(name)
+    return found
+
+
+def at_top(name: str) -> list[str]:
+    """The modules of the package that a module imports when it is imported."""
+    imports = (i for i in BY_NAME[name].imports() if i.at_module_level)
+    modules = (module_of(i.name) for i in imports if not i.type_checking)
+    return [module for module in modules if module is not None]
+
+
+def test_nothing_heavy_is_imported_with_a_light_module() -> None:
     wrong = [
-        f"{where(source, found.line)} imports {found.name}"
-        for source in SOURCES
-        if source.layer != "kernels"
-        for found in source.imports()
+        f"{where(BY_NAME[name], found.line)} imports {found.name}"
+        for name in sorted(light())
+        for found in BY_NAME[name].imports()
         if found.at_module_level
         and not found.type_checking
-        and (
-            found.name.split(".")[0] in HEAVY
-            or (layer_of(found.name) == "kernels" and module_of(found.name) != LIGHT)
-        )
+        and found.name.split(".")[0] in HEAVY
+    ]
+    assert wrong == []
+
+
+def test_what_needs_torch_or_jax_anyway_imports_at_the_top() -> None:
+    quick = light()
+    wrong = [
+        f"{where(source, found.line)} imports {found.name} in a function"
+        for source in SOURCES
+        if source.name not in quick
+        for found in source.imports()
+        if not found.at_module_level
+        and (found.name.split(".")[0] in ("jax", "torch", "numpy", "tpuport"))
     ]
     assert wrong == []
 

@@ -183,9 +183,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(cache_dir: Path) -> Path:
     """A cache folder shared by the tests, so that a program compiles once."""
-    return tmp_path_factory.mktemp("cache")
+    return cache_dir
 
 
 def pictures(

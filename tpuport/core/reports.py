@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -266,7 +267,6 @@ class RunReport:
 
 def peak_host_bytes() -> int:
     """The high-water mark of this process's resident memory."""
-    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts KiB, macOS bytes.

@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.layers.video_layers import KERNEL, PRODUCT, convolve, has_kernels
 from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.convolution_notes import note, passed_over
+from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
 
 if TYPE_CHECKING:
@@ -131,9 +134,6 @@ def video_kernel(
     """
     import jax.numpy as jnp
 
-    from tpuport.core.layers.video_layers import KERNEL, convolve, has_kernels
-    from tpuport.core.tracing.convolution_notes import note
-    from tpuport.core.tracing.kernel_options import kernel_options
     from tpuport.kernels.convolution.conv import video_convolution
     from tpuport.kernels.convolution.conv_kernel import pitch_of
 
@@ -201,9 +201,6 @@ def _beyond(
 
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
-
-    from tpuport.core.layers.video_layers import PRODUCT
-    from tpuport.core.tracing.convolution_notes import note, passed_over
 
     platform, space = context.platform, context.space
 

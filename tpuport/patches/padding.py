@@ -6,6 +6,7 @@ column of a neighbour.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,6 @@ def _border(mode: str, value: float | None, pairs: Sequence[tuple[int, int]]) ->
 
 
 def _make(context: OpContext) -> Callable[..., Any]:
-    import functools
 
     return functools.partial(pad, space=context.space)
 

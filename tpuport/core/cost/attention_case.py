@@ -10,6 +10,14 @@ from typing import Any
 
 from tpuport.core.mesh.chips import chip
 from tpuport.errors import UsageError
+from tpuport.kernels.attention import jax_splash
+from tpuport.kernels.attention.selection import splash_sizes
+from tpuport.kernels.attention.splash_blocks import (
+    SplashBlocks,
+    default_blocks,
+    vmem_bytes,
+    vmem_limit,
+)
 
 #: Implementation -> module of its kernel, or of what calls it.
 IMPLEMENTATIONS = {
@@ -144,8 +152,6 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
     if case.implementation == "tokamax":
         found = Blocks(q=2048, kv=2048, kv_compute=256 if case.head_dim <= 64 else 512)
     elif case.implementation == "jax":
-        from tpuport.kernels.attention import jax_splash
-
         found = jax_splash.default_blocks(
             case.q_len,
             case.kv_len,
@@ -154,8 +160,6 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
             chip=case.chip,
         )
     else:
-        from tpuport.kernels.attention.selection import splash_sizes
-
         lengths = (case.q_len, case.kv_len)
         found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
     tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
@@ -164,7 +168,6 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
 
 def rule_blocks(case: AttentionCase) -> Blocks:
     """The tiles of tpuport's kernel by its own rule, without the table."""
-    from tpuport.kernels.attention.splash_blocks import default_blocks
 
     found = default_blocks(
         case.q_len,
@@ -178,11 +181,6 @@ def rule_blocks(case: AttentionCase) -> Blocks:
 
 def fits(case: AttentionCase, blocks: Blocks) -> bool:
     """Whether tpuport's kernel takes these tiles and they fit the chip's VMEM."""
-    from tpuport.kernels.attention.splash_blocks import (
-        SplashBlocks,
-        vmem_bytes,
-        vmem_limit,
-    )
 
     try:
         tiles = SplashBlocks(q=blocks.q, kv=blocks.kv, kv_compute=blocks.kv_compute)

@@ -16,9 +16,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tokamax._src.ops.experimental.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
 from tpuport.core.cost.attention_case import AttentionCase
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology, topology_devices
 from tpuport.errors import TpuportError
+from tpuport.kernels.attention.jax_splash import BlockSizes, jax_splash_attention
+from tpuport.kernels.attention.splash import splash_attention
+from tpuport.kernels.attention.splash_blocks import SplashBlocks
+from tpuport.kernels.padding import pad_dim, round_up
 
 _KERNEL = re.compile(
     r'%([\w.\-]+) = [^\n]*custom-call\([^\n]*custom_call_target="tpu_custom_call"'
@@ -47,10 +60,6 @@ def compile_case(case: AttentionCase) -> dict[str, Any]:
         one), ``kernels`` (their names in the compiled program), ``other_cycles`` (the
         compiler's estimate for all else), ``compile_seconds``.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     topology = next(
         parse_topology(name) for name in TOPOLOGY_NAMES if name.startswith(case.chip)
@@ -100,7 +109,6 @@ def _grids(jaxpr: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _jax(case: AttentionCase) -> Callable[..., Any]:
-    from tpuport.kernels.attention.jax_splash import BlockSizes, jax_splash_attention
 
     if case.window is not None or case.k_smooth:
         raise NotImplementedError("jax's splash takes neither window nor k_smooth here")
@@ -116,13 +124,6 @@ def _jax(case: AttentionCase) -> Callable[..., Any]:
 
 def _tokamax(case: AttentionCase) -> Callable[..., Any]:
     """Its kernel on padded lengths; the padding is not masked, which flatters it."""
-    import jax
-    from tokamax._src.ops.experimental.tpu.splash_attention import (
-        splash_attention_kernel,
-        splash_attention_mask,
-    )
-
-    from tpuport.kernels.padding import pad_dim, round_up
 
     if case.window is not None or case.k_smooth or case.is_causal or case.has_lengths:
         raise NotImplementedError("of tokamax only plain full attention is costed")
@@ -147,8 +148,6 @@ def _tokamax(case: AttentionCase) -> Callable[..., Any]:
 
 
 def _tpuport(case: AttentionCase) -> Callable[..., Any]:
-    from tpuport.kernels.attention.splash import splash_attention
-    from tpuport.kernels.attention.splash_blocks import SplashBlocks
 
     blocks = SplashBlocks(**_sizes(case))
 

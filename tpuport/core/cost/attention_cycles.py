@@ -35,6 +35,7 @@ from tpuport.core.cost.kernel_schedule import (
 )
 from tpuport.core.files.atomic import atomic_write_json, one_line
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import (
     TOPOLOGY_NAMES,
     TopologyError,
@@ -257,7 +258,6 @@ def _cost(
     schedules: dict[str, KernelSchedule],
     versions: dict[str, str],
 ) -> KernelCost:
-    from tpuport.core.mesh.chips import chip
 
     names = [name for name in answer["kernels"] if name in schedules]
     if len(names) != 1:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tpuport.core.cost.hlo import HloError, Instruction
 from tpuport.core.cost.network import HOP_SECONDS, Link, Network
 
@@ -133,7 +135,6 @@ def read_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     Raises:
         HloError: in none of them.
     """
-    import numpy as np
 
     grid: Any
     if found := _LISTED.search(attributes):
@@ -157,7 +158,6 @@ def _mesh_groups(
     axes: str, order: str | None, across: str
 ) -> tuple[tuple[int, ...], ...]:
     """``mesh['a'=2,'b'=4] {'b'}``, also of a part of an axis: ``'b':(1)2``."""
-    import numpy as np
 
     named = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", axes)}
     total = math.prod(named.values())

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tpuport.core.tracing.context import AttentionRecord
+from tpuport.core.tracing.context import AttentionRecord
 
 #: How the names of kernels begin whose FLOPs are products, and of those without any.
 PRODUCTS = ("tpuport_conv",)

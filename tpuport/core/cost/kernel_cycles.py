@@ -19,18 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.cost.account import MXU, VECTOR, KernelCost
 from tpuport.core.cost.hlo import Array, Instruction
-from tpuport.core.cost.kernel_schedule import dump_flags, reader_hash
+from tpuport.core.cost.kernel_schedule import Execution, dump_flags, reader_hash
+from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.slices import compile_environment, smallest_of
 from tpuport.core.reports import Reporter
 from tpuport.errors import TpuportError
-
-if TYPE_CHECKING:
-    from tpuport.core.cost.kernel_schedule import Execution
-    from tpuport.core.mesh.chips import Chip
 
 #: Raised when the meaning of what is kept on disk changes.
 _FORMAT = 3

@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.kernel_cycles import usual
 from tpuport.core.cost.kernel_schedule import read_dump
 from tpuport.core.mesh.slices import smallest_of, topology_devices
@@ -64,11 +69,6 @@ def main(folder: Path) -> None:
 
 def _compile(request: dict[str, Any], device: Any) -> str:
     """Compile the custom call alone; returns its name in the program."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from tpuport.core.cost.hlo import parse
 
     mesh = Mesh(np.array([device]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())

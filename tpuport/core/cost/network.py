@@ -14,12 +14,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.mesh.chips import Chip
-
-if TYPE_CHECKING:
-    from tpuport.core.mesh.slices import Topology
+from tpuport.core.mesh.slices import Topology
 
 Place = tuple[int, ...]
 Link = tuple[Place, Place]

@@ -27,6 +27,7 @@ from tpuport.core.cost.attention_cycles import (
 )
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.errors import UsageError
+from tpuport.kernels.attention.block_table import bucket, read_entries
 
 #: The largest tile looked at, as large as the kernel's own rule takes.
 LARGEST = 9984
@@ -206,7 +207,6 @@ def table_entry(tuning: Tuning, command: str, limit: int) -> dict[str, Any]:
 
     ``command`` makes it again; ``limit`` is that of the search.
     """
-    from tpuport.kernels.attention.block_table import bucket
 
     cost = tuning.best
     case, blocks = cost.case, cost.blocks
@@ -260,7 +260,6 @@ def write_entry(table: Path, entry: dict[str, Any]) -> None:
         UsageError: the file is there and is not a table of blocks.
         ArtifactError: it cannot be written.
     """
-    from tpuport.kernels.attention.block_table import read_entries
 
     entries: list[dict[str, Any]] = []
     if table.exists():

@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import imageio_ffmpeg
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -95,7 +97,6 @@ class _Ffmpeg:
         )
 
     def finish(self) -> None:
-        import imageio_ffmpeg
 
         self.close()
         # imageio does not look at how ffmpeg ended; a full disk shows only here.

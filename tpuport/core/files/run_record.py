@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -92,7 +93,6 @@ def now() -> str:
 
 def tpuport_version() -> str:
     """The installed version, or "unknown"."""
-    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("tpuport")

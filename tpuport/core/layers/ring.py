@@ -14,9 +14,12 @@ Everything here runs inside ``shard_map``; tokens are last, as our kernel has th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from tpuport.core.mesh.chips import chip as chip_named
 
 if TYPE_CHECKING:
     import jax
@@ -169,7 +172,6 @@ def too_short(chunk: int, head_dim: int, itemsize: int, chip: str) -> str | None
 
     Time with work and on the way is in proportion to the heads alike.
     """
-    from tpuport.core.mesh.chips import chip as chip_named
 
     found = chip_named(chip)
     # The matrix unit takes no less time for less than 128 rows.
@@ -251,7 +253,6 @@ def gathered_attention(
     queries is known when the program runs, and takes few values: there is a branch for
     each.
     """
-    import functools
 
     import jax
     import jax.numpy as jnp

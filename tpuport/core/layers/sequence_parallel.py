@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
-from tpuport.core.layers.ring import GATHERED, PASSED, keys_within, too_short
+from tpuport.core.layers.ring import (
+    GATHERED,
+    PASSED,
+    Ring,
+    gathered_attention,
+    keys_within,
+    ring_attention,
+    ring_refusal,
+    too_short,
+)
 from tpuport.core.tracing.context import AttentionRecord
 
 if TYPE_CHECKING:
@@ -163,7 +172,6 @@ def sequence_attention(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from tpuport.core.layers.ring import Ring, gathered_attention, ring_attention
     from tpuport.kernels.padding import pad_dim, round_up
 
     context = active.context
@@ -390,8 +398,6 @@ def _not_passed(
 ) -> str | None:
     """Why keys do not go round a ring, if they do not."""
     import jax
-
-    from tpuport.core.layers.ring import ring_refusal
 
     chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)
     refusal = ring_refusal(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.mesh.halos import passed
+from tpuport.core.tracing.convolution_notes import note
 from tpuport.core.tracing.kernel_options import kernel_options
 
 if TYPE_CHECKING:
@@ -68,7 +70,6 @@ def convolve(
     """
     import jax.numpy as jnp
 
-    from tpuport.core.tracing.convolution_notes import note
     from tpuport.kernels.convolution.conv import edged_convolution, video_convolution
     from tpuport.kernels.convolution.conv_kernel import pitch_of
 
@@ -150,7 +151,6 @@ def enlarged_convolution(
     """
     import jax.numpy as jnp
 
-    from tpuport.core.tracing.convolution_notes import note
     from tpuport.kernels.convolution.conv import edged_convolution
 
     options, space = kernel_options(context), context.space
@@ -175,7 +175,6 @@ def _edges(
     import jax
     import jax.numpy as jnp
 
-    from tpuport.core.mesh.halos import passed
     from tpuport.kernels.convolution.conv_sides import outer_columns
 
     columns = space.columns
@@ -230,7 +229,6 @@ def pointwise(
     """A convolution of one element, [O, I, 1, 1, 1], of [B, T, Y, X, I]."""
     import jax.numpy as jnp
 
-    from tpuport.core.tracing.convolution_notes import note
     from tpuport.kernels.attention.reference import matmul_precision
 
     note(context, PRODUCT)

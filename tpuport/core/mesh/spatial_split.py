@@ -14,6 +14,7 @@ Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -204,7 +205,6 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
         devices: how many there are.
         videos, rows, columns: of what is split.
     """
-    import math
 
     by_video = math.gcd(devices, videos)
     left = devices // by_video

@@ -11,7 +11,10 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.enums import Tiling
@@ -20,23 +23,17 @@ from tpuport.core.programs.lowering import placed, trace
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Work
-from tpuport.core.tracing.context import ConvolutionRecord
+from tpuport.core.spec.tiling import TilingDecision
+from tpuport.core.spec.variant import Variant
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.kernels.attention.choice import AttentionChoice
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.spec.model_port import ModelPort
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.stage import Program
-    from tpuport.core.spec.tiling import TilingDecision
-    from tpuport.core.spec.variant import Variant
-    from tpuport.core.tracing.context import AttentionRecord
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,7 +105,6 @@ class AbstractProgram:
 
     def outputs(self) -> tuple[Any, Any]:
         """Shapes and places of the carry and the output."""
-        import jax
 
         _, places = placed(self.spec, None, self.loaded, self.args)
 
@@ -291,7 +287,6 @@ class _Walk:
 
 def abstract(tree: Any, loaded: Loaded) -> Any:
     """Shapes and dtypes of ``tree``, placed as the executor places it: everywhere."""
-    import jax
 
     def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -303,7 +298,6 @@ def abstract(tree: Any, loaded: Loaded) -> Any:
 
 def signature(args: Any) -> Any:
     """What a compiled program depends on: structure, shapes and dtypes."""
-    import jax
 
     leaves, tree = jax.tree.flatten(args)
     return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
@@ -311,7 +305,6 @@ def signature(args: Any) -> Any:
 
 def device_bytes(tree: Any) -> int:
     """What placed arrays take on one device."""
-    import jax
 
     return sum(
         math.prod(leaf.sharding.shard_shape(tuple(leaf.shape))) * leaf.dtype.itemsize
@@ -320,8 +313,6 @@ def device_bytes(tree: Any) -> int:
 
 
 def _zeros(tree: Any) -> Any:
-    import jax
-    import numpy as np
 
     # Calloc'd: pages that nobody touches take no memory.
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)

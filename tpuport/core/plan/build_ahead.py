@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.mesh.device_memory import refused_bytes
+from tpuport.core.plan.abstract_programs import AbstractProgram
 from tpuport.core.programs import jax_cache as compiling
+from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import (
     ELSEWHERE,
     HERE,
@@ -23,17 +27,10 @@ from tpuport.core.programs.executable_files import (
 )
 from tpuport.core.programs.program_key import program_key
 from tpuport.core.programs.program_store import patches_of
+from tpuport.core.reports import Reporter
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.tiling import TilingDecision, gibibytes
 from tpuport.errors import ArtifactError, TpuportError
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.plan.abstract_programs import AbstractProgram
-    from tpuport.core.programs.components import Components
-    from tpuport.core.reports import Reporter
-    from tpuport.core.spec.request import Request
-
 
 ProgramsOf = Callable[
     [Sequence[str], str, Callable[[TilingDecision], None]], Iterable["AbstractProgram"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import shutil
 import tempfile
@@ -110,7 +111,6 @@ def _config(port: ModelPort, component: str, config: dict[str, Any]) -> dict[str
     cls = load_class(port.components[component].class_path)
     if not hasattr(cls, "from_config"):
         return dict(cls.config_class.from_dict(config).to_dict())
-    import inspect
 
     defaults = {
         name: parameter.default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.cost.account import Account
 from tpuport.core.cost.flops import model_flops
@@ -12,17 +12,14 @@ from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network
 from tpuport.core.cost.program_time import Kernels, account
 from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.device_memory import refused_bytes
-from tpuport.core.plan.abstract_programs import device_bytes
+from tpuport.core.mesh.slices import Topology
+from tpuport.core.plan.abstract_programs import AbstractProgram, device_bytes
 from tpuport.core.plan.build_ahead import CompileError
 
 #: Of a compiler's message, how many characters are told.
 _WORDS = 400
-
-if TYPE_CHECKING:
-    from tpuport.core.mesh.chips import Chip
-    from tpuport.core.mesh.slices import Topology
-    from tpuport.core.plan.abstract_programs import AbstractProgram
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

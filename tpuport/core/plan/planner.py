@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
+from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
@@ -21,20 +22,15 @@ from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.default_mesh import default_mesh
-from tpuport.core.spec.model_port import with_blocks
+from tpuport.core.spec.model_port import ModelPort, with_blocks
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import Requests
-from tpuport.core.spec.tiling import gibibytes
+from tpuport.core.spec.tiling import TilingDecision, gibibytes
+from tpuport.core.spec.variant import Variant
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
 from tpuport.errors import MeshError, ShardingError
 from tpuport.kernels.attention.choice import AttentionChoice
-
-if TYPE_CHECKING:
-    from tpuport.core.mesh.chips import Chip
-    from tpuport.core.spec.model_port import ModelPort
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.tiling import TilingDecision
-    from tpuport.core.spec.variant import Variant
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.cost.hlo import HloError
 from tpuport.core.cost.kernel_cycles import KernelError
@@ -19,11 +19,9 @@ from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.plan.build_ahead import CompileError
 from tpuport.core.plan.plan import DENOISE, Plan
 from tpuport.core.plan.plan_text import duration
+from tpuport.core.plan.planner import Planner
+from tpuport.core.spec.request import Request
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
-
-if TYPE_CHECKING:
-    from tpuport.core.plan.planner import Planner
-    from tpuport.core.spec.request import Request
 
 BUDGET_SECONDS = 540.0
 """What a search may take; a compile that has begun is finished."""

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import Entry, read_entry, read_payload
 from tpuport.core.programs.jax_cache import XLA_FOLDER
 from tpuport.core.programs.key_differences import explained
@@ -27,13 +28,10 @@ from tpuport.core.programs.program_key import (
     settled,
     surroundings,
 )
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError, MissingArtifactError
-
-if TYPE_CHECKING:
-    from tpuport.core.programs.components import Components
-    from tpuport.core.spec.model_port import ModelPort
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.tiling import TilingDecision
 
 #: What a manifest says of single stages.
 _TILING = "tiling"

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
 from tpuport.core.layers.attention import check_implementation
@@ -21,25 +27,15 @@ from tpuport.core.spec.choices import (
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.gathering import gathered, room_for_weights, undivided
-from tpuport.core.weights.jax_module import JaxModule
+from tpuport.core.weights.jax_module import JaxModule, WeightMap
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import GATHERED, ShardingPlan, WeightInfo
 from tpuport.core.weights.skeleton import build_skeleton, is_used, match_names
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError, WeightsError
 from tpuport.kernels.attention.choice import AttentionChoice
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import jax
-    import numpy as np
-    import torch
-
-    from tpuport.core.weights.checkpoint import Checkpoint
-    from tpuport.core.weights.jax_module import WeightMap
-
 
 EVERYTHING = (".*",)
 """A regex of every weight's name."""
@@ -140,8 +136,6 @@ class Components:
         if key not in self._runtimes:
             mesh = self.mesh
             if single_device:
-                import jax
-
                 mesh = jax.sharding.Mesh(
                     mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim),
                     mesh.axis_names,
@@ -226,7 +220,6 @@ class Components:
         Raises:
             ShardingError: rules and weights disagree.
         """
-        from jax.sharding import NamedSharding, PartitionSpec
 
         runtime = self.runtime(name)
         assert runtime.mesh is not None

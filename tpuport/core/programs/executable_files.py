@@ -22,16 +22,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
+
+import jax
+from jax.experimental import serialize_executable
 
 from tpuport.core.files.atomic import cannot_write, one_line, replacing
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.mesh.device_memory import planned_bytes
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
-
-if TYPE_CHECKING:
-    import jax
 
 SUFFIX = ".executable"
 #: Of the key's digest, in a file's name.
@@ -345,7 +345,6 @@ def serialise(compiled: jax.stages.Compiled, platform: str) -> bytes:
     Raises:
         NotSerialisable: the backend cannot, or it could not be loaded safely.
     """
-    from jax.experimental import serialize_executable
 
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
@@ -372,8 +371,6 @@ def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Com
         ArtifactError: the file is damaged.
         Exception: whatever jax raises for an executable that the backend refuses.
     """
-    import jax
-    from jax.experimental import serialize_executable
 
     executable, out_tree = pickle.loads(read_payload(entry))
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(

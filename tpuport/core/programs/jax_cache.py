@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.monitoring
+from jax.experimental.compilation_cache import compilation_cache
+
 _SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_enable_compilation_cache",
@@ -39,8 +43,6 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
     Raises:
         OSError: the folder cannot be made.
     """
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
 
     if folder is None:
         yield
@@ -69,8 +71,6 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
     """Programs are compiled by the compiler while this holds, whatever is cached."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
 
     before = jax.config.jax_enable_compilation_cache
     try:
@@ -90,7 +90,6 @@ def cache_hits() -> int:
 def _listen() -> None:
     """Count cache hits from now on; once per process."""
     global _listening
-    import jax.monitoring
 
     with _lock:
         if not _listening:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.spatial_split import (
@@ -13,13 +16,9 @@ from tpuport.core.mesh.spatial_split import (
     spatial_mesh,
     split_of,
 )
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.programs.components import Loaded
-    from tpuport.core.spec.stage import Program
-    from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.programs.components import Loaded
+from tpuport.core.spec.stage import Program
+from tpuport.core.tracing.runtime import Runtime
 
 
 def trace(
@@ -43,7 +42,6 @@ def trace(
         args: carry, constants and inputs, as arrays or ``ShapeDtypeStruct`` that say
             how they are placed.
     """
-    import jax
 
     flags = flags_for(loaded.replicated.mesh.devices.flat[0], stage)
 
@@ -109,8 +107,6 @@ def spread(
         the program, and the shardings of its carry and its output as prefixes of their
         trees.
     """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     assert runtime.mesh is not None
     split, space = split_of(layout, runtime.mesh, args[2])

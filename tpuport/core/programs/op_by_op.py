@@ -8,17 +8,17 @@ op, a Pallas kernel, and an op of a program that is split over devices, on all o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from tpuport.core.programs.components import Loaded
 from tpuport.core.programs.executable_files import Traced
 from tpuport.core.programs.lowering import placed
 from tpuport.core.programs.program_store import Ready, attention_of, traced_of
-
-if TYPE_CHECKING:
-    from tpuport.core.programs.components import Loaded
-    from tpuport.core.reports import CompileReport
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.stage import Program
+from tpuport.core.reports import CompileReport
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage import Program
 
 
 class OpByOp:
@@ -64,7 +64,6 @@ def _runner(program: Program, loaded: Loaded, ready: Ready) -> Callable[..., Any
         return program.fn(loaded.ported.bind(weights), carry, constants, inputs)
 
     def call(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
-        import jax
 
         runtime = loaded.ported.runtime
         split, places = placed(program, run, loaded, (carry, constants, inputs))

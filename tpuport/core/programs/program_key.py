@@ -9,17 +9,22 @@ named here and its arguments, and on nothing else.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import platform as machine
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import torch
 
 from tpuport.core import compat
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.programs.components import Components, Loaded
 from tpuport.core.programs.key_differences import differing
 from tpuport.core.programs.source_hash import (
     port_packages,
@@ -32,15 +37,10 @@ from tpuport.core.spec.choices import (
     dtype_of,
     implementation_of,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.programs.components import Components, Loaded
-    from tpuport.core.spec.model_port import ModelPort
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.stage import Program
-    from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage import Program
+from tpuport.kernels.attention.choice import AttentionChoice
 
 #: Raised when the meaning of a field changes.
 KEY_VERSION = 1
@@ -192,7 +192,6 @@ def program_key(
             shardings.
         request: for the step cache, and to tell differences in its words.
     """
-    import jax
 
     carry, constants, inputs = args
     named = {"carry": carry, "constants": constants, "inputs": inputs}
@@ -234,7 +233,6 @@ def method_of(request: Request) -> str:
 
 def surroundings(components: Components, stage: str, component: str) -> dict[str, Any]:
     """The fields of a key that are known before the arguments of a program are."""
-    import jax
 
     runtime = components.runtime(component)
     mesh = runtime.mesh
@@ -310,7 +308,6 @@ def settled(
 
 def versions(components: Components, component: str) -> dict[str, str]:
     """The versions of what traces and compiles a component, Python's first."""
-    import importlib.metadata
 
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     packages = list(_PACKAGES)

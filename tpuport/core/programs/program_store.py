@@ -6,38 +6,34 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import jax
 
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.built_folder import BuiltFolder
+from tpuport.core.programs.components import Components, Loaded
 from tpuport.core.programs.crash_marks import DiedLoading, guarded
 from tpuport.core.programs.executable_files import (
+    Entry,
     ExecutableStore,
     NotSerialisable,
     Traced,
 )
 from tpuport.core.programs.lowering import lower
-from tpuport.core.programs.program_key import program_key
+from tpuport.core.programs.program_key import ProgramKey, program_key
 from tpuport.core.programs.state_shapes import KeptShapes
 from tpuport.core.reports import CompileReport, Reporter
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.tracing.runtime import Runtime
 from tpuport.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import jax
-
-    from tpuport.core.programs.components import Components, Loaded
-    from tpuport.core.programs.executable_files import Entry
-    from tpuport.core.programs.program_key import ProgramKey
-    from tpuport.core.spec.request import Request
-    from tpuport.core.spec.stage import Program, Stage
-    from tpuport.core.spec.tiling import TilingDecision
-    from tpuport.core.tracing.runtime import Runtime
 
 #: Of executables, in the folder of the compile cache.
 FOLDER = "executables"
@@ -139,7 +135,6 @@ class Programs:
         """The shapes of a stage's states for step caching, kept with its programs."""
 
         def key_of(found: Any) -> ProgramKey:
-            import jax
 
             _, name, _, _, tree, *leaves = found
             return program_key(
@@ -447,7 +442,6 @@ def _flags(stage: str, loaded: Loaded) -> tuple[str, ...]:
 
 def _signature(args: Any) -> Any:
     """What tells the programs of one name apart: structure, shapes and dtypes."""
-    import jax
 
     leaves, tree = jax.tree.flatten(args)
     return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)

@@ -8,12 +8,10 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuport.core.spec.choices import implementation_of
-
-if TYPE_CHECKING:
-    from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.model_port import ModelPort
 
 _OWN = __name__.partition(".")[0]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.programs.executable_files import ExecutableStore, Traced, read_payload
+from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from tpuport.core.programs.program_key import ProgramKey
 
 
 class KeptShapes(dict[Any, Any]):
@@ -56,7 +57,6 @@ class KeptShapes(dict[Any, Any]):
 
 
 def _payload(structs: Any) -> bytes:
-    import jax
 
     leaves, tree = jax.tree.flatten(structs)
     stream = io.BytesIO()
@@ -65,8 +65,6 @@ def _payload(structs: Any) -> bytes:
 
 
 def _structs(payload: bytes) -> Any:
-    import jax
-    import jax.numpy as jnp
 
     tree, leaves = pickle.loads(payload)
     return jax.tree.unflatten(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from tpuport.core.layers.rotary_tables import RotaryCache
 from tpuport.core.mesh.device_memory import planned_bytes, program_room
@@ -17,17 +20,13 @@ from tpuport.core.run.memory_report import MemoryLog, RunMemory
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.run.stage_calls import StageRun, Timing, load
 from tpuport.core.run.step_caching import with_step_cache
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import PROFILED_CALLS, RunSettings
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import StageContext, Work
 from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision, decide
 from tpuport.core.tracing.convolution_notes import joined
 from tpuport.core.tracing.ported_module import BoundModule
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.spec.request import Request
 
 #: Calls dispatched before the oldest is waited for. Unbounded dispatch has cost 20 % on
 #: TPU hosts; on the CPU, programs with collectives must not overlap at all.
@@ -473,8 +472,6 @@ def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the tensors of batches along the leading dim."""
-    import numpy as np
-    import torch
 
     merged: dict[str, Any] = {}
     for name in parts[0]:

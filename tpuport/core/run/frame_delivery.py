@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from tpuport.core.files.frames import (
     STATISTICS,
@@ -13,9 +15,6 @@ from tpuport.core.files.frames import (
     to_uint8,
 )
 from tpuport.errors import PluginError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Sink = Callable[[int, "np.ndarray"], None]
 """``sink(first, frames)``: the next frames [B, F, Y, X, 3] of videos ``first`` on.
@@ -56,7 +55,6 @@ class Delivery:
             PluginError: bytes came without their statistics.
             VideoError: the frames are of another shape.
         """
-        import numpy as np
 
         told = made if isinstance(made, Mapping) else output
         frames = np.asarray(made["frames"] if isinstance(made, Mapping) else made)
@@ -87,7 +85,6 @@ class Delivery:
         Raises:
             PluginError: there were none.
         """
-        import numpy as np
 
         if self.sink is not None:
             return {}

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.utils import _pytree as torch_pytree
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
@@ -17,10 +22,6 @@ from tpuport.core.weights.sharding import ShardingPlan
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
-
-if TYPE_CHECKING:
-    import jax
-    import torch
 
 
 class PortedProgram:
@@ -45,8 +46,6 @@ class PortedProgram:
         sharding: str = "default",
         stack: bool = True,
     ) -> None:
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
 
         if component.single_device and mesh.size > 1:
             mesh = jax.sharding.Mesh(
@@ -57,7 +56,6 @@ class PortedProgram:
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
-        import torch
 
         self._runtime = model_runtime(
             mesh=mesh,
@@ -99,8 +97,6 @@ class PortedProgram:
 
     def __getattr__(self, name: str) -> Any:
         # Upstream's own methods (an autoencoder's decode), not torch's (to, train).
-        import torch
-
         module = self.__dict__["_ported"].module if "_ported" in self.__dict__ else None
         method = getattr(type(module), name, None)
         if callable(method) and not hasattr(torch.nn.Module, name):
@@ -123,9 +119,6 @@ class PortedProgram:
             UsageError: the module has no such method, it returns an object that holds
                 tensors out of reach, or it would draw random numbers.
         """
-        import jax
-        import torch
-        from torch.utils import _pytree as torch_pytree
 
         if not callable(getattr(self._ported.module, method, None)):
             raise UsageError(
@@ -163,9 +156,7 @@ class PortedProgram:
     def _make(
         self, method: str, tree: Any, is_tensor: tuple[bool, ...], static: tuple
     ) -> tuple[Any, dict[str, Any]]:
-        import jax
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-        from torch.utils import _pytree as torch_pytree
 
         found: dict[str, Any] = {}
 

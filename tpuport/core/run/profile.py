@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import OutputError, UsageError
 
@@ -62,7 +64,6 @@ class SteadyTrace:
     @contextlib.contextmanager
     def call(self, stage: str, program: str, number: int) -> Iterator[None]:
         """The dispatch of a call, named in the trace."""
-        import jax
 
         name = f"{stage}_{program}"
         with jax.profiler.StepTraceAnnotation(name, step_num=number):
@@ -75,7 +76,6 @@ class SteadyTrace:
         Raises:
             OutputError: it cannot be written.
         """
-        import jax
 
         if self._stage is None:
             return
@@ -117,7 +117,6 @@ class SteadyTrace:
         self._done.pop(stage, None)
 
     def _start(self, stage: str) -> None:
-        import jax
 
         folder = self.folder / stage
         options = jax.profiler.ProfileOptions()

@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tpuport.core.arrays import dtype_name, to_numpy
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -43,7 +45,6 @@ def no_frames(request: Request, pixels: str) -> np.ndarray:
 
 def latents_digest(latents: torch.Tensor) -> str:
     """sha256 of the bytes of a latents tensor, its shape and its dtype."""
-    from tpuport.core.arrays import dtype_name, to_numpy
 
     digest = hashlib.sha256()
     digest.update(f"{dtype_name(latents.dtype)} {tuple(latents.shape)}".encode())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.core import reports as reports
 from tpuport.core.arrays import to_torch
@@ -21,9 +23,6 @@ from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import check_given
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Session(StageRunner):
@@ -178,6 +177,7 @@ class Session(StageRunner):
         self, stages: Sequence[StageReport], total_seconds: float
     ) -> RunReport:
         """The report of a run made of these stages."""
+
         # Of the components that some stage ran; upstream's own code has its own.
         ran = [
             name

@@ -6,7 +6,9 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.device_memory import planned_bytes, refused_bytes
@@ -14,14 +16,12 @@ from tpuport.core.programs.components import EVERYTHING, Components, Loaded
 from tpuport.core.programs.program_store import Ready
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.run.memory_report import MemoryLog
+from tpuport.core.run.profile import SteadyTrace
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Work
 from tpuport.core.spec.tiling import DoesNotFitError
-
-if TYPE_CHECKING:
-    from tpuport.core.run.memory_report import MemoryLog
-    from tpuport.core.run.profile import SteadyTrace
-    from tpuport.core.spec.request import Request
 
 
 @dataclass
@@ -115,7 +115,6 @@ class StageRun:
             DoesNotFitError: a program takes more than ``room``; it was not called. No
                 frames were given away when that is the first or the second call's.
         """
-        import jax
 
         timing, limit = self.timing, self.limit
         pending: deque[_Pending] = deque()
@@ -306,7 +305,6 @@ def place(tree: Any, loaded: Loaded) -> Any:
 
     Floating point arrays keep their dtype; see :func:`tpuport.core.arrays.to_numpy`.
     """
-    import jax
 
     return jax.tree.map(
         lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.core.arrays import host_device
 from tpuport.core.enums import Backend, Dtype, Place
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.core.files.sources import Source
+from tpuport.core.mesh.device_mesh import PlacedMesh
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
@@ -25,13 +28,8 @@ from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.variant import Variant
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError, WeightsError
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 class StageRunner:
@@ -344,6 +342,7 @@ class StageRunner:
 
     def stage_record(self, report: StageReport) -> dict[str, Any]:
         """What run.json keeps of a stage: its report and where it ran."""
+
         return {
             **report.as_dict(),
             "weights": self.checkpoint.reference,

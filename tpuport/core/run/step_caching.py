@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.spec.stage import Program, Stage
@@ -14,9 +16,6 @@ from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.tracing.forward_split import ForwardSplit, Where
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.errors import PluginError
-
-if TYPE_CHECKING:
-    import jax
 
 
 def cached_programs(
@@ -63,7 +62,6 @@ def state_struct(
         model: its weights may be abstract.
         args: carry, constants and inputs of the program: arrays or tensors.
     """
-    import jax
 
     def states(weights: Tree, carry: Tree, constants: Tree, inputs: Tree) -> Tree:
         captured = _Captured(model.ported, weights, split, where, [])
@@ -92,7 +90,6 @@ def with_step_cache(
         UsageError: the cache does not fit ``work.total`` steps.
         PluginError: the calls are not all of one program, or it has no forward to cut.
     """
-    import jax
 
     full = cache.schedule(work.total)
     weights = cache.weights(work.total)
@@ -167,7 +164,6 @@ class _Resumed(_Split):
 
 def _abstract(tree: Tree) -> Tree:
     """Shapes and dtypes of arrays, tensors or structs, as the executor places them."""
-    import jax
 
     def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):

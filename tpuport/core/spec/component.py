@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.spec.stage import Program
-from tpuport.core.weights.jax_module import WeightMap
 from tpuport.core.weights.sharding import ShardRule
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from tpuport.core.tracing.block_stacks import StackedBlocks
     from tpuport.core.tracing.forward_split import ForwardSplit
     from tpuport.core.tracing.patching import Patch
+    from tpuport.core.weights.jax_module import WeightMap
     from tpuport.core.weights.transforms import WeightTransform
 
 

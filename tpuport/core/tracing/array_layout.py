@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import jax
+import jax
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 
 
 def row_major(x: jax.Array, platform: str) -> jax.Array:
@@ -15,7 +15,6 @@ def row_major(x: jax.Array, platform: str) -> jax.Array:
     their few channels along the lanes, as patches want them, in all that the scheduler
     does as well: eight times the memory, and half of the time around the blocks.
     """
-    from jax.experimental.layout import Layout, with_layout_constraint
 
     if platform != "tpu":
         return x
@@ -37,7 +36,6 @@ def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> An
         products with it want it. With C along them, as the runtime lays it by itself,
         every call of a program turns it around in memory first.
     """
-    from jax.experimental.layout import Format, Layout
 
     platform = sharding.mesh.devices.flat[0].platform
     if platform != "tpu" or len(shape) < 4 or set(shape[2:]) == {1}:

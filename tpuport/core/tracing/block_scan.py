@@ -16,15 +16,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import torch
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as torch_pytree
 
 from tpuport.core.tracing.block_stacks import Stack
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 from tpuport.errors import PluginError
-
-if TYPE_CHECKING:
-    import jax
-    import torch
 
 
 @contextlib.contextmanager
@@ -72,7 +75,6 @@ def slices(
     stack: Stack, weights: Mapping[str, jax.Array], env: Any
 ) -> dict[str, torch.Tensor]:
     """The tensors of each block by their own names, cut out when they are read."""
-    import jax
 
     found: dict[str, torch.Tensor] = {}
     for tensor in stack.tensors:
@@ -101,7 +103,6 @@ class _Runner:
         original = self.stack.blocks[index].forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            from torch.utils import _pytree as torch_pytree
 
             leaves, tree = torch_pytree.tree_flatten((args, kwargs))
             chain = self.chain
@@ -144,9 +145,6 @@ class _Chain:
     ran: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        import jax
-        import torch
-        from torch.utils import _pytree as torch_pytree
 
         self.last = self.start
         self._env = self.runner.env
@@ -168,7 +166,6 @@ class _Chain:
         found: dict[str, Any] = {}
 
         def run(layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-            from torch.nn.utils.stateless import _reparametrize_module
 
             tensors = self._env.j2t_iso(arrays)
             given = iter(tensors)
@@ -254,7 +251,6 @@ class _Chain:
 
     def output(self, index: int) -> Any:
         """What block ``index`` returns: deferred tensors, and the rest as it is."""
-        from torch.utils import _pytree as torch_pytree
 
         def make(number: int) -> torch.Tensor:
             def read() -> jax.Array:
@@ -272,7 +268,6 @@ class _Chain:
 
     def run(self, index: int) -> list[Any]:
         """The outputs of block ``index``."""
-        import jax
 
         if index in self.ran:
             return self.ran[index]
@@ -299,7 +294,6 @@ class _Chain:
 
     def _scan(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
         """The arguments of block ``stop``."""
-        import jax
 
         assert self.state is not None
         slots = [self._slot[position] for position in self.state]
@@ -336,8 +330,6 @@ class _Chain:
 
     def _block(self, layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
         """One block on the weights ``layer``."""
-        import jax
-        import jax.extend.core
 
         # Here, in the loop: gathered before it, all blocks would be whole at once.
         constrain = jax.lax.with_sharding_constraint
@@ -378,7 +370,6 @@ class _Output:
 
 def _is_array(leaf: Any) -> bool:
     """Whether an argument is a tensor of the traced program."""
-    import torch
     from torchax.tensor import Tensor
     from torchax.view import View
 
@@ -387,7 +378,6 @@ def _is_array(leaf: Any) -> bool:
 
 def _strong(x: jax.Array) -> jax.Array:
     """``x`` with a dtype that is not weak, as a scan's carry needs it."""
-    import jax.numpy as jnp
 
     return jnp.asarray(x, dtype=x.dtype)
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import jax
-    import torch
+import jax
+import torch
 
 
 @functools.cache
 def _deferred_class() -> Any:
     """A subclass of torchax's Tensor, made when torchax is there."""
-    import torch
     from torchax.ops import mappings
     from torchax.tensor import Tensor
 

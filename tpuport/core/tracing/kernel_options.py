@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.mesh.chips import CHIPS
+
 if TYPE_CHECKING:
     from tpuport.core.tracing.context import OpContext
 
@@ -15,7 +17,6 @@ def kernel_options(context: OpContext) -> dict[str, Any]:
     """``vmem_limit`` and ``interpret`` of the project's kernels for a context."""
     import jax
 
-    from tpuport.core.mesh.chips import CHIPS
     from tpuport.kernels.attention.selection import DEFAULT_CHIP
 
     chip = CHIPS[context.chip or DEFAULT_CHIP]

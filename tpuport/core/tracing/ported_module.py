@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.nn.utils.stateless import _reparametrize_module
+
+from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing import forward_split as splitting
 from tpuport.core.tracing.array_layout import row_major
 from tpuport.core.tracing.block_scan import scanned, slices
 from tpuport.core.tracing.block_stacks import Stack, StackedBlocks, find_stacks
+from tpuport.core.tracing.forward_split import ForwardSplit, Where
+from tpuport.core.tracing.runtime import Runtime
 from tpuport.errors import PluginError
-
-if TYPE_CHECKING:
-    import jax
-    import torch
-
-    from tpuport.core.mesh.spatial_split import Space
-    from tpuport.core.tracing.forward_split import ForwardSplit, Where
-    from tpuport.core.tracing.runtime import Runtime
 
 Weights = Mapping[str, Any]
 Within = Callable[["torch.nn.Module"], contextlib.AbstractContextManager[Any]]
@@ -145,7 +145,6 @@ class PortedModule:
             PluginError: the module does more with stacked blocks than run one after the
                 other, or an override or attribute is of a single one of them.
         """
-        from torch.nn.utils.stateless import _reparametrize_module
 
         env = self.runtime.env
         self._check_whole((*(weight_overrides or ()), *(attributes or ())))
@@ -182,7 +181,6 @@ class PortedModule:
         Args:
             dtype: of a tensor, from its name in the module and the tensor.
         """
-        import jax
 
         tensors = self.tensors()
         return {
@@ -288,8 +286,6 @@ def constrain(
     mesh: jax.sharding.Mesh | None, x: jax.Array, *axes: str | None
 ) -> jax.Array:
     """``x`` split over mesh axes; see :meth:`BoundModule.constrain`."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     if mesh is None or mesh.size == 1:
         return x

@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.chips import chip_of
+from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import (
     GATHERED,
     ShardingPlan,
@@ -22,11 +25,6 @@ from tpuport.core.weights.sharding import (
     item_size,
     spec_axes,
 )
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.tracing.ported_module import PortedModule
 
 #: Of a chip's memory, for weights: the rest is for activations.
 WEIGHT_SHARE = 0.7

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.array_layout import row_major
 from tpuport.core.tracing.ported_module import Weights, constrain
+from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
-
-if TYPE_CHECKING:
-    import jax
-    import numpy as np
-
-    from tpuport.core.mesh.spatial_split import Space
-    from tpuport.core.tracing.runtime import Runtime
 
 
 class JaxModule:
@@ -66,8 +65,6 @@ class JaxModule:
             WeightsError: the plan is of other tensors.
             ShardingError: the plan has problems.
         """
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
 
         shardings = named_shardings(plan, mesh)
         self.map.check(shardings)

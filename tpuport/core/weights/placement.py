@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.tracing.array_layout import in_order
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.jax_module import JaxModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
 from tpuport.errors import PluginError, ShardingError
-
-if TYPE_CHECKING:
-    import jax
-    import numpy as np
-    import torch
 
 #: Biases and the scales of norms: many shapes, little memory.
 GATHERED_BYTES = 4 * 2**20
@@ -51,8 +52,6 @@ def abstract_weights(
             different ways.
         PluginError: ``used`` parts a stack.
     """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     shardings = named_shardings(plan, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -107,8 +106,6 @@ def place_weights(
         wanted: what :func:`abstract_weights` gives.
         tensors: every tensor of every wanted array, by its name in the module.
     """
-    import jax
-    import numpy as np
 
     places = {
         name: (array, index)
@@ -150,9 +147,6 @@ def _filling(
 ) -> tuple[Any, Any, jax.sharding.NamedSharding]:
     """``make() -> stack``, ``write(stack, layer, index) -> stack`` in the same memory,
     and the sharding of a layer."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
     def make() -> jax.Array:
         return jnp.zeros(shape, dtype)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from tpuport.errors import WeightsError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class StoredModule(Protocol):
@@ -50,7 +49,6 @@ def build_skeleton(
     Raises:
         WeightsError: the config does not build the class.
     """
-    import torch
     from accelerate import init_empty_weights
 
     cls = load_class(component.class_path)

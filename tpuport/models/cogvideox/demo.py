@@ -13,6 +13,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
+
 from tpuport.models.cogvideox import published
 
 VERSION = "1"
@@ -91,7 +93,6 @@ def _diffusers_version() -> str:
 
 def write_tokenizer(folder: Path) -> None:
     """A T5 tokenizer trained on a few hundred made-up sentences."""
-    import sentencepiece
 
     draw = random.Random(0)
     sentences = [" ".join(draw.choices(_TEXT.split(), k=8)) for _ in range(600)]

@@ -10,10 +10,13 @@ Source: diffusers 0.42 ``autoencoder_kl_cogvideox.py``, ``upsampling.py``,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from tpuport.core.tracing.convolution_notes import note
 from tpuport.models.cogvideox.flax_grid import Grid
 from tpuport.models.cogvideox.flax_layers import (
     CausalConv,
@@ -30,9 +33,6 @@ from tpuport.models.cogvideox.flax_layers import (
     repeat_frames,
     written_out,
 )
-
-if TYPE_CHECKING:
-    import jax
 
 
 class ResnetBlock(nnx.Module):
@@ -148,7 +148,6 @@ class Upsample(FrameConv):
 
 def _doubled(x: jax.Array) -> jax.Array:
     """Every row and column of [N, T, Y, X, C] twice."""
-    import jax.numpy as jnp
 
     count, frames, rows, columns, channels = x.shape
     wide = written_out(
@@ -171,7 +170,6 @@ class Downsample(FrameConv):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', Y / 2, X / 2, C]."""
-        from tpuport.core.tracing.convolution_notes import note
 
         if self.in_time:
             x = _halved(x)
@@ -184,7 +182,6 @@ class Downsample(FrameConv):
 
 def _halved(x: jax.Array) -> jax.Array:
     """Means of two frames; of an odd number the first one stays as it is."""
-    import jax.numpy as jnp
 
     single = x.shape[1] % 2
     rest = x[:, single:].astype(jnp.float32)

@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.layers.video_layers import LANES, has_kernels
+from tpuport.core.mesh.halos import exchanged
+
 if TYPE_CHECKING:
     import jax
 
@@ -38,7 +41,6 @@ class Grid:
 
     def normalises(self, channels: int) -> bool:
         """Whether the kernels do the norms of so many channels."""
-        from tpuport.core.layers.video_layers import LANES
 
         return self.kernels is not None and channels % LANES == 0
 
@@ -58,7 +60,6 @@ class Grid:
         Raises:
             ValueError: more are asked for than a device has.
         """
-        from tpuport.core.mesh.halos import exchanged
 
         if self.space is None:
             return x, ((before, after), (before, after))
@@ -129,7 +130,6 @@ class Grid:
 
 def grid_of(context: OpContext) -> Grid:
     """How the pictures of the program that is being traced are split."""
-    from tpuport.core.layers.video_layers import has_kernels
 
     kernels = context if has_kernels(context) else None
     return Grid(space=context.space, kernels=kernels)

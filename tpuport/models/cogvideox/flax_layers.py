@@ -16,14 +16,22 @@ Tz/Yz/Xz the latents' own frames, rows and columns. Source: diffusers 0.42
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from tpuport.core.layers import video_layers as video
+from tpuport.core.layers.video_layers import (
+    PRODUCT,
+    enlarged_convolution,
+    group_norm,
+    modulation_maps,
+)
+from tpuport.core.tracing.convolution_notes import note, passed_over
+from tpuport.kernels.attention.reference import matmul_precision
 from tpuport.models.cogvideox.flax_grid import Grid
-
-if TYPE_CHECKING:
-    import jax
 
 Stored: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
 """A weight's name here -> its name in upstream's module, and which of upstream's dims
@@ -45,7 +53,6 @@ Moments: TypeAlias = "tuple[jax.Array, jax.Array] | None"
 
 
 def _weight(*shape: int) -> nnx.Param[Any]:
-    import jax.numpy as jnp
 
     return nnx.Param(jnp.zeros(shape))
 
@@ -77,11 +84,6 @@ def convolve(
     Returns:
         [N, T, Y, X, O] in the dtype of ``x``.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.core.layers import video_layers as video
-    from tpuport.core.tracing.convolution_notes import passed_over
 
     context = grid.kernels
     if context is not None:
@@ -117,8 +119,6 @@ def enlarged(
     Returns:
         [N, copies T, 2Y, 2X, O]; ``None`` where no kernel can.
     """
-    from tpuport.core.layers.video_layers import enlarged_convolution
-    from tpuport.core.tracing.convolution_notes import passed_over
 
     context = grid.kernels
     if context is None:
@@ -159,10 +159,6 @@ def plain_convolution(
     Returns:
         [N, T - K + 1, Y', X', O] in the dtype of ``x``, rounded once at the end.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.kernels.attention.reference import matmul_precision
 
     dtype = x.dtype
     x, pads = grid.padded(x, before, after)
@@ -217,7 +213,6 @@ class CausalConv(nnx.Module):
         ``last`` has the last frames of ``x``, where there is an array of them already;
         ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
         """
-        import jax.numpy as jnp
 
         if cache is None:
             cache = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
@@ -257,12 +252,6 @@ class Pointwise(nnx.Module):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[..., I] -> [..., O] in float32."""
-        import jax
-        import jax.numpy as jnp
-
-        from tpuport.core.layers.video_layers import PRODUCT
-        from tpuport.core.tracing.convolution_notes import note
-        from tpuport.kernels.attention.reference import matmul_precision
 
         if grid.kernels is not None:
             note(grid.kernels, PRODUCT)
@@ -309,7 +298,6 @@ class GroupNorm(nnx.Module):
         ``moments`` are :func:`moments_of` x; the frames are ``None`` where they are no
         array of their own.
         """
-        import jax.numpy as jnp
 
         if moments is None:
             return self.by_kernel(x, None, grid)
@@ -326,7 +314,6 @@ class GroupNorm(nnx.Module):
             x: [N, T, Y, X, C].
             modulation: as :func:`tpuport.core.layers.video_layers.group_norm` takes it.
         """
-        from tpuport.core.layers.video_layers import group_norm
 
         assert grid.kernels is not None
         return group_norm(
@@ -343,7 +330,6 @@ class GroupNorm(nnx.Module):
 
     def factor(self, moments: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What a centred activation is multiplied by: [N, 1, 1, 1, C]."""
-        import jax.numpy as jnp
 
         scale = self.scale[...].astype(jnp.float32)
         return scale / jnp.sqrt(moments[1] + self.epsilon)
@@ -366,8 +352,6 @@ class SpatialNorm(nnx.Module):
         self, x: jax.Array, moments: Moments, grid: Grid, z: jax.Array
     ) -> tuple[jax.Array, Frames | None]:
         """x [N, T, Y, X, C] and z [N, Tz, Yz, Xz, Z]: as :class:`GroupNorm`."""
-        import jax
-        import jax.numpy as jnp
 
         if moments is None:
             maps = self._maps(z, x.shape[3], grid)
@@ -392,8 +376,6 @@ class SpatialNorm(nnx.Module):
 
     def _maps(self, z: jax.Array, columns: int, grid: Grid) -> jax.Array:
         """The modulation as the kernel of the norm takes it."""
-        from tpuport.core.layers.video_layers import PRODUCT, modulation_maps
-        from tpuport.core.tracing.convolution_notes import note
 
         assert grid.kernels is not None
         for _ in range(2):
@@ -405,7 +387,6 @@ class SpatialNorm(nnx.Module):
 
 def silu(x: jax.Array, dtype: Any) -> jax.Array:
     """x * sigmoid(x) in float32, rounded to ``dtype``."""
-    import jax
 
     return (x * jax.nn.sigmoid(x)).astype(dtype)
 
@@ -416,8 +397,6 @@ def written_out(x: jax.Array) -> jax.Array:
     A TPU writes a bare broadcast at less than half the speed of arithmetic that
     broadcasts; the barriers keep XLA from seeing that this is a product with one.
     """
-    import jax
-    import jax.numpy as jnp
 
     one = jax.lax.optimization_barrier(jnp.ones(x.shape[-1:], x.dtype))
     return jax.lax.optimization_barrier(x * one)
@@ -429,7 +408,6 @@ def repeat_frames(x: jax.Array, frames: int) -> jax.Array:
     Of an odd number above one the first frame stays single: it is the video's own first
     one, as upstream has it.
     """
-    import jax.numpy as jnp
 
     length = x.shape[1]
     if frames == length:

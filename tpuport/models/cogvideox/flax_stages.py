@@ -19,6 +19,7 @@ from tpuport.core.spec.component import Implementation
 from tpuport.core.spec.stage import Program
 from tpuport.models.cogvideox import vae_memory
 from tpuport.models.cogvideox.flax_grid import Grid, grid_of
+from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
 if TYPE_CHECKING:
     import jax
@@ -34,7 +35,6 @@ _CACHE = "BTYXC"
 
 
 def _weights(config: Mapping[str, Any]) -> FlaxWeights:
-    from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
     return FlaxWeights(config)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 from flax import nnx
 
 from tpuport.models.cogvideox.flax_blocks import (
@@ -28,9 +29,6 @@ from tpuport.models.cogvideox.flax_layers import (
     Pointwise,
     SpatialNorm,
 )
-
-if TYPE_CHECKING:
-    import jax
 
 Cache = dict[str, Any]
 """The last two frames of every causal convolution's input: a tree of arrays

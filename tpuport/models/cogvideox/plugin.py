@@ -11,7 +11,7 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.hookspecs import hookimpl
-from tpuport.models.cogvideox import config, inputs, native, sharding, stages
+from tpuport.models.cogvideox import config, demo, inputs, native, sharding, stages
 from tpuport.models.cogvideox.flax_stages import FLAX
 from tpuport.models.cogvideox.patches import PATCHES
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
@@ -25,7 +25,6 @@ from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
 
 def _make_demo(folder: Path, variant: str) -> None:
-    from tpuport.models.cogvideox import demo
 
     demo.make_demo(folder, variant)
 

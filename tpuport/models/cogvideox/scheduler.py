@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import UsageError
+from tpuport.models.cogvideox.config import scheduler_kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,8 +61,6 @@ def make_scheduler(checkpoint: Checkpoint, kind: str) -> Any:
             command-line script makes it: from the config, with trailing timesteps.
     """
     import diffusers
-
-    from tpuport.models.cogvideox.config import scheduler_kind
 
     classes = {
         "ddim": diffusers.CogVideoXDDIMScheduler,

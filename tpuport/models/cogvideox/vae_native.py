@@ -10,6 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.layers.video_layers import (
+    LANES,
+    PRODUCT,
+    convolve,
+    enlarged_convolution,
+    group_norm,
+    has_kernels,
+    modulation_maps,
+)
+from tpuport.core.tracing.context import current
+from tpuport.core.tracing.convolution_notes import note
+
 if TYPE_CHECKING:
     import jax
     import torch
@@ -24,8 +36,6 @@ KEPT = 2
 
 def applies(channels: int) -> bool:
     """Whether blocks of so many channels have a native form where this is traced."""
-    from tpuport.core.layers.video_layers import LANES, has_kernels
-    from tpuport.core.tracing.context import current
 
     return has_kernels(current().context) and channels % LANES == 0
 
@@ -52,7 +62,6 @@ def causal_convolution(
     Raises:
         NotImplementedError: the kernels cannot.
     """
-    from tpuport.core.tracing.context import current
 
     active = current()
     x = channels_last(active.arrays(inputs))
@@ -80,8 +89,6 @@ def _causal(
     """
     import jax.numpy as jnp
 
-    from tpuport.core.layers.video_layers import convolve
-
     conv = module.conv
     frames = module.time_kernel_size - 1
     if module.pad_mode == "replicate" or frames != 2 or conv.dilation[0] != 1:
@@ -103,7 +110,6 @@ def norm(
 
     ``silu`` says whether to end with SiLU, which in upstream's code comes after it.
     """
-    from tpuport.core.tracing.context import current
 
     active = current()
     x = channels_last(active.arrays(features))
@@ -123,8 +129,6 @@ def _norm(
     kept: int = 0,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On arrays [B, T, Y, X, C]; and the last ``kept`` frames by themselves."""
-    from tpuport.core.layers.video_layers import PRODUCT, group_norm, modulation_maps
-    from tpuport.core.tracing.convolution_notes import note
 
     maps = None
     layer = module
@@ -165,8 +169,6 @@ def resnet_block(
     """
     import torch
 
-    from tpuport.core.tracing.context import current
-
     if not isinstance(module.nonlinearity, torch.nn.SiLU):
         raise NotImplementedError(f"{type(module.nonlinearity).__name__} between")
     if module.use_conv_shortcut and module.in_channels != module.out_channels:
@@ -205,8 +207,6 @@ def upsample(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Raises:
         NotImplementedError: the kernels cannot.
     """
-    from tpuport.core.layers.video_layers import enlarged_convolution
-    from tpuport.core.tracing.context import current
 
     conv = module.conv
     known = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)

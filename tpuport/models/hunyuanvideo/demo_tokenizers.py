@@ -12,6 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from tpuport.models.hunyuanvideo.inputs import chat_template
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -51,7 +64,6 @@ def _merges(backend: Any, corpus: Sequence[str], suffix: str = "") -> list[list[
         corpus: the sentences to train on.
         suffix: marks the last letter of a word.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     marks: dict[str, Any] = {"end_of_word_suffix": suffix} if suffix else {}
     learner = Tokenizer(models.BPE(**marks))
@@ -74,7 +86,6 @@ def _vocabulary(
     merges: Sequence[Sequence[str]], special: Sequence[str], suffix: str = ""
 ) -> dict[str, int]:
     """Ids of all bytes, then of the merges, then of the special tokens."""
-    from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     endings = [letter + suffix for letter in alphabet] if suffix else []
@@ -100,8 +111,6 @@ def _added(ids: Mapping[str, int]) -> dict[str, Any]:
 def write_qwen_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer of Qwen's form, with its chat template."""
     from transformers import Qwen2Tokenizer
-
-    from tpuport.models.hunyuanvideo.inputs import chat_template
 
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     turns = f"system\n{chat_template().system_message}", "user\n", "assistant\n"
@@ -136,15 +145,6 @@ def write_byt5_tokenizer(folder: Path) -> None:
 def write_llama_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer of Llama 3's form, in one ``tokenizer.json``."""
     from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        pre_tokenizers,
-        processors,
-    )
 
     words = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

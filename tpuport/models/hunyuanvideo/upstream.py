@@ -12,6 +12,7 @@ from tpuport.core.arrays import torch_dtype
 from tpuport.core.spec.stage_work import StageContext
 from tpuport.models.hunyuanvideo import images, inputs
 from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
+from tpuport.models.hunyuanvideo.config import guided_13b
 from tpuport.models.hunyuanvideo.scheduler import upstream_scheduler
 
 CLASSES = {
@@ -176,8 +177,6 @@ def encode_13b(ctx: StageContext) -> dict[str, Any]:
     """The same by ``HunyuanVideoPipeline.encode_prompt``."""
     import torch
     from diffusers import HunyuanVideoPipeline
-
-    from tpuport.models.hunyuanvideo.config import guided_13b
 
     tokenizer = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "LlamaTokenizerFast")
     tokenizer_2 = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "CLIPTokenizer")

@@ -19,8 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.tracing.chunk_state import current_chunk
+from tpuport.core.tracing.context import current
 from tpuport.core.tracing.patching import Patch
+from tpuport.patches.valid_tokens import attend
 
 if TYPE_CHECKING:
     import jax
@@ -79,7 +82,6 @@ def _attend_by_frames(
     heads: int,
 ) -> torch.Tensor:
     """Attention of [B, H * D, t, y, x] to the frames of each query and before it."""
-    from tpuport.patches.valid_tokens import attend
 
     active, chunk = _active(), current_chunk()
     if active is None or (chunk is None and active.context.space is None):
@@ -107,7 +109,6 @@ def _attend_by_frames(
 
 def _active() -> Active | None:
     """What is being traced; ``None`` in plain torch."""
-    from tpuport.core.tracing.context import current
 
     try:
         return current()
@@ -130,8 +131,6 @@ def _frame_by_frame(
     """
     import jax
     import jax.numpy as jnp
-
-    from tpuport.core.layers.attention_lengths import length_attention
 
     batch, _, frames, rows, columns = query.shape
     per_frame = key.shape[3] * key.shape[4]

@@ -248,7 +248,7 @@ def test_what_a_kernel_refuses_is_told_and_what_takes_over(
 
     # Where the blocks have it from, and where single convolutions do.
     monkeypatch.setattr(video, "kernel_options", less)
-    monkeypatch.setattr("tpuport.core.tracing.kernel_options.kernel_options", less)
+    monkeypatch.setattr("tpuport.patches.conv.kernel_options", less)
     count, found = _told("encoder")
     calls = [entry for entry in found if entry[1] == "convolution"]
     # Also those of an attempt that was refused halfway.

@@ -25,6 +25,7 @@ from tests.models.hunyuanvideo.vae.vaes import (
     upstream_moments,
 )
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches
+from tpuport.models.hunyuanvideo import vae_patches
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
 
 #: Configuration, videos, latent frames: an image, a video, two videos.
@@ -86,16 +87,14 @@ def test_bfloat16_weights_err_about_as_upstream_does(name: str) -> None:
 @pytest.mark.parametrize("name", ["15", "13b"])
 def test_attention_goes_by_frames(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three frames and not one, as some ports have it, and not full attention.
-    from tpuport.patches import valid_tokens as attention
-
-    vae, attend = frozen_vae(name), attention.attend
+    vae, attend = frozen_vae(name), vae_patches.attend
     z = latents(vae, 1, 3, 4, 3)
     expected = vae.decode(z).sample
 
     def full(*args: Any, frame_tokens: int | None = None, **kwargs: Any) -> Any:
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "attend", full)
+    monkeypatch.setattr(vae_patches, "attend", full)
     found = Bound(vae, patches_of(name))(decode_tile(name), z)
     assert float((found - expected).abs().max()) > 100 * ATOL
 
