@@ -37,26 +37,23 @@ class Files:
 
     latents: str | None = setting(
         kinds.text,
+        "--latents FILE",
         "Safetensors file with one tensor: the initial noise.",
-        "--latents",
-        metavar="FILE",
         commands="GE",
         panel=WHAT,
     )
     out: str | None = setting(
         kinds.text,
+        "--out PATH",
         ".mp4, .webm, .gif, or a folder of PNGs; several videos are numbered. "
         "(default: MODEL-VARIANT-seedN.mp4)",
-        "--out",
-        metavar="PATH",
         commands="GDR",
         panel=FILES,
     )
     run_dir: Path | None = setting(
         kinds.path,
+        "--run-dir FOLDER",
         "Keep the files of the stages here; `generate` reuses finished ones.",
-        "--run-dir",
-        metavar="FOLDER",
         commands="GEND",
         panel=FILES,
     )
@@ -76,26 +73,25 @@ class Settings(RunSettings, Files, Asked):
 
     plan_mesh: None = setting(
         _mesh_or_auto,
+        "--mesh MESH|auto",
         "Such as dp=2,tp=4; auto compiles the legal meshes and ranks them. (default: "
         "what generate takes on all chips)",
-        "--mesh",
         becomes=lambda mesh: {"search": True} if mesh == AUTO else {"mesh": mesh},
-        metavar="MESH|auto",
         commands="P",
         panel=WHERE,
     )
     search: bool = python_only(kinds.flag, default=False)
     json: bool = setting(
         kinds.flag,
-        "One JSON document on stdout, for scripts.",
         "--json",
+        "One JSON document on stdout, for scripts.",
         default=False,
         commands="".join(COMMANDS),
     )
     debug: bool = setting(
         kinds.flag,
-        "Show the traceback and the libraries' log.",
         "--debug",
+        "Show the traceback and the libraries' log.",
         default=False,
         commands="".join(COMMANDS),
     )

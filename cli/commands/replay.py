@@ -20,18 +20,15 @@ from tpuport.cli.asked.sessions import open_session
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
     Video,
+    decode_videos,
     going_on,
-    publish_videos,
     run_stage,
-    stage_note,
-    video_files,
 )
 from tpuport.cli.shown.output import print_json, say
-from tpuport.cli.shown.outputs import Outputs, plan_outputs
+from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Place, Task
-from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.sources import Source, read_image, read_video
@@ -103,9 +100,9 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         videos: list[Video] = []
         if outputs is not None:
             session = sessions.of(STAGES[2])
-            videos, stage = _write(session, run, outputs, stages, started)
-            stages.append(stage)
-        report = session.run_report(stages, time.perf_counter() - started)
+            videos, report = decode_videos(session, run, outputs, stages, started)
+        else:
+            report = session.run_report(stages, time.perf_counter() - started)
     _tell(report, videos)
     if not same:
         raise ReplayError(
@@ -277,21 +274,6 @@ def _check_weights(
                 f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
                 "checkpoint with --weights"
             )
-
-
-def _write(
-    session: Session,
-    run: RunDirectory,
-    outputs: Outputs,
-    stages: list[StageReport],
-    started: float,
-) -> tuple[list[Video], StageReport]:
-    with video_files(run, outputs) as files:
-        _, stage = run_stage(session, run, STAGES[2], files=files)
-        report = session.run_report([*stages, stage], time.perf_counter() - started)
-        note = stage_note(session)
-        videos = publish_videos(session, run, files, report=report, note=note)
-    return videos, stage
 
 
 def _tell(report: RunReport, videos: list[Video]) -> None:

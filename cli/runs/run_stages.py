@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,7 +77,6 @@ def run_stage(
     return session.run_stage_in(
         run,
         name,
-        backend=session.settings.backend,
         source=source,
         extra=extra,
         note=stage_note(session, noise, source),
@@ -180,34 +180,45 @@ def check_noise(session: Session, run: RunDirectory, noise: Noise | None) -> Non
         )
 
 
-def video_files(run: RunDirectory, outputs: Outputs) -> VideoFiles:
-    """Writers for the videos of a run."""
-    request = Request.from_dict(run.settings)
-    return VideoFiles(outputs, request.fps, request.num_frames)
-
-
-def publish_videos(
+def decode_videos(
     session: Session,
     run: RunDirectory,
-    files: VideoFiles,
-    *,
-    report: RunReport,
-    note: Mapping[str, Any],
+    outputs: Outputs,
+    before: Sequence[StageReport],
+    started: float,
+) -> tuple[list[Video], RunReport]:
+    """Decode a run into files.
+
+    Args:
+        before: the reports of the stages that were run before.
+        started: when the first of them was.
+
+    Returns:
+        the videos, and the report of all stages.
+
+    Raises:
+        OutputError, ArtifactError: a file cannot be written.
+    """
+    request = Request.from_dict(run.settings)
+    with VideoFiles(outputs, request.fps, request.num_frames) as files:
+        _, stage = run_stage(session, run, STAGES[2], files=files)
+        report = session.run_report([*before, stage], time.perf_counter() - started)
+        return _publish(session, run, files, report), report
+
+
+def _publish(
+    session: Session, run: RunDirectory, files: VideoFiles, report: RunReport
 ) -> list[Video]:
     """Name the videos of a run, write their sidecars, record them in run.json.
 
     Args:
         files: with all frames of the videos, which were found to be good.
         report: of the run; its last stage is decode.
-        note: from :func:`stage_note`, of the decode stage.
-
-    Raises:
-        OutputError, ArtifactError: a file cannot be written.
     """
     outputs = files.outputs
     latents = run.read_stage(STAGES[1], session.port.stage(STAGES[1]).writes)["latents"]
     files.publish()
-    decode = {**session.stage_record(report.stages[-1]), "note": dict(note)}
+    decode = {**session.stage_record(report.stages[-1]), "note": stage_note(session)}
     run.record_output(STAGES[2], list(outputs.paths), decode)
     videos = []
     for index, path in enumerate(outputs.paths):
@@ -218,6 +229,24 @@ def publish_videos(
         write_sidecar(sidecar, data)
         videos.append(Video(path=path, sidecar=sidecar, data=data))
     return videos
+
+
+def told(
+    session: Session, report: RunReport, videos: Sequence[Video]
+) -> dict[str, Any]:
+    """What the JSON of each command that runs stages says."""
+    return {
+        "variant": session.variant.name,
+        "weights": session.checkpoint.reference,
+        "videos": [video.as_dict() for video in videos],
+        "dtype": session.dtype,
+        "mesh": report.mesh,
+        "attention": str(session.settings.attention),
+        "blocks": session.port.blocks,
+        "implementations": dict(report.implementations),
+        "backend": session.settings.backend,
+        "report": report.as_dict(),
+    }
 
 
 # --- when it does not end well

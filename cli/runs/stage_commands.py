@@ -21,11 +21,10 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
     Video,
+    decode_videos,
     open_existing,
-    publish_videos,
     run_stage,
-    stage_note,
-    video_files,
+    told,
 )
 from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.outputs import plan_outputs
@@ -109,22 +108,8 @@ def decode_stage(settings: Settings) -> None:
     with (
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
-        video_files(run, outputs) as files,
     ):
-        _, stage = run_stage(
-            session,
-            run,
-            STAGES[2],
-            files=files,
-        )
-        report = session.run_report([stage], time.perf_counter() - started)
-        videos = publish_videos(
-            session,
-            run,
-            files,
-            report=report,
-            note=stage_note(session),
-        )
+        videos, report = decode_videos(session, run, outputs, [], started)
     _tell(settings, STAGES[2], session, run, report, videos)
 
 
@@ -147,18 +132,10 @@ def _tell(
         document: dict[str, Any] = {
             "command": stage,
             "model": run.model,
+            **told(session, report, videos),
             "variant": run.variant,
-            "weights": session.checkpoint.reference,
             "run_dir": str(run.path),
             "files": [str(path) for path in files],
-            "videos": [video.as_dict() for video in videos],
             "settings": run.settings,
-            "dtype": session.dtype,
-            "mesh": report.mesh,
-            "attention": str(settings.attention),
-            "blocks": session.port.blocks,
-            "implementations": dict(report.implementations),
-            "backend": settings.backend,
-            "report": report.as_dict(),
         }
         print_json(document)

@@ -80,7 +80,7 @@ def encode_pixels(
     x = jax.lax.optimization_barrier(x.astype(jnp.float32))
     clipped = jnp.clip(x, 0.0, 1.0)
     frames = clipped
-    if pixels == "uint8":
+    if pixels == Pixels.UINT8:
         # NaN has no byte; what becomes of it is never shown.
         whole = jnp.nan_to_num(clipped, nan=0.0)
         frames = jnp.rint(whole * jnp.float32(255)).astype(jnp.uint8)
@@ -142,7 +142,7 @@ def encode_on_host(x: np.ndarray, pixels: str) -> dict[str, np.ndarray]:
     finite = np.isfinite(x).sum(axis=(1, 3, 4), dtype=np.int32)
     frames = np.clip(x, 0, 1)
     low, high = frames.min(axis=(2, 3, 4)), frames.max(axis=(2, 3, 4))
-    if pixels == "uint8":
+    if pixels == Pixels.UINT8:
         frames = to_uint8(np.nan_to_num(frames, nan=0.0, copy=False))
     return {"frames": frames, "finite": finite, "low": low, "high": high}
 

@@ -14,6 +14,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
+from tpuport.core.enums import Dtype
 from tpuport.core.layers.attention import check_implementation
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_memory import array_bytes
@@ -150,7 +151,7 @@ class Components:
                 attention_implementation=attention,
                 # Float32 weights mean float32 products, on chips whose matrix units
                 # would otherwise round their inputs to bfloat16.
-                matmul_precision="highest" if dtype == "float32" else None,
+                matmul_precision="highest" if dtype == Dtype.FLOAT32 else None,
             )
         return self._runtimes[key]
 

@@ -11,7 +11,7 @@ import torch
 
 from tpuport.core import reports as reports
 from tpuport.core.arrays import to_torch
-from tpuport.core.enums import Backend
+from tpuport.core.enums import Backend, StageName
 from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.run.frame_delivery import Delivery, Sink
 from tpuport.core.run.result import Result as Result
@@ -20,7 +20,7 @@ from tpuport.core.run.result import no_frames
 from tpuport.core.run.stage_runner import StageRunner
 from tpuport.core.spec import rules
 from tpuport.core.spec.choices import choices
-from tpuport.core.spec.request import check_given
+from tpuport.core.spec.request import Request, check_given
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
 
@@ -56,7 +56,7 @@ class Session(StageRunner):
         prompt: str | Sequence[str] | None = None,
         *,
         latents: torch.Tensor | None = None,
-        backend: str = "tpuport",
+        backend: str | None = None,
         pixels: str = "float32",
         on_frames: Sink | None = None,
         vae_tiling: str | None = None,
@@ -64,31 +64,10 @@ class Session(StageRunner):
     ) -> Result:
         """Make videos, as one call of the upstream pipeline would.
 
-        Keywords that are not parameters are what is asked for: ``negative_prompt``,
-        ``height``, ``width``, ``num_frames``, ``num_inference_steps``,
-        ``guidance_scale``, ``seed``, ``fps``, ``image``, ``video``, ``strength``,
-        ``resolution``, ``aspect_ratio``, ``step_cache``, and options of the model.
-
         Args:
             prompt: one, or several for one batch.
-            negative_prompt: one for all, or one for each.
-            height, width: in pixels. Defaults, like those below, are the variant's.
-            num_frames: frames of the video.
-            num_inference_steps: denoising steps.
-            guidance_scale: at most 1 turns guidance off.
-            seed: one (one generator for the batch) or one per video.
             latents: initial noise in place of a seed's, in the pipeline's layout.
-            fps: recorded with the result; the model does not see it.
-            image: to start from, for image to video: a path, a PIL image or a uint8
-                array [Y, X, 3]; or a list with one for each video.
-            video: to start from, for video to video: a path, a list of PIL images or a
-                uint8 array [F, Y, X, 3]; its first ``num_frames`` frames are used.
-            strength: share of the steps that video to video runs.
-            resolution, aspect_ratio: a size class such as ``"480p"`` and a ratio such
-                as ``"16:9"``, in place of height and width, for models that have them.
-            step_cache: such as ``"deepcache"`` or ``"taylorseer:interval=3"``; faster,
-                and no longer exact. See docs/step-caching.md.
-            backend: ``"diffusers"`` runs plain upstream code.
+            backend: ``"diffusers"`` runs plain upstream code; without it the session's.
             pixels: of the frames: ``"float32"`` in [0, 1], or ``"uint8"``, which are
                 made on the device.
             on_frames: ``on_frames(first, frames)`` is called with frames [B, F, Y, X,
@@ -97,9 +76,11 @@ class Session(StageRunner):
                 are checked when all are made: what was done with them before a
                 VideoError is to be thrown away.
             vae_tiling: ``"auto"``, ``"on"`` or ``"off"`` in place of the session's.
-            asked: the above; options such as ``scheduler="ddim"``; also tensors in
-                place of prompts, by the names that the encode stage writes:
-                ``prompt_embeds``, ``negative_prompt_embeds`` and what belongs to them.
+            asked: the fields of :class:`~tpuport.core.spec.run_settings.Asked`, such as
+                ``height`` or ``seed``; options of this model, such as
+                ``scheduler="ddim"``; tensors in place of prompts, by the names that the
+                encode stage writes: ``prompt_embeds``, ``negative_prompt_embeds`` and
+                what belongs to them.
 
         Returns:
             :class:`Result`.
@@ -110,68 +91,79 @@ class Session(StageRunner):
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
-        how = RunSettings.read(
-            {"backend": backend, "vae_tiling": vae_tiling}, named=str
-        )
-        tiling = None if vae_tiling is None else how.vae_tiling
+        how = self._with_backend(backend)
+        read = RunSettings.read({"vae_tiling": vae_tiling}, named=str)
+        tiling = None if vae_tiling is None else read.vae_tiling
         delivery = Delivery(pixels, on_frames)
-        encode = self.port.stages[0]
-        tensor_names = {spec.name for spec in encode.writes if spec.role}
-        known = defaults_of(Asked).keys() - {"options"}
-        given = {k: asked.pop(k) for k in list(asked) if k in tensor_names}
-        options = {k: asked.pop(k) for k in list(asked) if k not in known}
-        self.requests.options(options)
-        embeds = check_given(encode.writes, prompt, asked.get("negative_prompt"), given)
-        request, sources = self.requests.with_pixels(
-            prompt=prompt,
-            options=options,
-            videos=len(next(iter(embeds.values()))) if embeds else None,
-            **asked,
-        )
+        request, sources, given = self._asked(prompt, asked)
         if latents is not None:
             latents = to_torch(latents)
             self.check(request, latents)
-        names = [stage.name for stage in self.port.stages]
-        rules.check(Known(settings=how, port=self.port, request=request, stages=names))
-        needed = {"prompt", *(["negative"] if self.port.guided(request) else [])}
-        complete = not sources and all(
-            spec.name in embeds for spec in encode.writes if spec.role in needed
+            given = {**given, "initial_latents": latents}
+        names = self._needed(request, sources, given)
+        rules.check(
+            Known(settings=how, port=self.port, request=request, stages=list(StageName))
         )
-        needed_stages = names[1:] if complete else names
-        self.check_weights(needed_stages, request)
+        self.check_weights(names, request)
         if how.backend != Backend.DIFFUSERS:
-            made_by = [self.port.stage(name) for name in needed_stages]
-            self.executor.check_built(request, made_by, tiling)
+            needed = [self.port.stage(name) for name in names]
+            self.executor.check_built(request, needed, tiling)
         stages: list[StageReport] = []
-        if not complete:
+        tensors: dict[str, Any] = sources
+        for name in names:
             # As upstream: what was given stands, the rest is encoded.
-            encoded, report = self.run_stage(
-                "encode", request, sources, backend=backend
+            inputs = {**tensors, **given} if name == StageName.DENOISE else tensors
+            last = name == StageName.DECODE
+            tensors, report = self.run_stage(
+                name,
+                request,
+                inputs,
+                backend=how.backend,
+                delivery=delivery if last else None,
+                vae_tiling=tiling if last else None,
             )
             stages.append(report)
-            embeds = {**encoded, **embeds}
-        if latents is not None:
-            embeds = {**embeds, "initial_latents": latents}
-        tensors, report = self.run_stage("denoise", request, embeds, backend=backend)
-        stages.append(report)
-        decoded, report = self.run_stage(
-            "decode",
-            request,
-            tensors,
-            backend=backend,
-            delivery=delivery,
-            vae_tiling=tiling,
-        )
-        stages.append(report)
+            if name == StageName.DENOISE:
+                made = tensors["latents"]
         delivery.check()
+        frames = tensors["frames"] if on_frames is None else no_frames(request, pixels)
         return Result(
-            frames=decoded["frames"]
-            if on_frames is None
-            else no_frames(request, pixels),
-            latents=tensors["latents"],
+            frames=frames,
+            latents=made,
             report=self.run_report(stages, time.perf_counter() - started),
             request=request,
         )
+
+    def _asked(
+        self, prompt: Any, asked: dict[str, Any]
+    ) -> tuple[Request, dict[str, Any], dict[str, Any]]:
+        """The request, the pixels that it starts from, and the tensors given."""
+        written = self.port.stages[0].writes
+        tensors = {spec.name for spec in written if spec.role}
+        known = defaults_of(Asked).keys() - {"options"}
+        given = {k: asked.pop(k) for k in list(asked) if k in tensors}
+        options = {k: asked.pop(k) for k in list(asked) if k not in known}
+        self.requests.options(options)
+        given = check_given(written, prompt, asked.get("negative_prompt"), given)
+        request, pixels = self.requests.with_pixels(
+            prompt=prompt,
+            options=options,
+            videos=len(next(iter(given.values()))) if given else None,
+            **asked,
+        )
+        return request, pixels, given
+
+    def _needed(
+        self, request: Request, pixels: dict[str, Any], given: dict[str, Any]
+    ) -> list[StageName]:
+        """The stages to run: encode is spared where all it makes was given."""
+        roles = {"prompt", *(["negative"] if self.port.guided(request) else [])}
+        complete = not pixels and all(
+            spec.name in given
+            for spec in self.port.stages[0].writes
+            if spec.role in roles
+        )
+        return list(StageName)[complete:]
 
     def run_report(
         self, stages: Sequence[StageReport], total_seconds: float

@@ -113,6 +113,11 @@ class StageRunner:
         }
         self.mesh_spec.validate(heads=heads, batch=None)
 
+    def _with_backend(self, asked: str | None) -> RunSettings:
+        """Settings with the backend asked for, in place of the session's."""
+        backend = self.settings.backend if asked is None else asked
+        return RunSettings.read({"backend": backend}, named=str)
+
     def _encoders(self) -> tuple[str, ...]:
         return self.port.stages[0].components
 
@@ -147,7 +152,7 @@ class StageRunner:
         request: Request,
         inputs: Mapping[str, torch.Tensor],
         *,
-        backend: str = "tpuport",
+        backend: str | None = None,
         delivery: Delivery | None = None,
         vae_tiling: str | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
@@ -158,8 +163,8 @@ class StageRunner:
             request: the whole run.
             inputs: the tensors of the stage before, videos in the leading dim; of
                 encode, the pixels of ``request.sources`` as ``image`` or ``video``.
-            backend: ``"tpuport"``, or ``"diffusers"`` for plain upstream code on the
-                host or its GPU.
+            backend: in place of the session's: ``"tpuport"``, or ``"diffusers"`` for
+                plain upstream code on the host or its GPU.
             delivery: takes the frames of decode, as bytes or one by one, and can check
                 them; without it they are float32 and returned.
             vae_tiling: of decode, in place of the session's: ``"auto"``, ``"on"`` or
@@ -177,7 +182,7 @@ class StageRunner:
         if self._closed:
             raise UsageError("the session is closed; open another with tpuport.load")
         stage = self.port.stage(name)
-        how = RunSettings.read({"backend": backend}, named=str)
+        how = self._with_backend(backend)
         rules.check(Known(settings=how, port=self.port, request=request, stages=[name]))
         if how.backend == Backend.DIFFUSERS:
             self._refuse_chosen(stage, request)
@@ -265,7 +270,7 @@ class StageRunner:
         run: RunDirectory,
         name: str,
         *,
-        backend: str = "tpuport",
+        backend: str | None = None,
         source: Source | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,

@@ -102,11 +102,18 @@ def _key(flag: str) -> str:
 
 
 def setting(
-    kind: kinds.Kind, help: str, *flags: str, default: Any = None, **more: Any
+    kind: kinds.Kind, words: str, help: str, default: Any = None, **more: Any
 ) -> Any:
-    """A field that is a flag; ``more`` as :class:`Setting` has it."""
-    more = {"takes": _TAKES.get(kind, str), **more}
-    about = {"setting": Setting(kind=kind, help=help, flags=flags, **more)}
+    """A field that is a flag.
+
+    Args:
+        words: its flags, and what a help text calls its value: ``"--option -o N=V"``.
+        more: as :class:`Setting` has it.
+    """
+    flags = tuple(word for word in words.split() if word.startswith("-"))
+    known = {"takes": _TAKES.get(kind, str), **more}
+    known["metavar"] = next((w for w in words.split() if w not in flags), None)
+    about = {"setting": Setting(kind=kind, help=help, flags=flags, **known)}
     if more.get("becomes") is not None:
         return field(
             default=None, init=False, repr=False, compare=False, metadata=about
@@ -132,111 +139,118 @@ inside = partial(setting, panel=INSIDE, commands="GEND")
 class Asked:
     """What to make, as it was asked for; ``None`` is left to the variant.
 
-    ``image`` and ``video`` name files; ``aspect_ratio`` is (height, width).
+    From Python, prompts, images and videos may be more than the command line can say.
+
+    Attributes:
+        prompt: one, or several.
+        negative_prompt: one for all, or one for each.
+        height, width: in pixels.
+        num_frames: frames of the video.
+        fps: recorded with the result; the model does not see it.
+        num_inference_steps: denoising steps.
+        guidance_scale: at most 1 turns guidance off.
+        seed: one (one generator for the batch) or one per video.
+        image: to start from, for image to video: a path, a PIL image or a uint8 array
+            [Y, X, 3]; or a list with one for each video.
+        video: to start from, for video to video: a path, a list of PIL images or a
+            uint8 array [F, Y, X, 3]; its first ``num_frames`` frames are used.
+        strength: share of the steps that video to video runs.
+        resolution, aspect_ratio: a size class such as ``"480p"`` and a ratio such as
+            ``"16:9"``, in place of height and width, for models that have them; as a
+            value, (height, width).
+        step_cache: such as ``"deepcache"`` or ``"taylorseer:interval=3"``; faster, and
+            no longer exact. See docs/step-caching.md.
+        options: settings that only this model has.
     """
 
     prompt: tuple[str, ...] = what(
-        kinds.texts, "May be repeated.", "--prompt", default=(), commands="GEPC"
+        kinds.texts, "--prompt", "May be repeated.", default=(), commands="GEPC"
     )
     prompt_file: None = what(
         kinds.path,
-        "One prompt a line; blank lines and # comments are skipped.",
         "--prompt-file",
+        "One prompt a line; blank lines and # comments are skipped.",
         becomes=lambda path: {"prompt": read_prompts(path)},
         commands="GEC",
     )
     negative_prompt: str | None = what(
         kinds.text,
-        "What to steer away from, for all prompts; needs guidance.",
         "--negative-prompt",
+        "What to steer away from, for all prompts; needs guidance.",
         commands="GEPC",
     )
     size: None = what(
         kinds.size,
+        "--size WxH",
         "Such as 720x480.",
-        "--size",
         becomes=lambda size: {"width": size[0], "height": size[1]},
-        metavar="WxH",
     )
     height: int | None = what(
-        kinds.positive, "Pixels. (default: the variant's)", "--height"
+        kinds.positive, "--height", "Pixels. (default: the variant's)"
     )
     width: int | None = what(
-        kinds.positive, "Pixels. (default: the variant's)", "--width"
+        kinds.positive, "--width", "Pixels. (default: the variant's)"
     )
     num_frames: int | None = what(
         kinds.positive,
+        "--frames --num-frames",
         "Of the video; 4n+1, 8n+1 or 16n+1 by model. (default: the variant's)",
-        "--frames",
-        "--num-frames",
     )
     fps: float | None = what(
-        kinds.number, "Of the written file.", "--fps", commands="GE"
+        kinds.number, "--fps", "Of the written file.", commands="GE"
     )
     num_inference_steps: int | None = what(
         kinds.positive,
+        "--steps --num-inference-steps",
         "Denoising steps. (default: the variant's)",
-        "--steps",
-        "--num-inference-steps",
     )
     guidance_scale: float | None = what(
         kinds.number,
+        "--guidance --guidance-scale",
         "Guidance scale; at most 1 turns it off. (default: the variant's)",
-        "--guidance",
-        "--guidance-scale",
     )
     seed: tuple[int, ...] = what(
         kinds.seeds,
+        "--seed INT",
         'May be repeated, or "1,2,3". (default: 0)',
-        "--seed",
         default=(0,),
-        metavar="INT",
         commands="GE",
     )
     image: str | None = what(
-        kinds.media,
-        "Start from this image (image to video).",
-        "--image",
-        metavar="FILE",
+        kinds.media, "--image FILE", "Start from this image (image to video)."
     )
     video: str | None = what(
         kinds.media,
+        "--video FILE",
         "Start from this video, or folder of frames (video to video).",
-        "--video",
-        metavar="FILE",
     )
     strength: float | None = what(
         kinds.number,
+        "--strength",
         "With --video: share of the steps that is run, in (0, 1]. (default: the "
         "variant's)",
-        "--strength",
     )
     resolution: str | None = what(
         kinds.text,
+        "--resolution NAME",
         "Size class such as 480p, for models that have them; in place of --size.",
-        "--resolution",
-        metavar="NAME",
     )
     aspect_ratio: tuple[float, float] | None = what(
         kinds.aspect_ratio,
+        "--aspect-ratio W:H",
         "Such as 16:9, within the size class. (default: the image's, or the variant's)",
-        "--aspect-ratio",
-        metavar="W:H",
     )
     step_cache: StepCache | None = what(
         kinds.step_cache,
+        "--cache METHOD[:NAME=VALUE,...]",
         "Reuse work between steps: deepcache or taylorseer, such as "
         "deepcache:start=11,end=45,interval=4. Faster, not exact. (default: none)",
-        "--cache",
-        metavar="METHOD[:NAME=VALUE,...]",
     )
     options: Mapping[str, Any] = what(
         kinds.options,
+        "--option -o NAME=VALUE",
         "A setting only this model has; may be repeated.",
-        "--option",
-        "-o",
         default=dict,
-        metavar="NAME=VALUE",
     )
 
 
@@ -281,153 +295,141 @@ class RunSettings:
 
     model: str | None = setting(
         kinds.text,
-        "Model plugin; see `tpuport models`. (default: {DEFAULT_MODEL})",
         "--model",
+        "Model plugin; see `tpuport models`. (default: {DEFAULT_MODEL})",
         commands="GENDPCB",
     )
     variant: str | None = setting(
         kinds.text,
+        "--variant",
         "Whose defaults and rules hold; without --weights also which published "
         "weights are fetched. See `tpuport models`.",
-        "--variant",
         commands="GEPCB",
     )
     weights: str | Path | None = setting(
         kinds.weights,
-        "Hub id or diffusers folder. (default: the demo checkpoint)",
         "--weights",
+        "Hub id or diffusers folder. (default: the demo checkpoint)",
         commands="GENDRPCB",
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,
+        "--mesh",
         "Devices for data (dp), sequence (sp) and tensor (tp) parallelism, such as "
         "dp=2,tp=4; one may be -1. (default: one CPU, or all TPU chips)",
-        "--mesh",
         commands="GENDCB",
     )
     dtype: Dtype | None = how(
         kinds.dtype,
+        "--dtype",
         "Of the weights: float32 or bfloat16. (default: float32 on CPU, else the "
         "variant's)",
-        "--dtype",
     )
     attention: AttentionChoice = how(
         kinds.attention,
+        "--attention NAME[:OPTIONS]",
         "auto, splash or jax (TPU only), reference or blockwise; for the denoiser "
         "also options, as in 'splash:window=512,512;k_smooth=on;block_q=1024;"
         "block_kv=1024;block_kv_compute=256'. (default: auto)",
-        "--attention",
         default=AttentionChoice(),
-        metavar="NAME[:OPTIONS]",
     )
     sharding: str = how(
         kinds.text,
+        "--sharding LAYOUT",
         "How weights are split; see `tpuport models`. (default: default)",
-        "--sharding",
         default="default",
-        metavar="LAYOUT",
     )
     blocks: Blocks = how(
         kinds.blocks,
+        "--blocks native|upstream",
         "native blocks are written for the chip, on upstream's weights, where a model "
         "has them; upstream runs its own. (default: native)",
-        "--blocks",
         default=Blocks.NATIVE,
-        metavar="native|upstream",
     )
     vae: str = how(
         kinds.text,
+        "--vae torchax|flax",
         "The autoencoder: upstream's class, or one in Flax on its weights, where a "
         "model has it; see `tpuport models`. (default: torchax)",
-        "--vae",
         default=TORCHAX,
-        metavar="torchax|flax",
     )
     vae_tiling: Tiling = how(
         kinds.tiling,
+        "--vae-tiling auto|on|off",
         "Decode in overlapping tiles, as upstream's vae.enable_tiling(); another "
         "video, a little. auto does where a device would not hold it otherwise. "
         "(default: auto)",
-        "--vae-tiling",
         default=Tiling.AUTO,
-        metavar="auto|on|off",
         commands="GDPC",
     )
     encode_on: Place = how(
         kinds.place,
+        "--encode-on device|host",
         "Where the text encoder runs. (default: device)",
-        "--encode-on",
         default=Place.DEVICE,
-        metavar="device|host",
         commands="GEC",
     )
     backend: Backend = how(
         kinds.backend,
+        "--backend tpuport|diffusers",
         "diffusers runs plain upstream code. (default: tpuport)",
-        "--backend",
         default=Backend.TPUPORT,
-        metavar="tpuport|diffusers",
         commands="GEND",
     )
     cache_dir: Path | None = file(
         kinds.path,
+        "--cache-dir FOLDER",
         "Compiled programs, the demo checkpoint, unfinished runs.",
-        "--cache-dir",
-        metavar="FOLDER",
         envvar="TPUPORT_CACHE_DIR",
         commands="GENDRPCBATO",
     )
     compile_cache: bool = python_only(kinds.flag, default=True)
     no_compile_cache: None = file(
         kinds.flag,
-        "Neither read nor keep compiled programs.",
         "--no-compile-cache",
+        "Neither read nor keep compiled programs.",
         becomes=lambda off: {"compile_cache": not off},
         commands="GENDRB",
     )
     executables: Path | None = file(
         kinds.path,
+        "--executables FOLDER",
         "Use the programs that `tpuport compile` put there; refused where they are "
         "for another run.",
-        "--executables",
-        metavar="FOLDER",
         commands="GENDB",
     )
     memory_report: bool = inside(
         kinds.flag,
+        "--memory-report",
         "After the run, or where it fails, bytes in use and peak on each device, for "
         "every call of each stage: live where the backend counts them, else planned.",
-        "--memory-report",
         default=False,
     )
     profile: Path | None = inside(
         kinds.path,
+        "--profile FOLDER",
         "Record a trace of calls in steady state of each stage, for XProf or "
         "Perfetto; compiles and first runs are not in it.",
-        "--profile",
-        metavar="FOLDER",
     )
     profile_calls: int | None = inside(
         kinds.positive,
+        "--profile-calls N",
         f"With --profile: calls of each stage. (default: {PROFILED_CALLS})",
-        "--profile-calls",
-        metavar="N",
     )
     no_jit: tuple[StageName, ...] = inside(
         kinds.stages,
+        "--no-jit",
         "Run op by op, to debug: nothing is compiled, and an error names the line of "
         "its op. Much slower.",
-        "--no-jit",
         default=(),
         takes=bool,
     )
     no_jit_stage: None = inside(
         kinds.stages,
+        "--no-jit-stage STAGE",
         "The same for one stage: encode, denoise or decode; may be repeated.",
-        "--no-jit-stage",
         becomes=lambda stages: {"no_jit": stages},
         takes=list[str],
-        metavar="STAGE",
         commands="G",
     )
     keep_loaded: bool = python_only(kinds.flag, default=True)
