@@ -15,14 +15,14 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import plural
 from tpuport.core.enums import Backend, Task
 from tpuport.core.files.run_record import RUN_FILE, STAGES
-from tpuport.core.files.sources import Source, read_image, read_video
+from tpuport.core.files.sources import Source
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter
 from tpuport.core.spec import rules
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request, denoising_steps
-from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.requests import Requests, read_source
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, defaults_of
 from tpuport.core.spec.variant import Variant
@@ -95,7 +95,7 @@ def check_run_early(
     port, variant = known.port, known.variant
     if port is None or variant is None:
         return
-    source = read_source(settings, variant)
+    source = source_of(settings, variant)
     asked = settings if settings.prompt else replace(settings, prompt=("",))
     request = Requests(port, variant).request(**request_of(asked, source))
     resumed = settings.run_dir is not None and (settings.run_dir / RUN_FILE).exists()
@@ -156,19 +156,14 @@ def _check_mesh_here(spec: MeshSpec) -> None:
         ) from None
 
 
-def read_source(settings: Settings, variant: Variant | None) -> Source | None:
+def source_of(settings: Settings, variant: Variant) -> Source | None:
     """The image or video to start from; as many frames of it as will be used.
 
     Raises:
         UsageError: it cannot be read, is too small, or too short.
     """
-    if settings.image is not None:
-        return read_image(settings.image)
-    if settings.video is None:
-        return None
-    frames = settings.num_frames or (variant.num_frames if variant else None)
-    source = read_video(settings.video, frames)
-    return source.first(frames) if frames else source
+    frames = settings.num_frames or variant.num_frames
+    return read_source(settings.image, settings.video, frames)
 
 
 def make_request(

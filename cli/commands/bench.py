@@ -19,7 +19,7 @@ from tpuport.cli.asked.sessions import (
     check_run_early,
     make_request,
     open_session,
-    read_source,
+    source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import columns, print_json
@@ -170,7 +170,7 @@ def measure(
             settings, cache=cache, reporter=_Quiet(display), keep_loaded=True
         ) as session:
             opened = time.perf_counter() - opened
-            source = read_source(settings, session.variant)
+            source = source_of(settings, session.variant)
             request = make_request(session, exact, source)
             requests = {
                 name: replace(request, step_cache=cache)

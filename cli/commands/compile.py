@@ -26,7 +26,7 @@ from tpuport.cli.asked.sessions import (
     known_variant,
     make_request,
     open_session,
-    read_source,
+    source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench import PROMPT
@@ -133,7 +133,7 @@ def _compile(
         from tpuport.core.plan.build_ahead import build_weighed
         from tpuport.core.programs.built_folder import write_manifest
 
-        source = read_source(settings, session.variant)
+        source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))
         wanted = [n for n in STAGES if not stages or n in stages]

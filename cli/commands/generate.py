@@ -18,7 +18,7 @@ from tpuport.cli.asked.sessions import (
     in_words,
     make_request,
     open_session,
-    read_source,
+    source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
@@ -72,7 +72,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
-        source = read_source(settings, session.variant)
+        source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():

@@ -21,9 +21,9 @@ from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
     known_variant,
-    read_source,
     request_of,
     say_imports,
+    source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
@@ -247,7 +247,7 @@ def _final(
 
 def _source(settings: Settings, variant: Variant) -> Source | None:
     """What the run starts from; a grey image where one is needed and none was given."""
-    source = read_source(settings, variant)
+    source = source_of(settings, variant)
     tasks = variant.tasks
     if source is not None or Task.TEXT in tasks or Task.IMAGE not in tasks:
         return source

@@ -16,7 +16,7 @@ from tpuport.cli.asked.sessions import (
     in_words,
     make_request,
     open_session,
-    read_source,
+    source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
@@ -53,7 +53,7 @@ def encode_stage(settings: Settings) -> None:
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
-        source = read_source(settings, session.variant)
+        source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))
         if noise is not None:

@@ -170,18 +170,25 @@ class Requests:
             image, video: as :meth:`Session.generate` takes them.
             asked: as :meth:`request` takes it.
         """
-        source: Source | None = None
-        if image is not None and video is not None:
-            raise UsageError("image and video exclude each other; give one")
         frames = _given(asked.get("num_frames"), self.variant.num_frames)
-        if image is not None:
-            source = read_image(image)
-        elif video is not None:
-            source = read_video(video, frames).first(frames)
+        source = read_source(image, video, frames)
         request = self.request(source=source, **asked)
         if source is None:
             return request, {}
         return request, {source.kind: source.for_videos(len(request.prompts))}
+
+
+def read_source(image: Any, video: Any, frames: int) -> Source | None:
+    """What a run starts from: an image, or as many frames of a video as will be made.
+
+    Raises:
+        UsageError: both were given; or one cannot be read, is too small, or too short.
+    """
+    if image is not None and video is not None:
+        raise UsageError("image and video exclude each other; give one")
+    if image is not None:
+        return read_image(image)
+    return None if video is None else read_video(video, frames).first(frames)
 
 
 def _given(value: Any, default: Any) -> Any:

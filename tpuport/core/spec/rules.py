@@ -7,6 +7,7 @@ more calls :func:`check` again.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,16 @@ class Rule:
     check: Callable[..., None]
 
 
+RULES: list[Rule] = []
+"""All rules, in the order in which they speak."""
+
+
+def rule(check: Callable[..., None]) -> Callable[..., None]:
+    """Add a check to the rules; its parameters name what it needs."""
+    RULES.append(Rule(tuple(inspect.signature(check).parameters), check))
+    return check
+
+
 def check(known: Known) -> None:
     """Run every rule that needs nothing else.
 
@@ -98,6 +109,7 @@ def check(known: Known) -> None:
 # --- settings alone
 
 
+@rule
 def _inspection(settings: RunSettings) -> None:
     if settings.profile is None and settings.profile_calls is not None:
         raise UsageError("--profile-calls goes with --profile only")
@@ -105,6 +117,7 @@ def _inspection(settings: RunSettings) -> None:
         check_folder("--profile", settings.profile)
 
 
+@rule
 def _weights(settings: RunSettings) -> None:
     if settings.weights not in (None, "", "demo"):
         from tpuport.core.weights.checkpoint import local_folder
@@ -112,6 +125,7 @@ def _weights(settings: RunSettings) -> None:
         local_folder(str(settings.weights))
 
 
+@rule
 def _what_upstream_lacks(settings: RunSettings) -> None:
     if settings.backend != Backend.DIFFUSERS:
         return
@@ -126,6 +140,7 @@ def _what_upstream_lacks(settings: RunSettings) -> None:
         )
 
 
+@rule
 def _step_cache_of_upstream(settings: RunSettings, asked: Asked) -> None:
     if settings.backend == Backend.DIFFUSERS and asked.step_cache is not None:
         raise UsageError(
@@ -133,6 +148,7 @@ def _step_cache_of_upstream(settings: RunSettings, asked: Asked) -> None:
         )
 
 
+@rule
 def check_size(asked: Asked) -> None:
     """Refuse a size class beside a size.
 
@@ -147,6 +163,7 @@ def check_size(asked: Asked) -> None:
         )
 
 
+@rule
 def _strength(asked: Asked) -> None:
     if asked.strength is not None and asked.video is None:
         raise UsageError("--strength goes with --video only")
@@ -155,15 +172,18 @@ def _strength(asked: Asked) -> None:
 # --- the model
 
 
+@rule
 def _implementations(settings: RunSettings, port: ModelPort) -> None:
     check_chosen(port, settings.implementations)
     port.rules(next(iter(port.components)), settings.sharding)
 
 
+@rule
 def _options(asked: Asked, port: ModelPort) -> None:
     check_options(port, asked.options)
 
 
+@rule
 def _values(asked: Asked, port: ModelPort) -> None:
     """Each value by itself, with those of some variant for what was not asked."""
     plain_request(asked, port.variants[0])
@@ -172,10 +192,12 @@ def _values(asked: Asked, port: ModelPort) -> None:
 # --- the variant
 
 
+@rule
 def _shape_asked(asked: Asked, variant: Variant) -> None:
     check_shape(plain_request(asked, variant), variant)
 
 
+@rule
 def _executables_of(
     settings: RunSettings, port: ModelPort, variant: Variant, executables: Executables
 ) -> None:
@@ -195,6 +217,7 @@ def _executables_of(
 # --- the request
 
 
+@rule
 def _request(port: ModelPort, variant: Variant, request: Request) -> None:
     check_shape(request, variant)
     check_task(request.task, variant, port.variants)
@@ -210,6 +233,7 @@ def _request(port: ModelPort, variant: Variant, request: Request) -> None:
         port.check_variant(request, variant)
 
 
+@rule
 def _executables_for(
     settings: RunSettings,
     port: ModelPort,
@@ -221,6 +245,7 @@ def _executables_for(
     executables.check_request(request, port, compiled)
 
 
+@rule
 def _step_cache(
     settings: RunSettings, port: ModelPort, request: Request, stages: Sequence[str]
 ) -> None:
@@ -237,12 +262,14 @@ def _step_cache(
 # --- the checkpoint and the devices
 
 
+@rule
 def _checkpoint(
     port: ModelPort, variant: Variant, request: Request, checkpoint: Checkpoint
 ) -> None:
     port.check(request, variant, checkpoint)
 
 
+@rule
 def _latents(
     port: ModelPort, request: Request, checkpoint: Checkpoint, latents: torch.Tensor
 ) -> None:
@@ -263,6 +290,7 @@ def _latents(
     )
 
 
+@rule
 def _batch(port: ModelPort, request: Request, devices: MeshSpec) -> None:
     dp = devices.dp
     for stage in port.stages:
@@ -275,28 +303,6 @@ def _batch(port: ModelPort, request: Request, devices: MeshSpec) -> None:
                 f"{rows} rows for {request.batch_size} video(s) {why} guidance; "
                 f"legal dp values: {', '.join(map(str, legal))}"
             )
-
-
-RULES = (
-    Rule(("settings", "port"), _implementations),
-    Rule(("asked",), _strength),
-    Rule(("settings",), _inspection),
-    Rule(("settings",), _weights),
-    Rule(("settings",), _what_upstream_lacks),
-    Rule(("settings", "port", "variant", "executables"), _executables_of),
-    Rule(("asked", "port"), _options),
-    Rule(("asked",), check_size),
-    Rule(("settings", "asked"), _step_cache_of_upstream),
-    Rule(("asked", "port"), _values),
-    Rule(("asked", "variant"), _shape_asked),
-    Rule(("settings", "port", "request", "stages"), _step_cache),
-    Rule(("port", "variant", "request"), _request),
-    Rule(("settings", "port", "request", "stages", "executables"), _executables_for),
-    Rule(("port", "variant", "request", "checkpoint"), _checkpoint),
-    Rule(("port", "request", "devices"), _batch),
-    Rule(("port", "request", "checkpoint", "latents"), _latents),
-)
-"""All rules, in the order in which they speak."""
 
 
 # --- what rules and others share
