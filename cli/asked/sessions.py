@@ -63,7 +63,20 @@ def check_early(settings: Settings) -> Known:
         executables=_executables(settings),
     )
     rules.check(known)
+    if settings.report is not None:
+        check_report(settings.report)
     return known
+
+
+def check_report(file: Path) -> None:
+    """Refuse a file for --report that cannot be written; creates nothing.
+
+    Raises:
+        UsageError: it is a folder, or its folder cannot be one or may not be written.
+    """
+    if file.is_dir():
+        raise UsageError(f"--report {file}: is a folder; name a file")
+    rules.check_folder("--report", file.parent)
 
 
 def _executables(settings: Settings) -> BuiltFolder | None:

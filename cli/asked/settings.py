@@ -81,6 +81,13 @@ class Settings(RunSettings, Files, Asked):
         panel=WHERE,
     )
     search: bool = python_only(kinds.flag, default=False)
+    report: Path | None = setting(
+        kinds.path,
+        "--report FILE",
+        "Write the full report here: the document of --json.",
+        commands="GENDRPC",
+        panel=FILES,
+    )
     json: bool = setting(
         kinds.flag,
         "--json",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +30,7 @@ from tpuport.cli.asked.sessions import (
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench import PROMPT
-from tpuport.cli.shown.output import gibibytes, plural, print_json, say
+from tpuport.cli.shown.output import gibibytes, give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Dtype, Place
@@ -81,8 +81,7 @@ def compile_(
     """
     found = _prepare_devices(topology, debug=settings.debug)
     document = _compile(settings, topology, found, stage)
-    if settings.json:
-        print_json(document)
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
@@ -130,7 +129,7 @@ def _compile(
         _session(settings, topology, cache, display) as session,
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs
-        from tpuport.core.plan.build_ahead import build_weighed
+        from tpuport.core.plan.build_ahead import build
         from tpuport.core.programs.built_folder import write_manifest
 
         source = source_of(settings, session.variant)
@@ -141,9 +140,7 @@ def _compile(
             wanted.remove(STAGES[0])
         count = len(request.prompts)
 
-        def programs(
-            stages: Sequence[str], tiling: str, decided: Callable[[Any], None]
-        ) -> Iterator[AbstractProgram]:
+        def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
                 session.port,
                 session.variant,
@@ -153,20 +150,18 @@ def _compile(
                 dtype=session.dtype,
                 attention=settings.attention,
                 sharding=settings.sharding,
-                stages=stages,
+                stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
-                vae_tiling=tiling,
+                vae_tiling=session.executor.vae_tiling,
                 decided=decided,
                 reporter=display,
             )
 
-        built, decided = build_weighed(
+        built, decided = build(
             programs,
             session.components,
             request,
             folder,
-            stages=wanted,
-            vae_tiling=session.executor.vae_tiling,
             attached=topology is None,
             reporter=display,
         )

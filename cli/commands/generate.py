@@ -30,7 +30,7 @@ from tpuport.cli.runs.run_stages import (
     run_stage,
     told,
 )
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import default_out, plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.core.enums import Backend
@@ -56,8 +56,7 @@ def generate(settings: Settings) -> None:
     print_summary(report)
     for made in videos:
         say(f"wrote {made.path}")
-    if settings.json:
-        print_json(document)
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunReport]:
@@ -80,7 +79,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         if noise is not None:
             session.check(request, noise.for_videos(len(prompts)))
         name = default_out(session.port.name, session.variant.name, seeds)
-        outputs = plan_outputs(settings.out or name, len(prompts))
+        outputs = plan_outputs(settings.out or name, len(prompts), settings.report)
         if settings.out is None:
             for path in outputs.paths:
                 if path.exists():
@@ -111,7 +110,7 @@ def _check(settings: Settings) -> None:
     prompts, seeds = settings.videos()
     guess = known.variant.name if known.variant else "video"
     name = default_out(settings.model or DEFAULT_MODEL, guess, seeds)
-    plan_outputs(settings.out or name, len(prompts))
+    plan_outputs(settings.out or name, len(prompts), settings.report)
     if settings.run_dir is None:  # else denoise may be finished in it
         check_attention_here(settings)
 

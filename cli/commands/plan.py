@@ -26,7 +26,7 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.progress import make_display
 from tpuport.core.enums import Task
 from tpuport.core.files.run_record import STAGES
@@ -131,9 +131,9 @@ def plan(
             dump=dump,
             reporter=display,
         )
-    if settings.json:
-        print_json({"command": "plan", **made.as_dict()})
-    else:
+    document = {"command": "plan", **made.as_dict()}
+    give_out(document, as_json=settings.json, report=settings.report)
+    if not settings.json:
         from tpuport.core.plan.plan_text import text
 
         print(text(made))

@@ -19,12 +19,13 @@ from tpuport.cli.shown.versions import versions
 from tpuport.cli.shown.videos import VideoFiles
 from tpuport.core.enums import Backend, Pixels, Place
 from tpuport.core.files.run_directory import RunDirectory
-from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import sidecar_path as sidecar_of
 from tpuport.core.files.sealed_json import write_sidecar
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.spec.choices import choices
+from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import COMMANDS, RunSettings, settings_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
@@ -132,17 +133,14 @@ def reusable(
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
-            *(
-                (key, record.get(key), now[key])
-                for key in ("dtype", "mesh", "sharding")
-            ),
+            *((key, record[key], now[key]) for key in ("dtype", "mesh", "sharding")),
             *((key, then.get(key), note[key]) for key in keys),
-            *([("blocks", blocks_of(record), now["blocks"])] if native else []),
+            *([("blocks", record["blocks"], now["blocks"])] if native else []),
             *(
-                (part, implementation_in(record, part), chosen[part])
+                (part, record["implementations"].get(part, TORCHAX), chosen[part])
                 for part in (() if upstream else chosen)
             ),
-            ("no_jit", record.get("op_by_op", False), op_by_op),
+            ("no_jit", record["op_by_op"], op_by_op),
         ]
         if before != after
     ]
@@ -289,6 +287,8 @@ def resume_command(
         words = ["tpuport", stage, "--run-dir", str(folder), *_flags(stage, settings)]
         if stage == STAGES[2]:
             words += ["--out", out]
+            if settings.report is not None:
+                words += ["--report", str(settings.report)]
         lines.append(shlex.join(words))
     return " && ".join(lines)
 

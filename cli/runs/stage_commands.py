@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
 from tpuport.cli.asked.noise import read_noise
@@ -26,7 +26,7 @@ from tpuport.cli.runs.run_stages import (
     run_stage,
     told,
 )
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.core.files.run_directory import RunDirectory
@@ -103,7 +103,8 @@ def decode_stage(settings: Settings) -> None:
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[2])
     count = len(Request.from_dict(run.settings).prompts)
-    outputs = plan_outputs(settings.out or str(run.path / "video.mp4"), count)
+    out = settings.out or str(run.path / "video.mp4")
+    outputs = plan_outputs(out, count, settings.report)
     cache = cache_folder(settings.cache_dir)
     with (
         make_display() as display,
@@ -128,14 +129,13 @@ def _tell(
     print_summary(report)
     for path in written:
         say(f"wrote {path}")
-    if settings.json:
-        document: dict[str, Any] = {
-            "command": stage,
-            "model": run.model,
-            **told(session, report, videos),
-            "variant": run.variant,
-            "run_dir": str(run.path),
-            "files": [str(path) for path in files],
-            "settings": run.settings,
-        }
-        print_json(document)
+    document = {
+        "command": stage,
+        "model": run.model,
+        **told(session, report, videos),
+        "variant": run.variant,
+        "run_dir": str(run.path),
+        "files": [str(path) for path in files],
+        "settings": run.settings,
+    }
+    give_out(document, as_json=settings.json, report=settings.report)

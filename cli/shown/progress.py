@@ -57,10 +57,6 @@ class PlainDisplay(Display):
         self._last_line = time.monotonic()
         say(f"{stage}: started, {plural(total, unit)}")
 
-    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
-        self._units[stage] = unit
-        say(f"{stage}: started again, {plural(total, unit)}")
-
     def loading(self, component: str) -> None:
         say(f"loading {component}")
 
@@ -144,11 +140,6 @@ class BarDisplay(Display):
         bars = self._bars()
         self._tasks[stage] = bars.add_task(stage, total=total, doing="")
 
-    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
-        self._frames = ""
-        if stage in self._tasks:
-            self._bars().update(self._tasks[stage], total=total, completed=0, doing="")
-
     def loading(self, component: str) -> None:
         self._doing(f"loading {component} ...")
 
@@ -160,7 +151,9 @@ class BarDisplay(Display):
 
     def advanced(self, stage: str, done: int, total: int) -> None:
         if stage in self._tasks:
-            self._bars().update(self._tasks[stage], completed=done, doing=self._frames)
+            self._bars().update(
+                self._tasks[stage], completed=done, total=total, doing=self._frames
+            )
 
     def delivered(self, stage: str, frames: int, total: int) -> None:
         self._frames = f"{frames} of {plural(total, 'frame')}"

@@ -35,7 +35,7 @@ from tests.models.hunyuanvideo import test_encoders as encoders
 from tests.models.hunyuanvideo import upstream as hunyuanvideo
 from tests.models.hunyuanvideo.blocks import test_transformer as form_15
 from tests.models.hunyuanvideo.blocks import test_transformer_13b as form_13b
-from tests.models.hunyuanvideo.vae import test_vae as vaes
+from tests.models.hunyuanvideo.vae import test_tiles, vaes
 from tpuport.models.hunyuanvideo import demo
 from tpuport.models.hunyuanvideo.vae import plan_decode
 
@@ -182,13 +182,13 @@ def hunyuanvideo_parts() -> Iterator[Part]:
 def autoencoder(name: str, label: str) -> Iterator[Part]:
     """By the programs that sessions run."""
     vae, run = vaes.frozen_vae(name), vaes.shared_run(name)
-    decode, encode = vaes.decode_tile(name), vaes.encode_moments(name)
+    decode, encode = vaes.decode_tile(name), vaes.encode_mode(name)
     for batch, frames in ((1, 1), (1, 3), (2, 3)):
         size = f"{frames} latent frames, batch {batch}"
         x = vaes.pixels(batch, 4 * frames - 3, 48, 32)
         z = vaes.latents(vae, batch, frames, 4, 3)
         for title, fn, given, call in (
-            ("encode", encode, x, vaes.upstream_moments),
+            ("encode", encode, x, vaes.upstream_mode),
             ("decode", decode, z, vaes.upstream_decode),
         ):
             yield Part(
@@ -196,8 +196,10 @@ def autoencoder(name: str, label: str) -> Iterator[Part]:
             )
     vae = vaes.make_vae(name)
     vae.enable_tiling(**vaes.tile_settings(name, 4, 4))
-    z = vaes.latents(vae, 1, *dict(vaes.TILED)[name])
-    ours = partial(vaes.through_tiles, name, decode, plan_decode(vae, z.shape, True))
+    z = vaes.latents(vae, 1, *dict(test_tiles.TILED)[name])
+    ours = partial(
+        test_tiles.through_tiles, name, decode, plan_decode(vae, z.shape, True)
+    )
     yield Part(f"VAE decode, {label}, 4 tiles", vae, z, vaes.upstream_decode, ours)
 
 

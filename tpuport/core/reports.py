@@ -308,9 +308,6 @@ class Reporter:
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         """A stage begins; it will make ``total`` calls."""
 
-    def stage_restarted(self, stage: str, total: int, unit: str) -> None:
-        """It begins anew in another form, with ``total`` calls; none counts so far."""
-
     def loading(self, component: str) -> None:
         """A component's weights are about to be read."""
 

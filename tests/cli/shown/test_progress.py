@@ -38,7 +38,6 @@ def run_through(display: Display) -> None:
         display.compiling("denoise", "step")
         display.compiled(compiled)
         display.advanced("denoise", 1, 7)
-        display.stage_restarted("denoise", 3, "step")
         for done in (1, 2, 3):
             display.advanced("denoise", done, 3)
             display.delivered("denoise", 4 * done, 12)
@@ -76,7 +75,6 @@ def test_lines_where_there_is_no_terminal(
         "compiling denoise/step ...",
         "compiled denoise/step in 3.0 s (from the compile cache)",
         "denoise: 1 of 7 steps",
-        "denoise: started again, 3 steps",
         "denoise: 1 of 3 steps",
         "denoise: 4 of 12 frames",
         "denoise: 2 of 3 steps",

@@ -23,7 +23,7 @@ from tpuport.core.plan import planner
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.planner import Planner
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.tiling import Footprint, decide
+from tpuport.core.spec.tiling import TilingDecision
 
 READERS = ("bundles", "scalar_logic", "kernel_schedule")
 PROGRAM = parse(LOOPS).computations["main"].by_name()
@@ -147,21 +147,16 @@ class Small(Planner):
 
     def programs(self, spec: MeshSpec, request: Any, stages: Any) -> Any:
         for stage in stages:
-            count, size = self.calls[str(spec), stage], 10.0
-            if stage == "decode":
-                size = 40.0
-                tiles = Footprint(bytes=1, tiles="2 tiles")
-                whole, room = Footprint(bytes=2), self.chip.hbm_usable_bytes
-                self._decided(decide(stage, self.vae_tiling, whole, tiles, room))
-                if self.vae_tiling == "on":
-                    count, size = self.small, 4.0
-            yield SimpleNamespace(
-                stage=stage,
-                program="run",
-                count=count,
-                size=size,
-                forget=lambda: None,
-            )
+            count = self.calls[str(spec), stage]
+            one = {"stage": stage, "program": "run", "forget": lambda: None}
+            if stage == "denoise":
+                yield SimpleNamespace(**one, count=count, size=10.0, tiling=None)
+                continue
+            tiling = TilingDecision(stage=stage, asked="auto", tiles="2 tiles")
+            yield SimpleNamespace(**one, count=count, size=40.0, tiling=tiling)
+            tiling = replace(tiling, tiled=True)
+            yield SimpleNamespace(**one, count=self.small, size=4.0, tiling=tiling)
+            self._decided(tiling)
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.core.layers.tiled import assemble
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.tiles import (
     Axis,
     Span,
     TilePlan,
-    assemble,
     fade,
+    in_words,
     tiled_axis,
     whole_axis,
 )
@@ -205,13 +206,18 @@ def test_any_float_dtype_is_joined_in_float32(kind: type) -> None:
     assert 0 < error <= 6 * 4 * float(ml_dtypes.finfo(kind).eps) / 2
 
 
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_wrong_number_of_outputs_is_refused(change: int) -> None:
+def test_more_outputs_than_tiles_are_refused() -> None:
     plan = space_plan(7, 5)
     outputs = random_outputs(plan)
-    outputs = outputs[:-1] if change < 0 else [*outputs, outputs[-1]]
     with pytest.raises(ValueError, match=f"{len(plan.tiles)} tiles"):
-        assemble(plan, outputs)
+        assemble(plan, [*outputs, outputs[-1]])
+
+
+def test_tiles_in_words() -> None:
+    plan = space_plan(7, 5)
+    assert in_words(*plan.axes[1:]) == "3 x 2 tiles of up to 8 x 8 pixels"
+    one = whole_axis(4, twice)
+    assert in_words(one, one) == ""
 
 
 @pytest.mark.parametrize("which", ["channels", "rows"])

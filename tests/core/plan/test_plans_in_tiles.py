@@ -2,37 +2,99 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from tests.core.plan.test_search import GIB, REQUEST, V6E, measured, plan_of
+from tests.core.plan.test_search import GIB, REQUEST, measured
 from tests.core.spec.toys import Heard
+from tpuport.core.cost.kernel_cycles import KernelCosts
+from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.slices import parse_topology
+from tpuport.core.plan import planner
+from tpuport.core.plan.abstract_programs import weighed
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.plan_text import text
 from tpuport.core.plan.planner import Planner
-from tpuport.core.reports import Reporter
-from tpuport.core.spec.tiling import Footprint, decide
+from tpuport.core.spec.tiling import TilingDecision
 
 
-class Retried(Planner):
-    """A planner whose plan in tiles is known."""
+class Made(Planner):
+    """A planner whose programs take what is said here."""
 
-    asked: ClassVar[list[tuple[str, Any]]] = []
+    gib: ClassVar[tuple[float, float]]
+    tiles: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.say = (self.reporter or Reporter()).say
-        self._skeletons, self._tiling = {}, {}
-        self.kernels: Any = None
-        self.written = []
+        self.say = self.reporter.say if self.reporter else print
+        self.chip, self.devices = chip("v6e"), [None] * 4
+        self.kernels = KernelCosts(self.chip, self.cache)
+        self._tiling, self.written = {}, []
 
-    def plan(self, spec: MeshSpec, **how: Any) -> Plan:
-        with (self.reporter or Reporter()).timed("compiling"):
-            self.say("what it finds")
-        self.asked.append((self.vae_tiling, how["stages"]))
-        small = measured(2.0, 0.1, stage="decode", program="first tile")
-        return plan_of(spec, small, tiling={"decode": {}})
+    def check_mesh(self, spec: MeshSpec) -> None:
+        pass
+
+    def sharding_plans(self, spec: MeshSpec) -> tuple[Any, ...]:
+        return ()
+
+    def _flags(self, stages: Any) -> tuple[str, ...]:
+        return ()
+
+    def programs(self, spec: MeshSpec, request: Any, stages: Any) -> Any:
+        def form(tiling: TilingDecision) -> Any:
+            for name in ("first", "next"):
+                gib = self.gib[tiling.tiled]
+                yield SimpleNamespace(
+                    stage="decode",
+                    program=f"{name} tile" if tiling.tiled else name,
+                    tiling=tiling,
+                    gib=gib if name == "next" else 1.0,
+                    needed=None,
+                    forget=lambda: None,
+                )
+
+        tiling = TilingDecision(
+            stage="decode",
+            asked=self.vae_tiling,
+            tiles=self.tiles,
+            tiled=self.vae_tiling == "on",
+            limit=self.chip.hbm_usable_bytes,
+        )
+        self._decided((yield from weighed(tiling, form, self.say)))
+
+
+def made(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    gib: tuple[float, float],
+    asked: str = "auto",
+    tiles: str = "2 x 3 tiles",
+) -> tuple[Plan, list[str]]:
+    """The plan of a decode, whose largest program takes GiB untiled and in tiles."""
+
+    def compiles(program: Any, *where: Any, keep_text: bool) -> Any:
+        name = program.program
+        return measured(program.gib, 0.1, stage="decode", program=name)
+
+    monkeypatch.setattr(planner, "measure", compiles)
+    monkeypatch.setattr(planner, "choices", lambda port: {})
+    known: Any = {
+        "port": SimpleNamespace(name="m", blocks="native"),
+        "variant": SimpleNamespace(name="v"),
+        "checkpoint": SimpleNamespace(source="w"),
+        "topology": parse_topology("v6e-4"),
+        "ask": None,
+    }
+    heard = Heard()
+    asker = Made(
+        **known, dtype="bfloat16", cache=tmp_path, vae_tiling=asked, reporter=heard
+    )
+    monkeypatch.setattr(Made, "gib", gib, raising=False)
+    monkeypatch.setattr(Made, "tiles", tiles, raising=False)
+    return asker.plan(MeshSpec(dp=4), request=REQUEST, stages=["decode"]), heard.lines
 
 
 @pytest.mark.parametrize(
@@ -40,56 +102,44 @@ class Retried(Planner):
     [("auto", 40.0, True), ("auto", 30.0, False), ("off", 40.0, False)],
 )
 def test_what_compiles_to_too_much_is_planned_in_tiles(
-    asked: str, gib: float, tiled: bool
+    asked: str,
+    gib: float,
+    tiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("port", "variant", "checkpoint", "topology", "cache", "ask", "dtype")
-    )
-    planner = Retried(**nothing, reporter=(heard := Heard()))
-    whole, cut = Footprint(bytes=GIB), Footprint(bytes=GIB // 4, tiles="2 x 3 tiles")
-    decided = decide("decode", asked, whole, cut, V6E.hbm_usable_bytes)
-    planner._tiling["decode"] = decided
-    program = measured(gib, 0.1, stage="decode", program="first uint8")
-    before = plan_of(MeshSpec(), program, tiling={"decode": decided.as_dict()})
-    Retried.asked.clear()
-    found = planner._weighed(before, REQUEST)
-    assert Retried.asked == ([("on", ["decode"])] if tiled else [])
-    # It takes as long as the first one: it is not silent.
-    assert heard.lines[1:] == (["compiling ...", "what it finds"] if tiled else [])
-    assert [p.program for p in found.programs] == (
-        ["first tile"] if tiled else ["first uint8"]
-    )
+    found, said = made(monkeypatch, tmp_path, (gib, 2.0), asked)
+    names = ["first tile", "next tile"] if tiled else ["first", "next"]
+    assert [p.program for p in found.programs] == names
     assert found.fits == (tiled or gib == 30.0)
-    assert found.tiling["decode"]["tiled"] is tiled
-    assert found.tiling["decode"]["compiled"] == (40 * GIB if tiled else None)
-    assert found.tiling["decode"]["fits"] == found.fits
-    assert found.tiling["decode"]["needed"] == (2 * GIB if tiled else gib * GIB)
+    told = found.tiling["decode"]
+    assert (told["tiled"], told["fits"]) == (tiled, found.fits)
+    assert told["untiled"] == (40 * GIB if tiled else None)
+    assert told["needed"] == (2 * GIB if tiled else gib * GIB)
+    why = [line for line in said if line.endswith("going on in 2 x 3 tiles")]
+    assert len(why) == tiled
 
 
 @pytest.mark.parametrize(
     ("asked", "tiles", "words"),
     [
-        ("auto", "", "40.00 GiB of a device"),
-        ("auto", "2 x 3 tiles", "40.00 GiB of a device"),
-        ("on", "2 x 3 tiles", "40.00 GiB of a device"),
+        ("auto", "", "decode untiled needs 40.00 GiB of a device"),
+        ("auto", "2 x 3 tiles", "for it, and untiled 40.00 GiB; use a smaller size"),
+        ("on", "2 x 3 tiles", "decode in 2 x 3 tiles needs 50.00 GiB of a device"),
     ],
 )
-def test_a_plan_says_why_no_form_fits(asked: str, tiles: str, words: str) -> None:
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("port", "variant", "checkpoint", "topology", "cache", "ask", "dtype")
-    )
-    planner = Retried(**nothing)
-    # Tiles that are estimated to take more than what was compiled are not planned.
-    cut = Footprint(bytes=50 * GIB, tiles=tiles)
-    decided = decide("decode", asked, Footprint(bytes=GIB), cut, V6E.hbm_usable_bytes)
-    planner._tiling["decode"] = decided
-    program = measured(40.0, 0.1, stage="decode", program="first uint8")
-    before = plan_of(MeshSpec(), program, tiling={"decode": decided.as_dict()})
-    Retried.asked.clear()
-    found = planner._weighed(before, REQUEST)
-    assert Retried.asked == []
-    made = found.as_dict()["tiling"]["decode"]
-    assert (found.fits, made["fits"]) == (False, False)
-    assert words in made["reason"]
-    (line,) = [x for x in text(found).splitlines() if "compiled: decode" in x]
-    assert line.strip() == f"compiled: {made['reason']}"
+def test_a_plan_says_why_no_form_fits(
+    asked: str,
+    tiles: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    found, _ = made(monkeypatch, tmp_path, (40.0, 50.0), asked, tiles)
+    told = found.as_dict()["tiling"]["decode"]
+    assert (found.fits, told["fits"]) == (False, False)
+    assert words in told["reason"]
+    # With all programs of the form that was tried last.
+    assert len(found.programs) == 2
+    (line,) = [x for x in text(found).splitlines() if " of a device, which" in x]
+    assert line.strip() == told["reason"]

@@ -21,7 +21,7 @@ import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tpuport.core.files.sealed_json import write_document
 from tpuport.core.plan.abstract_programs import abstract_programs
-from tpuport.core.plan.build_ahead import CompileError, build, build_weighed
+from tpuport.core.plan.build_ahead import CompileError, build
 from tpuport.core.programs import built_folder
 from tpuport.core.programs import executable_files as executables
 from tpuport.core.programs.built_folder import (
@@ -31,7 +31,8 @@ from tpuport.core.programs.built_folder import (
     write_manifest,
 )
 from tpuport.core.programs.executable_files import read_entry
-from tpuport.core.spec.tiling import Footprint, decide
+from tpuport.core.run import executor as executors
+from tpuport.core.spec.tiling import TilingDecision, gibibytes
 from tpuport.errors import ArtifactError
 
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
@@ -52,8 +53,8 @@ def compile_into(
     asked = {**ASKED, **changes}
     with tpuport.load("toy", mesh=MESH, cache_dir=cache) as session:
         request = session.request(prompt=asked.pop("prompt"), **asked)
-        made = build(
-            abstract_programs(
+        made, _ = build(
+            lambda decided: abstract_programs(
                 session.port,
                 session.variant,
                 session.checkpoint,
@@ -258,29 +259,8 @@ def test_an_executable_that_jax_refuses_is_compiled_with_the_folders_cache(
     np.testing.assert_array_equal(second.frames, expected.frames)
 
 
-def test_a_process_that_died_while_loading_is_known(
-    folder: Path, cache_dir: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = executables.read_entry
-
-    def never_ran(path: Path) -> Any:
-        return replace(real(path), built_for=executables.ELSEWHERE)
-
-    monkeypatch.setattr(built_folder, "read_entry", never_ran)
-    assert use(folder, cache_dir).report.warm
-    (file,) = folder.glob("denoise*.executable")
-    (folder / f"loading-{file.name}").touch()
-    heard = Heard()
-    result = use(folder, cache_dir, heard)
-    (line,) = heard.about("an earlier process ended while it loaded")
-    assert line.endswith("compiling denoise/step here")
-    assert result.report.programs == {"loaded": 2, "cached": 0, "compiled": 1}
-    np.testing.assert_array_equal(result.frames, expected.frames)
-
-
-def test_files_say_what_they_were_built_for(folder: Path) -> None:
+def test_the_files_are_of_every_program(folder: Path) -> None:
     entries = [read_entry(path) for path in folder.glob("*.executable")]
-    assert {entry.built_for for entry in entries} == {executables.HERE}
     assert {entry.key.name for entry in entries} == {
         "encode/run",
         "denoise/step",
@@ -320,47 +300,53 @@ def test_stages_of_other_settings_go_and_it_is_said(
     assert said == [f"{folder}: what it held of denoise had other settings: removed"]
 
 
-class Weighed:
-    """Programs of the toy as if its decode had a choice of tiles."""
+def built_with(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
+    """Build the toy as if its decode had a choice of tiles.
 
-    def __init__(self, session: Any, limit: int, *, smaller: bool) -> None:
-        self.session, self.limit, self.smaller = session, limit, smaller
-        self.asked: list[tuple[tuple[str, ...], str]] = []
-
-    def request(self, frames: int) -> Any:
-        return self.session.request(prompt="a cat", num_frames=frames)
-
-    def __call__(self, stages: Any, setting: str, decided: Any) -> Iterator[Any]:
-        self.asked.append((tuple(stages), setting))
-        whole, tiles = Footprint(bytes=1), Footprint(bytes=1, tiles="2 x 3 tiles")
-        decided(decide("decode", setting, whole, tiles, self.limit))
-        short = setting == "on" and self.smaller
-        yield from abstract_programs(
-            self.session.port,
-            self.session.variant,
-            self.session.checkpoint,
-            self.request(5 if short else 33),
-            self.session.mesh,
-            dtype=self.session.dtype,
-            stages=stages,
-        )
-
-
-def weighed(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
+    Args:
+        limit: bytes of a device.
+        smaller: whether tiles take less.
+    """
     heard = Heard()
-    with tpuport.load("toy", mesh="dp=1,tp=4", cache_dir=cache) as session:
-        programs = Weighed(session, limit, smaller=smaller)
-        made, decided = build_weighed(
-            programs,
-            session.components,
-            programs.request(33),
-            folder,
-            stages=STAGES,
-            vae_tiling="auto",
-            attached=True,
-            reporter=heard,
-        )
-    return made, decided, programs.asked, heard.lines
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executors, "program_room", lambda *args: limit)
+        with tpuport.load("toy", mesh="dp=1,tp=4", cache_dir=cache) as session:
+            *others, decode = session.port.stages
+
+            def plan(context: Any) -> Any:
+                short = smaller and context.vae_tiling == "on"
+                frames = context.request.num_frames
+                if short:
+                    context = replace(
+                        context, request=replace(context.request, num_frames=5)
+                    )
+                    latents = context.inputs["latents"]
+                    size = latents.shape[1] * 5 // frames
+                    context = replace(context, inputs={"latents": latents[:, :size]})
+                return decode.plan(context)
+
+            tiled = replace(decode, plan=plan, tiles=lambda context: "2 x 3 tiles")
+            port = replace(session.port, stages=(*others, tiled))
+            request = session.request(prompt="a cat", num_frames=33)
+            made, decided = build(
+                lambda decided: abstract_programs(
+                    port,
+                    session.variant,
+                    session.checkpoint,
+                    request,
+                    session.mesh,
+                    dtype=session.dtype,
+                    stages=STAGES,
+                    decided=decided,
+                    reporter=heard,
+                ),
+                session.components,
+                request,
+                folder,
+                attached=True,
+                reporter=heard,
+            )
+    return made, decided, heard.lines
 
 
 def needed(folder: Path, stage: str) -> int:
@@ -370,35 +356,32 @@ def needed(folder: Path, stage: str) -> int:
     return size
 
 
-def test_a_stage_that_compiles_to_too_much_is_compiled_in_its_other_form(
+def test_a_stage_that_compiles_to_too_much_is_compiled_in_tiles(
     tmp_path: Path, cache_dir: Path
 ) -> None:
-    made, (decided,), asked, _ = weighed(
-        tmp_path / "all", cache_dir, 2**40, smaller=True
-    )
-    assert (decided.tiled, decided.fits, asked) == (False, True, [(STAGES, "auto")])
+    made, (decided,), _ = built_with(tmp_path / "all", cache_dir, 2**40, smaller=True)
+    assert (decided.tiled, decided.fits) == (False, True)
     whole = needed(tmp_path / "all", "decode")
     assert decided.needed == whole
     folder = tmp_path / "tight"
-    made, (decided,), asked, said = weighed(folder, cache_dir, whole - 1, smaller=True)
+    made, (decided,), said = built_with(folder, cache_dir, whole - 1, smaller=True)
     # What was compiled before it stays, and its own first form is gone.
-    assert asked == [(STAGES, "auto"), (("decode",), "on")]
     assert [b.entry.key.stage for b in made] == list(STAGES)
     assert sorted(p.name for p in folder.glob("*.executable")) == sorted(
         b.entry.path.name for b in made
     )
-    assert decided.tiled
-    assert decided.asked == "auto"
-    assert decided.compiled == whole
+    assert (decided.asked, decided.tiled, decided.fits) == ("auto", True, True)
+    assert decided.untiled == whole
     assert decided.needed == needed(folder, "decode") < whole
-    assert any("compiling it in tiles" in line for line in said)
+    assert decided.line().endswith(f"(untiled {gibibytes(whole)})")
+    assert len([line for line in said if line.endswith("on in 2 x 3 tiles")]) == 1
 
 
 def test_a_stage_that_fits_in_no_form_is_not_compiled(
     tmp_path: Path, cache_dir: Path
 ) -> None:
     with pytest.raises(CompileError, match="use a smaller size, fewer frames or more"):
-        weighed(tmp_path, cache_dir, 1, smaller=False)
+        built_with(tmp_path, cache_dir, 1, smaller=False)
     assert list(tmp_path.glob("decode*")) == []
     assert len(list(tmp_path.glob("*.executable"))) == 2
 
@@ -406,21 +389,24 @@ def test_a_stage_that_fits_in_no_form_is_not_compiled(
 def test_the_form_of_a_folder_is_taken_or_refused(
     folder: Path, cache_dir: Path
 ) -> None:
-    whole, tiles = Footprint(bytes=1), Footprint(bytes=1, tiles="2 x 3 tiles")
-    decided = decide("decode", "auto", whole, tiles, 2**30)
-    other = decided.instead(2**31)
-    assert other is not None
+    tiled = TilingDecision(stage="decode", asked="auto", tiles="2 tiles", tiled=True)
     document = BuiltFolder.open(folder).manifest
-    content = {**document, "tiling": {"decode": other.as_dict()}}
+    assert BuiltFolder.open(folder).tiling("decode") is None
+    content = {**document, "tiling": {"decode": tiled.as_dict()}}
     write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
     built = BuiltFolder.open(folder)
-    # Both are by auto, and the folder's knew more.
-    assert built.followed(decided) == other
-    asked = decide("decode", "off", whole, tiles, 2**30)
-    assert built.followed(asked) == asked
-    with tpuport.load("toy", mesh=MESH, cache_dir=cache_dir) as session:
+    with tpuport.load(
+        "toy", mesh=MESH, cache_dir=cache_dir, executables=folder
+    ) as session:
         request = session.request(prompt=ASKED["prompt"], seed=ASKED["seed"])
-        built.check_request(request, session.port, STAGES, [other])
+        stage = replace(session.port.stage("decode"), tiles=lambda context: "2 tiles")
+        found = session.executor.tiling(stage, request)
+        assert found is not None
+        assert (found.tiled, found.given) == (True, True)
+        built.check_request(request, session.port, STAGES, [found])
+        asked = session.executor.tiling(stage, request, "off")
+        assert asked is not None
+        assert (asked.tiled, asked.given) == (False, False)
         with pytest.raises(ArtifactError) as caught:
             built.check_request(request, session.port, STAGES, [asked])
     assert "decode is not for this run" in str(caught.value)

@@ -28,7 +28,6 @@ from tpuport.core.spec.choices import check_chosen, choices, with_chosen
 from tpuport.core.spec.component import Component, Implementation
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.stage import Program
-from tpuport.core.spec.tiling import Footprint
 from tpuport.core.weights.jax_module import BoundJaxModule
 from tpuport.errors import PluginError, UsageError, WeightsError
 
@@ -192,19 +191,6 @@ def test_every_program_and_no_other_is_needed(
     port = offering(toy, replace(PLAIN, programs=programs))
     with pytest.raises(PluginError, match=f"other programs of the stage .*: {named}"):
         with_chosen(port, {NAME: "plain"})
-
-
-def test_a_stage_that_weighs_memory_needs_a_footprint(toy: ModelPort) -> None:
-    def footprint(ctx: Any, tiled: bool, devices: Any) -> Footprint:
-        return Footprint(bytes=1)
-
-    port = offering(toy)
-    stages = tuple(replace(stage, footprint=footprint) for stage in port.stages)
-    with pytest.raises(PluginError, match="do not both have a footprint"):
-        with_chosen(replace(port, stages=stages), {NAME: "plain"})
-    found = replace(PLAIN, footprints={"denoise": footprint})
-    port = replace(offering(toy, found), stages=stages)
-    assert with_chosen(port, {NAME: "plain"}).stage("denoise").footprint is footprint
 
 
 # --- what runs

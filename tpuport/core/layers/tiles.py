@@ -11,7 +11,7 @@ Legend: B batch, C channels, F frames, H rows, W columns, (t, i, j) a tile's pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,6 +168,17 @@ class TilePlan:
         return frames, rows, columns
 
 
+def in_words(rows: Axis, columns: Axis) -> str:
+    """Such as ``"4 x 5 tiles of up to 240 x 360 pixels"``; empty of a single tile."""
+    if len(rows.spans) * len(columns.spans) == 1:
+        return ""
+    high, wide = (max(span.made for span in axis.spans) for axis in (rows, columns))
+    return (
+        f"{len(rows.spans)} x {len(columns.spans)} tiles of up to {high} x {wide} "
+        "pixels"
+    )
+
+
 def fading(extent: int) -> tuple[np.ndarray, np.ndarray]:
     """The shares of what comes after and of what was before, float32 [extent] each.
 
@@ -294,50 +305,6 @@ class TileJoin:
             place=(frames, rows, columns),
             ends_row=not following or following[0].index[0] != index[0],
         )
-
-    def end(self) -> None:
-        """Nothing follows.
-
-        Raises:
-            ValueError: there are fewer outputs than tiles.
-        """
-        if self._count < len(self._tiles):
-            raise ValueError(
-                f"{self._count} outputs for the {len(self._tiles)} tiles of the plan"
-            )
-
-
-def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
-    """Join the outputs of a plan's tiles into one array; see :class:`TileJoin`.
-
-    Each output is let go once it is copied.
-
-    Args:
-        plan: the tiles.
-        outputs: of each tile in order, arrays of shape [B, C, *size] of any float
-            dtype.
-
-    Returns:
-        float32 of shape [B, C, *plan.output].
-
-    Raises:
-        ValueError: there are more or fewer outputs than tiles, or one has not the
-            shape the plan counts on.
-    """
-    import numpy as np
-
-    join = TileJoin(plan)
-    result: np.ndarray | None = None
-    for output in outputs:
-        piece = join.add(output)
-        del output
-        if result is None:
-            result = np.empty((*piece.values.shape[:2], *plan.output), np.float32)
-        result[:, :, *piece.place] = piece.values
-        del piece
-    join.end()
-    assert result is not None
-    return result
 
 
 class _Seams:

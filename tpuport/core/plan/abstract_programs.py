@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpuport.core.arrays import to_numpy
 from tpuport.core.enums import Tiling
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
-from tpuport.core.programs.lowering import placed, trace
+from tpuport.core.programs.lowering import results, trace
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
-from tpuport.core.run.stage_calls import Timing
+from tpuport.core.run.stage_calls import Timing, walk
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Work
+from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.spec.variant import Variant
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
@@ -50,8 +49,11 @@ class AbstractProgram:
         mesh: the devices it is for: all of them, or the first.
         spec: the stage's declaration of it.
         args: carry, constants and inputs as ``ShapeDtypeStruct`` with shardings.
+        tiling: how its stage runs, where that has a choice.
         resident: bytes of a device that the stage holds besides: weights of its other
             components, and outputs of other calls that wait for the end.
+        needed: bytes of a device that it takes by the compiler; to be set by who
+            compiles it.
     """
 
     stage: str
@@ -63,7 +65,9 @@ class AbstractProgram:
     mesh: jax.sharding.Mesh
     spec: Program
     args: tuple[Any, Any, Any]
+    tiling: TilingDecision | None = None
     resident: int = 0
+    needed: int | None = None
     _traced: jax.stages.Traced | None = field(default=None, repr=False)
     _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
     _records: tuple[AttentionRecord, ...] = field(default=(), repr=False)
@@ -105,18 +109,7 @@ class AbstractProgram:
 
     def outputs(self) -> tuple[Any, Any]:
         """Shapes and places of the carry and the output."""
-
-        _, places = placed(self.spec, None, self.loaded, self.args)
-
-        def struct(place: Any, leaf: Any) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-        out: tuple[Any, Any] = jax.tree.map(
-            lambda place, part: jax.tree.map(functools.partial(struct, place), part),
-            places,
-            self.traced().out_info,
-        )
-        return out
+        return results(self.spec, self.loaded, self.args, self.traced().out_info)
 
     def forget(self) -> None:
         """Let go of what was traced and lowered, which of a whole model is large."""
@@ -160,6 +153,10 @@ def abstract_programs(
     A stage after the first needs the shapes that the one before leaves, so its programs
     are traced too where only a later stage is asked for; they are then not handed out.
 
+    Who compiles a program sets its ``needed`` before the next one is taken. Where one
+    of the whole picture takes more than it may, those of the tiles follow in the place
+    of its stage's; see :mod:`tpuport.core.spec.tiling`.
+
     Args:
         port: the form of the model that the checkpoint is of.
         variant: whose rules hold; the request was checked against it.
@@ -172,7 +169,7 @@ def abstract_programs(
         stages: names of those asked for; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
-        decided: told what became of that.
+        decided: told how a stage with that choice runs, once its programs were taken.
         reporter: told what is traced, and what the plugin's plan says.
 
     Raises:
@@ -192,50 +189,84 @@ def abstract_programs(
     )
     settings = RunSettings(vae_tiling=Tiling(vae_tiling))
     executor = Executor(components, settings, reporter=reporter)
-    walk = _Walk(executor, request, decided)
-    told = reporter or Reporter()
-    given: Mapping[str, Any] = inputs or {}
+    walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):
-        with told.timed(f"tracing {stage.name}"):
-            programs, given = walk.stage(stage, given, finish=index < last)
-        if stage.name in wanted:
-            yield from programs
+        programs = functools.partial(walked.stage, stage, index < last)
+        tiling = executor.tiling(stage, request, alone=True)
+        if stage.name not in wanted or tiling is None:
+            found = programs(tiling)
+            if stage.name in wanted:
+                yield from found
+        else:
+            tiling = yield from weighed(tiling, programs, executor.reporter.say)
+            if decided is not None:
+                decided(tiling)
+        walked.inputs = walked.written
     components.close()
+
+
+def weighed(
+    tiling: TilingDecision,
+    programs: Callable[[TilingDecision], Iterable[AbstractProgram]],
+    say: Callable[[str], None],
+) -> Generator[AbstractProgram, None, TilingDecision]:
+    """Hand out the programs of a stage, form by form until one fits.
+
+    Args:
+        tiling: how the stage begins.
+        programs: in a form.
+        say: told why it goes on in tiles.
+
+    Returns:
+        how it runs, with what the programs take by ``AbstractProgram.needed``.
+    """
+    while True:
+        other = None
+        for program in programs(tiling):
+            yield program
+            if (program.needed or 0) > (tiling.needed or 0):
+                tiling = tiling.weighed(program.needed)
+            if (other := tiling.instead()) is not None:
+                break
+        if other is None:
+            return tiling
+        say(tiling.passed())
+        tiling = other
 
 
 class _Walk:
     """Goes through the calls of a run without making them."""
 
     def __init__(
-        self,
-        executor: Executor,
-        request: Request,
-        decided: Callable[[TilingDecision], None] | None = None,
+        self, executor: Executor, request: Request, inputs: Mapping[str, Any]
     ) -> None:
         self._executor = executor
         self._request = request
-        self._decided = decided
+        # What a stage reads, and what it writes for the next one.
+        self.inputs = inputs
+        self.written: Mapping[str, Any] = {}
 
     def stage(
-        self, stage: Stage, inputs: Mapping[str, Any], *, finish: bool
-    ) -> tuple[list[AbstractProgram], dict[str, Any]]:
-        """The distinct programs of a stage, and with ``finish`` what it writes."""
+        self, stage: Stage, finish: bool, tiling: TilingDecision | None
+    ) -> list[AbstractProgram]:
+        """The distinct programs of a stage; with ``finish`` what it writes, too."""
+        with self._executor.reporter.timed(f"tracing {stage.name}"):
+            return self._programs(stage, finish, tiling)
+
+    def _programs(
+        self, stage: Stage, finish: bool, tiling: TilingDecision | None
+    ) -> list[AbstractProgram]:
         programs: dict[Any, AbstractProgram] = {}
         parts = []
         held = 0
-        tiling = self._executor.tiling(stage, self._request, alone=True)
-        asked = None
-        if tiling is not None:
-            asked = tiling.setting
-            if self._decided is not None:
-                self._decided(tiling)
+        asked = None if tiling is None else tiling.setting
         for batch in range(self._request.batches):
             context = self._executor.context(
-                self._request, batch, inputs, vae_tiling=asked
+                self._request, batch, self.inputs, vae_tiling=asked
             )
             work = stage.plan(replace(context, planned=True))
             split, work = self._executor._cached(stage, work, self._request, Timing())
-            carry, outputs = self._calls(split, work, programs)
+            carry, outputs = self._calls(split, work, programs, tiling)
             if not work.to_host:
                 held = max(held, sum(map(device_bytes, outputs[:-1])))
             if finish:
@@ -244,30 +275,31 @@ class _Walk:
         for program in programs.values():
             others = [x for n, x in loaded.items() if n != program.component]
             program.resident = held + sum(device_bytes(x.weights) for x in others)
-        return list(programs.values()), merge(parts) if finish else {}
+        if finish:
+            self.written = merge(parts)
+        return list(programs.values())
 
     def _calls(
-        self, stage: Stage, work: Work, programs: dict[Any, AbstractProgram]
+        self,
+        stage: Stage,
+        work: Work,
+        programs: dict[Any, AbstractProgram],
+        tiling: TilingDecision | None,
     ) -> tuple[Any, list[Any]]:
         """Count every call; returns the shapes of the last carry and all outputs."""
-        carry, constants = work.carry, work.constants
-        placed = False
-        outputs = []
-        for call in work.calls:
-            spec = stage.programs[call.program]
-            loaded = self._executor.components.load(
-                spec.component, stage.loads.get(spec.component, EVERYTHING)
-            )
-            if not placed:
-                carry, constants = abstract((carry, constants), loaded)
-                placed = True
-            elif call.fresh:
-                carry = abstract(work.carry, loaded)
-            args = (carry, constants, abstract(call.inputs, loaded))
+
+        def load(name: str) -> Loaded:
+            used = stage.loads.get(name, EVERYTHING)
+            return self._executor.components.load(name, used)
+
+        def made(
+            call: Call, loaded: Loaded, args: tuple[Any, Any, Any]
+        ) -> tuple[Any, Any]:
             key = (call.program, signature(args))
             if key not in programs:
                 mesh = loaded.ported.runtime.mesh
                 assert mesh is not None
+                spec = stage.programs[call.program]
                 programs[key] = AbstractProgram(
                     stage=stage.name,
                     program=call.program,
@@ -278,22 +310,12 @@ class _Walk:
                     mesh=mesh,
                     spec=spec,
                     args=args,
+                    tiling=tiling,
                 )
             programs[key].calls += 1
-            carry, output = programs[key].outputs()
-            outputs.append(output)
-        return carry, outputs
+            return programs[key].outputs()
 
-
-def abstract(tree: Any, loaded: Loaded) -> Any:
-    """Shapes and dtypes of ``tree``, placed as the executor places it: everywhere."""
-
-    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            leaf = to_numpy(leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=loaded.replicated)
-
-    return jax.tree.map(struct, tree)
+        return walk(stage, work, load, made)
 
 
 def signature(args: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,43 +17,24 @@ from tpuport.core.plan.abstract_programs import AbstractProgram
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import (
-    ELSEWHERE,
-    HERE,
     Entry,
     ExecutableStore,
     NotSerialisable,
     Traced,
-    lowered_hash,
 )
 from tpuport.core.programs.program_key import program_key
 from tpuport.core.programs.program_store import patches_of
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.tiling import TilingDecision, gibibytes
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError, TpuportError
 
-ProgramsOf = Callable[
-    [Sequence[str], str, Callable[[TilingDecision], None]], Iterable["AbstractProgram"]
-]
-"""The programs of some stages with a setting of tiling, and who is told of it."""
+ProgramsOf = Callable[[Callable[[TilingDecision], None]], Iterable[AbstractProgram]]
+"""The programs of a run, given who is told how a stage runs that may run in tiles."""
 
 
 class CompileError(TpuportError):
     """A program did not compile, or its executable cannot be kept."""
-
-
-class TooLargeError(CompileError):
-    """A program takes more of a device than its stage has.
-
-    Attributes:
-        stage: whose program it is.
-        needed: bytes of a device that it takes.
-        made: what was compiled before it, of other stages.
-    """
-
-    def __init__(self, stage: str, needed: int, made: Sequence[Built]) -> None:
-        super().__init__(f"{stage} takes {gibibytes(needed)} a device")
-        self.stage, self.needed, self.made = stage, needed, tuple(made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +72,14 @@ class Built:
 
 
 def build(
-    programs: Iterable[AbstractProgram],
+    programs: ProgramsOf,
     components: Components,
     request: Request,
     folder: Path,
     *,
     attached: bool,
     reporter: Reporter,
-    room: Callable[[str], int | None] = lambda stage: None,
-) -> list[Built]:
+) -> tuple[list[Built], list[TilingDecision]]:
     """Compile every program and write its executable.
 
     Args:
@@ -109,25 +89,40 @@ def build(
         attached: whether the devices are here. Where they are not, the entries of
             jax's own cache are written too.
         reporter: told about progress.
-        room: bytes of a device that the programs of a stage may take.
+
+    Returns:
+        What was compiled, and how each stage with a choice of tiles runs.
 
     Raises:
-        TooLargeError: a program takes more; what was written of its stage is gone.
-        CompileError: a program does not compile, or cannot be serialised.
+        CompileError: a program does not compile, or cannot be serialised; or a stage
+            fits in no form.
         ArtifactError: the folder cannot be written.
     """
     store = ExecutableStore(folder)
     made: list[Built] = []
+    decided: list[TilingDecision] = []
+
+    def decide(tiling: TilingDecision) -> None:
+        if tiling.room is not None and not tiling.fits:
+            _remove(made, tiling.stage)
+            raise CompileError(tiling.reason())
+        decided.append(tiling)
+
+    tiled: set[str] = set()
     with _caching(folder, attached):
-        iterator = iter(programs)
+        iterator = iter(programs(decide))
         while True:
             started = time.perf_counter()
             program = next(iterator, None)
             if program is None:
-                return made
+                return made, decided
+            tiling = program.tiling
+            if tiling is not None and tiling.tiled and program.stage not in tiled:
+                # Of the whole picture, which was too large.
+                _remove(made, program.stage)
+                tiled.add(program.stage)
             program.lowered()
             seconds = time.perf_counter() - started
-            limit, needed = room(program.stage), None
             try:
                 built = _one(
                     program,
@@ -135,23 +130,16 @@ def build(
                     components,
                     request,
                     seconds,
-                    attached=attached,
                     reporter=reporter,
                 )
-                made.append(built)
-                needed = built.entry.needed
             except CompileError as error:
-                needed = refused_bytes(str(error))
-                if limit is None or needed is None:
+                room = None if tiling is None else tiling.room
+                program.needed = refused_bytes(str(error))
+                if room is None or (program.needed or 0) <= room:
                     raise
-            if limit is not None and needed is not None and needed > limit:
-                gone = [b for b in made if b.entry.key.stage == program.stage]
-                for one in gone:
-                    if not one.reused:  # what was there before is the manifest's
-                        one.entry.path.unlink(missing_ok=True)
-                raise TooLargeError(
-                    program.stage, needed, [b for b in made if b not in gone]
-                )
+                continue
+            made.append(built)
+            program.needed = built.entry.needed
             program.forget()
             what = "was there already" if built.reused else "compiled"
             reporter.say(
@@ -160,69 +148,12 @@ def build(
             )
 
 
-def build_weighed(
-    programs: ProgramsOf,
-    components: Components,
-    request: Request,
-    folder: Path,
-    *,
-    stages: Sequence[str],
-    vae_tiling: str,
-    attached: bool,
-    reporter: Reporter,
-) -> tuple[list[Built], list[TilingDecision]]:
-    """:func:`build`, in tiles where what was compiled does not fit without, or so.
-
-    As a run decides it: by an estimate, then by the compiler's figure, as long as
-    ``vae_tiling`` is ``"auto"``.
-
-    Returns:
-        What was compiled, and how each stage with a choice runs.
-
-    Raises:
-        CompileError, ArtifactError: as :func:`build`; no form of a stage fits.
-    """
-    left, setting = list(stages), vae_tiling
-    made: list[Built] = []
-    decided: dict[str, TilingDecision] = {}
-    instead: dict[str, TilingDecision] = {}
-
-    def note(tiling: TilingDecision) -> None:
-        decided[tiling.stage] = instead.get(tiling.stage, tiling)
-
-    def room(stage: str) -> int | None:
-        return decided[stage].room if stage in decided else None
-
-    while left:
-        try:
-            made += build(
-                programs(left, setting, note),
-                components,
-                request,
-                folder,
-                attached=attached,
-                reporter=reporter,
-                room=room,
-            )
-            left = []
-        except TooLargeError as error:
-            made += error.made
-            now = decided[error.stage]
-            other = now.instead(error.needed)
-            if other is None:
-                raise CompileError(str(now.refusal(now.stage, error.needed))) from error
-            reporter.say(
-                f"{now.stage} {now.chosen.manner} takes {gibibytes(error.needed)}: "
-                f"compiling it {other.chosen.manner}"
-            )
-            instead[now.stage] = other
-            left = left[left.index(now.stage) :]
-            setting = other.setting
-    for name, tiling in decided.items():
-        sizes = [b.entry.needed for b in made if b.entry.key.stage == name]
-        known = [size for size in sizes if size is not None]
-        decided[name] = tiling.weighed(max(known, default=None))
-    return made, list(decided.values())
+def _remove(made: list[Built], stage: str) -> None:
+    """Take the programs of a stage back."""
+    for built in [b for b in made if b.entry.key.stage == stage]:
+        made.remove(built)
+        if not built.reused:  # what was there before is the manifest's
+            built.entry.path.unlink(missing_ok=True)
 
 
 def _one(
@@ -232,7 +163,6 @@ def _one(
     request: Request,
     seconds: float,
     *,
-    attached: bool,
     reporter: Reporter,
 ) -> Built:
     key = program_key(
@@ -249,7 +179,7 @@ def _one(
         entry = store.find(key)
     except ArtifactError:
         entry = None  # damaged: written again below
-    if entry is not None and entry.lowered == lowered_hash(lowered):
+    if entry is not None:
         return Built(
             entry=entry,
             calls=program.calls,
@@ -271,9 +201,7 @@ def _one(
                 patches=patches_of(program.loaded.ported.runtime),
                 convolutions=tuple(r.as_dict() for r in program.convolutions()),
             ),
-            lowered=lowered_hash(lowered),
             seconds=seconds + took,
-            built_for=HERE if attached else ELSEWHERE,
         )
     except NotSerialisable as error:
         raise CompileError(f"{key.name} cannot be kept: {error}") from error

@@ -125,11 +125,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         rows.append(tuple(row))
     yield from _table(rows)
     for tiling in plan.tiling.values():
-        yield f"estimated before compiling: {tiling['line']}"
-        if tiling["alternative"]:
-            yield f"  {tiling['alternative']}"
-        if tiling.get("reason"):
-            yield f"  compiled: {tiling['reason']}"
+        yield tiling["line"]
+        if tiling["reason"]:
+            yield f"  {tiling['reason']}"
 
 
 def _times(plan: Plan) -> Iterator[str]:

@@ -25,7 +25,7 @@ from tpuport.core.spec.default_mesh import default_mesh
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import Requests
-from tpuport.core.spec.tiling import TilingDecision, gibibytes
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
@@ -34,6 +34,15 @@ from tpuport.kernels.attention.choice import AttentionChoice
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""
+
+
+@dataclass(kw_only=True)
+class _Form:
+    """What was compiled of a stage, in tiles or not."""
+
+    tiled: bool
+    kernels: KernelsMet
+    programs: list[Measured] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -130,8 +139,7 @@ class Planner:
         count = len(self.devices)
         spec.resolve(count).validate(heads=self.heads(), batch=None, devices=count)
         self.request(spec)
-        for plan in self.sharding_plans(spec):
-            plan.check()
+        self.sharding_plans(spec)
 
     def legal_meshes(self) -> list[MeshSpec]:
         """All meshes of all devices that this run may have."""
@@ -252,34 +260,11 @@ class Planner:
         self.check_mesh(spec)
         asked = self.request(spec) if request is None else request
         names = list(stages) if stages is not None else [s.name for s in self._stages()]
-        found: dict[str, list[Measured]] = {name: [] for name in names}
-        files: list[str] = []
-        met = {name: KernelsMet(self.kernels) for name in names}
-        dump = self.dump if keep else None
-        told = self.reporter or Reporter()
-        for program in self.programs(spec, asked, names):
-            what = f"compiling {program.stage}/{program.program}"
-            with told.timed(f"{what} for {spec} of {self.topology.name}"):
-                measured = measure(
-                    program,
-                    self.topology,
-                    self.chip,
-                    met[program.stage],
-                    keep_text=dump is not None,
-                )
-            program.forget()
-            if dump is not None:
-                number = len(found[program.stage])
-                files += self._noted(_write(dump, measured, number, spec, self.chip))
-                measured = replace(measured, hlo="")
-            found[program.stage].append(measured)
-        if dump is not None:
-            uses = {key: use for m in met.values() for key, use in m.uses.items()}
-            files += self._noted(keep_schedules(uses.values(), dump))
+        found, files = self._compiled(spec, asked, names, self.dump if keep else None)
         notes = [
             note
-            for programs in found.values()
-            for p in programs
+            for form in found.values()
+            for p in form.programs
             if p.account
             for note in p.account.notes
         ]
@@ -287,7 +272,7 @@ class Planner:
         for weights in self.sharding_plans(spec):
             if self.port.components[weights.component].stacked:
                 notes += filter(None, [undivided(weights, room=room)])
-        made = Plan(
+        return Plan(
             model=self.port.name,
             variant=self.variant.name,
             weights=self.checkpoint.source,
@@ -304,52 +289,56 @@ class Planner:
             stages=tuple(
                 StagePlan(
                     name=name,
-                    programs=tuple(programs),
+                    programs=tuple(form.programs),
                     chip=self.chip,
-                    kernels=tuple(use.as_dict() for use in met[name].uses.values()),
+                    kernels=tuple(use.as_dict() for use in form.kernels.uses.values()),
                 )
-                for name, programs in found.items()
-                if programs
+                for name, form in found.items()
             ),
             sharding_plans=self.sharding_plans(spec),
             files=files,
             notes=notes,
-            tiling={n: t.as_dict() for n, t in self._tiling.items() if found.get(n)},
+            tiling={n: t.as_dict() for n, t in self._tiling.items() if n in found},
         )
-        return self._weighed(made, asked, keep=keep)
 
-    def _weighed(self, made: Plan, asked: Request, *, keep: bool = True) -> Plan:
-        """``made`` with what was compiled held against what a device has.
+    def _compiled(
+        self, spec: MeshSpec, asked: Request, names: Sequence[str], dump: Path | None
+    ) -> tuple[dict[str, _Form], list[str]]:
+        """The programs of each stage in the form that it runs in, and files.
 
-        A stage is planned in its other form where ``generate`` will find that this one
-        does not fit, and go on in that one.
+        In the dump there is a form too that was compiled and found to be too large.
         """
-        for name in made.tiling:
-            decided, stage = self._tiling[name], made.stage(name)
-            if stage is None:
-                continue
-            most = max(p.memory.total for p in stage)
-            made.tiling[name] = decided.weighed(most).as_dict()
-            if decided.room is None or all(p.fits for p in stage):
-                continue
-            other = decided.instead(most)
-            if other is None:
-                continue
-            self.say(
-                f"{name} {decided.chosen.manner} takes {gibibytes(most)}: planning it "
-                f"{other.chosen.manner}"
-            )
-            again = replace(self, vae_tiling=other.setting, reporter=None)
-            again._skeletons, again.kernels = self._skeletons, self.kernels
-            again.written = self.written
-            again.reporter, again.say = self.reporter, self.say
-            planned = again.plan(made.mesh, request=asked, stages=[name], keep=keep)
-            sizes = [p.memory.total for p in planned.stage(name) or ()]
-            weighed = other.weighed(max(sizes, default=None))
-            planned.tiling[name] = weighed.as_dict()
-            left = [s for s in made.stages if s.name != name]
-            made = replace(made, stages=tuple(left)).joined(planned)
-        return made
+        found: dict[str, _Form] = {}
+        forms: list[_Form] = []
+        files: list[str] = []
+        told = self.reporter or Reporter()
+        for program in self.programs(spec, asked, names):
+            tiled = program.tiling is not None and program.tiling.tiled
+            form = found.get(program.stage)
+            if form is None or form.tiled != tiled:
+                form = _Form(tiled=tiled, kernels=KernelsMet(self.kernels))
+                found[program.stage] = form
+                forms.append(form)
+            what = f"compiling {program.stage}/{program.program}"
+            with told.timed(f"{what} for {spec} of {self.topology.name}"):
+                measured = measure(
+                    program,
+                    self.topology,
+                    self.chip,
+                    form.kernels,
+                    keep_text=dump is not None,
+                )
+            program.needed = measured.memory.total
+            program.forget()
+            if dump is not None:
+                number = len(form.programs)
+                files += self._noted(_write(dump, measured, number, spec, self.chip))
+                measured = replace(measured, hlo="")
+            form.programs.append(measured)
+        if dump is not None:
+            uses = {k: use for form in forms for k, use in form.kernels.uses.items()}
+            files += self._noted(keep_schedules(uses.values(), dump))
+        return found, files
 
     def _noted(self, names: list[str]) -> list[str]:
         self.written += [name for name in names if name not in self.written]

@@ -180,22 +180,15 @@ class BuiltFolder:
                     f"--vae-tiling {setting}, {_AGAIN}"
                 )
 
-    def followed(self, tiling: TilingDecision) -> TilingDecision:
-        """The same in the form that is here, where both were decided by ``auto``.
+    def tiling(self, stage: str) -> str | None:
+        """``"on"`` or ``"off"``: how the programs of a stage here run.
 
-        What decided when the folder was made knew the compiler's figures.
+        ``None`` where there are none, or the stage has no such choice.
         """
-        built = self.manifest.get(_TILING, {}).get(tiling.stage)
-        if built is None or tiling.other is None or built["tiled"] == tiling.tiled:
-            return tiling
-        if not built["asked"] == tiling.asked == "auto":
-            return tiling
-        return replace(
-            tiling,
-            chosen=tiling.other,
-            other=tiling.chosen,
-            compiled=built["compiled"],
-        )
+        built = self.manifest.get(_TILING, {}).get(stage)
+        if built is None:
+            return None
+        return "on" if built["tiled"] else "off"
 
     def find(self, key: ProgramKey) -> Entry | None:
         """The executable of a key; ``None`` where its stage was not compiled.
@@ -268,7 +261,6 @@ def write_manifest(
                 "file": entry.path.name,
                 "bytes": entry.size,
                 "seconds": entry.seconds,
-                "built_for": entry.built_for,
                 "digest": entry.key.digest,
             }
             for entry in entries

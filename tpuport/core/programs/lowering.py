@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,27 @@ def placed(
     if loaded.replicated.mesh.size == 1 and runtime.platform != "tpu":
         return run, whole
     return spread(run, runtime, program.space, args)
+
+
+def results(
+    program: Program, loaded: Loaded, args: tuple[Any, Any, Any], info: Any
+) -> tuple[Any, Any]:
+    """Shapes and places of the carry and the output, for the programs that follow.
+
+    Args:
+        info: shapes and dtypes, as a traced or a compiled program tells them.
+    """
+    _, places = placed(program, None, loaded, args)
+
+    def struct(place: Any, leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    out: tuple[Any, Any] = jax.tree.map(
+        lambda place, part: jax.tree.map(functools.partial(struct, place), part),
+        places,
+        tuple(info),
+    )
+    return out
 
 
 def lower(

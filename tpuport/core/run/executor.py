@@ -24,8 +24,7 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import PROFILED_CALLS, RunSettings
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import StageContext, Work
-from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision, decide
-from tpuport.core.tracing.convolution_notes import joined
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.tracing.ported_module import BoundModule
 
 #: Calls dispatched before the oldest is waited for. Unbounded dispatch has cost 20 % on
@@ -94,6 +93,7 @@ class Executor:
                 ``plan`` and ``compile`` make ready.
             vae_tiling: in place of the executor's own.
         """
+        tiling = vae_tiling or self.vae_tiling
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
             checkpoint=self.components.checkpoint,
@@ -106,7 +106,7 @@ class Executor:
             device=device,
             say=self.reporter.say,
             pixels=pixels,
-            vae_tiling=vae_tiling or self.vae_tiling,
+            vae_tiling=tiling,
             upstream=lambda name, load: self._load_upstream(
                 name, device, load, timing or Timing()
             ),
@@ -135,25 +135,32 @@ class Executor:
         *,
         alone: bool = False,
     ) -> TilingDecision | None:
-        """Whether a stage runs in tiles; ``None`` where it has no such choice.
+        """How a stage begins: with ``auto`` untiled, unless executables that are there
+        say otherwise; ``None`` where it has no such choice.
 
         Args:
             asked: in place of the executor's own setting.
             alone: leave out what other components hold of the devices by now.
         """
-        if stage.footprint is None:
+        if stage.tiles is None:
             return None
         asked = asked or self.vae_tiling
-        devices = list(self.components.mesh.devices.flat)
         held, own = self.components.held_bytes(stage.components)
-        limit = program_room(devices, 0 if alone else held, own)
-        context = self.context(request, 0, {}, vae_tiling=asked)
-        untiled, tiled = (
-            stage.footprint(context, tiles, devices) for tiles in (False, True)
-        )
-        decided = decide(stage.name, asked, untiled, tiled, limit)
+        devices = list(self.components.mesh.devices.flat)
+        limit = None
+        if stage.name not in self.settings.no_jit:
+            limit = program_room(devices, 0 if alone else held, own)
+        tiles = stage.tiles(self.context(request, 0, {}, vae_tiling=asked))
         built = self.programs.built
-        return decided if built is None else built.followed(decided)
+        given = built.tiling(stage.name) if built and asked == "auto" else None
+        return TilingDecision(
+            stage=stage.name,
+            asked=asked,
+            tiles=tiles,
+            tiled=bool(tiles) and (given or asked) == "on",
+            given=given is not None,
+            limit=limit,
+        )
 
     def check_built(
         self, request: Request, stages: Iterable[Stage], vae_tiling: str | None = None
@@ -209,52 +216,25 @@ class Executor:
         started = time.perf_counter()
         trace = None
         if looked.profile is not None:
-            trace = SteadyTrace(
-                looked.profile,
-                looked.profile_calls or PROFILED_CALLS,
-                self.reporter.say,
-            )
-        tiling = self.tiling(stage, request, vae_tiling)
+            calls = looked.profile_calls or PROFILED_CALLS
+            trace = SteadyTrace(looked.profile, calls, self.reporter.say)
         self._memory.begins(request, stage.name)
-        run: StageRun | None = None
-        made: dict[str, Any] | None = None
+        run = StageRun(
+            components=self.components,
+            programs=self.op_by_op if op_by_op else self.programs,
+            reporter=self.reporter,
+            request=request,
+            limit=self.calls_in_flight_limit,
+            delivery=delivery,
+            memory=self._memory_log(),
+            trace=trace,
+        )
         try:
-            while made is None:
-                asked = vae_tiling if tiling is None else tiling.setting
-                if tiling is not None:
-                    self.reporter.say(tiling.line())
-                works = [
-                    stage.plan(
-                        self.context(
-                            request,
-                            batch,
-                            inputs,
-                            pixels=delivery.pixels,
-                            vae_tiling=asked,
-                        )
-                    )
-                    for batch in range(request.batches)
-                ]
-                run = self._stage_run(
-                    stage, request, delivery, works, tiling, trace, before=run
-                )
-                began = time.perf_counter()
-                try:
-                    made = self._batches(run, stage, works)
-                except DoesNotFitError as error:
-                    assert tiling is not None
-                    seconds = time.perf_counter() - began
-                    tiling = self._otherwise(tiling, error, run, seconds)
-            assert run is not None
-            timing = run.timing
-            if tiling is not None:
-                sizes = [planned_bytes(p.call) for p in timing.programs]
-                known = [size for size in sizes if size is not None]
-                tiling = tiling.weighed(max(known, default=None))
-            names = stage.components_for(request)
+            tiling = self.tiling(stage, request, vae_tiling)
+            made, tiling = self._made(run, stage, inputs, tiling)
             plans = tuple(
                 self.components.plan(name).as_dict()
-                for name in names
+                for name in stage.components_for(request)
                 if name in self.components.loaded
             )
         except BaseException as error:
@@ -276,66 +256,87 @@ class Executor:
             backend="tpuport",
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
-            load_seconds=timing.load,
-            compiles=tuple(timing.compiles),
-            compile_seconds=timing.compile,
-            first_call_seconds=timing.first,
-            steady_calls=timing.steady_calls,
-            steady_seconds=timing.steady,
             sharding=plans,
-            calls_in_flight=timing.in_flight,
             calls_in_flight_limit=self.calls_in_flight_limit,
-            attention=_once(r for p in timing.programs for r in p.traced.attention),
-            patches=_once(r for p in timing.programs for r in p.traced.patches),
-            convolutions=joined(
-                r for p in timing.programs for r in p.traced.convolutions
-            ),
             op_by_op=op_by_op,
             memory=memory,
             profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
             tiling=tiling.as_dict() if tiling is not None else None,
+            **run.timing.as_dict(),
         )
         self.reporter.stage_finished(report)
         return made, report
 
-    def _stage_run(
+    def _made(
         self,
+        run: StageRun,
         stage: Stage,
-        request: Request,
-        delivery: Delivery,
-        works: Sequence[Work],
+        inputs: Mapping[str, torch.Tensor],
         tiling: TilingDecision | None,
-        trace: SteadyTrace | None,
-        before: StageRun | None,
-    ) -> StageRun:
-        """What makes the calls, with logs of its own.
+    ) -> tuple[dict[str, Any], TilingDecision | None]:
+        """What the calls of all batches make.
 
-        Args:
-            before: the run in another form that this one replaces. What it noted is not
-                of the stage; only loading is, as weights stay.
+        Returns:
+            it, and how the stage ran, with what its programs take of a device.
         """
-        total = sum(work.total for work in works)
-        if before is None:
-            self.reporter.stage_started(stage.name, total, stage.unit)
-        else:
-            self.reporter.stage_restarted(stage.name, total, stage.unit)
-            if trace is not None:
-                trace.forget(stage.name)
-        looked = self.settings
-        devices = list(self.components.mesh.devices.flat)
-        return StageRun(
-            components=self.components,
-            programs=self.op_by_op if stage.name in looked.no_jit else self.programs,
-            reporter=self.reporter,
-            request=request,
-            limit=self.calls_in_flight_limit,
-            delivery=delivery,
-            total=total,
-            timing=Timing(load=0.0 if before is None else before.timing.load),
-            memory=MemoryLog(devices) if looked.memory_report else None,
-            trace=trace,
-            room=tiling.room if tiling is not None else None,
-        )
+
+        def plan(batch: int, tiling: TilingDecision | None) -> Work:
+            setting = None if tiling is None else tiling.setting
+            pixels = run.delivery.pixels
+            context = self.context(
+                run.request, batch, inputs, pixels=pixels, vae_tiling=setting
+            )
+            return stage.plan(context)
+
+        batches = range(run.request.batches)
+        works = [plan(batch, tiling) for batch in batches]
+        run.total = sum(work.total for work in works)
+        self.reporter.stage_started(stage.name, run.total, stage.unit)
+        if tiling is not None and tiling.room is not None:
+            tiling = self._weighed(run, stage, tiling, lambda form: plan(0, form))
+            # Weighing went through calls, maybe of the other form.
+            works = [plan(batch, tiling) for batch in batches]
+            run.total = sum(work.total for work in works)
+        if tiling is not None:
+            self.reporter.say(tiling.line())
+        made = self._batches(run, stage, works)
+        if tiling is not None:
+            sizes = (planned_bytes(p.call) for p in run.timing.programs)
+            known = (size for size in sizes if size is not None)
+            tiling = tiling.weighed(max(known, default=None))
+        return made, tiling
+
+    def _weighed(
+        self,
+        run: StageRun,
+        stage: Stage,
+        tiling: TilingDecision,
+        plan: Callable[[TilingDecision], Work],
+    ) -> TilingDecision:
+        """The form that fits, by what the compiler says of its programs.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        while True:
+            assert tiling.room is not None
+            began = time.perf_counter()
+            needed = run.weigh(self.programs, stage, plan(tiling), tiling.room)
+            tiling = tiling.weighed(needed)
+            other = tiling.instead(time.perf_counter() - began)
+            if other is None:
+                break
+            self.reporter.say(tiling.passed())
+            # Of what was passed over only loading counts: the weights stay.
+            run.timing, tiling = Timing(load=run.timing.load), other
+        if not tiling.fits:
+            raise tiling.refusal()
+        return tiling
+
+    def _memory_log(self) -> MemoryLog | None:
+        if not self.settings.memory_report:
+            return None
+        return MemoryLog(list(self.components.mesh.devices.flat))
 
     def _batches(
         self, run: StageRun, stage: Stage, works: Sequence[Work]
@@ -347,27 +348,6 @@ class Executor:
             first = run.request.slice(batch).start
             parts.append(run.batch(cut, cached, first))
         return merge(parts)
-
-    def _otherwise(
-        self,
-        tiling: TilingDecision,
-        error: DoesNotFitError,
-        run: StageRun,
-        seconds: float,
-    ) -> TilingDecision:
-        """The form to go on in, after a program of this one was too large.
-
-        Raises:
-            DoesNotFitError: there is none.
-        """
-        # Those of the first chunk wait for the second chunk's program.
-        begun = run.delivered > 0
-        other = None if begun else tiling.instead(error.bytes, seconds)
-        if other is None:
-            found = tiling.refusal(error.name, error.bytes, begun=begun)
-            raise found from error.__cause__
-        self.reporter.say(f"{error}: going on {other.chosen.manner}")
-        return other
 
     def _tell_memory(
         self, stage: Stage, run: StageRun | None, error: BaseException
@@ -450,24 +430,12 @@ class Executor:
         model = loaded.ported.bind(loaded.weights)
         # Only upstream's class can be cut: see ``with_chosen``.
         assert isinstance(model, BoundModule)
-        shapes = self.programs.kept_shapes(self._structs, stage, loaded, request)
-        made = with_step_cache(stage, work, split, cache, model, shapes)
-        self._structs.update(shapes)
-        return made
+        return with_step_cache(stage, work, split, cache, model, self._structs)
 
     @property
     def calls_in_flight_limit(self) -> int:
         """How many calls may be dispatched and not yet waited for."""
         return CALLS_IN_FLIGHT.get(self.components.platform, 1)
-
-
-def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The entries in order, each once."""
-    found: list[dict[str, Any]] = []
-    for entry in entries:
-        if entry not in found:
-            found.append(entry)
-    return tuple(found)
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

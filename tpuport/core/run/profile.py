@@ -111,11 +111,6 @@ class SteadyTrace:
         )
         return made
 
-    def forget(self, stage: str) -> None:
-        """A stage begins anew: what was recorded of it is not of the run."""
-        self.stop()
-        self._done.pop(stage, None)
-
     def _start(self, stage: str) -> None:
 
         folder = self.folder / stage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -11,17 +12,19 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from tpuport.core.arrays import to_numpy
-from tpuport.core.mesh.device_memory import planned_bytes, refused_bytes
+from tpuport.core.mesh.device_memory import planned_bytes
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
-from tpuport.core.programs.program_store import Ready
+from tpuport.core.programs.lowering import results
+from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.core.run.memory_report import MemoryLog
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Work
+from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import DoesNotFitError
+from tpuport.core.tracing.convolution_notes import joined
 
 
 @dataclass
@@ -36,6 +39,22 @@ class Timing:
     compiles: list[CompileReport] = field(default_factory=list)
     in_flight: int = 0
     programs: list[Ready] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a :class:`~tpuport.core.reports.StageReport` has it."""
+        told = [program.traced for program in self.programs]
+        return {
+            "load_seconds": self.load,
+            "compiles": tuple(self.compiles),
+            "compile_seconds": self.compile,
+            "first_call_seconds": self.first,
+            "steady_calls": self.steady_calls,
+            "steady_seconds": self.steady,
+            "calls_in_flight": self.in_flight,
+            "attention": _once(record for t in told for record in t.attention),
+            "patches": _once(record for t in told for record in t.patches),
+            "convolutions": joined(record for t in told for record in t.convolutions),
+        }
 
 
 class MakesReady(Protocol):
@@ -80,8 +99,6 @@ class StageRun:
         timing: what it took so far.
         memory: told each call that ended.
         trace: told when calls are steady.
-        room: bytes of a device that a compiled program may take; one that takes more
-            is refused before it runs. ``None`` to run whatever there is.
         done: calls of the batches before.
     """
 
@@ -91,15 +108,15 @@ class StageRun:
     request: Request
     limit: int
     delivery: Delivery
-    total: int
-    timing: Timing
+    total: int = 0
+    timing: Timing = field(default_factory=Timing)
     memory: MemoryLog | None = None
     trace: SteadyTrace | None = None
-    room: int | None = None
     done: int = 0
     _frames: int = 0
-    # Programs that have run once in this stage.
+    # Programs that have run once in this stage, and those made ready ahead.
     _ran: set[int] = field(default_factory=set)
+    _new: set[int] = field(default_factory=set)
 
     def batch(self, stage: Stage, work: Work, first_video: int) -> dict[str, Any]:
         """The calls of one batch, a bounded number of them in flight.
@@ -110,10 +127,6 @@ class StageRun:
 
         Returns:
             What the work finishes with; frames only where no sink took them.
-
-        Raises:
-            DoesNotFitError: a program takes more than ``room``; it was not called. No
-                frames were given away when that is the first or the second call's.
         """
 
         timing, limit = self.timing, self.limit
@@ -122,16 +135,6 @@ class StageRun:
         carry = constants = None
         placed_on: Any = None
         steady_from: float | None = None
-        # What the first call made waits until the second call's program is weighed.
-        waiting: list[tuple[Any, Any]] | None = None
-        if self.room is not None and self.done == 0:
-            waiting = []
-
-        def give() -> None:
-            nonlocal waiting
-            given, waiting = waiting or [], None
-            for made, fetched in given:
-                self._take(stage, first_video, made, fetched)
 
         def settle(keep: int) -> None:
             while len(pending) > keep:
@@ -145,9 +148,7 @@ class StageRun:
                 if work.frames is not None:
                     fetched = jax.device_get(ended.output)
                     made = work.frames(ended.number, fetched)
-                    if made is not None and waiting is not None:
-                        waiting.append((made, fetched))
-                    elif made is not None:
+                    if made is not None:
                         self._take(stage, first_video, made, fetched)
                 elif work.to_host:
                     outputs[ended.number] = jax.device_get(ended.output)
@@ -180,15 +181,15 @@ class StageRun:
                 for name in work.programs:
                     self._ready(stage, name, loaded, args)
             ready, fresh = self._ready(stage, call.program, loaded, args)
-            if index == 1:
-                give()
-            if fresh and steady_from is not None:
+            new = fresh > 0 or id(ready) in self._new
+            self._new.discard(id(ready))
+            if new and steady_from is not None:
                 # A new program in mid-stage: what ran so far is settled first, so
                 # that its time is not counted as this program's first call.
                 settle(0)
                 timing.steady += time.perf_counter() - steady_from - fresh
                 steady_from = None
-            first = fresh > 0 or (index == 0 and self.done == 0)
+            first = new or (index == 0 and self.done == 0)
             steady = not first and id(ready) in self._ran
             self._ran.add(id(ready))
             if self.trace is not None and self.trace.turns(stage.name, steady):
@@ -219,7 +220,6 @@ class StageRun:
                 settle(limit - 1)
             self.reporter.advanced(stage.name, self.done + index + 1, self.total)
         settle(0)
-        give()
         jax.block_until_ready(carry)
         if steady_from is not None:
             timing.steady += time.perf_counter() - steady_from
@@ -232,6 +232,41 @@ class StageRun:
             self._take(stage, first_video, finished.pop("frames"), None)
             finished |= self.delivery.collected()
         return finished
+
+    def weigh(
+        self, programs: Programs, stage: Stage, work: Work, room: int
+    ) -> int | None:
+        """Make every program of a work ready, before any of them is called.
+
+        Args:
+            room: bytes of a device that one of them may take.
+
+        Returns:
+            Bytes of a device that the largest one takes by the compiler, or those of
+            the first one over ``room``; ``None`` where the compiler does not tell.
+        """
+        timing, sizes = self.timing, [0]
+
+        def made(call: Call, loaded: Loaded, args: tuple[Any, Any, Any]) -> Any:
+            program = stage.programs[call.program]
+            started = time.perf_counter()
+            ready, report = programs.get_within(
+                room, stage.name, call.program, program, loaded, args, self.request
+            )
+            if ready not in timing.programs:
+                timing.programs.append(ready)
+                sizes.append(planned_bytes(ready.call) or 0)
+            if report is not None:
+                self._new.add(id(ready))
+                timing.compiles.append(report)
+                timing.compile += time.perf_counter() - started
+            return results(program, loaded, args, ready.call.out_info)
+
+        try:
+            walk(stage, work, lambda n: load(self.components, stage, n, timing), made)
+        except DoesNotFitError as error:
+            return error.bytes
+        return max(sizes) or None
 
     def _compiles_in_trace(
         self, stage: Stage, names: list[str], args: tuple[Any, Any, Any]
@@ -253,11 +288,6 @@ class StageRun:
             return nullcontext()
         return self.trace.call(stage.name, program, index)
 
-    @property
-    def delivered(self) -> int:
-        """Frames handed on so far."""
-        return self._frames
-
     def _take(self, stage: Stage, first_video: int, made: Any, output: Any) -> None:
         self._frames += self.delivery.take(first_video, made, output)
         total = self.request.num_frames * self.request.batches
@@ -268,21 +298,11 @@ class StageRun:
     ) -> tuple[Ready, float]:
         """The program for these shapes, and the seconds it took to get it just now."""
         started = time.perf_counter()
-        try:
-            ready, report = self.programs.get(
-                stage.name, name, stage.programs[name], loaded, args, self.request
-            )
-        except Exception as error:  # jaxlib raises one class for everything
-            needed = refused_bytes(str(error))
-            if self.room is None or needed is None:
-                raise
-            raise DoesNotFitError(f"{stage.name}/{name}", needed, self.room) from error
+        ready, report = self.programs.get(
+            stage.name, name, stage.programs[name], loaded, args, self.request
+        )
         timing = self.timing
         if ready not in timing.programs:
-            if self.room is not None:
-                needed = planned_bytes(ready.call)
-                if needed is not None and needed > self.room:
-                    raise DoesNotFitError(f"{stage.name}/{name}", needed, self.room)
             timing.programs.append(ready)
         if report is None:
             return ready, 0.0
@@ -290,6 +310,15 @@ class StageRun:
         timing.compiles.append(report)
         timing.compile += seconds
         return ready, seconds
+
+
+def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The entries in order, each once."""
+    found: list[dict[str, Any]] = []
+    for entry in entries:
+        if entry not in found:
+            found.append(entry)
+    return tuple(found)
 
 
 def load(components: Components, stage: Stage, name: str, timing: Timing) -> Loaded:
@@ -309,3 +338,46 @@ def place(tree: Any, loaded: Loaded) -> Any:
     return jax.tree.map(
         lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree
     )
+
+
+def abstract(tree: Any, loaded: Loaded) -> Any:
+    """Shapes and dtypes of ``tree``, placed as :func:`place` places it."""
+
+    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = to_numpy(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=loaded.replicated)
+
+    return jax.tree.map(struct, tree)
+
+
+def walk(
+    stage: Stage,
+    work: Work,
+    load: Callable[[str], Loaded],
+    made: Callable[[Call, Loaded, tuple[Any, Any, Any]], tuple[Any, Any]],
+) -> tuple[Any, list[Any]]:
+    """Go through the calls of a work without making them.
+
+    Args:
+        load: a component by its name.
+        made: tells the carry and the output of a call, as ``ShapeDtypeStruct`` s, from
+            its arguments, which are so too.
+
+    Returns:
+        the last carry and all outputs.
+    """
+    carry, constants = work.carry, work.constants
+    placed = False
+    outputs = []
+    for call in work.calls:
+        loaded = load(stage.programs[call.program].component)
+        if not placed:
+            carry, constants = abstract((carry, constants), loaded)
+            placed = True
+        elif call.fresh:
+            carry = abstract(work.carry, loaded)
+        args = (carry, constants, abstract(call.inputs, loaded))
+        carry, output = made(call, loaded, args)
+        outputs.append(output)
+    return carry, outputs

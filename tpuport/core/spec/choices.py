@@ -86,7 +86,7 @@ def with_chosen(port: ModelPort, asked: Mapping[str, str]) -> ModelPort:
     Raises:
         UsageError: the form has no such component or implementation, or another one is
             in place already.
-        PluginError: an implementation leaves out a program or a footprint.
+        PluginError: an implementation leaves out a program.
     """
     for component, name in asked.items():
         found = port.components.get(component)
@@ -134,10 +134,4 @@ def _replaced(
         )
     if not own:
         return stage
-    footprint = implementation.footprints.get(stage.name)
-    if (footprint is None) != (stage.footprint is None):
-        raise PluginError(
-            f"the {name} {component} and the stage {stage.name} do not both have a "
-            "footprint"
-        )
-    return replace(stage, programs={**stage.programs, **given}, footprint=footprint)
+    return replace(stage, programs={**stage.programs, **given})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,6 @@ from tpuport.core.spec.stage import Program
 from tpuport.core.weights.sharding import ShardRule
 
 if TYPE_CHECKING:
-    from tpuport.core.spec.stage_work import StageContext
-    from tpuport.core.spec.tiling import Footprint
     from tpuport.core.tracing.block_stacks import StackedBlocks
     from tpuport.core.tracing.forward_split import ForwardSplit
     from tpuport.core.tracing.patching import Patch
@@ -52,7 +50,6 @@ class Component:
         stored_prefix: what stored names may have in front of the class's own, where
             files were saved by a version of upstream with one more module around it.
         ignored: regexes of stored names that upstream's loader passes over as well.
-        single_device: run on the first device of the mesh instead of all of it.
         dtype: of its weights whatever the session's is; ``None`` for the session's.
         heads: the number of attention heads in a config, for mesh checks.
         split: where its forward can be cut for step caching; ``None`` if it cannot.
@@ -71,7 +68,6 @@ class Component:
     layouts: Mapping[str, tuple[ShardRule, ...]] = field(default_factory=dict)
     stored_prefix: str = ""
     ignored: tuple[str, ...] = ()
-    single_device: bool = False
     dtype: str | None = None
     heads: Callable[[Mapping[str, Any]], int] | None = None
     split: ForwardSplit | None = None
@@ -91,13 +87,9 @@ class Implementation:
         programs: by stage, those that take the place of the component's own programs
             of the same names; what they get and give, apart from the carry, is theirs.
             Their model is a :class:`~tpuport.core.weights.jax_module.BoundJaxModule`.
-        footprints: by stage, in place of the stage's; a stage that has one needs one.
         packages: what it is written with, whose versions are part of a program's key.
     """
 
     weights: Callable[[Mapping[str, Any]], WeightMap]
     programs: Mapping[str, Mapping[str, Program]]
-    footprints: Mapping[
-        str, Callable[[StageContext, bool, Sequence[Any]], Footprint]
-    ] = field(default_factory=dict)
     packages: tuple[str, ...] = ()

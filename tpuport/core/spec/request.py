@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 #: Seeds are what ``torch.Generator.manual_seed`` takes without wrapping.
 MAX_SEED = 2**63 - 1
 
-#: Fields that settings recorded by 0.1.0 do not have.
-_ADDED = ("task", "sources", "strength", "step_cache")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -174,7 +171,7 @@ class Request:
         """
         known = set(cls.__dataclass_fields__)
         unknown = sorted(set(data) - known)
-        missing = sorted(known - set(data) - {"options", *_ADDED})
+        missing = sorted(known - set(data))
         if unknown or missing:
             raise UsageError(
                 f"settings do not fit this version of tpuport: unknown {unknown}, "
@@ -184,9 +181,9 @@ class Request:
         values["prompts"] = tuple(data["prompts"])
         values["negative_prompts"] = tuple(data["negative_prompts"])
         values["seeds"] = tuple(tuple(seeds) for seeds in data["seeds"])
-        values["sources"] = tuple(data.get("sources", ()))
-        values["task"] = Task(data.get("task", Task.TEXT))
-        values["step_cache"] = kinds.step_cache(data.get("step_cache"))
+        values["sources"] = tuple(data["sources"])
+        values["task"] = Task(data["task"])
+        values["step_cache"] = kinds.step_cache(data["step_cache"])
         return cls(**values)
 
 

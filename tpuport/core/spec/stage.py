@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from tpuport.core.spec.stage_work import StageContext, Tree, Work
 
 if TYPE_CHECKING:
     from tpuport.core.mesh.spatial_split import SpatialLayout
-    from tpuport.core.spec.tiling import Footprint
     from tpuport.core.weights.checkpoint import Checkpoint
 
 
@@ -55,10 +54,10 @@ class Stage:
         loads: of a component, regexes of the stored weights this stage needs, where
             that is not all of them: a decoder needs no encoder. The others are checked
             but not loaded.
-        footprint: ``footprint(ctx, tiled, devices)`` estimates what each of the mesh's
-            devices holds at the peak, in tiles or not; never much below what the
-            compiler comes to. ``ctx`` has no inputs. With it, ``auto`` tiles where it
-            must: see :mod:`tpuport.core.spec.tiling`.
+        tiles: of a stage that can run in tiles: how upstream cuts the picture, in
+            words, such as ``"4 x 5 tiles of up to 240 x 360 pixels"``; empty where the
+            picture is one of upstream's tiles. The context has no inputs. See
+            :mod:`tpuport.core.spec.tiling`.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Stage:
     require: Callable[[Checkpoint], None] | None = None
     needs: Callable[[Request], tuple[str, ...]] | None = None
     loads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    footprint: Callable[[StageContext, bool, Sequence[Any]], Footprint] | None = None
+    tiles: Callable[[StageContext], str] | None = None
 
     def components_for(self, request: Request | None) -> tuple[str, ...]:
         """The components that a request needs; without a request, all of them."""

@@ -104,7 +104,7 @@ class StageContext:
         pixels: what programs of decode should give: ``"float32"`` in [0, 1], or
             ``"uint8"``.
         vae_tiling: whether decode runs in tiles: ``"on"`` or ``"off"``; ``"auto"``
-            where the stage has no ``footprint`` to decide by.
+            where the stage has no ``tiles``.
         upstream: ``upstream(name, load)`` is a component as upstream's own object:
             ``load()``, or what it returned before when weights are kept loaded.
         planned: only shapes and dtypes count, so that numbers need not be drawn.

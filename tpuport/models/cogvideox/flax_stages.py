@@ -17,7 +17,6 @@ from tpuport.core.files.frames import PIXELS, encode_pixels
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.component import Implementation
 from tpuport.core.spec.stage import Program
-from tpuport.models.cogvideox import vae_memory
 from tpuport.models.cogvideox.flax_grid import Grid, grid_of
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
@@ -124,7 +123,6 @@ def _decode_programs() -> dict[str, Program]:
 FLAX = Implementation(
     weights=_weights,
     programs={"encode": _encode_programs(), "decode": _decode_programs()},
-    footprints={"decode": vae_memory.flax_decode_footprint},
     packages=("flax",),
 )
 """The VAE in Flax, for ``--vae flax``."""

@@ -19,6 +19,7 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Task
 from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
+from tpuport.core.layers.tiles import in_words
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.stage import Program, Stage
@@ -29,7 +30,6 @@ from tpuport.models.cogvideox import (
     rotary,
     scheduler,
     upstream,
-    vae_memory,
     vae_tiles,
 )
 from tpuport.models.cogvideox.inputs import (
@@ -295,6 +295,12 @@ def _decode_video(
     return cache, video
 
 
+def _tiles(ctx: StageContext) -> str:
+    vae = ctx.module("vae")
+    rows, columns = latent_shape(ctx.request, ctx.checkpoint)[3:]
+    return in_words(*vae_tiles.decode_axes(vae, rows, columns, tiling=True))
+
+
 def plan_decode(ctx: StageContext) -> Work:
     """Decode chunk by chunk; one program for the first chunk, one for the others.
 
@@ -441,7 +447,7 @@ STAGES: tuple[Stage, ...] = (
         components=("vae",),
         loads={"vae": (r"decoder\..*", r"post_quant_conv\..*")},
         programs=_decode_programs(),
-        footprint=vae_memory.decode_footprint,
+        tiles=_tiles,
         plan=plan_decode,
         upstream=upstream.decode,
         writes=(),

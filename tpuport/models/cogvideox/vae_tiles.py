@@ -156,14 +156,3 @@ def tiled_work(
 
 def _chunk_axis(latents: int, frames: int) -> Axis:
     return whole_axis(latents, lambda n: frames)
-
-
-def in_words(axes: tuple[Axis, Axis]) -> str:
-    """Such as ``"4 x 5 tiles of up to 240 x 360 pixels"``: rows first."""
-    rows, columns = axes
-    high = max(span.made for span in rows.spans)
-    wide = max(span.made for span in columns.spans)
-    return (
-        f"{len(rows.spans)} x {len(columns.spans)} tiles of up to {high} x {wide} "
-        "pixels"
-    )

@@ -6,7 +6,7 @@ frames, H and W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,13 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiled_frames import JoinedFrames
-from tpuport.core.layers.tiles import TilePlan
+from tpuport.core.layers.tiles import TilePlan, in_words
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
-from tpuport.core.spec.tiling import Footprint
 from tpuport.core.tracing.chunk_state import chunk_lengths
 from tpuport.errors import VideoError
-from tpuport.models.hunyuanvideo import tiles_in_time, vae, vae_memory
+from tpuport.models.hunyuanvideo import tiles_in_time, vae
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
 DECODER = (r"decoder\..*", r"post_quant_conv\..*")
 
+#: Latent frames of 1.5 that are decoded at a time, where the video is not tiled. An
+#: activation at the size of the pixels is that of 8 frames; every chunk more gathers
+#: the keys and values of the whole video once more.
+FRAMES_PER_CHUNK = 2
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Dtypes of embeddings and of given noise."""
@@ -138,7 +141,6 @@ def denoise_stage(
 def decode_stage(
     decode_tile: Callable[[BoundModule, Any], Any],
     upstream: Callable[[StageContext], dict[str, Any]],
-    footprint: Callable[[StageContext, bool, Sequence[Any]], Footprint],
     decode_chunk: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Stage:
     """The decode stage of a form: ``decode_tile`` on each tile of the latents.
@@ -194,7 +196,7 @@ def decode_stage(
         programs=programs,
         plan=partial(plan_frames, chunked=chunked),
         upstream=upstream,
-        footprint=footprint,
+        tiles=_tiles,
         writes=(),
     )
 
@@ -253,8 +255,17 @@ def unscaled_latents(ctx: StageContext) -> torch.Tensor:
 
 
 def tiled(ctx: StageContext) -> bool:
-    """Whether this run decodes in tiles: ``auto`` was decided by the footprint."""
+    """Whether this run decodes in tiles: ``auto`` was decided by then."""
     return ctx.vae_tiling == "on"
+
+
+def _tiles(ctx: StageContext) -> str:
+    """Of rows and columns; the tiles in time of 13b are no choice."""
+    module: Any = ctx.module("vae")
+    space = module.spatial_compression_ratio
+    frames = (ctx.request.num_frames - 1) // module.temporal_compression_ratio + 1
+    shape = (0, 0, frames, ctx.request.height // space, ctx.request.width // space)
+    return in_words(*vae.plan_decode(module, shape, tiling=True).axes[1:])
 
 
 def plan_frames(ctx: StageContext, *, chunked: bool) -> Work:
@@ -300,7 +311,7 @@ def _untiled(
     import numpy as np
 
     total = z.shape[2]
-    lengths = chunk_lengths(total, vae_memory.FRAMES_PER_CHUNK) if chunked else [total]
+    lengths = chunk_lengths(total, FRAMES_PER_CHUNK) if chunked else [total]
     _, rows, columns = plan.output
 
     def calls() -> Iterator[Call]:

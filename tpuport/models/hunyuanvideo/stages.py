@@ -47,7 +47,6 @@ from tpuport.models.hunyuanvideo.vae import (
     decode_tile_15,
     encode_mode_15,
 )
-from tpuport.models.hunyuanvideo.vae_memory import footprint_15
 
 if TYPE_CHECKING:
     from tpuport.core.tracing.ported_module import BoundModule
@@ -326,5 +325,5 @@ STAGES: tuple[Stage, ...] = (
         upstream=upstream.denoise_15,
         batch_rows=_guided_rows,
     ),
-    decode_stage(decode_tile_15, upstream.decode, footprint_15, decode_chunk_15),
+    decode_stage(decode_tile_15, upstream.decode, decode_chunk_15),
 )

@@ -31,7 +31,6 @@ from tpuport.models.hunyuanvideo.common import (
 )
 from tpuport.models.hunyuanvideo.config import guided_13b
 from tpuport.models.hunyuanvideo.vae import decode_tile_13b
-from tpuport.models.hunyuanvideo.vae_memory import footprint_13b
 
 if TYPE_CHECKING:
     import torch
@@ -226,5 +225,5 @@ STAGES: tuple[Stage, ...] = (
         upstream=upstream.denoise_13b,
         batch_rows=_guided_rows,
     ),
-    decode_stage(decode_tile_13b, upstream.decode, footprint_13b),
+    decode_stage(decode_tile_13b, upstream.decode),
 )

@@ -1,4 +1,4 @@
-"""Encoding and decoding by tiles and chunks, for both HunyuanVideo autoencoders.
+"""Decoding by tiles and chunks, and encoding, for both HunyuanVideo autoencoders.
 
 A plan follows upstream's tile settings, read from the module; a tile goes through one
 of the small programs below; :mod:`tpuport.core.layers.tiles` joins the results on the
@@ -41,25 +41,8 @@ def plan_decode(vae: Any, latent_shape: Sequence[int], tiling: bool) -> TilePlan
         UsageError: ``vae`` is of another class.
     """
     frames, rows, columns = latent_shape[2:]
-    if _is_15(vae):
-        return _plan_15(vae, frames, rows, columns, tiling, decode=True)
-    return _plan_13b(vae, frames, rows, columns, tiling, decode=True)
-
-
-def plan_encode(vae: Any, video_shape: Sequence[int], tiling: bool) -> TilePlan:
-    """The tiles of a video as upstream's ``encode`` cuts them; one when it does not.
-
-    Args:
-        vae, tiling: as in :func:`plan_decode`.
-        video_shape: [B, 3, F, H, W].
-
-    Raises:
-        UsageError: ``vae`` is of another class.
-    """
-    frames, rows, columns = video_shape[2:]
-    if _is_15(vae):
-        return _plan_15(vae, frames, rows, columns, tiling, decode=False)
-    return _plan_13b(vae, frames, rows, columns, tiling, decode=False)
+    plan = _plan_15 if _is_15(vae) else _plan_13b
+    return plan(vae, frames, rows, columns, tiling)
 
 
 def _is_15(vae: Any) -> bool:
@@ -76,21 +59,16 @@ def _is_15(vae: Any) -> bool:
     )
 
 
-def _lengths(vae: Any, *, decode: bool) -> tuple[Callable[[int], int], ...]:
-    """How many frames, and rows or columns, come out of n of them."""
+def _lengths(vae: Any) -> tuple[Callable[[int], int], ...]:
+    """How many frames, and rows or columns, come of n latent ones."""
     frames, pixels = vae.temporal_compression_ratio, vae.spatial_compression_ratio
-    if decode:
-        return lambda n: (n - 1) * frames + 1, lambda n: n * pixels
-    return lambda n: (n - 1) // frames + 1, lambda n: -(-n // pixels)
+    return lambda n: (n - 1) * frames + 1, lambda n: n * pixels
 
 
-def _plan_15(
-    vae: Any, frames: int, rows: int, columns: int, tiling: bool, *, decode: bool
-) -> TilePlan:
-    in_time, in_space = _lengths(vae, decode=decode)
-    latent = (vae.tile_latent_min_height, vae.tile_latent_min_width)
-    sample = (vae.tile_sample_min_height, vae.tile_sample_min_width)
-    source, target = (latent, sample) if decode else (sample, latent)
+def _plan_15(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> TilePlan:
+    in_time, in_space = _lengths(vae)
+    source = (vae.tile_latent_min_height, vae.tile_latent_min_width)
+    target = (vae.tile_sample_min_height, vae.tile_sample_min_width)
     sides = (rows, columns)
     overlap = vae.tile_overlap_factor
 
@@ -113,19 +91,13 @@ def _plan_15(
     return TilePlan(axes=(whole_axis(frames, in_time), height, width))
 
 
-def _plan_13b(
-    vae: Any, frames: int, rows: int, columns: int, tiling: bool, *, decode: bool
-) -> TilePlan:
-    in_time, in_space = _lengths(vae, decode=decode)
+def _plan_13b(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> TilePlan:
+    in_time, in_space = _lengths(vae)
 
     def steps(minimum: int, stride: int, ratio: int) -> dict[str, int]:
         window, step = minimum // ratio, stride // ratio
-        if decode:
-            blended, kept = minimum - stride, stride
-        else:
-            blended, kept = window - step, step
-            window, step = minimum, stride
-        return {"window": window, "stride": step, "blend": blended, "keep": kept}
+        blended = minimum - stride
+        return {"window": window, "stride": step, "blend": blended, "keep": stride}
 
     ratio = vae.spatial_compression_ratio
     tall = steps(vae.tile_sample_min_height, vae.tile_sample_stride_height, ratio)
@@ -135,7 +107,7 @@ def _plan_13b(
             tiled_axis(
                 side,
                 in_space,
-                limit=side * ratio if decode else side // ratio,
+                limit=side * ratio,
                 **settings,
             )
             for side, settings in ((rows, tall), (columns, wide))
@@ -147,8 +119,7 @@ def _plan_13b(
         vae.tile_sample_stride_num_frames,
         vae.temporal_compression_ratio,
     )
-    framewise = vae.use_framewise_decoding if decode else vae.use_framewise_encoding
-    if framewise and frames > long["window"]:
+    if vae.use_framewise_decoding and frames > long["window"]:
         # A tile in time reads one frame more: its first frame stands for itself.
         long["window"] += 1
         time = tiled_axis(frames, in_time, limit=in_time(frames), lead=1, **long)
@@ -172,10 +143,6 @@ ENCODE_15 = SpatialLayout(
     inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=16
 )
 """For ``spatial_compression_ratio=16``, as published."""
-ENCODE_13B = SpatialLayout(
-    inputs={"pixels": "BCFYX"}, carry="B", output="BCTYX", granule=8
-)
-"""For ``spatial_compression_ratio=8``, as published."""
 
 
 def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
@@ -225,37 +192,17 @@ def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
     return video
 
 
-def encode_moments_15(model: BoundModule, x: jax.Array) -> jax.Array:
-    """Video [B, 3, F, H, W] of a tile -> float32 moments [B, 2C, T, Y, X].
-
-    The moments are the mean and the log variance side by side. ``x`` is in [-1, 1], and
-    cast to the weights' dtype here.
-    """
-    return _float32(model(_cast(model, x, "encoder.conv_in"), method="encoder"))
-
-
-def encode_moments_13b(model: BoundModule, x: jax.Array) -> jax.Array:
-    """As :func:`encode_moments_15`, for the 13b autoencoder."""
-    x = model(_cast(model, x, "encoder.conv_in"), method="encoder")
-    return _float32(model(x, method="quant_conv"))
-
-
 def encode_mode_15(model: BoundModule, x: jax.Array) -> jax.Array:
-    """Video [B, 3, F, H, W] of a tile -> float32 latent mode [B, C, T, Y, X].
+    """Video [B, 3, F, H, W] -> float32 latent mode [B, C, T, Y, X], unscaled.
 
-    Unscaled. Blending treats every channel by itself, so modes may be joined as moments
-    are. Source: diffusers ``vae.py``, ``DiagonalGaussianDistribution.mode``.
+    The encoder gives means and log variances side by side; the mode is the mean. ``x``
+    is in [-1, 1], and cast to the weights' dtype here. Source: diffusers ``vae.py``,
+    ``DiagonalGaussianDistribution.mode``.
     """
-    return _mean(encode_moments_15(model, x))
+    import jax.numpy as jnp
 
-
-def encode_mode_13b(model: BoundModule, x: jax.Array) -> jax.Array:
-    """As :func:`encode_mode_15`, for the 13b autoencoder."""
-    return _mean(encode_moments_13b(model, x))
-
-
-def _mean(moments: jax.Array) -> jax.Array:
-    return moments[:, : moments.shape[1] // 2]
+    moments = model(_cast(model, x, "encoder.conv_in"), method="encoder")
+    return moments[:, : moments.shape[1] // 2].astype(jnp.float32)
 
 
 def _cast(model: BoundModule, x: jax.Array, layer: str) -> jax.Array:
@@ -263,9 +210,3 @@ def _cast(model: BoundModule, x: jax.Array, layer: str) -> jax.Array:
     weights = model.weights
     name = f"{layer}.conv.weight"
     return x.astype(weights[name if name in weights else f"{layer}.weight"].dtype)
-
-
-def _float32(x: jax.Array) -> jax.Array:
-    import jax.numpy as jnp
-
-    return x.astype(jnp.float32)

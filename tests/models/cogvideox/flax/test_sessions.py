@@ -14,16 +14,12 @@ import pytest
 import torch
 
 import tpuport
-from tests.models.conftest import BUFFERS, pictures
+from tests.models.conftest import pictures
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sources import read_image
-from tpuport.core.mesh.device_memory import planned_bytes
-from tpuport.core.plan.abstract_programs import abstract_programs
 from tpuport.core.run.frame_delivery import Delivery
-from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import UsageError
-from tpuport.models.cogvideox.vae_memory import MARGIN
 from tpuport.plugins import get_port
 
 ATOL = TOLERANCES["component float32"]
@@ -235,32 +231,6 @@ def test_the_decoder_alone_is_loaded_for_decode(folder: Path, cache: Path) -> No
     stored = set(whole.plan.assignments)
     assert set(whole.ported.map.by_stored_name) == stored
     assert len(whole.weights) == len(stored)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=4"])
-def test_the_estimate_is_of_the_size_of_the_compiled_program(
-    mesh: str, dtype: str, folder: Path, cache: Path
-) -> None:
-    decided: list[TilingDecision] = []
-    with tpuport.load(
-        weights=folder, cache_dir=cache, mesh=mesh, vae="flax"
-    ) as session:
-        request = session.request(prompt="a", height=192, width=256, num_frames=9)
-        programs = abstract_programs(
-            session.port,
-            session.variant,
-            session.checkpoint,
-            request,
-            session.mesh,
-            dtype=dtype,
-            stages=["decode"],
-            vae_tiling="off",
-            decided=decided.append,
-        )
-        compiled = [planned_bytes(p.lowered().compile(BUFFERS)) or 0 for p in programs]
-    (found,) = decided
-    assert (1 - MARGIN) * max(compiled) <= found.chosen.bytes <= 2 * max(compiled)
 
 
 def test_a_config_of_another_autoencoder_is_refused_before_any_work(

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.core.layers.tiled import assemble
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.video_file import check_frames
-from tpuport.core.layers.tiles import TilePlan, assemble, tiled_axis, whole_axis
+from tpuport.core.layers.tiles import TilePlan, tiled_axis, whole_axis
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo.common import JoinedFrames

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.core.layers.tiled import assemble
 from tests.models.hunyuanvideo.vae.vaes import (
     Bound,
     decode_tile,
-    encode_moments,
+    encode_mode,
     frozen_vae,
-    is_15,
     latents,
     make_vae,
     patches_of,
@@ -28,7 +28,7 @@ from tests.models.hunyuanvideo.vae.vaes import (
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.files.frames import encode_pixels
-from tpuport.core.layers.tiles import TilePlan, assemble
+from tpuport.core.layers.tiles import TilePlan
 from tpuport.core.mesh import spatial_split as spatial
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -139,10 +139,9 @@ def test_encode(
     ratio = vae.spatial_compression_ratio
     x = pixels(batch, frames, rows * ratio, columns * ratio)
     force(monkeypatch, *split)
-    published = ours.ENCODE_15 if is_15(name) else ours.ENCODE_13B
-    layout = dataclasses.replace(published, granule=ratio)
-    found = run_split(name, layout, encode_moments(name), x)
-    assert farthest(found, shared_run(name)(encode_moments(name), x)) <= ATOL
+    layout = dataclasses.replace(ours.ENCODE_15, granule=ratio)
+    found = run_split(name, layout, encode_mode(name), x)
+    assert farthest(found, shared_run(name)(encode_mode(name), x)) <= ATOL
 
 
 @pytest.mark.parametrize("name", ["15 small", "13b small"])

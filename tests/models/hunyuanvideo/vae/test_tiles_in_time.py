@@ -15,10 +15,11 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo
 
 import tpuport
+from tests.core.layers.tiled import assemble
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.files.frames import FrameChecks, measure, to_uint8
-from tpuport.core.layers.tiles import TilePlan, assemble, fading, tiled_axis, whole_axis
+from tpuport.core.layers.tiles import TilePlan, fading, tiled_axis, whole_axis
 from tpuport.core.plan.abstract_programs import abstract_programs
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.models.hunyuanvideo import tiles_in_time

@@ -134,12 +134,14 @@ def decode_tile(name: str) -> Callable[..., Any]:
     return ours.decode_tile_15 if is_15(name) else ours.decode_tile_13b
 
 
-def encode_moments(name: str) -> Callable[..., Any]:
-    return ours.encode_moments_15 if is_15(name) else ours.encode_moments_13b
-
-
 def encode_mode(name: str) -> Callable[..., Any]:
-    return ours.encode_mode_15 if is_15(name) else ours.encode_mode_13b
+    return ours.encode_mode_15 if is_15(name) else _encode_mode_13b
+
+
+def _encode_mode_13b(model: BoundModule, x: Any) -> Any:
+    """No stage encodes with 13b; its encoder runs from the patches all the same."""
+    moments = model(model(x, method="encoder"), method="quant_conv")
+    return moments[:, : moments.shape[1] // 2]
 
 
 def upstream_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
@@ -148,10 +150,10 @@ def upstream_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
     return torch.cat([vae.decode(row).sample for row in rows])
 
 
-def upstream_moments(vae: Any, x: torch.Tensor) -> torch.Tensor:
-    """Upstream's own mean and log variance."""
+def upstream_mode(vae: Any, x: torch.Tensor) -> torch.Tensor:
+    """Upstream's own mode of the latents."""
     rows = x.split(1) if is_15_module(vae) else [x]
-    return torch.cat([vae.encode(row).latent_dist.parameters for row in rows])
+    return torch.cat([vae.encode(row).latent_dist.mode() for row in rows])
 
 
 def is_15_module(vae: Any) -> bool:
