@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 READER = "tpuport/core/spec/kinds.py"
 
 #: One more field, which everything else follows.
-FIELD = '    colour: str = how(kinds.text, "Of nothing.", "--colour", default="grey")\n'
+FIELD = '    colour: str = how(kinds.text, "--colour", "Of nothing.", default="grey")\n'
 BEFORE = "    keep_loaded: bool"
 
 USE = """

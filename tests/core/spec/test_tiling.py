@@ -24,8 +24,7 @@ from tpuport.core.run.frame_delivery import Delivery
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
-from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision, check_choice
-from tpuport.errors import UsageError
+from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision
 
 GIB = 2**30
 TILES = "2 x 3 tiles"
@@ -90,8 +89,6 @@ def test_the_words_and_the_json() -> None:
     assert decision("on", tiles="").line() == (
         "decode: untiled, as the picture is one of upstream's tiles"
     )
-    with pytest.raises(UsageError, match="choose one of auto, on, off"):
-        check_choice("yes")
 
 
 # --- a stage that is found to be too large

@@ -11,10 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tpuport.errors import TpuportError, UsageError
-
-CHOICES = ("auto", "on", "off")
-"""What ``--vae-tiling`` takes."""
+from tpuport.errors import TpuportError
 
 
 class DoesNotFitError(TpuportError):
@@ -159,17 +156,6 @@ class TilingDecision:
             "line": self.line(),
             "reason": self.reason(),
         }
-
-
-def check_choice(choice: str) -> str:
-    """``choice``, if it is one of :data:`CHOICES`.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if choice not in CHOICES:
-        raise UsageError(f"vae_tiling {choice!r}: choose one of {', '.join(CHOICES)}")
-    return choice
 
 
 def gibibytes(size: float) -> str:
