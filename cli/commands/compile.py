@@ -143,16 +143,12 @@ def _compile(
         def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
                 session.port,
-                session.variant,
                 session.checkpoint,
                 request,
                 session.mesh,
-                dtype=session.dtype,
-                attention=settings.attention,
-                sharding=settings.sharding,
+                session.settings,
                 stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
-                vae_tiling=session.executor.vae_tiling,
                 decided=decided,
                 reporter=display,
             )

@@ -28,7 +28,7 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.progress import make_display
-from tpuport.core.enums import Task
+from tpuport.core.enums import Dtype, Task
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.spec.rules import Known, check_folder
 from tpuport.errors import UsageError
@@ -201,12 +201,7 @@ def _plan(
             topology=topology,
             cache=cache / "schedules",
             ask=ask,
-            dtype=settings.dtype or variant.dtype,
-            attention=settings.attention,
-            sharding=settings.sharding,
-            blocks=settings.blocks,
-            implementations=settings.implementations,
-            vae_tiling=settings.vae_tiling,
+            settings=replace(settings, dtype=settings.dtype or Dtype(variant.dtype)),
             stages=stages,
             inputs={source.kind: source.for_videos(len(prompts))} if source else None,
             reporter=reporter,

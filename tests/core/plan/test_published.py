@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tpuport.core.enums import Dtype
 from tpuport.core.files.sources import read_image
 from tpuport.core.mesh.device_mesh import place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -20,6 +21,7 @@ from tpuport.core.plan.abstract_programs import (
 from tpuport.core.plan.config_checkpoint import config_checkpoint
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.plugins import get_port
 
 
@@ -31,17 +33,15 @@ def programs(
     variant = port.variant(name)
     form = port.form_of(variant)
     placed = place_mesh(MeshSpec(sp=devices), jax.devices()[:devices])
-    mesh = placed.mesh
     with config_checkpoint(form, variant, cache) as checkpoint:
         requests = Requests(form, variant, checkpoint, placed)
         source = asked.get("source")
         found = abstract_programs(
             form,
-            variant,
             checkpoint,
             requests.request(**asked),
-            mesh,
-            dtype="bfloat16",
+            placed.mesh,
+            RunSettings(dtype=Dtype.BFLOAT16),
             stages=[stage],
             inputs={source.kind: source.for_videos(1)} if source else None,
         )

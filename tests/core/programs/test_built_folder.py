@@ -56,11 +56,10 @@ def compile_into(
         made, _ = build(
             lambda decided: abstract_programs(
                 session.port,
-                session.variant,
                 session.checkpoint,
                 request,
                 session.mesh,
-                dtype=session.dtype,
+                session.settings,
                 stages=stages,
             ),
             session.components,
@@ -331,11 +330,10 @@ def built_with(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
             made, decided = build(
                 lambda decided: abstract_programs(
                     port,
-                    session.variant,
                     session.checkpoint,
                     request,
                     session.mesh,
-                    dtype=session.dtype,
+                    session.settings,
                     stages=STAGES,
                     decided=decided,
                     reporter=heard,

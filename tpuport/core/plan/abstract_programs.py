@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpuport.core.enums import Tiling
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
 from tpuport.core.programs.lowering import results, trace
 from tpuport.core.reports import Reporter
@@ -28,11 +27,9 @@ from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import TilingDecision
-from tpuport.core.spec.variant import Variant
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.kernels.attention.choice import AttentionChoice
 
 
 @dataclass(kw_only=True, eq=False)
@@ -134,17 +131,13 @@ class AbstractComponents(Components):
 
 def abstract_programs(
     port: ModelPort,
-    variant: Variant,
     checkpoint: Checkpoint,
     request: Request,
     mesh: jax.sharding.Mesh,
+    settings: RunSettings,
     *,
-    dtype: str,
-    attention: AttentionChoice = AttentionChoice(),
-    sharding: str = "default",
     stages: Sequence[str] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    vae_tiling: str = "auto",
     decided: Callable[[TilingDecision], None] | None = None,
     reporter: Reporter | None = None,
 ) -> Iterator[AbstractProgram]:
@@ -159,16 +152,12 @@ def abstract_programs(
 
     Args:
         port: the form of the model that the checkpoint is of.
-        variant: whose rules hold; the request was checked against it.
         checkpoint: configs and tokenizers; its weights are not read.
         request: the run.
         mesh: of the devices of a topology, or of real ones.
-        dtype: of the weights.
-        attention: the attention implementation, as ``generate`` takes it.
-        sharding: the layout of the weights.
+        settings: how to run; the dtype is known.
         stages: names of those asked for; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
-        vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
         decided: told how a stage with that choice runs, once its programs were taken.
         reporter: told what is traced, and what the plugin's plan says.
 
@@ -178,16 +167,8 @@ def abstract_programs(
     """
     wanted = [s.name for s in port.stages] if stages is None else list(stages)
     last = max(i for i, s in enumerate(port.stages) if s.name in wanted)
-    components = AbstractComponents(
-        port,
-        checkpoint,
-        mesh,
-        dtype=dtype,
-        attention=attention,
-        layout=sharding,
-        reporter=reporter,
-    )
-    settings = RunSettings(vae_tiling=Tiling(vae_tiling))
+    settings = replace(settings, keep_loaded=True)
+    components = AbstractComponents(port, checkpoint, mesh, settings, reporter=reporter)
     executor = Executor(components, settings, reporter=reporter)
     walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):

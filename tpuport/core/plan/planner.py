@@ -25,12 +25,12 @@ from tpuport.core.spec.default_mesh import default_mesh
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
 from tpuport.errors import MeshError, ShardingError
-from tpuport.kernels.attention.choice import AttentionChoice
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""
@@ -56,8 +56,7 @@ class Planner:
         topology: the slice.
         cache: a folder for the schedules of kernels.
         ask: makes the request; called for every mesh, since a mesh may refuse one.
-        dtype, attention, sharding, blocks, vae_tiling: as ``generate`` takes them.
-        implementations: those asked for, by component.
+        settings: how to run; the dtype is known.
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
@@ -71,20 +70,15 @@ class Planner:
     topology: Topology
     cache: Path
     ask: Ask
-    dtype: str
-    attention: AttentionChoice = AttentionChoice()
-    sharding: str = "default"
-    blocks: str = "native"
-    implementations: Mapping[str, str] = field(default_factory=dict)
-    vae_tiling: str = "auto"
+    settings: RunSettings
     stages: Sequence[str] | None = None
     inputs: Mapping[str, Any] | None = None
     reporter: Reporter | None = None
     dump: Path | None = None
 
     def __post_init__(self) -> None:
-        self.port = with_blocks(self.port, self.blocks)
-        self.port = with_chosen(self.port, self.implementations)
+        self.port = with_blocks(self.port, self.settings.blocks)
+        self.port = with_chosen(self.port, self.settings.implementations)
         self.say = (self.reporter or Reporter()).say
         self.chip = chip_named(self.topology.chip)
         self.devices = topology_devices(self.topology)
@@ -181,9 +175,7 @@ class Planner:
             self.port,
             self.checkpoint,
             build_mesh(spec, self.devices),
-            dtype=self.dtype,
-            attention=self.attention,
-            layout=self.sharding,
+            self.settings,
         )
         # Modules without weights are the same on every mesh, and slow to build.
         components._skeletons = self._skeletons
@@ -219,16 +211,12 @@ class Planner:
         """The distinct programs of a run on a mesh."""
         return abstract_programs(
             self.port,
-            self.variant,
             self.checkpoint,
             request,
             build_mesh(spec, self.devices),
-            dtype=self.dtype,
-            attention=self.attention,
-            sharding=self.sharding,
+            self.settings,
             stages=stages,
             inputs=self.inputs,
-            vae_tiling=self.vae_tiling,
             decided=self._decided,
             reporter=self.reporter,
         )
@@ -280,9 +268,9 @@ class Planner:
             chip=self.chip,
             mesh=spec,
             settings=asked.as_dict(),
-            dtype=self.dtype,
-            attention=str(self.attention),
-            sharding=self.sharding,
+            dtype=str(self.settings.dtype),
+            attention=str(self.settings.attention),
+            sharding=self.settings.sharding,
             blocks=self.port.blocks,
             implementations=choices(self.port),
             compiler_flags=self._flags(found),

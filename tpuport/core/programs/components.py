@@ -26,6 +26,7 @@ from tpuport.core.spec.choices import (
     implementation_of,
 )
 from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -67,9 +68,8 @@ class Components:
         port: the model.
         checkpoint: its files.
         mesh: the devices.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        attention: the attention implementation.
-        layout: of the sharding rules; see ``Component.layouts``.
+        settings: the dtype of the weights, which is known, the attention and the
+            layout of the sharding rules.
         reporter: told what is loaded.
         stack: run the blocks that components declare as stacked under one scan; without
             it every block is compiled by itself, which gives the same numbers.
@@ -80,23 +80,22 @@ class Components:
         port: ModelPort,
         checkpoint: Checkpoint,
         mesh: jax.sharding.Mesh,
+        settings: RunSettings,
         *,
-        dtype: str,
-        attention: AttentionChoice = AttentionChoice(),
-        layout: str = "default",
         reporter: Reporter | None = None,
         stack: bool = True,
     ) -> None:
         # An unknown layout is refused before anything is read.
-        port.rules(next(iter(port.components)), layout)
-        self.layout = layout
+        port.rules(next(iter(port.components)), settings.sharding)
+        assert settings.dtype is not None
+        self.layout = settings.sharding
         self.port = port
         self.checkpoint = checkpoint
         self.mesh = mesh
-        self.dtype = dtype
+        self.dtype = settings.dtype
         self.stack = stack
         self._reporter = reporter or Reporter()
-        self.attention = check_implementation(attention, self.platform)
+        self.attention = check_implementation(settings.attention, self.platform)
         self._runtimes: dict[tuple[str, AttentionChoice, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}

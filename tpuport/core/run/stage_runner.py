@@ -62,13 +62,7 @@ class StageRunner:
         self._closed = False
         self.requests = Requests(port, variant, checkpoint, mesh, self.reporter)
         self.components = Components(
-            port,
-            checkpoint,
-            self.mesh,
-            dtype=self.dtype,
-            attention=settings.attention,
-            layout=settings.sharding,
-            reporter=self.reporter,
+            port, checkpoint, self.mesh, settings, reporter=self.reporter
         )
         self.executor = Executor(
             self.components,
@@ -86,8 +80,7 @@ class StageRunner:
     @property
     def dtype(self) -> Dtype:
         """Of the weights."""
-        assert self.settings.dtype is not None
-        return self.settings.dtype
+        return self.components.dtype
 
     @property
     def encode_on(self) -> Place:
