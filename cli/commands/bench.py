@@ -26,7 +26,7 @@ from tpuport.cli.shown.output import columns, print_json
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Backend, Pixels
-from tpuport.core.reports import Reporter, StageReport
+from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.step_cache import METHODS, StepCache
@@ -155,8 +155,6 @@ def measure(
         against: ``"diffusers"`` or ``None``.
         caches: step caches, each run in turns with the exact run.
     """
-    import numpy as np
-
     exact = replace(settings, step_cache=None, prompt=(PROMPT,))
     check_run_early(check_early(settings), settings)
     cache = cache_folder(settings.cache_dir)
@@ -196,37 +194,16 @@ def measure(
     steps = denoising_steps(request)
     result: dict[str, Any] = {
         "command": "bench",
-        "model": session.port.name,
-        "variant": session.variant.name,
-        "weights": session.checkpoint.reference,
-        "settings": request.as_dict(),
-        "dtype": session.dtype,
-        "blocks": session.port.blocks,
-        "implementations": choices(session.port),
-        "mesh": report.mesh,
-        "platform": report.platform,
-        "devices": report.devices,
-        "versions": versions(),
+        **_about(session, request, report),
         "repeat": repeat,
         "load_average": load_average,
         "cpus": cpus,
         "notes": [],
         "open_seconds": opened,
-        "peak_host_bytes": report.peak_host_bytes,
-        "peak_device_bytes": report.peak_device_bytes,
         "backends": {name: run.as_dict(steps) for name, run in runs.items()},
     }
     if against:
-        ours, theirs = (result["backends"][name]["steady"] for name in backends)
-        result["ratio"] = {
-            "total": theirs["seconds"] / ours["seconds"],
-            **{
-                name: theirs["stages"][name] / ours["stages"][name]
-                for name in ours["stages"]
-            },
-        }
-        difference = np.abs(runs["tpuport"].frames - runs[against].frames)
-        result["max_frame_difference"] = float(difference.max())
+        result |= _against(runs["tpuport"], runs[against], result["backends"], against)
         result["notes"].append(FIRST_NOTE)
         if frames == Pixels.UINT8:
             result["notes"].append(
@@ -244,6 +221,42 @@ def measure(
             "CPUs): do not trust these times"
         )
     return result
+
+
+def _about(session: Session, request: Request, report: RunReport) -> dict[str, Any]:
+    """What was measured, and on what."""
+    return {
+        "model": session.port.name,
+        "variant": session.variant.name,
+        "weights": session.checkpoint.reference,
+        "settings": request.as_dict(),
+        "dtype": session.dtype,
+        "blocks": session.port.blocks,
+        "implementations": choices(session.port),
+        "mesh": report.mesh,
+        "platform": report.platform,
+        "devices": report.devices,
+        "versions": versions(),
+        "peak_host_bytes": report.peak_host_bytes,
+        "peak_device_bytes": report.peak_device_bytes,
+    }
+
+
+def _against(
+    ours: _Runs, theirs: _Runs, backends: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """How much longer upstream's code takes, and how far its frames are."""
+    import numpy as np
+
+    mine, others = (backends[key]["steady"] for key in ("tpuport", name))
+    stages = mine["stages"]
+    return {
+        "ratio": {
+            "total": others["seconds"] / mine["seconds"],
+            **{name: others["stages"][name] / stages[name] for name in stages},
+        },
+        "max_frame_difference": float(np.abs(ours.frames - theirs.frames).max()),
+    }
 
 
 def _price(

@@ -38,6 +38,7 @@ from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.model_port import with_blocks
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.rules import check_folder
 from tpuport.errors import UsageError
 
@@ -161,27 +162,8 @@ def _compile(
             attached=topology is None,
             reporter=display,
         )
-        about = {
-            "model": session.port.name,
-            "variant": session.variant.name,
-            "topology": name,
-            "mesh": str(session.mesh_spec),
-            "device_kind": str(session.mesh.devices.flat[0].device_kind),
-            "dtype": session.dtype,
-            "attention": str(settings.attention),
-            "sharding": settings.sharding,
-            "blocks": session.port.blocks,
-            "implementations": choices(session.port),
-            "encode_on": session.encode_on,
-            "vae_tiling": session.executor.vae_tiling,
-            "tiling": {tiling.stage: tiling.as_dict() for tiling in decided},
-            "settings": {
-                name: value
-                for name, value in request.as_dict().items()
-                if name not in ("prompts", "negative_prompts", "seeds", "sources")
-            },
-            "versions": versions(),
-        }
+        about = {"topology": name, **_about(session, request)}
+        about["tiling"] = {tiling.stage: tiling.as_dict() for tiling in decided}
         for tiling in decided:
             display.say(tiling.line())
         entries = [b.entry for b in built]
@@ -201,6 +183,29 @@ def _compile(
         "trace_seconds": sum(b.trace_seconds for b in built),
         "compile_seconds": sum(b.compile_seconds for b in built),
         "seconds": time.perf_counter() - started,
+    }
+
+
+def _about(session: Session, request: Request) -> dict[str, Any]:
+    """What the programs are for, as the manifest keeps it."""
+    return {
+        "model": session.port.name,
+        "variant": session.variant.name,
+        "mesh": str(session.mesh_spec),
+        "device_kind": str(session.mesh.devices.flat[0].device_kind),
+        "dtype": session.dtype,
+        "attention": str(session.settings.attention),
+        "sharding": session.settings.sharding,
+        "blocks": session.port.blocks,
+        "implementations": choices(session.port),
+        "encode_on": session.encode_on,
+        "vae_tiling": session.executor.vae_tiling,
+        "settings": {
+            name: value
+            for name, value in request.as_dict().items()
+            if name not in ("prompts", "negative_prompts", "seeds", "sources")
+        },
+        "versions": versions(),
     }
 
 

@@ -110,16 +110,7 @@ def plan(
     found = parse_topology(topology)
     prepare_topology(found)
     prepare(debug=settings.debug)
-    known = check_early(settings)
-    if settings.mesh is not None:
-        # The table of slices knows how many there are; nothing need be loaded.
-        settings.mesh.resolve(found.devices)
-    stages = _stages(stage)
-    prompts = _prompts(settings, batch)
-    if settings.image is None:
-        _check_run(known, settings)
-    if dump is not None:
-        check_folder("--dump", Path(dump).expanduser())
+    stages, prompts = _checked(settings, found, stage, batch, dump)
     with make_display() as display:
         made = _plan(
             settings,
@@ -137,6 +128,27 @@ def plan(
         from tpuport.core.plan.plan_text import text
 
         print(text(made))
+
+
+def _checked(
+    settings: Settings,
+    topology: Topology,
+    stage: str,
+    batch: int | None,
+    dump: str | None,
+) -> tuple[list[str], list[str]]:
+    """Refuse what can be refused early; the stages and the prompts to plan."""
+    known = check_early(settings)
+    if settings.mesh is not None:
+        # The table of slices knows how many there are; nothing need be loaded.
+        settings.mesh.resolve(topology.devices)
+    stages = _stages(stage)
+    prompts = _prompts(settings, batch)
+    if settings.image is None:
+        _check_run(known, settings)
+    if dump is not None:
+        check_folder("--dump", Path(dump).expanduser())
+    return stages, prompts
 
 
 def _stages(asked: str) -> list[str]:

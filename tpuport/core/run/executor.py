@@ -203,8 +203,7 @@ class Executor:
             The stage's tensors with all videos in the leading dim, and what it took.
             Frames that a sink took are not among them.
         """
-        looked = self.settings
-        op_by_op = stage.name in looked.no_jit
+        op_by_op = stage.name in self.settings.no_jit
         if op_by_op:
             self.reporter.say(
                 f"{stage.name} runs op by op (--no-jit): nothing is compiled, for "
@@ -212,12 +211,11 @@ class Executor:
             )
         else:
             self.check_built(request, [stage], vae_tiling)
-        delivery = delivery or Delivery()
         started = time.perf_counter()
         trace = None
-        if looked.profile is not None:
-            calls = looked.profile_calls or PROFILED_CALLS
-            trace = SteadyTrace(looked.profile, calls, self.reporter.say)
+        if (folder := self.settings.profile) is not None:
+            calls = self.settings.profile_calls or PROFILED_CALLS
+            trace = SteadyTrace(folder, calls, self.reporter.say)
         self._memory.begins(request, stage.name)
         run = StageRun(
             components=self.components,
@@ -225,7 +223,7 @@ class Executor:
             reporter=self.reporter,
             request=request,
             limit=self.calls_in_flight_limit,
-            delivery=delivery,
+            delivery=delivery or Delivery(),
             memory=self._memory_log(),
             trace=trace,
         )

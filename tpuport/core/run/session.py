@@ -70,11 +70,10 @@ class Session(StageRunner):
             backend: ``"diffusers"`` runs plain upstream code; without it the session's.
             pixels: of the frames: ``"float32"`` in [0, 1], or ``"uint8"``, which are
                 made on the device.
-            on_frames: ``on_frames(first, frames)`` is called with frames [B, F, Y, X,
-                3] of videos ``first`` on as they are made, in their order, so that the
-                host never holds a whole video; :class:`Result` then has none. They
-                are checked when all are made: what was done with them before a
-                VideoError is to be thrown away.
+            on_frames: ``on_frames(first, frames)`` gets frames [B, F, Y, X, 3] of
+                videos ``first`` on as they are made, in their order; :class:`Result`
+                then has none. They are checked when all are made: what was done with
+                them before a VideoError is to be thrown away.
             vae_tiling: ``"auto"``, ``"on"`` or ``"off"`` in place of the session's.
             asked: the fields of :class:`~tpuport.core.spec.run_settings.Asked`, such as
                 ``height`` or ``seed``; options of this model, such as
@@ -86,8 +85,7 @@ class Session(StageRunner):
             :class:`Result`.
 
         Raises:
-            UsageError: a value is off its rule, or prompts and embeddings exclude each
-                other.
+            UsageError: a value is off its rule, or two exclude each other.
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
