@@ -20,7 +20,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter
 from tpuport.core.spec import rules
-from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.requests import Requests, read_source
 from tpuport.core.spec.rules import Known
@@ -53,7 +53,7 @@ def check_early(settings: Settings) -> Known:
         MissingWeightsError, MissingArtifactError: a folder named is not there.
         ArtifactError: --executables are for other settings.
     """
-    port = get_port(settings.model or DEFAULT_MODEL)
+    port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
     variant = known_variant(port, settings)
     known = Known(
         settings=settings,

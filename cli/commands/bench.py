@@ -150,9 +150,7 @@ def measure(
     """Run the benchmark; the result is JSON-ready.
 
     Args:
-        settings: what to run.
         repeat: steady-state runs of each.
-        against: ``"diffusers"`` or ``None``.
         caches: step caches, each run in turns with the exact run.
     """
     exact = replace(settings, step_cache=None, prompt=(PROMPT,))
@@ -191,7 +189,6 @@ def measure(
                 list(runs["tpuport"].stages[-1].values()),
                 sum(sum(r.seconds) for r in runs.values()),
             )
-    steps = denoising_steps(request)
     result: dict[str, Any] = {
         "command": "bench",
         **_about(session, request, report),
@@ -200,7 +197,9 @@ def measure(
         "cpus": cpus,
         "notes": [],
         "open_seconds": opened,
-        "backends": {name: run.as_dict(steps) for name, run in runs.items()},
+        "backends": {
+            name: run.as_dict(denoising_steps(request)) for name, run in runs.items()
+        },
     }
     if against:
         result |= _against(runs["tpuport"], runs[against], result["backends"], against)

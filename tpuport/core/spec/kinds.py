@@ -30,18 +30,18 @@ def text(value: Any) -> str:
     return value
 
 
-def path(value: Any) -> Path | None:
+def path(value: Any) -> Path:
     """A file or a folder."""
-    if value is None or isinstance(value, Path):
-        return value
+    if isinstance(value, Path):
+        return value.expanduser()
     if not text(value):
         raise ValueError("is empty")
     return Path(value).expanduser()
 
 
-def weights(value: Any) -> str | Path | None:
+def weights(value: Any) -> str | Path:
     """A hub id or a folder."""
-    return value if value is None or isinstance(value, Path) else text(value)
+    return value if isinstance(value, Path) else text(value)
 
 
 def media(value: Any) -> str:
@@ -158,14 +158,12 @@ def stages(value: Any) -> tuple[StageName, ...]:
     return tuple(stage(name) for name in texts(value))
 
 
-def dtype(value: Any) -> Dtype | None:
+def dtype(value: Any) -> Dtype:
     """The name of a dtype, or torch's, jax's or NumPy's dtype itself.
 
     Raises:
         UsageError: weights cannot be of that dtype.
     """
-    if value is None:
-        return None
     name = dtype_name(value)
     name = {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)
     if name not in list(Dtype):
@@ -177,9 +175,9 @@ def dtype(value: Any) -> Dtype | None:
     return Dtype(name)
 
 
-def mesh(value: Any) -> MeshSpec | None:
-    """As :meth:`MeshSpec.parse`; ``None`` is left to the devices."""
-    return None if value is None else MeshSpec.parse(value)
+def mesh(value: Any) -> MeshSpec:
+    """As :meth:`MeshSpec.parse`."""
+    return MeshSpec.parse(value)
 
 
 def attention(value: Any) -> AttentionChoice:
