@@ -32,6 +32,7 @@ from tpuport.core.programs.built_folder import (
 )
 from tpuport.core.programs.executable_files import read_entry
 from tpuport.core.run import executor as executors
+from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.spec.tiling import TilingDecision, gibibytes
 from tpuport.errors import ArtifactError
 
@@ -418,7 +419,7 @@ def test_what_only_another_stage_needs_is_not_compared(
     built = BuiltFolder.open(folder)
     with tpuport.load("toy", mesh=MESH, cache_dir=cache_dir) as session:
         request = session.request(prompt=ASKED["prompt"], seed=ASKED["seed"])
-        cached = replace(request, step_cache="deepcache:interval=2")
+        cached = replace(request, step_cache=StepCache(method="deepcache"))
         built.check_request(cached, session.port, ["encode", "decode"])
         with pytest.raises(ArtifactError, match="step cache none -> deepcache"):
             built.check_request(cached, session.port, ["denoise"])

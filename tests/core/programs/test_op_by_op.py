@@ -68,7 +68,7 @@ def test_the_other_stages_are_compiled(cache: Path) -> None:
     with pytest.raises(UsageError, match="'denose' is none of encode"):
         tpuport.load("toy", cache_dir=cache, no_jit=["denose"])
     with tpuport.load("toy", cache_dir=cache, no_jit="denoise") as session:
-        assert session.executor.inspection.no_jit == ("denoise",)
+        assert session.settings.no_jit == ("denoise",)
 
 
 def run(
