@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from tpuport.core.run.inspection import PROFILED_CALLS, Inspection
+from tpuport.core.enums import Dtype
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec.choices import check_chosen, with_chosen
-from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_port import ModelPort, with_blocks
+from tpuport.core.spec.run_settings import RunSettings, defaults_of
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port, reader_of
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    from tpuport.core.mesh.mesh_spec import MeshSpec
+    from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.reports import Reporter
     from tpuport.core.run.ported_program import PortedProgram
     from tpuport.core.run.session import Session
@@ -38,34 +41,12 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("tpuport"))
 
 
-def compile_cache_dir(cache: Path) -> Path:
-    """Where compiled programs are kept in a cache folder."""
-    return cache / "compiled"
-
-
 def load(
     model: str = DEFAULT_MODEL,
     *,
-    weights: str | Path | None = None,
-    variant: str | None = None,
-    mesh: MeshLike = None,
-    dtype: str | None = None,
-    encode_on: str = "device",
-    attention: str = "auto",
-    sharding: str = "default",
-    blocks: str = "native",
-    vae: str = TORCHAX,
-    keep_loaded: bool = True,
-    cache_dir: str | Path | None = None,
-    compile_cache: bool = True,
-    executables: str | Path | None = None,
-    memory_report: bool = False,
-    profile: str | Path | None = None,
-    profile_calls: int = PROFILED_CALLS,
-    no_jit: str | Sequence[str] = (),
-    vae_tiling: str = "auto",
     guidance_scale: float | None = None,
     reporter: Reporter | None = None,
+    **settings: Any,
 ) -> Session:
     """Open a model for generation.
 
@@ -73,38 +54,13 @@ def load(
 
     Args:
         model: the name of an installed model plugin.
-        weights: a folder in the diffusers layout, or a hub id. Without it the demo
-            checkpoint (random weights) is used, or the variant's published weights
-            when ``variant`` names one.
-        variant: whose defaults and rules hold. Without it the checkpoint tells.
-        mesh: ``"dp=2,tp=4"``, a mapping, or (dp, sp, tp); one axis may be -1. Without
-            it: one device on CPU, all of them on TPU.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``. Without it: float32 on
-            CPU, the variant's dtype elsewhere.
-        encode_on: ``"device"`` or ``"host"``.
-        attention: ``"auto"``, or the name of an attention implementation.
-        sharding: a layout of the weights that the plugin offers beside ``"default"``,
-            such as ``"replicated-out"``.
-        blocks: ``"native"`` for blocks written for the chip where the model has them,
-            on upstream's weights; ``"upstream"`` for upstream's own everywhere.
-        vae: the implementation of the autoencoder: ``"torchax"`` for upstream's class,
-            or another that the model has, such as ``"flax"``; see docs/vae.md.
-        keep_loaded: keep weights on the devices between calls of ``generate``.
-        cache_dir: in place of the user's cache folder.
-        compile_cache: keep compiled programs there.
-        executables: a folder that ``tpuport compile`` made; see docs/compile.md.
-        memory_report: note the bytes in use and their peak after each call, in the
-            report of each stage (``memory``); see docs/debugging.md.
-        profile: folder for a trace of calls in steady state, one for each stage.
-        profile_calls: how many calls of a stage are in it.
-        no_jit: the stage that runs op by op, for debugging, or several.
-        vae_tiling: whether decode runs in overlapping tiles, as after upstream's
-            ``vae.enable_tiling()``: ``"on"``, ``"off"``, or ``"auto"`` for where the
-            device would not hold it otherwise; see docs/vae.md.
         guidance_scale: what videos will be asked with, where it is not the variant's: a
             mesh that is not named is chosen for it (without guidance there is one row
             to divide in place of two).
         reporter: told about progress.
+        settings: the fields of
+            :class:`~tpuport.core.spec.run_settings.RunSettings`, which says what each
+            one does: ``weights``, ``variant``, ``mesh``, ``dtype``, ...
 
     Returns:
         A :class:`~tpuport.core.run.session.Session`, usable in a ``with`` block.
@@ -113,55 +69,60 @@ def load(
         UnknownModelError: no such model or variant.
         WeightsError: the checkpoint is missing, incomplete or of another model.
         MeshError: the mesh does not fit the devices or the heads.
-        UsageError: an unknown dtype or option.
+        UsageError: a value of another kind, or an option that the model has not.
+        TypeError: a keyword that is no setting.
     """
+    given = {"model": model, **settings}
+    return open_session(
+        RunSettings.read(given, named=str),
+        guidance_scale=guidance_scale,
+        reporter=reporter,
+    )
+
+
+def _with_keywords() -> inspect.Signature:
+    """The signature of :func:`load` with every setting, for ``help``."""
+    found = inspect.signature(load)
+    own = dict(found.parameters)
+    rest = own.pop("settings")
+    for name, default in defaults_of(RunSettings).items():
+        own.setdefault(
+            name, rest.replace(name=name, kind=rest.KEYWORD_ONLY, default=default)
+        )
+    return found.replace(parameters=list(own.values()))
+
+
+load.__signature__ = _with_keywords()  # type: ignore[attr-defined]
+
+
+def open_session(
+    settings: RunSettings,
+    *,
+    guidance_scale: float | None = None,
+    reporter: Reporter | None = None,
+) -> Session:
+    """:func:`load` with settings that were read."""
     import jax
 
-    from tpuport.core.arrays import check_dtype, dtype_name
     from tpuport.core.reports import Reporter as SilentReporter
     from tpuport.core.run.session import Session
 
     reporter = reporter or SilentReporter()
-    found = with_blocks(get_port(model), blocks)
-    implementations = {"vae": vae}
-    check_chosen(found, implementations)
-    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-    if dtype is not None:
-        dtype = check_dtype(dtype_name(dtype))
-    asked = _parse_mesh(mesh)
-    if asked is not None:
+    found = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
+    check_chosen(found, settings.implementations)
+    settings = replace(settings, cache_dir=settings.cache_dir or default_cache_dir())
+    if settings.mesh is not None:
         # Before anything is fetched for a mesh that cannot be.
-        asked.resolve(len(jax.devices()))
-    port, chosen, checkpoint = find_checkpoint(
-        found, weights=weights, variant=variant, cache=cache, reporter=reporter
-    )
-    port = with_chosen(port, implementations)
+        settings.mesh.resolve(len(jax.devices()))
+    port, chosen, checkpoint = find_checkpoint(found, settings, reporter)
+    port = with_chosen(port, settings.implementations)
     rows = default_rows(port, chosen, guidance_scale)
-    placed = make_mesh(port, checkpoint, asked, rows, reporter=reporter)
-    platform = placed.devices.flat[0].platform
-    if dtype is None:
-        dtype = "float32" if platform == "cpu" else chosen.dtype
-    return Session(
-        port,
-        chosen,
-        checkpoint,
-        placed,
-        dtype=dtype,
-        encode_on=encode_on,
-        attention=attention,
-        sharding=sharding,
-        keep_loaded=keep_loaded,
-        compile_cache=compile_cache_dir(cache) if compile_cache else None,
-        executables=Path(executables).expanduser() if executables else None,
-        inspection=Inspection(
-            memory=memory_report,
-            profile=Path(profile).expanduser() if profile else None,
-            profile_calls=profile_calls,
-            no_jit=(no_jit,) if isinstance(no_jit, str) else tuple(no_jit),
-        ),
-        vae_tiling=vae_tiling,
-        reporter=reporter,
-    )
+    placed = make_mesh(port, checkpoint, settings.mesh, rows, reporter=reporter)
+    if settings.dtype is None:
+        on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
+        dtype = Dtype.FLOAT32 if on_cpu else Dtype(chosen.dtype)
+        settings = replace(settings, dtype=dtype)
+    return Session(port, chosen, checkpoint, placed, settings, reporter)
 
 
 def port(
@@ -190,45 +151,38 @@ def port(
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
         MeshError: the mesh does not fit the devices.
     """
-    from tpuport.core.mesh.device_mesh import build_mesh
+    from tpuport.core.mesh.device_mesh import place_mesh
     from tpuport.core.run.ported_program import PortedProgram, component_of
 
-    found, component = component_of(with_blocks(get_port(model), blocks), module)
-    spec = _parse_mesh(mesh)
-    if spec is None:
-        spec = _parse_mesh((1, 1, 1))
-    assert spec is not None
-    placed = build_mesh(spec)
+    settings = RunSettings.read(
+        {"mesh": mesh, "attention": attention, "sharding": sharding, "blocks": blocks},
+        named=str,
+    )
+    found, component = component_of(
+        with_blocks(get_port(model), settings.blocks), module
+    )
+    placed = place_mesh(settings.mesh or MeshSpec())
     if component.heads is not None and hasattr(module, "config"):
         config = module.config
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        _spec_of(placed).validate(heads={component.name: component.heads(values)})
+        placed.spec.validate(heads={component.name: component.heads(values)})
     return PortedProgram(
-        module, found, component, placed, attention=attention, sharding=sharding
+        module,
+        found,
+        component,
+        placed.mesh,
+        attention=settings.attention,
+        sharding=settings.sharding,
     )
 
 
-def _parse_mesh(mesh: MeshLike) -> MeshSpec | None:
-    from tpuport.core.mesh.mesh_spec import MeshSpec
-
-    return None if mesh is None else MeshSpec.parse(mesh)
-
-
-def _spec_of(mesh: jax.sharding.Mesh) -> MeshSpec:
-    from tpuport.core.mesh.mesh_spec import MeshSpec
-
-    return MeshSpec.parse(dict(mesh.shape))
-
-
 def find_checkpoint(
-    port: ModelPort,
-    *,
-    weights: str | Path | None,
-    variant: str | None,
-    cache: Path,
-    reporter: Reporter,
+    port: ModelPort, settings: RunSettings, reporter: Reporter
 ) -> tuple[ModelPort, Variant, Checkpoint]:
     """The form, the variant and the checkpoint that a user's choice stands for.
+
+    Args:
+        settings: with a ``cache_dir``, where a demo checkpoint is kept.
 
     Raises:
         UnknownModelError: no such variant.
@@ -239,8 +193,8 @@ def find_checkpoint(
     from tpuport.core.spec.demo_checkpoint import demo_checkpoint
     from tpuport.core.weights.checkpoint import resolve
 
-    named = port.variant(variant) if variant is not None else None
-    source: str | Path | None = weights
+    named = port.variant(settings.variant) if settings.variant is not None else None
+    source = settings.weights
     if source is None and named is not None and named.repo_id:
         source = named.repo_id
     if source is None or str(source) == "demo":
@@ -255,6 +209,7 @@ def find_checkpoint(
             "ones with --weights HUB_ID_OR_FOLDER"
         )
         form = port.form_of(demo)
+        cache = settings.cache_dir or default_cache_dir()
         return form, chosen, demo_checkpoint(form, demo.name, cache, reporter.say)
     if not str(source):
         raise UsageError("weights is empty; give a folder or a hub id")
@@ -316,7 +271,7 @@ def make_mesh(
     rows: int,
     devices: Sequence[jax.Device] | None = None,
     reporter: Reporter | None = None,
-) -> jax.sharding.Mesh:
+) -> PlacedMesh:
     """The mesh asked for; by default one CPU device, or all TPU chips.
 
     Args:
@@ -329,7 +284,7 @@ def make_mesh(
     """
     import jax
 
-    from tpuport.core.mesh.device_mesh import build_mesh
+    from tpuport.core.mesh.device_mesh import place_mesh
     from tpuport.core.spec.default_mesh import default_mesh
 
     devices = jax.devices() if devices is None else devices
@@ -339,4 +294,4 @@ def make_mesh(
         unused = asked.resolve(len(devices)).unused(len(devices))
         if unused is not None:
             reporter.say(unused)
-    return build_mesh(asked, devices)
+    return place_mesh(asked, devices)

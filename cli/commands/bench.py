@@ -13,48 +13,21 @@ import typer
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import (
-    AspectRatio,
-    Attention,
-    Blocks,
-    CacheDir,
-    Debug,
-    Dtype,
-    Executables,
-    Frames,
-    Guidance,
-    Height,
-    Image,
-    Json,
-    Mesh,
-    Model,
-    ModelOption,
-    NoCompileCache,
-    Resolution,
-    Sharding,
-    Size,
-    SourceVideo,
-    StepCaching,
-    Steps,
-    Strength,
-    Vae,
-    VariantName,
-    Weights,
-    Width,
-)
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
+    make_request,
     open_session,
-    read_source,
+    source_of,
 )
-from tpuport.cli.asked.settings import Settings, gather
-from tpuport.cli.shown.errors import reported
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
 from tpuport.cli.shown.versions import versions
-from tpuport.core.reports import Reporter, StageReport
+from tpuport.core.enums import Backend, Pixels
+from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.step_cache import METHODS, StepCache
@@ -75,30 +48,10 @@ FIRST_NOTE = (
 )
 
 
+@command("bench")
 def bench(
+    settings: Settings,
     context: typer.Context,
-    model: Model = None,
-    variant: VariantName = None,
-    weights: Weights = None,
-    size: Size = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    option: ModelOption = None,
-    mesh: Mesh = None,
-    dtype: Dtype = None,
-    attention: Attention = None,
-    sharding: Sharding = None,
-    blocks: Blocks = None,
-    vae: Vae = None,
-    image: Image = None,
-    video: SourceVideo = None,
-    strength: Strength = None,
-    resolution: Resolution = None,
-    aspect_ratio: AspectRatio = None,
-    cache: StepCaching = None,
     quality: Annotated[
         bool,
         typer.Option(
@@ -116,11 +69,6 @@ def bench(
             "--against", metavar="diffusers", help="Compare with upstream's code."
         ),
     ] = None,
-    cache_dir: CacheDir = None,
-    no_compile_cache: NoCompileCache = False,
-    executables: Executables = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure the first call and the steady state, stage by stage.
 
@@ -130,23 +78,19 @@ def bench(
     is printed beside what it saves.
     """
     if context.invoked_subcommand is not None:
-        with reported(debug=debug):
-            _alone(context)
+        _alone(context)
         return
-    with reported(debug=debug) as guard:
-        if against not in (None, "diffusers"):
-            raise UsageError(f"--against {against!r}: only diffusers can be named")
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        caches = [settings.cache] if settings.cache else []
-        if quality and not caches:
-            caches = list(METHODS)
-        result = measure(settings, repeat=repeat, against=against, caches=caches)
-        if settings.json:
-            print_json(result)
-        else:
-            print("\n".join(_text(result)))
+    if against not in (None, Backend.DIFFUSERS):
+        raise UsageError(f"--against {against!r}: only diffusers can be named")
+    prepare(debug=settings.debug)
+    caches = [settings.step_cache] if settings.step_cache else []
+    if quality and not caches:
+        caches = [StepCache(method=name) for name in METHODS]
+    result = measure(settings, repeat=repeat, against=against, caches=caches)
+    if settings.json:
+        print_json(result)
+    else:
+        print("\n".join(_text(result)))
 
 
 def _alone(context: typer.Context) -> None:
@@ -202,23 +146,20 @@ def measure(
     *,
     repeat: int,
     against: str | None,
-    caches: Sequence[str] = (),
+    caches: Sequence[StepCache] = (),
 ) -> dict[str, Any]:
     """Run the benchmark; the result is JSON-ready.
 
     Args:
-        settings: what to run.
         repeat: steady-state runs of each.
-        against: ``"diffusers"`` or ``None``.
         caches: step caches, each run in turns with the exact run.
     """
-    import numpy as np
-
+    exact = replace(settings, step_cache=None, prompt=(PROMPT,))
     check_run_early(check_early(settings), settings)
     cache = cache_folder(settings.cache_dir)
     load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
     backends = ["tpuport", *([against] if against else [])]
-    cached = [str(StepCache.parse(text)) for text in caches]
+    cached = {str(cache): cache for cache in caches}
     runs = {name: _Runs() for name in [*backends, *cached]}
     with make_display() as display:
         opened = time.perf_counter()
@@ -226,26 +167,17 @@ def measure(
             settings, cache=cache, reporter=_Quiet(display), keep_loaded=True
         ) as session:
             opened = time.perf_counter() - opened
-            source = read_source(settings, session.variant)
-            request = session.request(
-                prompt=PROMPT,
-                source=source,
-                strength=settings.strength,
-                resolution=settings.resolution,
-                aspect_ratio=settings.aspect_ratio,
-                height=settings.height,
-                width=settings.width,
-                num_frames=settings.frames,
-                num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance,
-                options=settings.options,
-            )
-            requests = {name: replace(request, step_cache=name) for name in cached}
+            source = source_of(settings, session.variant)
+            request = make_request(session, exact, source)
+            requests = {
+                name: replace(request, step_cache=cache)
+                for name, cache in cached.items()
+            }
             for asked in requests.values():
                 session.check(asked)
             pixels = {source.kind: source.for_videos(1)} if source else {}
             # What `tpuport compile` builds makes bytes, as `generate` writes them.
-            frames = "uint8" if settings.executables else "float32"
+            frames = Pixels.UINT8 if settings.executables else Pixels.FLOAT32
             # Turn by turn, so that a machine that slows down slows all.
             for turn in range(1 + repeat):
                 what = "first run" if turn == 0 else f"run {turn} of {repeat}"
@@ -258,42 +190,22 @@ def measure(
                 list(runs["tpuport"].stages[-1].values()),
                 sum(sum(r.seconds) for r in runs.values()),
             )
-    steps = denoising_steps(request)
     result: dict[str, Any] = {
         "command": "bench",
-        "model": session.port.name,
-        "variant": session.variant.name,
-        "weights": session.checkpoint.reference,
-        "settings": request.as_dict(),
-        "dtype": session.dtype,
-        "blocks": session.port.blocks,
-        "implementations": choices(session.port),
-        "mesh": report.mesh,
-        "platform": report.platform,
-        "devices": report.devices,
-        "versions": versions(),
+        **_about(session, request, report),
         "repeat": repeat,
         "load_average": load_average,
         "cpus": cpus,
         "notes": [],
         "open_seconds": opened,
-        "peak_host_bytes": report.peak_host_bytes,
-        "peak_device_bytes": report.peak_device_bytes,
-        "backends": {name: run.as_dict(steps) for name, run in runs.items()},
+        "backends": {
+            name: run.as_dict(denoising_steps(request)) for name, run in runs.items()
+        },
     }
     if against:
-        ours, theirs = (result["backends"][name]["steady"] for name in backends)
-        result["ratio"] = {
-            "total": theirs["seconds"] / ours["seconds"],
-            **{
-                name: theirs["stages"][name] / ours["stages"][name]
-                for name in ours["stages"]
-            },
-        }
-        difference = np.abs(runs["tpuport"].frames - runs[against].frames)
-        result["max_frame_difference"] = float(difference.max())
+        result |= _against(runs["tpuport"], runs[against], result["backends"], against)
         result["notes"].append(FIRST_NOTE)
-        if frames == "uint8":
+        if frames == Pixels.UINT8:
             result["notes"].append(
                 "frames were made as bytes, as with --executables: differences are "
                 f"multiples of {1 / 255:.4f}"
@@ -309,6 +221,42 @@ def measure(
             "CPUs): do not trust these times"
         )
     return result
+
+
+def _about(session: Session, request: Request, report: RunReport) -> dict[str, Any]:
+    """What was measured, and on what."""
+    return {
+        "model": session.port.name,
+        "variant": session.variant.name,
+        "weights": session.checkpoint.reference,
+        "settings": request.as_dict(),
+        "dtype": session.dtype,
+        "blocks": session.port.blocks,
+        "implementations": choices(session.port),
+        "mesh": report.mesh,
+        "platform": report.platform,
+        "devices": report.devices,
+        "versions": versions(),
+        "peak_host_bytes": report.peak_host_bytes,
+        "peak_device_bytes": report.peak_device_bytes,
+    }
+
+
+def _against(
+    ours: _Runs, theirs: _Runs, backends: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """How much longer upstream's code takes, and how far its frames are."""
+    import numpy as np
+
+    mine, others = (backends[key]["steady"] for key in ("tpuport", name))
+    stages = mine["stages"]
+    return {
+        "ratio": {
+            "total": others["seconds"] / mine["seconds"],
+            **{name: others["stages"][name] / stages[name] for name in stages},
+        },
+        "max_frame_difference": float(np.abs(ours.frames - theirs.frames).max()),
+    }
 
 
 def _price(
@@ -344,7 +292,7 @@ def _run(
     backend: str,
     runs: _Runs,
     pixels: Mapping[str, Any],
-    frames: str,
+    frames: Pixels,
 ) -> None:
     """One whole run, kept in ``runs``; ``pixels`` are what it starts from.
 

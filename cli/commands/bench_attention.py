@@ -11,9 +11,8 @@ import typer
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import CacheDir, Debug, Json
-from tpuport.cli.asked.settings import gather
-from tpuport.cli.shown.errors import reported
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
@@ -42,8 +41,9 @@ KvLen = Annotated[
 Heads = Annotated[int, typer.Option("--heads", min=1, help="Of one chip.")]
 
 
+@command("bench attention")
 def bench_attention(
-    context: typer.Context,
+    settings: Settings,
     chip: Chip = "v6e",
     head_dim: HeadDim = 64,
     q_len: QLen = 39826,
@@ -64,9 +64,6 @@ def bench_attention(
             help="tpuport, jax or tokamax; may be repeated. (default: all installed)",
         ),
     ] = None,
-    cache_dir: CacheDir = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Compare attention kernels by the TPU compiler's schedule; needs no TPU.
 
@@ -74,33 +71,30 @@ def bench_attention(
     all that a grid step runs, for 2^20 scores. "whole call" also has the padding of
     the lengths and how often each part runs.
     """
-    with reported(debug=debug) as guard:
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        folder = cache_folder(settings.cache_dir) / "kernels"
-        from tpuport.core.cost.attention_case import AttentionCase, Blocks
+    prepare(debug=settings.debug)
+    folder = cache_folder(settings.cache_dir) / "kernels"
+    from tpuport.core.cost.attention_case import AttentionCase, Blocks
 
-        case = AttentionCase(
-            implementation=_ALL[0],
-            chip=chip,
-            heads=heads,
-            q_len=q_len,
-            kv_len=kv_len or q_len,
-            head_dim=head_dim,
-            blocks=None if tiles == "auto" else Blocks.parse(tiles),
-        )
-        names = _chosen(kernel)
-        with make_display() as display:
-            rows, failed = _compared(case, names, folder, display)
-        if not rows:
-            raise failed[0]
-        if settings.json:
-            print_json(rows)
-        else:
-            print("\n".join(_text(rows)))
-        if failed:
-            raise typer.Exit(1)
+    case = AttentionCase(
+        implementation=_ALL[0],
+        chip=chip,
+        heads=heads,
+        q_len=q_len,
+        kv_len=kv_len or q_len,
+        head_dim=head_dim,
+        blocks=None if tiles == "auto" else Blocks.parse(tiles),
+    )
+    names = _chosen(kernel)
+    with make_display() as display:
+        rows, failed = _compared(case, names, folder, display)
+    if not rows:
+        raise failed[0]
+    if settings.json:
+        print_json(rows)
+    else:
+        print("\n".join(_text(rows)))
+    if failed:
+        raise typer.Exit(1)
 
 
 def _compared(

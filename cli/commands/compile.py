@@ -18,60 +18,28 @@ from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.absent_chips import prepare_topology
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import (
-    AspectRatio,
-    Attention,
-    Blocks,
-    CacheDir,
-    Config,
-    Debug,
-    Dtype,
-    EncodeOn,
-    Frames,
-    Guidance,
-    Height,
-    Image,
-    Json,
-    Mesh,
-    Model,
-    ModelOption,
-    NegativePrompt,
-    Prompt,
-    PromptFile,
-    Report,
-    Resolution,
-    Sharding,
-    Size,
-    SourceVideo,
-    StepCaching,
-    Steps,
-    Strength,
-    Vae,
-    VaeTiling,
-    VariantName,
-    Weights,
-    Width,
-)
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_early,
-    check_folder,
     check_run_early,
     in_words,
     known_variant,
     make_request,
     open_session,
-    read_source,
+    source_of,
 )
-from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench import PROMPT
-from tpuport.cli.shown.errors import reported
 from tpuport.cli.shown.output import give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
-from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.enums import Dtype, Place
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.choices import choices, with_chosen
-from tpuport.core.spec.model_port import BLOCKS, with_blocks
+from tpuport.core.spec.model_port import with_blocks
+from tpuport.core.spec.request import Request
+from tpuport.core.spec.rules import check_folder
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,8 +50,9 @@ if TYPE_CHECKING:
 LOCAL = "local"
 
 
+@command("compile")
 def compile_(
-    context: typer.Context,
+    settings: Settings,
     topology: Annotated[
         str,
         typer.Option(
@@ -93,9 +62,6 @@ def compile_(
             "virtual CPU devices; local for the devices of this machine.",
         ),
     ] = LOCAL,
-    model: Model = None,
-    variant: VariantName = None,
-    weights: Weights = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,51 +70,19 @@ def compile_(
             help="Compile these stages alone; may be repeated. (default: all)",
         ),
     ] = None,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    negative_prompt: NegativePrompt = None,
-    size: Size = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    image: Image = None,
-    video: SourceVideo = None,
-    strength: Strength = None,
-    resolution: Resolution = None,
-    aspect_ratio: AspectRatio = None,
-    cache: StepCaching = None,
-    option: ModelOption = None,
-    mesh: Mesh = None,
-    dtype: Dtype = None,
-    attention: Attention = None,
-    sharding: Sharding = None,
-    blocks: Blocks = None,
-    vae: Vae = None,
-    vae_tiling: VaeTiling = None,
-    encode_on: EncodeOn = None,
     out: Annotated[
         str | None,
         typer.Option("--out", metavar="FOLDER", help="For the executables; required."),
     ] = None,
-    cache_dir: CacheDir = None,
-    report: Report = None,
-    config: Config = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Compile every program of a run into a folder for `generate --executables`.
 
     The settings are those of `generate`. No weights are read, and for a named topology
     none are needed: a variant's own config is enough.
     """
-    with reported(debug=debug) as guard:
-        settings = gather(context)
-        guard.debug = settings.debug
-        found = _prepare_devices(topology, debug=settings.debug)
-        document = _compile(settings, topology, found, stage)
-        give_out(document, as_json=settings.json, report=settings.report)
+    found = _prepare_devices(topology, debug=settings.debug)
+    document = _compile(settings, topology, found, stage)
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _prepare_devices(name: str, *, debug: bool) -> Topology | None:
@@ -181,16 +115,15 @@ def _compile(
         raise UsageError("--out is missing; name the folder for the executables")
     folder = Path(settings.out).expanduser()
     check_folder("--out", folder)
-    port = check_early(settings)
+    known = check_early(settings)
     if topology is not None and settings.mesh is not None:
-        MeshSpec.parse(settings.mesh).resolve(topology.devices)
-    names = [s.name for s in port.stages]
+        settings.mesh.resolve(topology.devices)
     for asked in stages or ():
-        if asked not in names:
-            raise UsageError(f"--stage {asked!r}: choose one of {', '.join(names)}")
-    check_run_early(port, settings)
-    if not settings.prompts:
-        settings = replace(settings, prompts=(PROMPT,))
+        if asked not in STAGES:
+            raise UsageError(f"--stage {asked!r}: choose one of {', '.join(STAGES)}")
+    check_run_early(known, settings)
+    if not settings.prompt:
+        settings = replace(settings, prompt=(PROMPT,))
     cache = cache_folder(settings.cache_dir)
     with (
         make_display() as display,
@@ -200,21 +133,21 @@ def _compile(
         from tpuport.core.plan.build_ahead import build
         from tpuport.core.programs.built_folder import write_manifest
 
-        source = read_source(settings, session.variant)
+        source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))
-        wanted = [n for n in names if not stages or n in stages]
-        if session.encode_on == "host" and names[0] in wanted:
-            wanted.remove(names[0])
+        wanted = [n for n in STAGES if not stages or n in stages]
+        if session.encode_on == Place.HOST and STAGES[0] in wanted:
+            wanted.remove(STAGES[0])
         count = len(request.prompts)
 
         def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
                 session.components,
                 request,
+                session.settings,
                 stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
-                vae_tiling=session.executor.vae_tiling,
                 decided=decided,
                 reporter=display,
             )
@@ -227,27 +160,8 @@ def _compile(
             attached=topology is None,
             reporter=display,
         )
-        about = {
-            "model": session.port.name,
-            "variant": session.variant.name,
-            "topology": name,
-            "mesh": ",".join(f"{a}={n}" for a, n in session.mesh.shape.items()),
-            "device_kind": str(session.mesh.devices.flat[0].device_kind),
-            "dtype": session.dtype,
-            "attention": settings.attention or "auto",
-            "sharding": settings.sharding or "default",
-            "blocks": session.port.blocks,
-            "implementations": choices(session.port),
-            "encode_on": session.encode_on,
-            "vae_tiling": session.executor.vae_tiling,
-            "tiling": {tiling.stage: tiling.as_dict() for tiling in decided},
-            "settings": {
-                name: value
-                for name, value in request.as_dict().items()
-                if name not in ("prompts", "negative_prompts", "seeds", "sources")
-            },
-            "versions": versions(),
-        }
+        about = {"topology": name, **_about(session, request)}
+        about["tiling"] = {tiling.stage: tiling.as_dict() for tiling in decided}
         for tiling in decided:
             display.say(tiling.line())
         entries = [b.entry for b in built]
@@ -267,6 +181,29 @@ def _compile(
         "trace_seconds": sum(b.trace_seconds for b in built),
         "compile_seconds": sum(b.compile_seconds for b in built),
         "seconds": time.perf_counter() - started,
+    }
+
+
+def _about(session: Session, request: Request) -> dict[str, Any]:
+    """What the programs are for, as the manifest keeps it."""
+    return {
+        "model": session.port.name,
+        "variant": session.variant.name,
+        "mesh": str(session.mesh_spec),
+        "device_kind": str(session.mesh.devices.flat[0].device_kind),
+        "dtype": session.dtype,
+        "attention": str(session.settings.attention),
+        "sharding": session.settings.sharding,
+        "blocks": session.port.blocks,
+        "implementations": choices(session.port),
+        "encode_on": session.encode_on,
+        "vae_tiling": session.executor.vae_tiling,
+        "settings": {
+            name: value
+            for name, value in request.as_dict().items()
+            if name not in ("prompts", "negative_prompts", "seeds", "sources")
+        },
+        "versions": versions(),
     }
 
 
@@ -297,9 +234,8 @@ def _absent(
     from tpuport.plugins import get_port
 
     devices = topology_devices(topology)
-    port = with_blocks(
-        get_port(settings.model or DEFAULT_MODEL), settings.blocks or BLOCKS[0]
-    )
+    settings = replace(settings, cache_dir=cache)
+    port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
     variant = known_variant(port, settings)
     with contextlib.ExitStack() as stack:
         if settings.weights is None and variant is not None and variant.repo_id:
@@ -308,33 +244,20 @@ def _absent(
                 config_checkpoint(form, variant, cache, reporter.say)
             )
         else:
-            form, variant, checkpoint = api.find_checkpoint(
-                port,
-                weights=settings.weights,
-                variant=settings.variant,
-                cache=cache,
-                reporter=reporter,
-            )
+            form, variant, checkpoint = api.find_checkpoint(port, settings, reporter)
         form = with_chosen(form, settings.implementations)
         mesh = api.make_mesh(
             form,
             checkpoint,
-            MeshSpec.parse(settings.mesh) if settings.mesh is not None else None,
-            api.default_rows(form, variant, settings.guidance),
+            settings.mesh,
+            api.default_rows(form, variant, settings.guidance_scale),
             devices,
             reporter,
         )
-        yield stack.enter_context(
-            Session(
-                form,
-                variant,
-                checkpoint,
-                mesh,
-                dtype=settings.dtype or variant.dtype,
-                encode_on=settings.encode_on or "device",
-                attention=settings.attention or "auto",
-                sharding=settings.sharding or "default",
-                vae_tiling=settings.vae_tiling or "auto",
-                reporter=reporter,
-            )
+        asked = replace(
+            settings,
+            cache_dir=None,
+            dtype=settings.dtype or Dtype(variant.dtype),
         )
+        session = Session(form, variant, checkpoint, mesh, asked, reporter)
+        yield stack.enter_context(session)

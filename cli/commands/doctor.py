@@ -8,18 +8,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tpuport.api import compile_cache_dir, default_cache_dir
+from tpuport.api import default_cache_dir
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import CacheDir, Debug, Json
-from tpuport.cli.asked.settings import gather
-from tpuport.cli.shown.errors import reported
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.cli.shown.versions import versions
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import bytes_text
+from tpuport.core.spec.run_settings import COMPILED
 from tpuport.errors import TpuportError
 
 if TYPE_CHECKING:
@@ -47,23 +45,17 @@ _VARIABLES = (
 LOW_DISK = 2 << 30
 
 
-def doctor(
-    context: typer.Context,
-    cache_dir: CacheDir = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+@command("doctor")
+def doctor(settings: Settings) -> None:
     """Show versions, devices, caches and problems; paste it into a bug report."""
-    with reported(debug=debug):
-        settings = gather(context)
-        variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
-        prepare(debug=settings.debug)
-        report = examine(settings.cache_dir or default_cache_dir())
-        report["environment"] = variables
-        if settings.json:
-            print_json(report)
-        else:
-            print("\n".join(_text(report)))
+    variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
+    prepare(debug=settings.debug)
+    report = examine(settings.cache_dir or default_cache_dir())
+    report["environment"] = variables
+    if settings.json:
+        print_json(report)
+    else:
+        print("\n".join(_text(report)))
 
 
 def examine(cache: Path) -> dict[str, Any]:
@@ -182,7 +174,7 @@ def _cache(cache: Path) -> dict[str, Any]:
     while not nearest.exists():
         nearest = nearest.parent
     parts = {
-        "compiled": compile_cache_dir(cache),
+        "compiled": cache / COMPILED,
         "demo": cache / "demo",
         "runs": cache / "runs",
     }

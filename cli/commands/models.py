@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.options import Debug, Json
-from tpuport.cli.shown.errors import reported
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.spec.choices import names_of
@@ -24,31 +24,31 @@ _HEAD = (
 _FROM = {"t2v": "text", "i2v": "image", "v2v": "video"}
 
 
-def models(json: Json = False, debug: Debug = False) -> None:
+@command("models")
+def models(settings: Settings) -> None:
     """List the installed models, their variants and defaults."""
-    with reported(debug=debug):
-        ports = [plugin.port for plugin in installed_plugins().values()]
-        if json:
-            print_json({"models": [_document(port) for port in ports]})
-            return
-        rows: list[tuple[str, ...]] = [_HEAD]
-        rows += [_row(port, variant) for port in ports for variant in port.variants]
-        print("\n".join(columns(rows)))
-        print(f"\nwithout --model: {DEFAULT_MODEL}")
-        for port in ports:
-            print(f"\n{port.name}: {port.title}")
-            print("\n".join(columns([_about(v) for v in port.variants], indent="  ")))
-            for option in port.options:
-                choices = f" ({', '.join(option.choices)})" if option.choices else ""
-                print(f"  --option {option.name}=...: {option.help}{choices}")
-            if sizes := _size_classes(port):
-                print(f"  --resolution: {', '.join(sizes)}, with --aspect-ratio W:H")
-            if any(len(form.layouts) > 1 for form in port.all_forms):
-                print(f"  --sharding: {', '.join(port.layouts)}")
-            for component, names in _implementations(port).items():
-                print(f"  --{component}: {', '.join(names)}")
-            if any(c.split for f in port.all_forms for c in f.components.values()):
-                print(f"  --cache: {', '.join(METHODS)}; see docs/step-caching.md")
+    ports = [plugin.port for plugin in installed_plugins().values()]
+    if settings.json:
+        print_json({"models": [_document(port) for port in ports]})
+        return
+    rows: list[tuple[str, ...]] = [_HEAD]
+    rows += [_row(port, variant) for port in ports for variant in port.variants]
+    print("\n".join(columns(rows)))
+    print(f"\nwithout --model: {DEFAULT_MODEL}")
+    for port in ports:
+        print(f"\n{port.name}: {port.title}")
+        print("\n".join(columns([_about(v) for v in port.variants], indent="  ")))
+        for option in port.options:
+            choices = f" ({', '.join(option.choices)})" if option.choices else ""
+            print(f"  --option {option.name}=...: {option.help}{choices}")
+        if sizes := _size_classes(port):
+            print(f"  --resolution: {', '.join(sizes)}, with --aspect-ratio W:H")
+        if any(len(form.layouts) > 1 for form in port.all_forms):
+            print(f"  --sharding: {', '.join(port.layouts)}")
+        for component, names in _implementations(port).items():
+            print(f"  --{component}: {', '.join(names)}")
+        if any(c.split for f in port.all_forms for c in f.components.values()):
+            print(f"  --cache: {', '.join(METHODS)}; see docs/step-caching.md")
 
 
 def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:

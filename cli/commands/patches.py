@@ -13,8 +13,8 @@ import typer
 from packaging.requirements import Requirement
 
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import Debug, Json
-from tpuport.cli.shown.errors import reported
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import plural, print_json
 from tpuport.cli.shown.versions import version
 from tpuport.core.files.atomic import one_line
@@ -83,10 +83,10 @@ class Entry:
         return self.state in ("gone", "broken")
 
 
+@command("patches")
 def patches(
+    settings: Settings,
     model: OnlyModel = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """List the changes to upstream code: what, why, for which versions.
 
@@ -94,20 +94,19 @@ def patches(
     overrides replace what torchax does for a torch operator. Nothing is applied here.
     Fails when a target is gone.
     """
-    with reported(debug=debug):
-        if model is None:
-            ports = [plugin.port for plugin in installed_plugins().values()]
-        else:
-            ports = [get_port(model)]
-        prepare(debug=debug)
-        entries = examine(ports)
-        if json:
-            print_json({"patches": [asdict(entry) for entry in entries]})
-        else:
-            print("\n".join(_text(entries, ports)))
-        wrong = [entry.detail for entry in entries if entry.is_wrong]
-        if wrong:
-            raise PatchError("; ".join(dict.fromkeys(wrong)))
+    if model is None:
+        ports = [plugin.port for plugin in installed_plugins().values()]
+    else:
+        ports = [get_port(model)]
+    prepare(debug=settings.debug)
+    entries = examine(ports)
+    if settings.json:
+        print_json({"patches": [asdict(entry) for entry in entries]})
+    else:
+        print("\n".join(_text(entries, ports)))
+    wrong = [entry.detail for entry in entries if entry.is_wrong]
+    if wrong:
+        raise PatchError("; ".join(dict.fromkeys(wrong)))
 
 
 def examine(ports: Iterable[ModelPort]) -> list[Entry]:

@@ -15,31 +15,20 @@ import typer
 from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import Noise, read_noise
-from tpuport.cli.asked.options import (
-    CacheDir,
-    Debug,
-    Json,
-    NoCompileCache,
-    Out,
-    Report,
-    Weights,
-)
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import check_report, open_session
-from tpuport.cli.asked.settings import Settings, gather
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
     Video,
+    decode_videos,
     going_on,
-    publish_videos,
     run_stage,
-    stage_note,
-    video_files,
 )
-from tpuport.cli.shown.errors import reported
 from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.outputs import Outputs, plan_outputs
+from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.cli.shown.versions import versions
-from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.enums import Place, Task
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.sources import Source, read_image, read_video
@@ -47,12 +36,15 @@ from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.result import latents_digest
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
     from tpuport.core.weights.checkpoint import Checkpoint
+
 
 _HOW = {
     *("backend", "attention", "dtype", "mesh", "sharding", "blocks"),
@@ -66,37 +58,28 @@ _NEEDED = {
 }
 
 
+@command("replay")
 def replay(
-    context: typer.Context,
+    settings: Settings,
     sidecar: Annotated[
         str, typer.Argument(metavar="FILE.json", help="The JSON beside a video.")
     ],
-    weights: Weights = None,
-    out: Out = None,
-    cache_dir: CacheDir = None,
-    no_compile_cache: NoCompileCache = False,
-    report: Report = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Run a sidecar's settings again and compare the latents, bit for bit.
 
     With --out the video is made and written too; without it the latents are enough.
     """
-    with reported(debug=debug) as guard:
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        document = _replay(Path(sidecar).expanduser(), settings)
-        say(f"the same latents as {sidecar}: {document['latents_sha256']}")
-        give_out(document, as_json=settings.json, report=settings.report)
+    prepare(debug=settings.debug)
+    document = _replay(Path(sidecar).expanduser(), settings)
+    say(f"the same latents as {sidecar}: {document['latents_sha256']}")
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
-    recorded = _read(file)
     if asked.report is not None:
         check_report(asked.report)
+    recorded = _read(file)
     settings = _settings(recorded, asked)
     request = Request.from_dict(recorded["request"])
     outputs = None
@@ -116,13 +99,11 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         )
         stages: list[StageReport] = []
         for name in STAGES[:2]:
-            session, how = sessions.of(name), recorded["stages"][name]
+            session = sessions.of(name)
             tensors, stage = run_stage(
                 session,
                 run,
                 name,
-                attention=how["attention"],
-                backend=how["backend"],
                 noise=noise if name == STAGES[0] else None,
                 source=source if name == STAGES[0] else None,
             )
@@ -133,9 +114,9 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         videos: list[Video] = []
         if outputs is not None:
             session = sessions.of(STAGES[2])
-            videos, stage = _write(session, run, recorded, outputs, stages, started)
-            stages.append(stage)
-        report = session.run_report(stages, time.perf_counter() - started)
+            videos, report = decode_videos(session, run, outputs, stages, started)
+        else:
+            report = session.run_report(stages, time.perf_counter() - started)
     _tell(report, videos)
     document = {
         "command": "replay",
@@ -176,15 +157,16 @@ class _Sessions:
     def of(self, stage: str) -> Session:
         """The session that runs a stage as the sidecar records it."""
         how = self._recorded["stages"][stage]
-        names = ("dtype", "mesh", "attention", "sharding", "blocks")
+        names = ("dtype", "mesh", "attention", "backend", "sharding", "blocks")
         changes = {name: how[name] for name in names}
         changes["vae"] = how["implementations"].get("vae", TORCHAX)
         # One for all stages, since it is of decode alone.
         changes["vae_tiling"] = self._recorded["stages"][STAGES[2]]["vae_tiling"]
+        read = RunSettings.read(changes, named=str)
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(
-                changed(self._settings, **changes),
+                changed(self._settings, **{n: getattr(read, n) for n in changes}),
                 cache=self._cache,
                 reporter=self._reporter,
             )
@@ -230,7 +212,7 @@ def _settings(recorded: Mapping[str, Any], asked: Settings) -> Settings:
         model=recorded["model"],
         variant=recorded["variant"] if known else None,
         weights=asked.weights or recorded["weights"].get("source"),
-        encode_on=recorded["stages"][STAGES[0]]["encode_on"],
+        encode_on=Place(recorded["stages"][STAGES[0]]["encode_on"]),
     )
 
 
@@ -272,7 +254,7 @@ def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source
             "replayed"
         )
     name = entry["files"][0]
-    if request.task == "i2v":
+    if request.task == Task.IMAGE:
         source = read_image(name)
     else:
         frames = request.num_frames
@@ -300,24 +282,6 @@ def _check_weights(
                 f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
                 "checkpoint with --weights"
             )
-
-
-def _write(
-    session: Session,
-    run: RunDirectory,
-    recorded: Mapping[str, Any],
-    outputs: Outputs,
-    stages: list[StageReport],
-    started: float,
-) -> tuple[list[Video], StageReport]:
-    how = recorded["stages"][STAGES[2]]
-    choice = {"attention": how["attention"], "backend": how["backend"]}
-    with video_files(run, outputs) as files:
-        _, stage = run_stage(session, run, STAGES[2], files=files, **choice)
-        report = session.run_report([*stages, stage], time.perf_counter() - started)
-        note = stage_note(session, **choice)
-        videos = publish_videos(session, run, files, report=report, note=note)
-    return videos, stage
 
 
 def _tell(report: RunReport, videos: list[Video]) -> None:

@@ -12,10 +12,9 @@ import typer
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import CacheDir, Debug, Json
-from tpuport.cli.asked.settings import gather
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench_attention import Chip, HeadDim, Heads, KvLen, QLen
-from tpuport.cli.shown.errors import reported
 from tpuport.cli.shown.output import plural, print_json, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
@@ -28,7 +27,9 @@ if TYPE_CHECKING:
     from tpuport.core.reports import Reporter
 
 
+@command("tune")
 def tune(
+    settings: Settings,
     context: typer.Context,
     chip: Chip = "v6e",
     head_dim: HeadDim = 64,
@@ -52,55 +53,49 @@ def tune(
             "--table", metavar="FILE", help="The table. (default: the kernel's own)"
         ),
     ] = None,
-    cache_dir: CacheDir = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Find the tiles with the fewest cycles for a call, and say what was tried.
 
     Needs no TPU; each candidate takes up to a minute to compile. What was compiled
     before is not compiled again.
     """
-    with reported(debug=debug) as guard:
-        settings = gather(context)
-        guard.debug = settings.debug
-        prepare(debug=settings.debug)
-        folder = cache_folder(settings.cache_dir) / "kernels"
-        from tpuport.core.cost.attention_case import AttentionCase
-        from tpuport.core.cost.tile_search import case_of, write_entry
-        from tpuport.kernels.attention.block_table import TABLE, read_entries
+    prepare(debug=settings.debug)
+    folder = cache_folder(settings.cache_dir) / "kernels"
+    from tpuport.core.cost.attention_case import AttentionCase
+    from tpuport.core.cost.tile_search import case_of, write_entry
+    from tpuport.kernels.attention.block_table import TABLE, read_entries
 
-        target = Path(table).expanduser() if table else TABLE
-        searches: list[tuple[AttentionCase, int]]
-        if again:
-            _alone(context)
-            try:
-                rows = read_entries(target)
-            except ValueError as error:
-                raise UsageError(str(error)) from error
-            searches = [(case_of(row), row.get("limit", limit)) for row in rows]
-        else:
-            case = AttentionCase(
-                implementation="tpuport",
-                chip=chip,
-                heads=heads,
-                q_len=q_len,
-                kv_len=kv_len or q_len,
-                head_dim=head_dim,
-            )
-            searches = [(case, limit)]
-        entries = []
-        for case, most in searches:
-            with make_display() as display:
-                found, entry = _search(case, most, folder, display)
-            entries.append(entry)
-            if write:
-                write_entry(target, entry)
-                say(f"wrote {target}")
-            if not settings.json:
-                print("\n".join(_text(found)))
-        if settings.json:
-            print_json(entries if again else entries[0])
+    target = Path(table).expanduser() if table else TABLE
+    searches: list[tuple[AttentionCase, int]]
+    if again:
+        _alone(context)
+        try:
+            rows = read_entries(target)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        searches = [(case_of(row), row.get("limit", limit)) for row in rows]
+    else:
+        case = AttentionCase(
+            implementation="tpuport",
+            chip=chip,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len or q_len,
+            head_dim=head_dim,
+        )
+        searches = [(case, limit)]
+    entries = []
+    for case, most in searches:
+        with make_display() as display:
+            found, entry = _search(case, most, folder, display)
+        entries.append(entry)
+        if write:
+            write_entry(target, entry)
+            say(f"wrote {target}")
+        if not settings.json:
+            print("\n".join(_text(found)))
+    if settings.json:
+        print_json(entries if again else entries[0])
 
 
 def _alone(context: typer.Context) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tpuport.cli.shown import sidecar as _sidecar
 from tpuport.cli.shown.outputs import Outputs
 from tpuport.cli.shown.versions import versions
 from tpuport.cli.shown.videos import VideoFiles
+from tpuport.core.enums import Backend, Pixels, Place
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import sidecar_path as sidecar_of
@@ -25,6 +27,7 @@ from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import COMMANDS, RunSettings, settings_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
 
@@ -58,8 +61,6 @@ def run_stage(
     run: RunDirectory,
     name: str,
     *,
-    attention: str | None = None,
-    backend: str | None = None,
     noise: Noise | None = None,
     source: Source | None = None,
     files: VideoFiles | None = None,
@@ -77,26 +78,21 @@ def run_stage(
     return session.run_stage_in(
         run,
         name,
-        backend=backend or "tpuport",
         source=source,
         extra=extra,
-        note=stage_note(session, attention, backend, noise, source),
-        pixels="uint8",
+        note=stage_note(session, noise, source),
+        pixels=Pixels.UINT8,
         on_frames=None if files is None else files.take,
     )
 
 
 def stage_note(
-    session: Session,
-    attention: str | None,
-    backend: str | None,
-    noise: Noise | None = None,
-    source: Source | None = None,
+    session: Session, noise: Noise | None = None, source: Source | None = None
 ) -> dict[str, Any]:
     """What run.json keeps of how a stage was asked for."""
     return {
-        "backend": backend or "tpuport",
-        "attention": attention or "auto",
+        "backend": session.settings.backend,
+        "attention": str(session.settings.attention),
         "encode_on": session.encode_on,
         "vae_tiling": session.executor.vae_tiling,
         "versions": versions(),
@@ -110,11 +106,7 @@ def _source_record(source: Source) -> dict[str, Any]:
 
 
 def reusable(
-    session: Session,
-    run: RunDirectory,
-    name: str,
-    settings: Settings,
-    say: Callable[[str], None],
+    session: Session, run: RunDirectory, name: str, say: Callable[[str], None]
 ) -> bool:
     """Whether a stage is finished and was run as it would be run now.
 
@@ -124,7 +116,7 @@ def reusable(
         return False
     record = run.report(name)
     now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
-    note = stage_note(session, settings.attention, settings.backend)
+    note = stage_note(session)
     then = record.get("note") or {}
     keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
     # A stage without native forms is the same with any blocks.
@@ -134,10 +126,10 @@ def reusable(
     used = session.port.stage(name).components_for(Request.from_dict(run.settings))
     chosen = choices(session.port, used)
     # Upstream's code has no other way to run.
-    upstream = settings.backend == "diffusers" or (
-        name == STAGES[0] and session.encode_on == "host"
+    upstream = session.settings.backend == Backend.DIFFUSERS or (
+        name == STAGES[0] and session.encode_on == Place.HOST
     )
-    op_by_op = name in settings.op_by_op and not upstream
+    op_by_op = name in session.settings.no_jit and not upstream
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
@@ -186,34 +178,45 @@ def check_noise(session: Session, run: RunDirectory, noise: Noise | None) -> Non
         )
 
 
-def video_files(run: RunDirectory, outputs: Outputs) -> VideoFiles:
-    """Writers for the videos of a run."""
-    request = Request.from_dict(run.settings)
-    return VideoFiles(outputs, request.fps, request.num_frames)
-
-
-def publish_videos(
+def decode_videos(
     session: Session,
     run: RunDirectory,
-    files: VideoFiles,
-    *,
-    report: RunReport,
-    note: Mapping[str, Any],
+    outputs: Outputs,
+    before: Sequence[StageReport],
+    started: float,
+) -> tuple[list[Video], RunReport]:
+    """Decode a run into files.
+
+    Args:
+        before: the reports of the stages that were run before.
+        started: when the first of them was.
+
+    Returns:
+        the videos, and the report of all stages.
+
+    Raises:
+        OutputError, ArtifactError: a file cannot be written.
+    """
+    request = Request.from_dict(run.settings)
+    with VideoFiles(outputs, request.fps, request.num_frames) as files:
+        _, stage = run_stage(session, run, STAGES[2], files=files)
+        report = session.run_report([*before, stage], time.perf_counter() - started)
+        return _publish(session, run, files, report), report
+
+
+def _publish(
+    session: Session, run: RunDirectory, files: VideoFiles, report: RunReport
 ) -> list[Video]:
     """Name the videos of a run, write their sidecars, record them in run.json.
 
     Args:
         files: with all frames of the videos, which were found to be good.
         report: of the run; its last stage is decode.
-        note: from :func:`stage_note`, of the decode stage.
-
-    Raises:
-        OutputError, ArtifactError: a file cannot be written.
     """
     outputs = files.outputs
     latents = run.read_stage(STAGES[1], session.port.stage(STAGES[1]).writes)["latents"]
     files.publish()
-    decode = {**session.stage_record(report.stages[-1]), "note": dict(note)}
+    decode = {**session.stage_record(report.stages[-1]), "note": stage_note(session)}
     run.record_output(STAGES[2], list(outputs.paths), decode)
     videos = []
     for index, path in enumerate(outputs.paths):
@@ -224,6 +227,24 @@ def publish_videos(
         write_sidecar(sidecar, data)
         videos.append(Video(path=path, sidecar=sidecar, data=data))
     return videos
+
+
+def told(
+    session: Session, report: RunReport, videos: Sequence[Video]
+) -> dict[str, Any]:
+    """What the JSON of each command that runs stages says."""
+    return {
+        "variant": session.variant.name,
+        "weights": session.checkpoint.reference,
+        "videos": [video.as_dict() for video in videos],
+        "dtype": session.dtype,
+        "mesh": report.mesh,
+        "attention": str(session.settings.attention),
+        "blocks": session.port.blocks,
+        "implementations": dict(report.implementations),
+        "backend": session.settings.backend,
+        "report": report.as_dict(),
+    }
 
 
 # --- when it does not end well
@@ -261,40 +282,31 @@ def resume_command(
     folder: Path, stages: Sequence[str], settings: Settings, out: str
 ) -> str:
     """The shell line that runs ``stages`` on a run directory and writes ``out``."""
-    given: dict[str, Any] = {
-        "weights": settings.weights,
-        "mesh": settings.mesh,
-        "dtype": settings.dtype,
-        "attention": settings.attention,
-        "sharding": settings.sharding,
-        "blocks": settings.blocks,
-        "vae": settings.vae,
-        "backend": settings.backend,
-        "cache-dir": settings.cache_dir,
-        "executables": settings.executables,
-        "profile": settings.profile,
-        "profile-calls": settings.profile_calls,
-    }
     lines = []
     for stage in stages:
-        words = ["tpuport", stage, "--run-dir", str(folder)]
-        for name, value in given.items():
-            if value is not None:
-                words += [f"--{name}", str(value)]
-        if settings.no_compile_cache:
-            words.append("--no-compile-cache")
-        if settings.memory_report:
-            words.append("--memory-report")
-        if stage in settings.op_by_op:
-            words.append("--no-jit")
+        words = ["tpuport", stage, "--run-dir", str(folder), *_flags(stage, settings)]
         if stage == STAGES[2]:
-            if settings.vae_tiling is not None:
-                words += ["--vae-tiling", settings.vae_tiling]
+            words += ["--out", out]
             if settings.report is not None:
                 words += ["--report", str(settings.report)]
-            words += ["--out", out]
         lines.append(shlex.join(words))
     return " && ".join(lines)
+
+
+def _flags(stage: str, settings: Settings) -> list[str]:
+    """The flags of a stage's command that say how to run, where they say anything."""
+    letter = next(letter for letter, name in COMMANDS.items() if name == stage)
+    words: list[str] = []
+    for name, setting in settings_of(RunSettings).items():
+        if letter not in setting.commands or name == "model":  # which the run knows
+            continue
+        if name == "no_compile_cache":
+            words += [] if settings.compile_cache else [setting.flags[0]]
+        elif name == "no_jit":
+            words += [setting.flags[0]] if stage in settings.no_jit else []
+        elif (value := getattr(settings, name)) != getattr(RunSettings(), name):
+            words += [setting.flags[0], *([] if value is True else [str(value)])]
+    return words
 
 
 def _finished(run: RunDirectory) -> list[str]:
@@ -333,5 +345,9 @@ def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
     variant = run.variant if run.variant in port.variant_names() else None
     # These stages never run the text encoder: its heads need not fit the mesh.
     return run, replace(
-        settings, model=run.model, variant=variant, weights=weights, encode_on="host"
+        settings,
+        model=run.model,
+        variant=variant,
+        weights=weights,
+        encode_on=Place.HOST,
     )

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tpuport.core.arrays import (
-    check_dtype,
     dtype_name,
     jax_dtype,
     to_numpy,
     to_torch,
     torch_dtype,
 )
+from tpuport.core.spec import kinds
 from tpuport.errors import UsageError
 
 
@@ -91,7 +91,7 @@ def test_float64_becomes_float32() -> None:
     [("float32", "float32"), ("fp32", "float32"), ("bf16", "bfloat16")],
 )
 def test_dtypes_have_short_names(asked: str, found: str) -> None:
-    assert check_dtype(asked) == found
+    assert kinds.dtype(asked) == found
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_dtypes_have_short_names(asked: str, found: str) -> None:
 )
 def test_other_dtypes_are_refused(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_dtype(name)
+        kinds.dtype(name)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_dp_is_used_where_there_is_a_pair_to_split(
         made.append(spec)
 
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice()] * 8)
-    monkeypatch.setattr(meshes, "build_mesh", build)
+    monkeypatch.setattr(meshes, "place_mesh", build)
     checkpoint = Checkpoint(hunyuanvideo_folders["1.5"], "x")
     api.make_mesh(get_port("hunyuanvideo"), checkpoint, None, rows)
     assert made == [MeshSpec(dp=mesh[0], sp=mesh[1], tp=mesh[2])]
@@ -83,7 +83,7 @@ def test_chips_that_stay_unused_are_told(
 ) -> None:
     from tpuport.core.mesh import device_mesh as meshes
 
-    monkeypatch.setattr(meshes, "build_mesh", lambda spec, devices: None)
+    monkeypatch.setattr(meshes, "place_mesh", lambda spec, devices: None)
     heard = Heard()
     devices: Any = [SimpleNamespace(platform=platform)] * 8
     checkpoint: Any = None  # it is asked for a default mesh alone

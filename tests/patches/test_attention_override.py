@@ -22,6 +22,7 @@ from tpuport.core.layers.attention import ATTENTION
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.op_overrides import resolve_operator
+from tpuport.kernels.attention.choice import AttentionChoice
 
 TOLERANCE = TOLERANCES["attention torch float32"]
 
@@ -98,7 +99,9 @@ def test_long_sequences_make_no_array_of_queries_by_keys_as_torchax_does(
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     arrays = (array, array, array, lengths)
     runtime = model_runtime(
-        mesh=None, platform="cpu", attention_implementation="blockwise"
+        mesh=None,
+        platform="cpu",
+        attention_implementation=AttentionChoice(name="blockwise"),
     )
     assert array.size <= largest(traced(runtime, call), *arrays) < length * length / 4
     assert largest(by_torchax(runtime, call), *arrays) >= length * length

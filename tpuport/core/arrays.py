@@ -4,37 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
-
-from tpuport.errors import UsageError
-
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-#: The dtypes weights may be asked for; float16 has no exponent range for T5 and is not
-#: a native TPU type, so upstream's float16 checkpoints run in bfloat16 or float32.
-WEIGHT_DTYPES = ("float32", "bfloat16")
-
-
-def check_dtype(name: str) -> str:
-    """``name`` if it is a supported weight dtype.
-
-    Raises:
-        UsageError: it is not; the message lists those that are.
-    """
-    aliases = {"fp32": "float32", "bf16": "bfloat16"}
-    name = aliases.get(name, name)
-    if name not in WEIGHT_DTYPES:
-        raise UsageError(
-            f"dtype {name!r} is not supported; choose one of {', '.join(WEIGHT_DTYPES)}"
-            + (
-                " (TPUs have no float16 units and T5 overflows in float16)"
-                if name in ("float16", "fp16", "half")
-                else ""
-            )
-        )
-    return name
 
 
 def dtype_name(dtype: Any) -> str:
@@ -64,6 +36,7 @@ def to_numpy(value: Any) -> np.ndarray:
     int64 becomes int32, since JAX runs with 32-bit integers here; a value that does not
     fit raises OverflowError rather than wrapping.
     """
+    import ml_dtypes
     import numpy as np
     import torch
 

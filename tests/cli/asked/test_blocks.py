@@ -14,6 +14,7 @@ from tests.cli.tools import SMALL, Cli, Made, Ran, call
 from tests.tolerances import TOLERANCES
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import resume_command
+from tpuport.core.enums import Blocks
 from tpuport.core.files.sealed_json import read_sidecar
 
 SETTINGS = (
@@ -136,7 +137,7 @@ def test_stages_may_be_run_with_other_blocks(cli: Cli, run: Path, made: Made) ->
 
 
 def test_how_to_go_on_names_them() -> None:
-    settings = Settings(blocks="upstream")
+    settings = Settings(blocks=Blocks.UPSTREAM)
     line = resume_command(Path("r"), ["denoise", "decode"], settings, "v.mp4")
     assert line.count("--blocks upstream") == 2
     assert "--blocks" not in resume_command(Path("r"), ["denoise"], Settings(), "v.mp4")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.cli.asked.sessions import check_early, check_folder
+from tpuport.cli.asked.sessions import check_early
 from tpuport.cli.asked.settings import Settings
+from tpuport.core.enums import Backend
+from tpuport.core.spec.rules import check_folder
 from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
 
 
@@ -31,7 +33,7 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
             "manifest.json: is missing",
         ),
         (
-            Settings(executables=Path("nosuch"), backend="diffusers"),
+            Settings(executables=Path("nosuch"), backend=Backend.DIFFUSERS),
             UsageError,
             "--executables are not upstream's",
         ),
@@ -41,14 +43,9 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
             "option scheduler='euler': choose one of checkpoint, ddim, dpm",
         ),
         (
-            Settings(width=96, height=64, aspect_ratio="1:1"),
+            Settings(width=96, height=64, aspect_ratio=(1.0, 1.0)),
             UsageError,
             "exclude height, width and size",
-        ),
-        (
-            Settings(attention="reference:block_q=128"),
-            UsageError,
-            "attention reference has no block_q",
         ),
     ],
     ids=[
@@ -59,7 +56,6 @@ from tpuport.errors import MissingArtifactError, MissingWeightsError, UsageError
         "executables of upstream",
         "option",
         "size",
-        "attention",
     ],
 )
 def test_it_is_refused_as_a_request_that_cannot_be(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings, gather
-from tpuport.cli.commands.generate import generate
+from tpuport.core.enums import Blocks, Place
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.errors import UsageError
 
 _seen: list[Settings] = []
@@ -19,17 +22,16 @@ def parse(*args: str | Path) -> Settings:
     """The settings that ``tpuport generate ARGS`` runs with."""
     app = typer.Typer(add_completion=False)
 
-    def command(context: typer.Context, **options: Any) -> None:
-        _seen.append(gather(context))
+    @command("generate")
+    def keep(settings: Settings) -> None:
+        _seen.append(settings)
 
-    command.__signature__ = __import__("inspect").signature(  # type: ignore[attr-defined]
-        generate, eval_str=True
-    )
-    command.__annotations__ = {
-        name: parameter.annotation
-        for name, parameter in command.__signature__.parameters.items()  # type: ignore[attr-defined]
-    }
-    app.command()(command)
+    def run(context: typer.Context, **options: Any) -> None:
+        _seen.append(gather(context, "G"))
+
+    run.__signature__ = inspect.signature(keep)  # type: ignore[attr-defined]
+    run.__annotations__ = keep.__annotations__
+    app.command()(run)
     typer.main.get_command(app).main(
         args=[str(arg) for arg in args], standalone_mode=False
     )
@@ -65,7 +67,11 @@ def test_both_spellings_mean_the_same() -> None:
     short = parse("--steps", "3", "--frames", "9", "--guidance", "2.5")
     long = ("--num-inference-steps", "3", "--num-frames", "9")
     assert short == parse(*long, "--guidance-scale", "2.5")
-    assert (short.steps, short.frames, short.guidance) == (3, 9, 2.5)
+    assert (short.num_inference_steps, short.num_frames, short.guidance_scale) == (
+        3,
+        9,
+        2.5,
+    )
 
 
 def test_size_is_width_by_height() -> None:
@@ -88,8 +94,8 @@ def test_size_and_height_exclude_each_other() -> None:
 
 
 def test_seeds_are_repeated_or_listed() -> None:
-    assert parse("--seed", "1,2", "--seed", "3").seeds == (1, 2, 3)
-    assert parse("--seed", "0").seeds == (0,)
+    assert parse("--seed", "1,2", "--seed", "3").seed == (1, 2, 3)
+    assert parse("--seed", "0").seed == (0,)
     assert "integer" in refused("--seed", "1,x")
 
 
@@ -108,7 +114,7 @@ def test_a_prompt_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("# animals\n\n a panda \na fox # with a tail\n")
     expected = ("a panda", "a fox # with a tail")
-    assert parse("--prompt-file", prompts).prompts == expected
+    assert parse("--prompt-file", prompts).prompt == expected
 
 
 def test_a_prompt_file_without_prompts_is_refused(tmp_path: Path) -> None:
@@ -154,22 +160,22 @@ def test_a_file_may_hold_any_setting(file: Any) -> None:
     assert settings == Settings(
         model="cogvideox",
         variant="2b",
-        prompts=("a", "b"),
+        prompt=("a", "b"),
         negative_prompt="c",
         width=96,
         height=64,
-        frames=9,
+        num_frames=9,
         fps=12.0,
-        steps=4,
-        guidance=1.0,
-        seeds=(1, 2, 3),
-        mesh="dp=2,tp=4",
-        encode_on="host",
-        blocks="upstream",
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        seed=(1, 2, 3),
+        mesh=MeshSpec(dp=2, tp=4),
+        encode_on=Place.HOST,
+        blocks=Blocks.UPSTREAM,
         options={"scheduler": "ddim", "dynamic_cfg": False},
         out="v.gif",
         run_dir=Path("r"),
-        no_compile_cache=True,
+        compile_cache=False,
         json=True,
     )
 
@@ -185,18 +191,18 @@ def test_what_to_look_at_may_be_in_the_file(file: Any) -> None:
     assert settings.memory_report is True
     assert settings.profile == Path("traces")
     assert settings.profile_calls == 5
-    assert settings.no_jit_stages == settings.op_by_op == ("encode",)
+    assert settings.no_jit == ("encode",)
     settings = parse("--config", file("no_jit: true"))
-    assert settings.op_by_op == ("encode", "denoise", "decode")
-    assert parse().op_by_op == ()
+    assert settings.no_jit == ("encode", "denoise", "decode")
+    assert parse().no_jit == ()
 
 
 def test_flags_win_over_the_file(file: Any) -> None:
     config = file("steps: 4\nframes: 17\nprompt: from the file\nseed: 5\n")
     args = ("--num-inference-steps", "2", "--prompt", "a flag", "--seed", "0")
     settings = parse("--config", config, *args)
-    assert (settings.steps, settings.frames) == (2, 17)
-    assert (settings.prompts, settings.seeds) == (("a flag",), (0,))
+    assert (settings.num_inference_steps, settings.num_frames) == (2, 17)
+    assert (settings.prompt, settings.seed) == (("a flag",), (0,))
 
 
 def test_a_flag_replaces_what_the_file_says_otherwise(
@@ -207,7 +213,7 @@ def test_a_flag_replaces_what_the_file_says_otherwise(
     config = file("size: 96x64\nprompt: a\n")
     settings = parse("--config", config, "--height", "32", "--prompt-file", prompts)
     assert (settings.width, settings.height) == (96, 32)
-    assert settings.prompts == ("one",)
+    assert settings.prompt == ("one",)
     config = file("height: 32\nwidth: 32\n")
     settings = parse("--config", config, "--size", "96x64")
     assert (settings.width, settings.height) == (96, 64)

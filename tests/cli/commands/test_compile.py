@@ -18,6 +18,7 @@ from tests.cli.tools import SMALL, Cli, Made, call
 from tpuport.cli.asked.sessions import check_early, check_run_early
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import progress as _progress
+from tpuport.core.enums import Backend
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.mesh.compiler_flags import flags_of_chip
 from tpuport.core.programs import built_folder
@@ -25,7 +26,6 @@ from tpuport.core.programs.built_folder import MANIFEST, MANIFEST_SCHEMA
 from tpuport.core.programs.executable_files import read_entry
 from tpuport.core.reports import CompileReport, StageReport
 from tpuport.errors import ArtifactError
-from tpuport.plugins import get_port
 
 PROMPTS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7")
 ROOT = Path(__file__).parents[3]
@@ -165,23 +165,27 @@ def test_a_run_that_goes_on_is_held_against_them_as_early(
         assert "frames 17 -> 9" in ran.err
         assert ran.err.count("\n") == 1
     # Encode does not run what the others do.
-    asked = Settings(executables=folder, height=64, width=96, frames=9)
-    port = get_port("cogvideox")
-    check_run_early(port, asked, ["encode"])
+    asked = Settings(executables=folder, height=64, width=96, num_frames=9)
+    known = check_early(asked)
+    check_run_early(known, asked, ["encode"])
     with pytest.raises(ArtifactError, match="frames 17 -> 9"):
-        check_run_early(port, asked)
+        check_run_early(known, asked)
     # Upstream's code needs none, and a stage op by op compiles nothing.
-    check_run_early(port, replace(asked, backend="diffusers"))
-    check_run_early(port, replace(asked, no_jit_stages=("denoise", "decode")))
+    for changes in (
+        {"backend": Backend.DIFFUSERS, "executables": None},
+        {"no_jit": ("denoise", "decode")},
+    ):
+        other = replace(asked, **changes)
+        check_run_early(check_early(other), other)
     # Of a run directory that exists, it is not known yet which stages are left.
-    check_run_early(port, replace(asked, run_dir=run))
+    check_run_early(known, replace(asked, run_dir=run))
 
 
 def test_no_executable_is_read_whole_before_the_session(
     compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(built_folder, "read_payload", None)
-    asked = Settings(executables=compiled[1], height=64, width=96, frames=9)
+    asked = Settings(executables=compiled[1], height=64, width=96, num_frames=9)
     check_run_early(check_early(asked), asked)
 
 

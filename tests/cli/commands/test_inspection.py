@@ -18,6 +18,7 @@ from tests.cli.tools import SMALL, Cli
 from tests.tolerances import TOLERANCES
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import resume_command
+from tpuport.core.enums import StageName
 from tpuport.core.files.frames import FrameChecks, to_uint8
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.run.frame_delivery import Delivery
@@ -54,7 +55,7 @@ def test_how_to_go_on_looks_in_the_same_way() -> None:
         memory_report=True,
         profile=Path("trace"),
         profile_calls=2,
-        no_jit_stages=("decode",),
+        no_jit=(StageName.DECODE,),
     )
     line = resume_command(Path("r"), ["denoise", "decode"], settings, "v.mp4")
     denoise, decode = line.split(" && ")
@@ -64,9 +65,9 @@ def test_how_to_go_on_looks_in_the_same_way() -> None:
     assert "--no-jit" not in denoise
     assert " --no-jit" in decode
     # What it names is what the commands take.
-    assert parse(*decode.split()[2:]).op_by_op == STAGES
+    assert parse(*decode.split()[2:]).no_jit == STAGES
     both = resume_command(
-        Path("r"), ["denoise", "decode"], Settings(no_jit=True), "v.mp4"
+        Path("r"), ["denoise", "decode"], Settings(no_jit=STAGES), "v.mp4"
     )
     assert both.count(" --no-jit") == 2
     plain = resume_command(Path("r"), ["denoise"], Settings(), "v.mp4")

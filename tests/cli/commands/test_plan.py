@@ -266,7 +266,9 @@ def test_a_plan_of_another_mesh_names_the_default(asked: str | None) -> None:
         plan=lambda spec: SimpleNamespace(mesh=spec, notes=[]),
         unused=lambda spec: spec.unused(8, "chip"),
     )
-    made = _final(planner, Settings(mesh=asked), [], ["denoise"])
+    made = _final(
+        planner, Settings(mesh=asked and MeshSpec.parse(asked)), [], ["denoise"]
+    )
     told = ["default mesh here: dp=2,sp=4,tp=1; --mesh auto compares"]
     assert made.notes == (told if made.mesh != default else [])
     assert (made.mesh == default) == (asked != "dp=2,tp=4")
@@ -290,7 +292,9 @@ def test_a_plan_says_which_chips_stay_unused(
         plan=lambda spec: SimpleNamespace(mesh=spec, notes=[]),
     )
     planner.unused = lambda spec: Planner.unused(planner, spec)
-    made = _final(planner, Settings(mesh=asked), [], ["denoise"])
+    made = _final(
+        planner, Settings(mesh=asked and MeshSpec.parse(asked)), [], ["denoise"]
+    )
     assert [note for note in made.notes if "unused" in note] == ([told] if told else [])
 
 

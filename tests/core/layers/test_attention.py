@@ -22,6 +22,7 @@ from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
 from tpuport.errors import AttentionError, UsageError
+from tpuport.kernels.attention.choice import AttentionChoice
 
 TOLERANCE = TOLERANCES["attention torch float32"]
 MESHES = [(2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1), (8, 1, 1)]
@@ -37,7 +38,7 @@ def context(
         mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
         platform="cpu",
         attention=policy or AttentionPolicy(),
-        implementation=implementation,
+        implementation=AttentionChoice.parse(implementation),
         records=[],
     )
 

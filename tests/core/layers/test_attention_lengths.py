@@ -29,6 +29,7 @@ from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
 from tpuport.errors import AttentionError
+from tpuport.kernels.attention.choice import AttentionChoice
 
 TOLERANCE = TOLERANCES["attention torch float32"]
 MESHES = [(2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1), (8, 1, 1)]
@@ -42,7 +43,7 @@ def context(
         mesh=None if mesh is None else build_mesh(MeshSpec.parse(mesh)),
         platform="cpu",
         attention=AttentionPolicy(),
-        implementation=implementation,
+        implementation=AttentionChoice.parse(implementation),
         records=[],
     )
 
@@ -216,7 +217,9 @@ def test_a_traced_block_takes_the_kernels_and_records_it(overload: bool) -> None
     q, k, v = tensors(2)
     lengths = torch.tensor([7, 0])
     runtime = model_runtime(
-        mesh=None, platform="cpu", attention_implementation="blockwise"
+        mesh=None,
+        platform="cpu",
+        attention_implementation=AttentionChoice(name="blockwise"),
     )
     op = torch.ops.tpuport.attention
     with runtime.tracing() as env:

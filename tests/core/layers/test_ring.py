@@ -34,7 +34,7 @@ def active_on(
         mesh=build_mesh(MeshSpec.parse(mesh), devices),
         platform="cpu",
         attention=AttentionPolicy(),
-        implementation=implementation,
+        implementation=AttentionChoice.parse(implementation),
         records=[],
     )
     return Active(None, context)

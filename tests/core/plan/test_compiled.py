@@ -85,6 +85,7 @@ from pathlib import Path
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.config_checkpoint import config_checkpoint
 from tpuport.core.plan.planner import Planner
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.mesh.slices import parse_topology
 from tpuport.plugins import get_port
 
@@ -99,7 +100,10 @@ def plan(mesh, topology="v6e-4", **changes):
             port=port, variant=variant, checkpoint=checkpoint,
             topology=parse_topology(topology), cache=cache / "schedules",
             ask=lambda requests: requests.request(prompt="a panda", **asked),
-            dtype="bfloat16", attention="reference", stages=["denoise"],
+            settings=RunSettings.read(
+                {"dtype": "bfloat16", "attention": "reference"}, named=str
+            ),
+            stages=["denoise"],
         )
         found = planner.plan(MeshSpec.parse(mesh)).as_dict()
         found["legal"] = [str(m) for m in planner.legal_meshes()]
@@ -120,6 +124,7 @@ from pathlib import Path
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.config_checkpoint import config_checkpoint
 from tpuport.core.plan.planner import Planner
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.mesh.slices import parse_topology
 from tpuport.plugins import get_port
 
@@ -138,7 +143,10 @@ def both(blocks):
             port=port, variant=variant, checkpoint=checkpoint,
             topology=parse_topology("v6e-1"), cache=cache / "schedules",
             ask=lambda requests: requests.request(prompt="a panda"),
-            dtype="bfloat16", stages=["denoise"], blocks=blocks,
+            settings=RunSettings.read(
+                {"dtype": "bfloat16", "blocks": blocks}, named=str
+            ),
+            stages=["denoise"],
         )
         other = planner.elsewhere(parse_topology("v6e-4"))
         return [shown(planner, MeshSpec()), shown(other, other.default_mesh())]

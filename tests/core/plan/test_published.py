@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from tpuport.core.enums import Dtype
 from tpuport.core.files.sources import read_image
-from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.device_mesh import place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.abstract_programs import (
     AbstractProgram,
@@ -18,10 +19,10 @@ from tpuport.core.plan.abstract_programs import (
     device_bytes,
 )
 from tpuport.core.plan.config_checkpoint import config_checkpoint
-from tpuport.core.plan.planner import Requests
 from tpuport.core.programs.components import Components
-from tpuport.core.reports import Reporter
 from tpuport.core.spec.model_port import with_blocks
+from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.plugins import get_port
 
 
@@ -32,13 +33,15 @@ def programs(
     port = with_blocks(get_port(model), "native")
     variant = port.variant(name)
     form = port.form_of(variant)
-    mesh = build_mesh(MeshSpec(sp=devices), jax.devices()[:devices])
+    placed = place_mesh(MeshSpec(sp=devices), jax.devices()[:devices])
     with config_checkpoint(form, variant, cache) as checkpoint:
-        requests = Requests(form, variant, checkpoint, mesh, Reporter())
+        requests = Requests(form, variant, checkpoint, placed)
         source = asked.get("source")
+        settings = RunSettings(dtype=Dtype.BFLOAT16)
         found = abstract_programs(
-            Components(form, checkpoint, mesh, dtype="bfloat16"),
+            Components(form, checkpoint, placed.mesh, settings),
             requests.request(**asked),
+            settings,
             stages=[stage],
             inputs={source.kind: source.for_videos(1)} if source else None,
         )

@@ -34,6 +34,7 @@ from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import read_entry
 from tpuport.core.reports import bytes_text
 from tpuport.core.run import executor as executors
+from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError
 
@@ -57,7 +58,7 @@ def compile_into(
         request = session.request(prompt=asked.pop("prompt"), **asked)
         made, _ = build(
             lambda decided: abstract_programs(
-                session.components, request, stages=stages
+                session.components, request, session.settings, stages=stages
             ),
             session.components,
             request,
@@ -327,9 +328,10 @@ def built_with(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
             made, decided = build(
                 lambda decided: abstract_programs(
                     Components(
-                        port, session.checkpoint, session.mesh, dtype=session.dtype
+                        port, session.checkpoint, session.mesh, session.settings
                     ),
                     request,
+                    session.settings,
                     stages=STAGES,
                     decided=decided,
                     reporter=heard,
@@ -414,7 +416,7 @@ def test_what_only_another_stage_needs_is_not_compared(
     built = BuiltFolder.open(folder)
     with tpuport.load("toy", mesh=MESH, cache_dir=cache_dir) as session:
         request = session.request(prompt=ASKED["prompt"], seed=ASKED["seed"])
-        cached = replace(request, step_cache="deepcache:interval=2")
+        cached = replace(request, step_cache=StepCache(method="deepcache"))
         built.check_request(cached, session.port, ["encode", "decode"])
         with pytest.raises(ArtifactError, match="step cache none -> deepcache"):
             built.check_request(cached, session.port, ["denoise"])

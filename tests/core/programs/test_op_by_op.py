@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
+from tpuport.core.enums import StageName
 from tpuport.core.run.executor import Executor
-from tpuport.core.run.inspection import Inspection
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.errors import UsageError
@@ -64,10 +65,10 @@ def test_the_other_stages_are_compiled(cache: Path) -> None:
         report = session.generate("a cat").report
     assert [s.op_by_op for s in report.stages] == [False, True, False]
     assert heard.about("compiling") == ["compiling encode/run", "compiling decode/run"]
-    with pytest.raises(UsageError, match="no stage is called 'denose'; there are"):
+    with pytest.raises(UsageError, match="'denose' is none of encode"):
         tpuport.load("toy", cache_dir=cache, no_jit=["denose"])
     with tpuport.load("toy", cache_dir=cache, no_jit="denoise") as session:
-        assert session.executor.inspection.no_jit == ("denoise",)
+        assert session.settings.no_jit == ("denoise",)
 
 
 def run(
@@ -91,8 +92,7 @@ def run(
     )
     executor = Executor(
         session.components,
-        keep_loaded=True,
-        inspection=Inspection(no_jit=("denoise",) if no_jit else ()),
+        RunSettings(no_jit=(StageName.DENOISE,) if no_jit else ()),
     )
     made, _ = executor.run(stage, session.request(prompt="a cat"), {})
     return made["latents"]

@@ -16,8 +16,8 @@ from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport, StageReport
 from tpuport.core.run import executor as executors
 from tpuport.core.run.executor import CALLS_IN_FLIGHT, Executor
-from tpuport.core.run.inspection import Inspection
 from tpuport.core.run.profile import SteadyTrace
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 
@@ -81,7 +81,7 @@ def _report(stage: str, program: str) -> CompileReport:
 
 
 def run(
-    session: Any, call: Any, inspection: Inspection | None = None
+    session: Any, call: Any, inspection: RunSettings | None = None
 ) -> tuple[StageReport, list[int]]:
     """A stage of many calls; the report, and which outputs were watched, in order."""
     watched: list[int] = []
@@ -108,9 +108,8 @@ def run(
     )
     executor = Executor(
         session.components,
-        keep_loaded=True,
+        inspection or RunSettings(),
         programs=Instant(session.components, call),
-        inspection=inspection,
     )
     _, report = executor.run(stage, session.request(prompt="a cat"), {})
     return report, watched
@@ -162,7 +161,7 @@ def test_what_runs_has_ended_before_a_recording_begins(
 
     monkeypatch.setattr(SteadyTrace, "turns", turns)
     monkeypatch.setattr(SteadyTrace, "turn", turn)
-    report, watched = run(session, device.call, Inspection(profile=tmp_path))
+    report, watched = run(session, device.call, RunSettings(profile=tmp_path))
     assert under_way == [0, 0]
     assert report.calls_in_flight == 4
     assert watched == list(range(CALLS))

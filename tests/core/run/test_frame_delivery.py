@@ -17,6 +17,7 @@ from tpuport.core.files.frames import as_frames, encode_pixels, to_uint8
 from tpuport.core.run import executor as executors
 from tpuport.core.run.executor import Executor
 from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.errors import PluginError, UsageError, VideoError
@@ -113,7 +114,7 @@ def request(session: Any) -> Any:
 
 
 def executor(session: Any) -> Executor:
-    return Executor(session.components, keep_loaded=True)
+    return Executor(session.components, RunSettings())
 
 
 @pytest.mark.parametrize("limit", [1, 4])

@@ -16,7 +16,7 @@ import pytest
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tpuport.core.run.executor import Executor
-from tpuport.core.run.inspection import Inspection
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.errors import OutputError, UsageError
@@ -103,7 +103,7 @@ def test_a_compile_would_be_seen(tmp_path: Path) -> None:
     assert compiles(events(tmp_path))
 
 
-def run(session: Any, names: str, inspection: Inspection) -> Any:
+def run(session: Any, names: str, inspection: RunSettings) -> Any:
     """A stage whose calls are of programs "a" and "b"."""
     stage = Stage(
         name="denoise",
@@ -126,7 +126,7 @@ def run(session: Any, names: str, inspection: Inspection) -> Any:
         upstream=lambda context: {},
         writes=(),
     )
-    executor = Executor(session.components, keep_loaded=True, inspection=inspection)
+    executor = Executor(session.components, inspection)
     made, report = executor.run(stage, session.request(prompt="a cat"), {})
     assert made["latents"].tolist() == [len(names)]
     return report
@@ -146,7 +146,7 @@ def test_what_is_recorded_is_steady(
     names: str, calls: int, recorded: dict[str, list[int]], cache: Path, tmp_path: Path
 ) -> None:
     with tpuport.load("toy", cache_dir=cache) as session:
-        report = run(session, names, Inspection(profile=tmp_path, profile_calls=calls))
+        report = run(session, names, RunSettings(profile=tmp_path, profile_calls=calls))
     found = events(tmp_path)
     for name in ("denoise_a", "denoise_b"):
         assert steps(found, name) == recorded.get(name, [])
@@ -174,5 +174,5 @@ def test_a_folder_that_cannot_be_made_is_refused(cache: Path, tmp_path: Path) ->
         pytest.raises(OutputError, match=r"file.denoise: no profile can be written"),
     ):
         session.generate("a cat")
-    with pytest.raises(UsageError, match="0 calls cannot be profiled"):
+    with pytest.raises(UsageError, match="profile_calls: 0 is not positive"):
         tpuport.load("toy", cache_dir=cache, profile=tmp_path, profile_calls=0)

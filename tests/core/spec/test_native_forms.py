@@ -173,7 +173,7 @@ def test_an_unknown_name_lists_the_choices(toy: ModelPort) -> None:
         lambda: tpuport.load("toy", blocks="fast"),
         lambda: tpuport.port(torch.nn.Linear(1, 1), "toy", blocks="fast"),
     ):
-        with pytest.raises(UsageError, match="blocks 'fast': choose from native, up"):
+        with pytest.raises(UsageError, match=r"'fast'.* native, upstream"):
             make()
     assert BLOCKS == ("native", "upstream")
 

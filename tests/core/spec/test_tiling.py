@@ -14,17 +14,17 @@ import pytest
 
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
+from tpuport.core.enums import StageName, Tiling
 from tpuport.core.programs.executable_files import ExecutableStore, Traced
 from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport
 from tpuport.core.run import executor as executors
 from tpuport.core.run.executor import Executor
 from tpuport.core.run.frame_delivery import Delivery
-from tpuport.core.run.inspection import Inspection
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
-from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision, check_choice
-from tpuport.errors import UsageError
+from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision
 
 GIB = 2**30
 TILES = "2 x 3 tiles"
@@ -89,8 +89,6 @@ def test_the_words_and_the_json() -> None:
     assert decision("on", tiles="").line() == (
         "decode: untiled, as the picture is one of upstream's tiles"
     )
-    with pytest.raises(UsageError, match="choose one of auto, on, off"):
-        check_choice("yes")
 
 
 # --- a stage that is found to be too large
@@ -192,7 +190,7 @@ class Ran:
         found: dict[str, Any],
         asked: str = "auto",
         tiles: str = TILES,
-        inspection: Inspection | None = None,
+        inspection: RunSettings | None = None,
         backend: str = "tpuport",
         programs: Given | None = None,
         **how: Any,
@@ -203,11 +201,9 @@ class Ran:
         self.programs = programs or Given(session.components, found, **how)
         executor = Executor(
             session.components,
-            keep_loaded=True,
+            replace(inspection or RunSettings(), vae_tiling=Tiling(asked)),
             programs=self.programs,
             reporter=heard,
-            vae_tiling=asked,
-            inspection=inspection,
         )
         delivery = Delivery("float32", lambda first, x: self.given.append(x.max()))
         request = replace(session.request(prompt="a cat"), num_frames=3)
@@ -251,7 +247,7 @@ def test_what_compiles_to_too_much_is_run_in_tiles(
     first: Any, following: Any, session: Any, tmp_path: Path
 ) -> None:
     found = {"first": first, "next": following, "tile": Sized(GIB)}
-    looked = Inspection(memory=True, profile=tmp_path)
+    looked = RunSettings(memory_report=True, profile=tmp_path)
     ran = Ran(session, found, inspection=looked)
     # Nothing of the whole picture was called.
     assert ran.given == [0.25, 0.5, 0.75]
@@ -348,7 +344,7 @@ def test_where_nothing_is_compiled_auto_is_untiled(session: Any) -> None:
     assert "decode: untiled" in ran.said
     ran = Ran(session, {}, "on", backend="diffusers")
     assert "decode: in 2 x 3 tiles" in ran.said
-    executor = Executor(session.components, inspection=Inspection(no_jit=("decode",)))
+    executor = Executor(session.components, RunSettings(no_jit=(StageName.DECODE,)))
     tiling = executor.tiling(stage([]), session.request(prompt="a cat"))
     assert tiling is not None
     assert (tiling.tiled, tiling.room) == (False, None)
@@ -367,7 +363,7 @@ def test_a_plan_leaves_out_what_others_hold(
     monkeypatch.setattr(
         session.components, "held_bytes", lambda names: (12 * GIB, 3 * GIB)
     )
-    executor = Executor(session.components, keep_loaded=True)
+    executor = Executor(session.components, RunSettings())
     request = session.request(prompt="a cat")
     beside = executor.tiling(stage([]), request)
     alone = executor.tiling(stage([]), request, alone=True)

@@ -22,10 +22,12 @@ from jax.sharding import PartitionSpec
 
 from tests.core.tracing.towers import Tower, tower
 from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.enums import Dtype
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.programs.components import Components
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights import placement
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -176,12 +178,15 @@ def test_a_layer_is_written_into_the_memory_of_its_stack() -> None:
 # ------------------------------------------------------------------ of a checkpoint
 
 
-def components(folder: Path, mesh: str, **options: Any) -> Components:
+def components(
+    folder: Path, mesh: str, dtype: Dtype = Dtype.FLOAT32, **options: Any
+) -> Components:
     return Components(
         get_port("cogvideox"),
         Checkpoint(folder, str(folder)),
         build_mesh(MeshSpec.parse(mesh)),
-        **{"dtype": "float32", **options},
+        RunSettings(dtype=dtype),
+        **options,
     )
 
 
@@ -194,7 +199,7 @@ def test_what_is_abstract_is_what_is_loaded(
     shutil.copytree(
         demo_folder, bare, ignore=shutil.ignore_patterns("*.safetensors*", "*.model")
     )
-    options = {"dtype": "bfloat16", "stack": stack}
+    options = {"dtype": Dtype.BFLOAT16, "stack": stack}
     expected = components(demo_folder, "dp=1,tp=2", **options).load(name)
     found = components(bare, "dp=1,tp=2", **options).abstract(name)
     assert found.plan == expected.plan

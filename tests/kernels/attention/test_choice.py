@@ -16,10 +16,11 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.cost import attention_case as kernel_case
 from tpuport.core.cost.attention_case import AttentionCase
 from tpuport.errors import AttentionError, UsageError
+from tpuport.kernels.attention import selection
 from tpuport.kernels.attention.attention import attention, smooth_keys
 from tpuport.kernels.attention.choice import AttentionChoice
-from tpuport.kernels.attention.problem import describe
-from tpuport.kernels.attention.selection import select
+from tpuport.kernels.attention.problem import Problem, describe
+from tpuport.kernels.attention.selection import Selection
 
 EVERY = AttentionChoice(
     name="splash",
@@ -76,13 +77,22 @@ def test_what_is_not_a_choice_is_named(text: str, message: str) -> None:
 CASE = Case(q_len=384, kv_len=384, heads=2, kv_heads=2, head_dim=64)
 
 
+def select(problem: Problem, text: str, **options: Any) -> Selection:
+    """What runs for a choice in words."""
+    return selection.select(problem, AttentionChoice.parse(text), **options)
+
+
 @functools.cache
 def traced(text: str) -> Any:
     arrays, options = inputs(CASE)
 
     def call(*arrays: jax.Array) -> jax.Array:
         return attention(
-            *arrays, **options, platform="cpu", implementation=text, interpret=True
+            *arrays,
+            **options,
+            platform="cpu",
+            implementation=AttentionChoice.parse(text),
+            interpret=True,
         )
 
     return jax.jit(call).trace(*arrays)
@@ -281,7 +291,9 @@ def test_blocks_of_blockwise_are_those_of_the_program(name: str) -> None:
     assert told.implementation == "blockwise"
     assert told.blocks == {"block_q": 128, "block_kv": 256}
     traced = jax.make_jaxpr(
-        lambda q: attention(q, q, q, platform="cpu", implementation=text)
+        lambda q: attention(
+            q, q, q, platform="cpu", implementation=AttentionChoice.parse(text)
+        )
     )(jnp.zeros(x.shape))
     # Rounds of the loops over queries and over keys.
     assert {f"length={1024 // size}" for size in told.blocks.values()} <= set(

@@ -20,12 +20,13 @@ from tests.kernels.attention.oracle import (
 )
 from tests.tolerances import TOLERANCES
 from tpuport.errors import AttentionError
+from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.kernels.attention.chunked import chunked_attention
 from tpuport.kernels.attention.splash import splash_feature_major
 
 IMPLEMENTATIONS = ("splash", "reference", "blockwise")
 # Small blocks, so that a chunk is several of them and its last one short.
-SPLASH = "splash:block_q=128;block_kv=256;block_kv_compute=128"
+SPLASH = AttentionChoice.parse("splash:block_q=128;block_kv=256;block_kv_compute=128")
 CHUNK = 300
 
 
@@ -215,4 +216,4 @@ def test_a_nan_is_not_hidden() -> None:
 def test_what_cannot_be_taken_in_chunks_is_refused(choice: str) -> None:
     arrays, _ = inputs(Case(q_len=128, kv_len=600, head_dim=128))
     with pytest.raises(AttentionError, match="chunks"):
-        in_chunks(arrays, implementation=choice)
+        in_chunks(arrays, implementation=AttentionChoice.parse(choice))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Pixels
 from tpuport.errors import UsageError, VideoError
 
 if TYPE_CHECKING:
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 
     from tpuport.core.mesh.spatial_split import Space
 
-PIXELS = ("float32", "uint8")
+PIXELS = tuple(Pixels)
 """What frames are made of: floats in [0, 1], or bytes."""
 
 STATISTICS = ("finite", "low", "high")
 """What :func:`encode_pixels` tells besides the frames."""
 
 
-def check_pixels(pixels: str) -> str:
-    """``pixels``, if it is one of :data:`PIXELS`.
+def check_pixels(pixels: str) -> Pixels:
+    """``pixels``, if it is one of :class:`Pixels`.
 
     Raises:
         UsageError: it is not.
     """
-    if pixels not in PIXELS:
-        raise UsageError(f"pixels {pixels!r}: choose from {', '.join(PIXELS)}")
-    return pixels
+    if pixels not in list(Pixels):
+        raise UsageError(f"pixels {pixels!r}: choose from {', '.join(Pixels)}")
+    return Pixels(pixels)
 
 
 # --- on the device
@@ -79,7 +80,7 @@ def encode_pixels(
     x = jax.lax.optimization_barrier(x.astype(jnp.float32))
     clipped = jnp.clip(x, 0.0, 1.0)
     frames = clipped
-    if pixels == "uint8":
+    if pixels == Pixels.UINT8:
         # NaN has no byte; what becomes of it is never shown.
         whole = jnp.nan_to_num(clipped, nan=0.0)
         frames = jnp.rint(whole * jnp.float32(255)).astype(jnp.uint8)
@@ -141,7 +142,7 @@ def encode_on_host(x: np.ndarray, pixels: str) -> dict[str, np.ndarray]:
     finite = np.isfinite(x).sum(axis=(1, 3, 4), dtype=np.int32)
     frames = np.clip(x, 0, 1)
     low, high = frames.min(axis=(2, 3, 4)), frames.max(axis=(2, 3, 4))
-    if pixels == "uint8":
+    if pixels == Pixels.UINT8:
         frames = to_uint8(np.nan_to_num(frames, nan=0.0, copy=False))
     return {"frames": frames, "finite": finite, "low": low, "high": high}
 

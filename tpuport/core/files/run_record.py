@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tpuport.core.enums import StageName
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.errors import ArtifactError
 
@@ -15,8 +16,11 @@ RUN_SCHEMA = "tpuport.run"
 RUN_FILE = "run.json"
 
 #: The stages in the order they run, and the file each one leaves for the next.
-STAGES = ("encode", "denoise", "decode")
-STAGE_FILES = {"encode": "embeddings.safetensors", "denoise": "latents.safetensors"}
+STAGES = tuple(StageName)
+STAGE_FILES: dict[str, str] = {
+    StageName.ENCODE: "embeddings.safetensors",
+    StageName.DENOISE: "latents.safetensors",
+}
 
 _START_OVER = "start over in a new folder with `tpuport encode --run-dir NEW_FOLDER`"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Task
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import UsageError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 #: What a source of each kind makes the task.
-TASK_OF = {"image": "i2v", "video": "v2v"}
+TASK_OF = {"image": Task.IMAGE, "video": Task.VIDEO}
 
 #: Sides below this are no picture: every model's patches are as large.
 SMALLEST_SIDE = 16
@@ -47,8 +48,8 @@ class Source:
     fps: float | None = None
 
     @property
-    def task(self) -> str:
-        """What a run from this is: ``"i2v"`` or ``"v2v"``."""
+    def task(self) -> Task:
+        """What a run from this is."""
         return TASK_OF[self.kind]
 
     @property

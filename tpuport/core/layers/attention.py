@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from tpuport.kernels.attention.choice import AttentionChoice
 
 
-def check_implementation(asked: str, platform: str) -> AttentionChoice:
-    """The choice that ``asked`` spells, for programs of that platform.
+def check_implementation(choice: AttentionChoice, platform: str) -> AttentionChoice:
+    """The choice, if programs of that platform can have it.
 
     Raises:
-        UsageError: an unknown implementation or option, or one for other devices.
+        UsageError: it is for other devices.
     """
-    from tpuport.kernels.attention.selection import IMPLEMENTATIONS, as_choice
+    from tpuport.kernels.attention.selection import IMPLEMENTATIONS
 
-    choice = as_choice(asked)
     for one in IMPLEMENTATIONS:
         if one.name == choice.name and one.platform not in (None, platform):
             raise UsageError(
@@ -205,7 +204,6 @@ def split_attention(
     from jax.sharding import PartitionSpec
 
     from tpuport.kernels.attention.attention import attention
-    from tpuport.kernels.attention.selection import as_choice
 
     def kernel(
         q: jax.Array,
@@ -237,7 +235,7 @@ def split_attention(
         ends = (jnp.arange(frames, dtype=jnp.int32) + 1) * frame_tokens
         return jax.lax.map(one_frame, (q, ends))
 
-    choice = as_choice(context.implementation)
+    choice = context.implementation
     if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
         # A window is of neighbours in one sequence.
         choice = replace(choice, window=None)

@@ -172,7 +172,6 @@ def sequence_attention(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from tpuport.kernels.attention.selection import as_choice
     from tpuport.kernels.padding import pad_dim, round_up
 
     context = active.context
@@ -265,7 +264,7 @@ def sequence_attention(
             lengths=mine,
             scale=scale,
             platform=context.platform,
-            choice=as_choice(context.implementation),
+            choice=context.implementation,
             chip=context.chip,
         )
         return to_tokens(out if feature_major else out.swapaxes(2, 3))
@@ -340,12 +339,12 @@ def _record(
     import jax
 
     from tpuport.kernels.attention.problem import describe
-    from tpuport.kernels.attention.selection import as_choice, select
+    from tpuport.kernels.attention.selection import select
 
     context = active.context
     tokens = 3 if feature_major else 2
     head_dim, length = q.shape[5 - tokens], q.shape[tokens]
-    choice = as_choice(context.implementation)
+    choice = context.implementation
     count, queries = local
     way = why = None
     keys = length if feature_major else kv_len
@@ -400,8 +399,6 @@ def _not_passed(
     """Why keys do not go round a ring, if they do not."""
     import jax
 
-    from tpuport.kernels.attention.selection import as_choice
-
     chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)
     refusal = ring_refusal(
         chunk,
@@ -409,7 +406,7 @@ def _not_passed(
         chunk,
         has_lengths=True,
         platform=context.platform,
-        choice=as_choice(context.implementation),
+        choice=context.implementation,
         chip=context.chip,
     )
     if refusal is None and context.chip is not None:

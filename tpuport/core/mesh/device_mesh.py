@@ -22,14 +22,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.mesh.mesh_spec import AXES
+from tpuport.core.mesh.mesh_spec import AXES, MeshSpec
 
 if TYPE_CHECKING:
     import jax
-
-    from tpuport.core.mesh.mesh_spec import MeshSpec
 
 #: Chips up to which a slice's own order is kept, which has the same boxes.
 OWN_ORDER = 8
@@ -128,6 +127,31 @@ def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
         (tuple(a + step for a, step in zip(start, along, strict=True)), size)
         for along in itertools.product(*steps)
     ]
+
+
+@dataclass(frozen=True)
+class PlacedMesh:
+    """A mesh of devices with what it was made of.
+
+    Attributes:
+        spec: without an axis of -1.
+        mesh: the devices.
+    """
+
+    spec: MeshSpec
+    mesh: jax.sharding.Mesh
+
+
+def place_mesh(
+    spec: MeshSpec, devices: Sequence[jax.Device] | None = None
+) -> PlacedMesh:
+    """The mesh of :func:`build_mesh`, and its spec.
+
+    Raises:
+        MeshError: there are too few devices.
+    """
+    mesh = build_mesh(spec, devices)
+    return PlacedMesh(MeshSpec(**dict(mesh.shape)), mesh)
 
 
 def build_mesh(

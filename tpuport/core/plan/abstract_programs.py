@@ -22,6 +22,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing, walk
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import TilingDecision
@@ -114,15 +115,15 @@ class AbstractComponents(Components):
     """Components whose weights have shapes and places, and no data."""
 
     @classmethod
-    def of(cls, components: Components, reporter: Reporter) -> AbstractComponents:
+    def of(
+        cls, components: Components, settings: RunSettings, reporter: Reporter
+    ) -> AbstractComponents:
         """The same components without their weights."""
         made = cls(
             components.port,
             components.checkpoint,
             components.mesh,
-            dtype=components.dtype,
-            attention=str(components.attention),
-            layout=components.layout,
+            settings,
             reporter=reporter,
             stack=components.stack,
         )
@@ -146,10 +147,10 @@ class AbstractComponents(Components):
 def abstract_programs(
     components: Components,
     request: Request,
+    settings: RunSettings,
     *,
     stages: Sequence[str] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    vae_tiling: str = "auto",
     decided: Callable[[TilingDecision], None] | None = None,
     reporter: Reporter | None = None,
 ) -> Iterator[AbstractProgram]:
@@ -166,9 +167,9 @@ def abstract_programs(
         components: whose weights the programs take, for the devices of a topology or
             for real ones; their weights are not read.
         request: the run, checked against the variant.
+        settings: how to run; the dtype is known.
         stages: names of those asked for; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
-        vae_tiling: whether decode runs in tiles, as ``generate`` takes it.
         decided: told how a stage with that choice runs, once its programs were taken.
         reporter: told what is traced, and what the plugin's plan says.
 
@@ -180,10 +181,9 @@ def abstract_programs(
     wanted = [s.name for s in port.stages] if stages is None else list(stages)
     last = max(i for i, s in enumerate(port.stages) if s.name in wanted)
     told = reporter or Reporter()
-    placed_nowhere = AbstractComponents.of(components, told)
-    executor = Executor(
-        placed_nowhere, keep_loaded=True, reporter=told, vae_tiling=vae_tiling
-    )
+    settings = replace(settings, keep_loaded=True)
+    placed_nowhere = AbstractComponents.of(components, settings, told)
+    executor = Executor(placed_nowhere, settings, reporter=told)
     walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):
         programs = functools.partial(walked.stage, stage, index < last)

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
@@ -22,11 +20,12 @@ from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
-from tpuport.core.run.request_builder import RequestBuilder
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.default_mesh import default_mesh
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -35,24 +34,6 @@ from tpuport.errors import MeshError, ShardingError
 
 Ask = Callable[["Requests"], "Request"]
 """Makes the request for one mesh."""
-
-
-class Requests(RequestBuilder):
-    """Makes and checks requests for devices that are not there."""
-
-    def __init__(
-        self,
-        port: ModelPort,
-        variant: Variant,
-        checkpoint: Checkpoint,
-        mesh: jax.sharding.Mesh,
-        reporter: Reporter,
-    ) -> None:
-        self.port = port
-        self.variant = variant
-        self.checkpoint = checkpoint
-        self.mesh = mesh
-        self.reporter = reporter
 
 
 @dataclass(kw_only=True)
@@ -75,8 +56,7 @@ class Planner:
         topology: the slice.
         cache: a folder for the schedules of kernels.
         ask: makes the request; called for every mesh, since a mesh may refuse one.
-        dtype, attention, sharding, blocks, vae_tiling: as ``generate`` takes them.
-        implementations: those asked for, by component.
+        settings: how to run; the dtype is known.
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
@@ -90,20 +70,15 @@ class Planner:
     topology: Topology
     cache: Path
     ask: Ask
-    dtype: str
-    attention: str = "auto"
-    sharding: str = "default"
-    blocks: str = "native"
-    implementations: Mapping[str, str] = field(default_factory=dict)
-    vae_tiling: str = "auto"
+    settings: RunSettings
     stages: Sequence[str] | None = None
     inputs: Mapping[str, Any] | None = None
     reporter: Reporter | None = None
     dump: Path | None = None
 
     def __post_init__(self) -> None:
-        self.port = with_blocks(self.port, self.blocks)
-        self.port = with_chosen(self.port, self.implementations)
+        self.port = with_blocks(self.port, self.settings.blocks)
+        self.port = with_chosen(self.port, self.settings.implementations)
         self.say = (self.reporter or Reporter()).say
         self.chip = chip_named(self.topology.chip)
         self.devices = topology_devices(self.topology)
@@ -191,8 +166,8 @@ class Planner:
 
     def requests(self, spec: MeshSpec) -> Requests:
         """What makes and checks requests for a mesh."""
-        mesh = build_mesh(spec, self.devices)
-        return Requests(self.port, self.variant, self.checkpoint, mesh, Reporter())
+        mesh = place_mesh(spec, self.devices)
+        return Requests(self.port, self.variant, self.checkpoint, mesh)
 
     def components(self, spec: MeshSpec) -> Components:
         """The components on a mesh; nothing is read but configs."""
@@ -200,9 +175,7 @@ class Planner:
             self.port,
             self.checkpoint,
             build_mesh(spec, self.devices),
-            dtype=self.dtype,
-            attention=self.attention,
-            layout=self.sharding,
+            self.settings,
         )
         # Modules without weights are the same on every mesh, and slow to build.
         components._skeletons = self._skeletons
@@ -239,9 +212,9 @@ class Planner:
         return abstract_programs(
             self.components(spec),
             request,
+            self.settings,
             stages=stages,
             inputs=self.inputs,
-            vae_tiling=self.vae_tiling,
             decided=self._decided,
             reporter=self.reporter,
         )
@@ -282,9 +255,9 @@ class Planner:
             chip=self.chip,
             mesh=spec,
             settings=asked.as_dict(),
-            dtype=self.dtype,
-            attention=self.attention,
-            sharding=self.sharding,
+            dtype=str(self.settings.dtype),
+            attention=str(self.settings.attention),
+            sharding=self.settings.sharding,
             blocks=self.port.blocks,
             implementations=choices(self.port),
             compiler_flags=self._flags(found),

@@ -14,6 +14,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, jax_dtype, to_numpy, torch_dtype
+from tpuport.core.enums import Dtype
 from tpuport.core.layers.attention import check_implementation
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_memory import array_bytes
@@ -25,6 +26,7 @@ from tpuport.core.spec.choices import (
     implementation_of,
 )
 from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -35,6 +37,7 @@ from tpuport.core.weights.sharding import GATHERED, ShardingPlan, WeightInfo
 from tpuport.core.weights.skeleton import build_skeleton, is_used, match_names
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError, WeightsError
+from tpuport.kernels.attention.choice import AttentionChoice
 
 EVERYTHING = (".*",)
 """A regex of every weight's name."""
@@ -65,9 +68,8 @@ class Components:
         port: the model.
         checkpoint: its files.
         mesh: the devices.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        attention: the attention implementation, ``"auto"`` or a name.
-        layout: of the sharding rules; see ``Component.layouts``.
+        settings: the dtype of the weights, which is known, the attention and the
+            layout of the sharding rules.
         reporter: told what is loaded.
         stack: run the blocks that components declare as stacked under one scan; without
             it every block is compiled by itself, which gives the same numbers.
@@ -78,24 +80,23 @@ class Components:
         port: ModelPort,
         checkpoint: Checkpoint,
         mesh: jax.sharding.Mesh,
+        settings: RunSettings,
         *,
-        dtype: str,
-        attention: str = "auto",
-        layout: str = "default",
         reporter: Reporter | None = None,
         stack: bool = True,
     ) -> None:
         # An unknown layout is refused before anything is read.
-        port.rules(next(iter(port.components)), layout)
-        self.layout = layout
+        port.rules(next(iter(port.components)), settings.sharding)
+        assert settings.dtype is not None
+        self.layout = settings.sharding
         self.port = port
         self.checkpoint = checkpoint
         self.mesh = mesh
-        self.dtype = dtype
+        self.dtype = settings.dtype
         self.stack = stack
         self._reporter = reporter or Reporter()
-        self.attention = check_implementation(attention, self.platform)
-        self._runtimes: dict[tuple[str, str, bool], Runtime] = {}
+        self.attention = check_implementation(settings.attention, self.platform)
+        self._runtimes: dict[tuple[str, AttentionChoice, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
@@ -141,7 +142,7 @@ class Components:
                 attention_implementation=attention,
                 # Float32 weights mean float32 products, on chips whose matrix units
                 # would otherwise round their inputs to bfloat16.
-                matmul_precision="highest" if dtype == "float32" else None,
+                matmul_precision="highest" if dtype == Dtype.FLOAT32 else None,
             )
         return self._runtimes[key]
 

@@ -40,7 +40,6 @@ from tpuport.core.spec.choices import (
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program
-from tpuport.core.spec.step_cache import StepCache
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: Raised when the meaning of a field changes.
@@ -214,7 +213,7 @@ def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
 
 def method_of(request: Request) -> str:
     """What a program knows of a step cache: which steps are full, it does not."""
-    cache = StepCache.parse(request.step_cache)
+    cache = request.step_cache
     if cache is None:
         return "none"
     return cache.method if cache.order is None else f"{cache.method}:{cache.order}"
@@ -281,7 +280,7 @@ def settled(
         "form": port.form,
         "component": component,
         "options": {
-            "attention": attention_of(port, component, attention),
+            "attention": str(attention_of(port, component, attention)),
             "sharding": sharding,
             "blocks": port.blocks,
             "implementation": chosen_of(port, component),

@@ -16,16 +16,15 @@ from tpuport.core.programs.op_by_op import OpByOp
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.frame_delivery import Delivery
-from tpuport.core.run.inspection import Inspection
 from tpuport.core.run.memory_report import MemoryLog
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.run.stage_calls import StageRun, Timing, load
 from tpuport.core.run.step_caching import with_step_cache
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import PROFILED_CALLS, RunSettings
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import StageContext, Work
-from tpuport.core.spec.step_cache import StepCache
-from tpuport.core.spec.tiling import TilingDecision, check_choice
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.tracing.ported_module import BoundModule
 
 #: Calls dispatched before the oldest is waited for. Unbounded dispatch has cost 20 % on
@@ -38,35 +37,29 @@ class Executor:
 
     Args:
         components: the weights and where they go.
-        keep_loaded: keep weights on the devices between runs.
+        settings: whether weights stay on the devices between runs, whether decode runs
+            in tiles, and what the stages are looked at with.
         reporter: told what happens.
         programs: makes the compiled programs; without it they are compiled and kept
             for this executor alone.
-        inspection: what its stages are looked at with.
-        vae_tiling: whether decode runs in tiles: ``"auto"``, ``"on"`` or ``"off"``.
-
-    Raises:
-        UsageError: ``vae_tiling`` is none of these.
     """
 
     def __init__(
         self,
         components: Components,
+        settings: RunSettings,
         *,
-        keep_loaded: bool = False,
         reporter: Reporter | None = None,
         programs: Programs | None = None,
-        inspection: Inspection | None = None,
-        vae_tiling: str = "auto",
     ) -> None:
-        self.vae_tiling = check_choice(vae_tiling)
+        self.settings = settings
+        self.vae_tiling = settings.vae_tiling
         self.components = components
-        self.keep_loaded = keep_loaded
+        self.keep_loaded = settings.keep_loaded
         self.reporter = reporter or (programs.reporter if programs else Reporter())
         self.rotary = RotaryCache()
         self._upstream: dict[tuple[str, str], Any] = {}
         self.programs = programs or Programs(components, reporter=self.reporter)
-        self.inspection = inspection or Inspection()
         self.op_by_op = OpByOp()
         self._memory = MemoryLog(components.mesh.devices.flat)
         # Shapes of the states that step caching keeps, found by tracing once.
@@ -100,7 +93,7 @@ class Executor:
                 ``plan`` and ``compile`` make ready.
             vae_tiling: in place of the executor's own.
         """
-        tiling = check_choice(vae_tiling or self.vae_tiling)
+        tiling = vae_tiling or self.vae_tiling
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
             checkpoint=self.components.checkpoint,
@@ -155,7 +148,7 @@ class Executor:
         held, own = self.components.held_bytes(stage.components)
         devices = list(self.components.mesh.devices.flat)
         limit = None
-        if stage.name not in self.inspection.no_jit:
+        if stage.name not in self.settings.no_jit:
             limit = program_room(devices, 0 if alone else held, own)
         tiles = stage.tiles(self.context(request, 0, {}, vae_tiling=asked))
         built = self.programs.built
@@ -183,7 +176,7 @@ class Executor:
         """
         if self.programs.built is None:
             return
-        compiled = [s for s in stages if s.name not in self.inspection.no_jit]
+        compiled = [s for s in stages if s.name not in self.settings.no_jit]
         tilings = [
             tiling
             for stage in compiled
@@ -210,8 +203,7 @@ class Executor:
             The stage's tensors with all videos in the leading dim, and what it took.
             Frames that a sink took are not among them.
         """
-        looked = self.inspection
-        op_by_op = stage.name in looked.no_jit
+        op_by_op = stage.name in self.settings.no_jit
         if op_by_op:
             self.reporter.say(
                 f"{stage.name} runs op by op (--no-jit): nothing is compiled, for "
@@ -219,9 +211,9 @@ class Executor:
             )
         else:
             self.check_built(request, [stage], vae_tiling)
-        delivery = delivery or Delivery()
         started = time.perf_counter()
-        trace = SteadyTrace(stage.name, looked.profile, looked.profile_calls)
+        calls = self.settings.profile_calls or PROFILED_CALLS
+        trace = SteadyTrace(stage.name, self.settings.profile, calls)
         self._memory.begins(request, stage.name, stage.unit)
         run = StageRun(
             components=self.components,
@@ -229,8 +221,8 @@ class Executor:
             reporter=self.reporter,
             request=request,
             limit=self.calls_in_flight_limit,
-            delivery=delivery,
-            memory=self._memory if looked.memory else None,
+            delivery=delivery or Delivery(),
+            memory=self._memory if self.settings.memory_report else None,
             trace=trace,
         )
         try:
@@ -398,9 +390,9 @@ class Executor:
 
     def _say_uninspected(self, stage: Stage) -> None:
         """Nothing that is asked for is left undone without a word."""
-        looked = self.inspection
+        looked = self.settings
         runs = f"{stage.name} runs upstream's code"
-        if looked.memory:
+        if looked.memory_report:
             self.reporter.say(f"{runs}: --memory-report has nothing on it")
         if looked.profile is not None:
             self.reporter.say(f"{runs}: it is not profiled")
@@ -411,7 +403,7 @@ class Executor:
         self, stage: Stage, work: Work, request: Request, timing: Timing
     ) -> tuple[Stage, Work]:
         """The work with the request's step cache, in the stage that can be cut."""
-        cache = StepCache.parse(request.step_cache)
+        cache = request.step_cache
         named = {program.component for program in stage.programs.values()}
         splits = {n: self.components.port.components[n].split for n in sorted(named)}
         name, split = next(((n, s) for n, s in splits.items() if s), (None, None))

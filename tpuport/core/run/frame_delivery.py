@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tpuport.core.enums import Pixels
 from tpuport.core.files.frames import (
     STATISTICS,
     FrameChecks,
@@ -69,7 +70,7 @@ class Delivery:
                 "tpuport.core.files.frames.encode_pixels tells"
             )
         self.checks.add(first, frames.shape, statistics)
-        if self.pixels == "uint8" and frames.dtype != np.uint8:
+        if self.pixels == Pixels.UINT8 and frames.dtype != np.uint8:
             # From plain upstream code, or a port whose programs give floats alone. A
             # value that is not finite has no byte; the checks have counted it.
             frames = to_uint8(np.nan_to_num(frames, nan=0.0))

@@ -21,6 +21,7 @@ from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError
+from tpuport.kernels.attention.choice import AttentionChoice
 
 
 class PortedProgram:
@@ -41,7 +42,7 @@ class PortedProgram:
         component: Component,
         mesh: jax.sharding.Mesh,
         *,
-        attention: str = "auto",
+        attention: AttentionChoice = AttentionChoice(),
         sharding: str = "default",
         stack: bool = True,
     ) -> None:

@@ -9,38 +9,107 @@ from typing import Any
 import torch
 
 from tpuport.core.arrays import host_device
+from tpuport.core.enums import Backend, Dtype, Place
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.core.files.sources import Source
-from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.device_mesh import PlacedMesh
 from tpuport.core.programs.components import Components
-from tpuport.core.reports import StageReport
+from tpuport.core.programs.program_store import Programs
+from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.executor import Executor
 from tpuport.core.run.frame_delivery import Delivery, Sink
-from tpuport.core.run.request_builder import RequestBuilder
+from tpuport.core.spec import rules
 from tpuport.core.spec.choices import choices
+from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.rules import Known
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.variant import Variant
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError, WeightsError
 
-BACKENDS = ("tpuport", "diffusers")
 
+class StageRunner:
+    """One checkpoint on one mesh, and its stages one at a time.
 
-class StageRunner(RequestBuilder):
-    """Runs the stages of a session, one at a time.
-
-    Attributes:
-        components: the weights and where they go.
-        executor: makes the calls.
-        dtype: of the weights.
-        encode_on: ``"device"`` or ``"host"``.
+    Args:
+        port: the model, with its blocks and implementations in place.
+        variant: the defaults and rules in force.
+        checkpoint: the weights.
+        mesh: the devices.
+        settings: how to run; the dtype is known.
+        reporter: told what happens.
     """
 
-    components: Components
-    executor: Executor
-    dtype: str
-    encode_on: str
-    _closed: bool = False
+    def __init__(
+        self,
+        port: ModelPort,
+        variant: Variant,
+        checkpoint: Checkpoint,
+        mesh: PlacedMesh,
+        settings: RunSettings,
+        reporter: Reporter | None = None,
+    ) -> None:
+        self.port = port
+        self.variant = variant
+        self.checkpoint = checkpoint
+        self.mesh_spec, self.mesh = mesh.spec, mesh.mesh
+        self.settings = settings
+        self.reporter = reporter or Reporter()
+        self._closed = False
+        self.requests = Requests(port, variant, checkpoint, mesh, self.reporter)
+        self.components = Components(
+            port, checkpoint, self.mesh, settings, reporter=self.reporter
+        )
+        self.executor = Executor(
+            self.components,
+            settings,
+            programs=Programs.of(
+                self.components,
+                settings.compiled_dir,
+                settings.executables,
+                self.reporter,
+            ),
+        )
+        self._check_heads()
+        self.executor.programs.check()
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of the weights."""
+        return self.components.dtype
+
+    @property
+    def encode_on(self) -> Place:
+        """Where the text encoder runs."""
+        return self.settings.encode_on
+
+    def request(self, **asked: Any) -> Request:
+        """See :meth:`Requests.request`."""
+        return self.requests.request(**asked)
+
+    def check(self, request: Request, latents: torch.Tensor | None = None) -> None:
+        """See :meth:`Requests.check`."""
+        self.requests.check(request, latents)
+
+    def _check_heads(self) -> None:
+        """Refuse a mesh whose tp does not divide the heads of a component on it."""
+        heads = {
+            name: component.heads(self.checkpoint.config(name))
+            for name, component in self.port.components.items()
+            if component.heads is not None
+            and (self.checkpoint.folder / name / "config.json").is_file()
+            and not (name in self._encoders() and self.encode_on == Place.HOST)
+        }
+        self.mesh_spec.validate(heads=heads, batch=None)
+
+    def _with_backend(self, asked: str | None) -> RunSettings:
+        """Settings with the backend asked for, in place of the session's."""
+        backend = self.settings.backend if asked is None else asked
+        return RunSettings.read({"backend": backend}, named=str)
 
     def _encoders(self) -> tuple[str, ...]:
         return self.port.stages[0].components
@@ -76,7 +145,7 @@ class StageRunner(RequestBuilder):
         request: Request,
         inputs: Mapping[str, torch.Tensor],
         *,
-        backend: str = "tpuport",
+        backend: str | None = None,
         delivery: Delivery | None = None,
         vae_tiling: str | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
@@ -87,8 +156,8 @@ class StageRunner(RequestBuilder):
             request: the whole run.
             inputs: the tensors of the stage before, videos in the leading dim; of
                 encode, the pixels of ``request.sources`` as ``image`` or ``video``.
-            backend: ``"tpuport"``, or ``"diffusers"`` for plain upstream code on the
-                host or its GPU.
+            backend: in place of the session's: ``"tpuport"``, or ``"diffusers"`` for
+                plain upstream code on the host or its GPU.
             delivery: takes the frames of decode, as bytes or one by one, and can check
                 them; without it they are float32 and returned.
             vae_tiling: of decode, in place of the session's: ``"auto"``, ``"on"`` or
@@ -106,19 +175,14 @@ class StageRunner(RequestBuilder):
         if self._closed:
             raise UsageError("the session is closed; open another with tpuport.load")
         stage = self.port.stage(name)
-        if backend not in BACKENDS:
-            raise UsageError(
-                f"backend {backend!r}: choose one of {', '.join(BACKENDS)}"
-            )
-        splits = [self.port.components[c].split for c in stage.components]
-        if any(splits):
-            self._check_backend(request, backend)
-        if backend == "diffusers":
+        how = self._with_backend(backend)
+        rules.check(Known(settings=how, port=self.port, request=request, stages=[name]))
+        if how.backend == Backend.DIFFUSERS:
             self._refuse_chosen(stage, request)
             return self._run_upstream(
                 stage, request, inputs, host_device(), delivery, vae_tiling
             )
-        if stage is self.port.stages[0] and self.encode_on == "host":
+        if stage is self.port.stages[0] and self.encode_on == Place.HOST:
             for name in self._chosen(stage, request):
                 self.reporter.say(
                     f"{stage.name} runs on the host: its {name} is upstream's, not "
@@ -199,7 +263,7 @@ class StageRunner(RequestBuilder):
         run: RunDirectory,
         name: str,
         *,
-        backend: str = "tpuport",
+        backend: str | None = None,
         source: Source | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,
@@ -281,12 +345,12 @@ class StageRunner(RequestBuilder):
             **report.as_dict(),
             "weights": self.checkpoint.reference,
             "dtype": self.dtype,
-            "mesh": str(MeshSpec.parse(dict(self.mesh.shape))),
+            "mesh": str(self.mesh_spec),
             "sharding": self.components.layout,
             "blocks": self.port.blocks,
             # Upstream's own code has its own.
             "implementations": {}
-            if report.backend == "diffusers"
+            if report.backend == Backend.DIFFUSERS
             else choices(self.port, self.port.stage(report.stage).components),
             "platform": self.components.platform,
         }

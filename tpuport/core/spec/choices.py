@@ -31,9 +31,11 @@ def chosen_of(port: ModelPort, component: str) -> str:
     return port.chosen.get(component, TORCHAX)
 
 
-def attention_of(port: ModelPort, component: str, asked: AttentionChoice) -> str:
+def attention_of(
+    port: ModelPort, component: str, asked: AttentionChoice
+) -> AttentionChoice:
     """The attention of a component: options are for what denoises."""
-    return str(asked if component in port.denoisers else asked.plain)
+    return asked if component in port.denoisers else asked.plain
 
 
 def dtype_of(port: ModelPort, component: str, asked: str) -> str:

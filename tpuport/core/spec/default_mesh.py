@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tpuport.core.enums import Blocks
 from tpuport.core.mesh.mesh_spec import MeshSpec, auto_mesh
 
 if TYPE_CHECKING:
@@ -45,5 +46,5 @@ def default_mesh(
         if component.heads is not None and checkpoint.has(name)
     }
     native = any(c.native is not None for c in port.components.values())
-    tokens = native and port.blocks == "native" and devices[0].platform == "tpu"
+    tokens = native and port.blocks == Blocks.NATIVE and devices[0].platform == "tpu"
     return auto_mesh(len(devices), heads=heads, batch=rows, tokens=tokens)

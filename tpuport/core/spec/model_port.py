@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Blocks
 from tpuport.core.spec.component import Component
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Stage
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tpuport.core.tracing.patching import Patch
     from tpuport.core.weights.checkpoint import Checkpoint
 
-BLOCKS = ("native", "upstream")
+BLOCKS = tuple(Blocks)
 """What ``--blocks`` takes; the first one is the default."""
 
 
@@ -99,7 +100,7 @@ class ModelPort:
     write_processors: Callable[[Path, Variant], None] | None = None
     form: str = ""
     forms: tuple[ModelPort, ...] = ()
-    blocks: str = "upstream"
+    blocks: Blocks = Blocks.UPSTREAM
     chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -212,9 +213,10 @@ def with_blocks(port: ModelPort, blocks: str) -> ModelPort:
     """
     if blocks not in BLOCKS:
         raise UsageError(f"blocks {blocks!r}: choose from {', '.join(BLOCKS)}")
+    blocks = Blocks(blocks)
     if blocks == port.blocks:
         return port
-    if port.blocks != "upstream":
+    if port.blocks != Blocks.UPSTREAM:
         raise UsageError(f"{port.name} already has {port.blocks} blocks in place")
     natives = {n: c.native for n, c in port.components.items() if c.native}
     components = dict(port.components)

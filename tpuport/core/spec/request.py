@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Task
+from tpuport.core.spec import kinds
+from tpuport.core.spec.step_cache import StepCache
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,9 +18,6 @@ if TYPE_CHECKING:
 
 #: Seeds are what ``torch.Generator.manual_seed`` takes without wrapping.
 MAX_SEED = 2**63 - 1
-
-#: Text to video, image to video, video to video.
-TASKS = ("t2v", "i2v", "v2v")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +39,11 @@ class Request:
         num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance; at most 1 turns it off.
         options: settings that only this model has.
-        task: ``"t2v"``, ``"i2v"`` or ``"v2v"``: what the videos are made from.
+        task: what the videos are made from.
         sources: sha256 of the pixels of the image or video of each video; empty for
             text to video.
         strength: share of the steps that video to video runs, from its noisy end.
-        step_cache: which steps reuse work, as :mod:`tpuport.core.spec.step_cache`
-        writes it;
-            ``"none"`` for none.
+        step_cache: which steps reuse work; ``None`` for none.
     """
 
     prompts: tuple[str, ...]
@@ -59,10 +57,10 @@ class Request:
     num_inference_steps: int
     guidance_scale: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    task: str = "t2v"
+    task: Task = Task.TEXT
     sources: tuple[str, ...] = ()
     strength: float | None = None
-    step_cache: str = "none"
+    step_cache: StepCache | None = None
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "num_frames", "num_inference_steps"):
@@ -106,9 +104,9 @@ class Request:
                 raise UsageError(f"{name} {getattr(self, name)} must be positive")
         if not 0 < self.fps <= 1000:
             raise UsageError(f"fps {self.fps} must be above 0 and at most 1000")
-        if self.task not in TASKS:
-            raise UsageError(f"task {self.task!r}: choose one of {', '.join(TASKS)}")
-        if bool(self.sources) != (self.task != "t2v"):
+        if self.task not in list(Task):
+            raise UsageError(f"task {self.task!r}: choose one of {', '.join(Task)}")
+        if bool(self.sources) != (self.task != Task.TEXT):
             raise UsageError(f"{len(self.sources)} sources for task {self.task}")
         if self.sources and len(self.sources) != len(self.prompts):
             raise UsageError(
@@ -121,14 +119,14 @@ class Request:
 
     def _check_strength(self) -> None:
         if self.strength is None:
-            if self.task == "v2v":
+            if self.task == Task.VIDEO:
                 raise UsageError("video to video needs a strength in (0, 1]")
             return
         if isinstance(self.strength, bool) or not isinstance(
             self.strength, int | float
         ):
             raise UsageError(f"strength {self.strength!r} is not a number")
-        if self.task != "v2v":
+        if self.task != Task.VIDEO:
             raise UsageError(
                 f"strength {self.strength} was given without a video; it is for video "
                 "to video only"
@@ -161,6 +159,7 @@ class Request:
         data["negative_prompts"] = list(self.negative_prompts)
         data["seeds"] = [list(seeds) for seeds in self.seeds]
         data["sources"] = list(self.sources)
+        data["step_cache"] = str(self.step_cache or "none")
         return data
 
     @classmethod
@@ -183,6 +182,8 @@ class Request:
         values["negative_prompts"] = tuple(data["negative_prompts"])
         values["seeds"] = tuple(tuple(seeds) for seeds in data["seeds"])
         values["sources"] = tuple(data["sources"])
+        values["task"] = Task(data["task"])
+        values["step_cache"] = kinds.step_cache(data["step_cache"])
         return cls(**values)
 
 
@@ -210,7 +211,7 @@ def check_shape(request: Request, variant: Variant) -> None:
             )
 
 
-def check_task(task: str, variant: Variant, others: Sequence[Variant]) -> None:
+def check_task(task: Task, variant: Variant, others: Sequence[Variant]) -> None:
     """Refuse a task that a variant cannot do; the message names variants that can.
 
     Raises:
@@ -219,11 +220,11 @@ def check_task(task: str, variant: Variant, others: Sequence[Variant]) -> None:
     if task in variant.tasks:
         return
     need = {
-        "t2v": "text alone",
-        "i2v": "an image (--image)",
-        "v2v": "a video (--video)",
+        Task.TEXT: "text alone",
+        Task.IMAGE: "an image (--image)",
+        Task.VIDEO: "a video (--video)",
     }
-    can = " or ".join(need[known] for known in variant.tasks)
+    can = " or ".join(need[Task(known)] for known in variant.tasks)
     able = [v.name for v in others if task in v.tasks]
     other = f"; {', '.join(able)} can" if able else "; no variant of this model can"
     raise UsageError(

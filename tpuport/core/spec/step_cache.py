@@ -18,13 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.spec.stage_work import Tree
 from tpuport.core.tracing.forward_split import Where
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
+
+Tree = Any
+"""A nested tuple, list or dict of arrays."""
 
 METHODS: Mapping[str, Where] = {
     "deepcache": "before_last",

@@ -12,10 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpuport.core.reports import bytes_text
-from tpuport.errors import TpuportError, UsageError
-
-CHOICES = ("auto", "on", "off")
-"""What ``--vae-tiling`` takes."""
+from tpuport.errors import TpuportError
 
 
 class DoesNotFitError(TpuportError):
@@ -160,14 +157,3 @@ class TilingDecision:
             "line": self.line(),
             "reason": self.reason(),
         }
-
-
-def check_choice(choice: str) -> str:
-    """``choice``, if it is one of :data:`CHOICES`.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if choice not in CHOICES:
-        raise UsageError(f"vae_tiling {choice!r}: choose one of {', '.join(CHOICES)}")
-    return choice

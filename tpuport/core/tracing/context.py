@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuport.kernels.attention.choice import AttentionChoice
+
 if TYPE_CHECKING:
     import jax
 
@@ -79,8 +81,7 @@ class OpContext:
         mesh: the device mesh the traced program runs on.
         platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: where it will be lowered.
         attention: how attention is split over the mesh.
-        implementation: the attention asked for, as
-            :class:`tpuport.kernels.attention.choice.AttentionChoice` reads it.
+        implementation: the attention asked for.
         chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
         space: how the picture is split over devices, in a program that is; the arrays
             are then a device's own and there is no mesh.
@@ -91,7 +92,7 @@ class OpContext:
     mesh: jax.sharding.Mesh | None
     platform: str
     attention: AttentionPolicy
-    implementation: str = "auto"
+    implementation: AttentionChoice = AttentionChoice()
     chip: str | None = None
     space: Space | None = None
     records: list[AttentionRecord]

@@ -25,6 +25,7 @@ from tpuport.core.tracing.context import (
 )
 from tpuport.core.tracing.op_overrides import OpOverride, OpRegistry
 from tpuport.core.tracing.patching import Patch, PatchReport, applied
+from tpuport.kernels.attention.choice import AttentionChoice
 
 if TYPE_CHECKING:
     import jax
@@ -43,8 +44,7 @@ class Runtime:
         overrides: op overrides; those of every model are not added here, but by
             :func:`tpuport.core.layers.model_runtime.model_runtime`.
         attention: how attention is split over the mesh.
-        attention_implementation: what attention to use, as
-            :class:`tpuport.kernels.attention.choice.AttentionChoice` reads it.
+        attention_implementation: what attention to use.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: what the attention calls traced so far run as.
         convolutions: what the convolutions of the program traced last run as.
@@ -56,7 +56,7 @@ class Runtime:
     patches: Sequence[Patch] = ()
     overrides: Sequence[OpOverride] = ()
     attention: AttentionPolicy = field(default_factory=AttentionPolicy)
-    attention_implementation: str = "auto"
+    attention_implementation: AttentionChoice = AttentionChoice()
     matmul_precision: str | None = None
     records: list[AttentionRecord] = field(default_factory=list)
     convolutions: list[ConvolutionRecord] = field(default_factory=list)

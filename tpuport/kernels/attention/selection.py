@@ -384,10 +384,10 @@ def _notice(
 
 
 def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
-    """The choice that a text stands for."""
+    """The choice itself, or that of a name, without options."""
     if isinstance(implementation, AttentionChoice):
         return implementation
-    return AttentionChoice.parse(implementation)
+    return AttentionChoice(name=implementation)
 
 
 def _named(name: str) -> Implementation:

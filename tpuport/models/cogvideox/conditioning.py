@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Task
 from tpuport.core.files.sources import to_images
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.stage import Program
@@ -127,7 +128,7 @@ def posterior_draws(
 
     batch, frames, channels, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
     frames -= padding_frames(ctx.request, ctx.checkpoint)
-    encoded = 1 if ctx.request.task == "i2v" else frames
+    encoded = 1 if ctx.request.task == Task.IMAGE else frames
     shape = (1, channels, encoded, rows, columns)
     if ctx.planned:
         return torch.zeros((batch, *shape[1:]), dtype=dtype)
@@ -162,7 +163,7 @@ def scaled(ctx: StageContext, latents: torch.Tensor) -> torch.Tensor:
     """
     factor = scaling_factor(ctx.checkpoint)
     inverted = ctx.checkpoint.config("vae").get("invert_scale_latents", False)
-    if ctx.request.task == "i2v" and inverted:
+    if ctx.request.task == Task.IMAGE and inverted:
         return 1 / factor * latents
     return factor * latents
 
@@ -176,7 +177,7 @@ def padded(ctx: StageContext, latents: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    if ctx.request.task == "i2v":
+    if ctx.request.task == Task.IMAGE:
         total = latent_shape(ctx.request, ctx.checkpoint)[1]
         rest = latents.new_zeros(latents.shape[0], total - 1, *latents.shape[2:])
         return torch.cat([latents, rest], dim=1)

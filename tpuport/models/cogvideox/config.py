@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
@@ -276,7 +277,7 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
                 f"transformer has {form}; {variant.name} has {expected}; leave "
                 "--variant out to go by the checkpoint"
             )
-    if form.image != (request.task == "i2v"):
+    if form.image != (request.task == Task.IMAGE):
         takes = "an image" if form.image else "no image"
         raise UsageError(
             f"{checkpoint.source}: its transformer takes {takes}, and task "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage_work import StageContext, tell_lost
 from tpuport.errors import WeightsError
@@ -108,7 +109,7 @@ def latent_shape(
     return (
         request.batch_size,
         frames + padding_frames(request, checkpoint),
-        channels // 2 if request.task == "i2v" else channels,
+        channels // 2 if request.task == Task.IMAGE else channels,
         request.height // spatial,
         request.width // spatial,
     )

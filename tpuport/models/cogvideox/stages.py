@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
+from tpuport.core.enums import Task
 from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiles import in_words
@@ -173,7 +174,7 @@ def plan_denoise(ctx: StageContext) -> Work:
     if source is not None:
         conditioning.posterior_draws(ctx, generators, source.dtype)
     latents = initial_latents(ctx, generators).float()
-    if source is not None and request.task == "v2v":
+    if source is not None and request.task == Task.VIDEO:
         first = int(schedule.timesteps[0])
         latents = conditioning.noised(source, latents, sampler, first)
     latents = latents * schedule.initial_scale
@@ -206,7 +207,7 @@ def plan_denoise(ctx: StageContext) -> Work:
     if schedule.stochastic:
         carry["previous"] = torch.zeros_like(latents)
     constants = {"embeds": embeds, "positions": _positions(ctx, config)}
-    if source is not None and request.task == "i2v":
+    if source is not None and request.task == Task.IMAGE:
         constants["image_latents"] = source
     if config.get("ofs_embed_dim") is not None:
         constants["ofs"] = torch.tensor([OFFSET])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import torch_dtype
+from tpuport.core.enums import Task
 from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.conditioning import (
@@ -59,9 +60,9 @@ def encode(ctx: StageContext) -> dict[str, Any]:
         named = {"prompt_embeds": embeds.cpu()}
         if ctx.request.guided:
             named["negative_prompt_embeds"] = negative.cpu()
-        if ctx.request.task == "i2v":
+        if ctx.request.task == Task.IMAGE:
             named["image_latents"] = _image_latents(ctx).cpu()
-        elif ctx.request.task == "v2v":
+        elif ctx.request.task == Task.VIDEO:
             named["video_latents"] = _video_latents(ctx).cpu()
     return named
 
@@ -148,10 +149,10 @@ def denoise(ctx: StageContext) -> dict[str, Any]:
         source = source.to(ctx.device, dtype)
         pipe.prepare_latents = functools.partial(_prepared, pipe, source, noise)
     frames = latent_shape(request, ctx.checkpoint)[1]
-    if request.task == "i2v":
+    if request.task == Task.IMAGE:
         # Only its size counts: the latents are ready.
         asked["image"] = torch.zeros(1, 3, request.height, request.width)
-    if request.task == "v2v":
+    if request.task == Task.VIDEO:
         # Its number of frames is all that is read of it.
         asked["latents"] = torch.empty(1, (frames - 1) * strides[1] + 1)
         asked["strength"] = request.strength

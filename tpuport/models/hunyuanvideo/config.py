@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
@@ -381,7 +382,7 @@ def check_15(request: Request, variant: Variant, checkpoint: Checkpoint) -> None
     meanflow = bool(checkpoint.config("transformer").get("use_meanflow"))
     if meanflow or guidance_default(checkpoint) == 1:
         _check_distilled(request, variant.name, meanflow)
-    if request.task == "i2v":
+    if request.task == Task.IMAGE:
         if not checkpoint.has("image_encoder"):
             raise UsageError(
                 f"{checkpoint.source} has no image_encoder; it makes videos from text "

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
+from tpuport.core.enums import Task
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.text_trimming import trim
 from tpuport.core.spec.request import Request
@@ -92,7 +93,7 @@ def plan_encode(ctx: StageContext) -> Work:
     glyph_ids, glyph_mask, has_glyphs = inputs.glyph_ids(quoted, texts, ctx.say)
     if bool(has_glyphs.any()):
         calls.append(Call("glyphs", {"input_ids": glyph_ids, "mask": glyph_mask}))
-    if ctx.request.task == "i2v":
+    if ctx.request.task == Task.IMAGE:
         pictures = images.fitted(ctx)
         extractor = inputs.load_feature_extractor(ctx.checkpoint)
         pixels = inputs.image_pixels(extractor, pictures)
@@ -136,7 +137,7 @@ def plan_encode(ctx: StageContext) -> Work:
 def encode_needs(request: Request) -> tuple[str, ...]:
     """The text encoders, and for image to video what looks at the image."""
     texts = ("text_encoder", "text_encoder_2")
-    return (*texts, "image_encoder", "vae") if request.task == "i2v" else texts
+    return (*texts, "image_encoder", "vae") if request.task == Task.IMAGE else texts
 
 
 # --------------------------------------------------------------------- denoise
@@ -245,7 +246,7 @@ def plan_denoise(ctx: StageContext) -> Work:
                 "delta": schedule.deltas[index],
                 "guidance": np.float32(request.guidance_scale),
             }
-            if meanflow and request.task == "i2v":
+            if meanflow and request.task == Task.IMAGE:
                 # Upstream's text-to-video pipeline has no second time.
                 step["next_timestep"] = schedule.next_timesteps[index]
             yield step

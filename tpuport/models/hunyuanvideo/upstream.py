@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuport.core.arrays import torch_dtype
+from tpuport.core.enums import Task
 from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.hunyuanvideo import images, inputs
 from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
@@ -48,7 +49,7 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
             named[f"{prefix}prompt_embeds_mask"] = mask.contiguous().cpu()
             named[f"{prefix}prompt_embeds_2"] = glyphs.cpu()
             named[f"{prefix}prompt_embeds_mask_2"] = glyph_mask.cpu()
-        if ctx.request.task != "i2v":
+        if ctx.request.task != Task.IMAGE:
             return named
         pipeline, count = HunyuanVideo15ImageToVideoPipeline, len(ctx.prompts)
         tokens, latents = [], []
@@ -99,7 +100,7 @@ def denoise_15(ctx: StageContext) -> dict[str, Any]:
         for name, tensor in ctx.inputs.items()
         if "prompt_embeds" in name
     }
-    if request.task == "i2v":
+    if request.task == Task.IMAGE:
         pipe, picture = _image_pipeline(ctx, parts)
         arguments["image"] = picture
     else:

@@ -182,10 +182,9 @@ def test_a_video_is_encoded_chunk_by_chunk(folder: Path, cache: Path) -> None:
     encoded = {}
     for vae in ("torchax", "flax"):
         with tpuport.load(weights=folder, cache_dir=cache, vae=vae) as session:
-            request, given = session._requested(
-                None,
-                video,
-                17,
+            request, given = session.requests.with_pixels(
+                video=video,
+                num_frames=17,
                 prompt="a fox",
                 height=48,
                 width=80,

@@ -16,6 +16,7 @@ from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.patching import Patch, applied
 from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
@@ -121,7 +122,7 @@ class Ported:
             platform="cpu",
             patches=patches,
             overrides=FLOAT32_NORMS,
-            attention_implementation=implementation,
+            attention_implementation=AttentionChoice.parse(implementation),
         )
         self.ported = PortedModule(module, self.runtime)
         names = self.ported.names

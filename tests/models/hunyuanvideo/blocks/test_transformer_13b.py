@@ -19,6 +19,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.patching import Patch, applied
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.sharding import ShardRule, named_shardings, plan_sharding
+from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.models.hunyuanvideo import sharding
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
@@ -128,7 +129,7 @@ class Ported:
             patches=patches,
             overrides=(*FLOAT32_NORMS, GELU_ROUNDED_ONCE),
             attention=sharding.ATTENTION,
-            attention_implementation=implementation,
+            attention_implementation=AttentionChoice.parse(implementation),
         )
         self.ported = PortedModule(module, self.runtime)
         tensors = dict(module.named_parameters())

@@ -18,10 +18,12 @@ import tpuport
 from tests.core.layers.tiled import assemble
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
+from tpuport.core.enums import Dtype, Tiling
 from tpuport.core.files.frames import FrameChecks, measure, to_uint8
 from tpuport.core.layers.tiles import TilePlan, fading, tiled_axis, whole_axis
 from tpuport.core.plan.abstract_programs import abstract_programs
 from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.models.hunyuanvideo import tiles_in_time
 from tpuport.models.hunyuanvideo.tiles_in_time import blended, in_time_work
 
@@ -283,7 +285,10 @@ def test_what_a_decode_runs_and_fetches_in_bfloat16(
         request = session.request(prompt="a", num_frames=frames, **sides)
         found = list(
             abstract_programs(
-                session.components, request, stages=["decode"], vae_tiling=tiling
+                session.components,
+                request,
+                RunSettings(dtype=Dtype.BFLOAT16, vae_tiling=Tiling(tiling)),
+                stages=["decode"],
             )
         )
         made = [program.outputs() for program in found]

@@ -31,6 +31,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.programs.lowering import spread
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.ported_module import BoundModule
+from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.models.hunyuanvideo import vae as ours
 
 
@@ -43,7 +44,8 @@ def test_decode_by_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = build_mesh(MeshSpec(sp=4), jax.devices()[:4])
     bound = Bound(vae, patches_of(name), mesh)
     runtime = bound.runtime
-    runtime.platform, runtime.attention_implementation = "tpu", "reference"
+    runtime.platform = "tpu"
+    runtime.attention_implementation = AttentionChoice(name="reference")
 
     def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> Any:
         video = decode_tile(name)(BoundModule(bound.ported, weights), inputs["latents"])

@@ -1,0 +1,192 @@
+"""From text, YAML or Python values to typed settings: the one place that parses them.
+
+A kind returns a typed value, also of a typed value; it raises TypeError or ValueError
+with the end of a sentence ("is not text"), or a TpuportError of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tpuport.core.arrays import dtype_name
+from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling, Word
+from tpuport.core.files import sources
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.spec.step_cache import StepCache
+from tpuport.errors import UsageError
+from tpuport.kernels.attention.choice import AttentionChoice
+
+Kind = Callable[[Any], Any]
+T = TypeVar("T", bound=Word)
+
+
+def text(value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise TypeError("is not text")
+    return value
+
+
+def path(value: Any) -> Path:
+    """A file or a folder."""
+    if isinstance(value, Path):
+        return value.expanduser()
+    if not text(value):
+        raise ValueError("is empty")
+    return Path(value).expanduser()
+
+
+def weights(value: Any) -> str | Path:
+    """A hub id or a folder."""
+    return value if isinstance(value, Path) else text(value)
+
+
+def media(value: Any) -> str:
+    """The name of a file that a run starts from."""
+    if not text(value):
+        raise ValueError("is empty; give a file")
+    return str(value)
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """One string or several."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(text(item) for item in values)
+
+
+def integer(value: Any) -> int:
+    """A whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError("is not an integer")
+    return value
+
+
+def positive(value: Any) -> int:
+    """A whole number from 1 on."""
+    if integer(value) < 1:
+        raise ValueError("is not positive; give at least 1")
+    return int(value)
+
+
+def number(value: Any) -> float:
+    """A number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("is not a number")
+    return float(value)
+
+
+def flag(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise TypeError("is neither true nor false")
+    return value
+
+
+def seeds(value: Any) -> tuple[int, ...]:
+    """Whole numbers, each alone or several as ``"1,2,3"``."""
+    found: list[int] = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        for part in item.split(",") if isinstance(item, str) else [item]:
+            if isinstance(part, str):
+                if not re.fullmatch(r"\s*-?[0-9]+\s*", part):
+                    raise ValueError("is not an integer, or several as 1,2,3")
+                part = int(part)
+            found.append(integer(part))
+    if not found:
+        raise ValueError("is empty")
+    return tuple(found)
+
+
+def size(value: Any) -> tuple[int, int]:
+    """(width, height) of ``"720x480"``."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*[xX×]\s*([0-9]+)\s*", text(value))
+    if match is None:
+        raise ValueError("is not WIDTHxHEIGHT, such as 720x480")
+    width, height = int(match[1]), int(match[2])
+    if not width or not height:
+        raise ValueError("is empty; width and height are at least 1")
+    return width, height
+
+
+def aspect_ratio(value: Any) -> tuple[float, float] | None:
+    """(height, width) of ``"16:9"``."""
+    if value is None or isinstance(value, tuple):
+        return value
+    return sources.parse_aspect_ratio(value)
+
+
+def options(value: Any) -> dict[str, Any]:
+    """A mapping, or texts of the form ``NAME=VALUE``."""
+    if isinstance(value, Mapping):
+        return {str(name): item for name, item in value.items()}
+    found: dict[str, Any] = {}
+    for item in value if isinstance(value, list) else [value]:
+        name, equals, rest = text(item).partition("=")
+        if not equals or not name.strip():
+            raise ValueError("is not NAME=VALUE")
+        found[name.strip().replace("-", "_")] = rest.strip()
+    return found
+
+
+def _word(words: type[T]) -> Callable[[Any], T]:
+    def parse(value: Any) -> T:
+        if value not in list(words):
+            raise ValueError(f"is none of {', '.join(words)}")
+        return words(value)
+
+    return parse
+
+
+blocks = _word(Blocks)
+backend = _word(Backend)
+place = _word(Place)
+stage = _word(StageName)
+
+
+def tiling(value: Any) -> Tiling:
+    """A :class:`Tiling`; YAML reads a bare ``on`` as true."""
+    return _word(Tiling)(("off", "on")[value] if isinstance(value, bool) else value)
+
+
+def stages(value: Any) -> tuple[StageName, ...]:
+    """One stage or several; all for true, none for false."""
+    if isinstance(value, bool):
+        return tuple(StageName) if value else ()
+    return tuple(stage(name) for name in texts(value))
+
+
+def dtype(value: Any) -> Dtype:
+    """The name of a dtype, or torch's, jax's or NumPy's dtype itself.
+
+    Raises:
+        UsageError: weights cannot be of that dtype.
+    """
+    name = dtype_name(value)
+    name = {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)
+    if name not in list(Dtype):
+        why = " (TPUs have no float16 units and T5 overflows in float16)"
+        raise UsageError(
+            f"dtype {name!r} is not supported; choose one of {', '.join(Dtype)}"
+            + (why if name in ("float16", "fp16", "half") else "")
+        )
+    return Dtype(name)
+
+
+def mesh(value: Any) -> MeshSpec:
+    """As :meth:`MeshSpec.parse`."""
+    return MeshSpec.parse(value)
+
+
+def attention(value: Any) -> AttentionChoice:
+    """As :meth:`AttentionChoice.parse`."""
+    if isinstance(value, AttentionChoice):
+        return value
+    return AttentionChoice.parse(text(value))
+
+
+def step_cache(value: Any) -> StepCache | None:
+    """As :meth:`StepCache.parse`."""
+    return StepCache.parse(value)
