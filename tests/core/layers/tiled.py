@@ -23,3 +23,9 @@ def assemble(plan: TilePlan, outputs: Iterable[Any]) -> np.ndarray:
         del piece
     assert result is not None
     return result
+
+
+def sizes(plan: TilePlan) -> list[tuple[int, ...]]:
+    """Frames, rows and columns of every size of tile, once."""
+    found = (tuple(s.stop - s.start for s in tile.slices) for tile in plan.tiles)
+    return list(dict.fromkeys(found))
