@@ -323,6 +323,15 @@ Executables = Annotated[
         rich_help_panel=_FILES,
     ),
 ]
+Report = Annotated[
+    str | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        help="Write the full report here: the document of --json.",
+        rich_help_panel=_FILES,
+    ),
+]
 Config = Annotated[
     str | None,
     typer.Option(

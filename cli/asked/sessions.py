@@ -83,13 +83,11 @@ def check_early(settings: Settings) -> ModelPort:
         check_folder("--profile", settings.profile)
     if settings.weights not in (None, "", "demo"):
         local_folder(str(settings.weights))
+    if settings.report is not None:
+        check_report(settings.report)
     check_built_for(port, variant, settings)
     names = [option.name for option in port.options]
     for name in settings.options:
-        if name == "vae_tiling":
-            raise UsageError(
-                "--option vae_tiling is --vae-tiling now, and the same for every model"
-            )
         if name not in names:
             raise UsageError(
                 f"model {port.name!r} has no option {name!r}; it has {', '.join(names)}"
@@ -353,6 +351,17 @@ def check_folder(flag: str, folder: Path) -> None:
             if not os.access(path, os.W_OK | os.X_OK):
                 raise UsageError(f"{flag} {folder}: {path} may not be written")
             return
+
+
+def check_report(file: Path) -> None:
+    """Refuse a file for --report that cannot be written; creates nothing.
+
+    Raises:
+        UsageError: it is a folder, or its folder cannot be one or may not be written.
+    """
+    if file.is_dir():
+        raise UsageError(f"--report {file}: is a folder; name a file")
+    check_folder("--report", file.parent)
 
 
 def check_attention_here(settings: Settings) -> None:

@@ -64,6 +64,7 @@ class Settings:
     profile_calls: int | None = None
     no_jit: bool = False
     no_jit_stages: tuple[str, ...] = ()
+    report: Path | None = None
     json: bool = False
     debug: bool = False
 
@@ -316,6 +317,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "profile_calls": _positive,
     "no_jit": _flag,
     "no_jit_stage": _stages,
+    "report": _path,
     "json": _flag,
     "debug": _flag,
 }

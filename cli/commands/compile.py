@@ -38,6 +38,7 @@ from tpuport.cli.asked.options import (
     NegativePrompt,
     Prompt,
     PromptFile,
+    Report,
     Resolution,
     Sharding,
     Size,
@@ -64,7 +65,7 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.commands.bench import PROMPT
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import gibibytes, plural, print_json, say
+from tpuport.cli.shown.output import gibibytes, give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -132,6 +133,7 @@ def compile_(
         typer.Option("--out", metavar="FOLDER", help="For the executables; required."),
     ] = None,
     cache_dir: CacheDir = None,
+    report: Report = None,
     config: Config = None,
     json: Json = False,
     debug: Debug = False,
@@ -146,8 +148,7 @@ def compile_(
         guard.debug = settings.debug
         found = _prepare_devices(topology, debug=settings.debug)
         document = _compile(settings, topology, found, stage)
-        if settings.json:
-            print_json(document)
+        give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _prepare_devices(name: str, *, debug: bool) -> Topology | None:

@@ -22,6 +22,7 @@ from tpuport.cli.asked.options import (
     Out,
     Profile,
     ProfileCalls,
+    Report,
     RunDir,
     Sharding,
     Vae,
@@ -54,6 +55,7 @@ def decode(
     profile: Profile = None,
     profile_calls: ProfileCalls = None,
     no_jit: NoJit = False,
+    report: Report = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

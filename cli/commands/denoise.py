@@ -21,6 +21,7 @@ from tpuport.cli.asked.options import (
     NoJit,
     Profile,
     ProfileCalls,
+    Report,
     RunDir,
     Sharding,
     Vae,
@@ -50,6 +51,7 @@ def denoise(
     profile: Profile = None,
     profile_calls: ProfileCalls = None,
     no_jit: NoJit = False,
+    report: Report = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

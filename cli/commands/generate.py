@@ -41,6 +41,7 @@ from tpuport.cli.asked.options import (
     ProfileCalls,
     Prompt,
     PromptFile,
+    Report,
     Resolution,
     RunDir,
     Seed,
@@ -79,7 +80,7 @@ from tpuport.cli.runs.run_stages import (
     video_files,
 )
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import default_out, plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.core.files.run_record import RUN_FILE, STAGES
@@ -129,6 +130,7 @@ def generate(
     profile_calls: ProfileCalls = None,
     no_jit: NoJit = False,
     no_jit_stage: NoJitStage = None,
+    report: Report = None,
     config: Config = None,
     json: Json = False,
     debug: Debug = False,
@@ -141,13 +143,12 @@ def generate(
         settings = gather(context)
         guard.debug = settings.debug
         prepare(debug=settings.debug)
-        document, videos, report = _generate(settings)
+        document, videos, ran = _generate(settings)
         say("")
-        print_summary(report)
+        print_summary(ran)
         for made in videos:
             say(f"wrote {made.path}")
-        if settings.json:
-            print_json(document)
+        give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunReport]:
@@ -158,7 +159,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
     prompts, seeds = settings.videos()
     guess = known_variant(port, settings)
     name = default_out(port.name, guess.name if guess else "video", seeds)
-    plan_outputs(settings.out or name, len(prompts))
+    plan_outputs(settings.out or name, len(prompts), settings.report)
     if settings.run_dir is None:  # else denoise may be finished in it
         check_attention_here(settings)
     cache = cache_folder(settings.cache_dir)
@@ -181,6 +182,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         outputs = plan_outputs(
             settings.out or default_out(port.name, session.variant.name, seeds),
             len(prompts),
+            settings.report,
         )
         if settings.out is None:
             for path in outputs.paths:

@@ -33,6 +33,7 @@ from tpuport.cli.asked.options import (
     ModelOption,
     NegativePrompt,
     Prompt,
+    Report,
     Resolution,
     Sharding,
     Size,
@@ -56,7 +57,7 @@ from tpuport.cli.asked.sessions import (
 )
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.progress import make_display
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec.model_port import BLOCKS
@@ -161,6 +162,7 @@ def plan(
         ),
     ] = 540.0,
     cache_dir: CacheDir = None,
+    report: Report = None,
     config: Config = None,
     json: Json = False,
     debug: Debug = False,
@@ -202,9 +204,9 @@ def plan(
                 dump=dump,
                 reporter=display,
             )
-        if settings.json:
-            print_json({"command": "plan", **made.as_dict()})
-        else:
+        document = {"command": "plan", **made.as_dict()}
+        give_out(document, as_json=settings.json, report=settings.report)
+        if not settings.json:
             from tpuport.core.plan.plan_text import text
 
             print(text(made))

@@ -21,9 +21,10 @@ from tpuport.cli.asked.options import (
     Json,
     NoCompileCache,
     Out,
+    Report,
     Weights,
 )
-from tpuport.cli.asked.sessions import open_session
+from tpuport.cli.asked.sessions import check_report, open_session
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.cli.runs.run_stages import (
     Video,
@@ -34,16 +35,17 @@ from tpuport.cli.runs.run_stages import (
     video_files,
 )
 from tpuport.cli.shown.errors import reported
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import Outputs, plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.cli.shown.versions import versions
 from tpuport.core.files.run_directory import RunDirectory
-from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.result import latents_digest
+from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 from tpuport.plugins import get_port
@@ -51,6 +53,17 @@ from tpuport.plugins import get_port
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
     from tpuport.core.weights.checkpoint import Checkpoint
+
+_HOW = {
+    *("backend", "attention", "dtype", "mesh", "sharding", "blocks"),
+    *("implementations", "versions"),
+}
+#: What a replay needs of each stage.
+_NEEDED = {
+    STAGES[0]: _HOW | {"encode_on"},
+    STAGES[1]: _HOW,
+    STAGES[2]: _HOW | {"vae_tiling"},
+}
 
 
 def replay(
@@ -62,6 +75,7 @@ def replay(
     out: Out = None,
     cache_dir: CacheDir = None,
     no_compile_cache: NoCompileCache = False,
+    report: Report = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -75,20 +89,21 @@ def replay(
         prepare(debug=settings.debug)
         document = _replay(Path(sidecar).expanduser(), settings)
         say(f"the same latents as {sidecar}: {document['latents_sha256']}")
-        if settings.json:
-            print_json(document)
+        give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     recorded = _read(file)
+    if asked.report is not None:
+        check_report(asked.report)
     settings = _settings(recorded, asked)
-    outputs = plan_outputs(asked.out, 1) if asked.out is not None else None
-    noise = _noise(file, recorded)
     request = Request.from_dict(recorded["request"])
+    outputs = None
+    if asked.out is not None:
+        outputs = plan_outputs(asked.out, len(request.prompts), asked.report)
+    noise = _noise(file, recorded)
     source = _source(file, recorded, request)
-    if outputs is not None and len(request.prompts) > 1:
-        outputs = plan_outputs(outputs.asked, len(request.prompts))
     cache = cache_folder(asked.cache_dir)
     with make_display() as display, contextlib.ExitStack() as stack:
         sessions = _Sessions(recorded, settings, cache, display, stack)
@@ -122,20 +137,22 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
             stages.append(stage)
         report = session.run_report(stages, time.perf_counter() - started)
     _tell(report, videos)
-    if not same:
-        raise ReplayError(
-            f"{file}: the latents are not the recorded ones: recorded "
-            f"{recorded['latents_sha256']}, now {digest}; {_changes(recorded, report)}"
-        )
-    return {
+    document = {
         "command": "replay",
         "sidecar": str(file),
-        "same": True,
+        "same": same,
         "latents_sha256": digest,
         "videos": [video.as_dict() for video in videos],
         "settings": request.as_dict(),
         "report": report.as_dict(),
     }
+    if not same:
+        give_out(document, as_json=False, report=asked.report)
+        raise ReplayError(
+            f"{file}: the latents are not the recorded ones: recorded "
+            f"{recorded['latents_sha256']}, now {digest}; {_changes(recorded, report)}"
+        )
+    return document
 
 
 class _Sessions:
@@ -159,16 +176,11 @@ class _Sessions:
     def of(self, stage: str) -> Session:
         """The session that runs a stage as the sidecar records it."""
         how = self._recorded["stages"][stage]
-        changes = {name: how[name] for name in ("dtype", "mesh", "attention")}
-        # Runs recorded by 0.1.0 had one layout.
-        changes["sharding"] = how.get("sharding", "default")
-        changes["blocks"] = blocks_of(how)
-        changes["vae"] = implementation_in(how, "vae")
-        # One for all stages, since it is of decode alone. Once it was an option of the
-        # model, in the request.
-        options = self._recorded["request"].get("options") or {}
-        asked = self._recorded["stages"][STAGES[2]].get("vae_tiling")
-        changes["vae_tiling"] = asked or options.get("vae_tiling") or "auto"
+        names = ("dtype", "mesh", "attention", "sharding", "blocks")
+        changes = {name: how[name] for name in names}
+        changes["vae"] = how["implementations"].get("vae", TORCHAX)
+        # One for all stages, since it is of decode alone.
+        changes["vae_tiling"] = self._recorded["stages"][STAGES[2]]["vae_tiling"]
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(
@@ -194,7 +206,6 @@ def _read(file: Path) -> dict[str, Any]:
         "request": dict,
         "video": int,
         "stages": dict,
-        "encode_on": str,
         "latents_sha256": str,
     }
     for key, kind in kinds.items():
@@ -202,8 +213,7 @@ def _read(file: Path) -> dict[str, Any]:
             raise ArtifactError(f"{file}: has no usable {key}; it cannot be replayed")
     for name in STAGES:
         stage = recorded["stages"].get(name)
-        needed = {"backend", "attention", "dtype", "mesh"}
-        if not isinstance(stage, dict) or needed - stage.keys():
+        if not isinstance(stage, dict) or _NEEDED[name] - stage.keys():
             raise ArtifactError(
                 f"{file}: has no usable entry for the stage {name}; it cannot be "
                 "replayed"
@@ -220,7 +230,7 @@ def _settings(recorded: Mapping[str, Any], asked: Settings) -> Settings:
         model=recorded["model"],
         variant=recorded["variant"] if known else None,
         weights=asked.weights or recorded["weights"].get("source"),
-        encode_on=recorded["encode_on"],
+        encode_on=recorded["stages"][STAGES[0]]["encode_on"],
     )
 
 
@@ -320,7 +330,7 @@ def _tell(report: RunReport, videos: list[Video]) -> None:
 def _changes(recorded: Mapping[str, Any], report: RunReport) -> str:
     """What differs between the recorded machine and this one, in words."""
     then = recorded["stages"][STAGES[1]]
-    before = {**(then.get("versions") or recorded.get("versions", {}))}
+    before = dict(then["versions"])
     now: dict[str, Any] = versions()
     before["platform"], now["platform"] = then.get("platform"), report.platform
     before["system"] = recorded.get("platform", {}).get("system")

@@ -17,12 +17,13 @@ from tpuport.cli.shown.outputs import Outputs
 from tpuport.cli.shown.versions import versions
 from tpuport.cli.shown.videos import VideoFiles
 from tpuport.core.files.run_directory import RunDirectory
-from tpuport.core.files.run_record import STAGES, blocks_of, implementation_in
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import sidecar_path as sidecar_of
 from tpuport.core.files.sealed_json import write_sidecar
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.spec.choices import choices
+from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
@@ -140,17 +141,14 @@ def reusable(
     differences = [
         f"{key} {before}, now {after}"
         for key, before, after in [
-            *(
-                (key, record.get(key), now[key])
-                for key in ("dtype", "mesh", "sharding")
-            ),
+            *((key, record[key], now[key]) for key in ("dtype", "mesh", "sharding")),
             *((key, then.get(key), note[key]) for key in keys),
-            *([("blocks", blocks_of(record), now["blocks"])] if native else []),
+            *([("blocks", record["blocks"], now["blocks"])] if native else []),
             *(
-                (part, implementation_in(record, part), chosen[part])
+                (part, record["implementations"].get(part, TORCHAX), chosen[part])
                 for part in (() if upstream else chosen)
             ),
-            ("no_jit", record.get("op_by_op", False), op_by_op),
+            ("no_jit", record["op_by_op"], op_by_op),
         ]
         if before != after
     ]
@@ -292,6 +290,8 @@ def resume_command(
         if stage == STAGES[2]:
             if settings.vae_tiling is not None:
                 words += ["--vae-tiling", settings.vae_tiling]
+            if settings.report is not None:
+                words += ["--report", str(settings.report)]
             words += ["--out", out]
         lines.append(shlex.join(words))
     return " && ".join(lines)

@@ -28,7 +28,7 @@ from tpuport.cli.runs.run_stages import (
     stage_note,
     video_files,
 )
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.core.files.run_directory import RunDirectory
@@ -109,7 +109,8 @@ def decode_stage(settings: Settings) -> None:
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[2])
     count = len(Request.from_dict(run.settings).prompts)
-    outputs = plan_outputs(settings.out or str(run.path / "video.mp4"), count)
+    out = settings.out or str(run.path / "video.mp4")
+    outputs = plan_outputs(out, count, settings.report)
     cache = cache_folder(settings.cache_dir)
     with (
         make_display() as display,
@@ -150,22 +151,21 @@ def _tell(
     print_summary(report)
     for path in written:
         say(f"wrote {path}")
-    if settings.json:
-        document: dict[str, Any] = {
-            "command": stage,
-            "model": run.model,
-            "variant": run.variant,
-            "weights": session.checkpoint.reference,
-            "run_dir": str(run.path),
-            "files": [str(path) for path in files],
-            "videos": [video.as_dict() for video in videos],
-            "settings": run.settings,
-            "dtype": session.dtype,
-            "mesh": report.mesh,
-            "attention": settings.attention or "auto",
-            "blocks": session.port.blocks,
-            "implementations": dict(report.implementations),
-            "backend": settings.backend or "tpuport",
-            "report": report.as_dict(),
-        }
-        print_json(document)
+    document: dict[str, Any] = {
+        "command": stage,
+        "model": run.model,
+        "variant": run.variant,
+        "weights": session.checkpoint.reference,
+        "run_dir": str(run.path),
+        "files": [str(path) for path in files],
+        "videos": [video.as_dict() for video in videos],
+        "settings": run.settings,
+        "dtype": session.dtype,
+        "mesh": report.mesh,
+        "attention": settings.attention or "auto",
+        "blocks": session.port.blocks,
+        "implementations": dict(report.implementations),
+        "backend": settings.backend or "tpuport",
+        "report": report.as_dict(),
+    }
+    give_out(document, as_json=settings.json, report=settings.report)

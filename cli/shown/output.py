@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from tpuport.core.files.atomic import atomic_write_json, cannot_write
 
 
 def say(text: str) -> None:
@@ -16,6 +19,23 @@ def say(text: str) -> None:
 def print_json(document: Any) -> None:
     """The one JSON document of a command, on stdout."""
     print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
+    """The one JSON document of a command: on stdout, in the file ``report``, or both.
+
+    Raises:
+        ArtifactError: the file cannot be written.
+    """
+    if report is not None:
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(report, error) from error
+        atomic_write_json(report, document)
+        say(f"wrote {report}")
+    if as_json:
+        print_json(document)
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:

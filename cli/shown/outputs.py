@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpuport.core.files.sealed_json import sidecar_path
 from tpuport.core.files.video_file import check_output, output_paths, video_kind
 from tpuport.errors import OutputError
 
@@ -28,8 +29,11 @@ class Outputs:
     paths: tuple[Path, ...]
 
 
-def plan_outputs(out: str, count: int) -> Outputs:
+def plan_outputs(out: str, count: int, report: Path | None = None) -> Outputs:
     """Where ``count`` videos go; creates nothing.
+
+    Args:
+        report: another file of the run, which must be none of the videos' own.
 
     Raises:
         OutputError: the type is unknown, or a place cannot be written.
@@ -44,6 +48,9 @@ def plan_outputs(out: str, count: int) -> Outputs:
         if not path.name:
             raise OutputError(f"{out}: cannot be the folder of a video")
         check_output(f"{path}/" if kind == "png" else path)
+        own = {path.absolute(), sidecar_path(path).absolute()}
+        if report is not None and report.absolute() in own:
+            raise OutputError(f"--report {report}: is a file of the video {path}")
         paths.append(path)
     return Outputs(asked=out, kind=kind, paths=tuple(paths))
 

@@ -1,15 +1,15 @@
-"""The JSON beside a video: everything that a replay needs."""
+"""The JSON beside a video: what a replay needs, and a summary for people."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.shown.outputs import Outputs
-from tpuport.cli.shown.versions import versions
 from tpuport.core.files.run_directory import RunDirectory
-from tpuport.core.files.run_record import STAGES, blocks_of
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import RunReport
 from tpuport.core.spec.request import Request
 
@@ -30,8 +30,8 @@ def describe(
 ) -> dict[str, Any]:
     """The sidecar of video ``index`` of a run.
 
-    Settings of where and how are those of the denoise stage, which makes the latents;
-    ``stages`` has them for each stage, since stages may run on different machines.
+    Where and how a stage ran is in ``stages``, since stages may run on different
+    machines. The full report is in what ``--report`` writes.
 
     Args:
         latents: of all videos of the run, in the leading dim.
@@ -47,10 +47,8 @@ def describe(
         seeds=(whole.seeds[batch],),
         sources=whole.sources[whole.slice(batch)],
     )
-    stages = {name: _stage(run, name) for name in STAGES}
-    denoise = stages[STAGES[1]]
-    noise = stages[STAGES[0]].pop("initial_latents")
-    source = stages[STAGES[0]].pop("source")
+    given = run.report(STAGES[0]).get("note") or {}
+    noise = given.get("initial_latents")
     path = outputs.paths[index]
     return {
         "model": run.model,
@@ -61,17 +59,9 @@ def describe(
         },
         "request": request.as_dict(),
         "video": place,
-        "dtype": denoise["dtype"],
-        "mesh": denoise["mesh"],
-        "attention": denoise["attention"],
-        "sharding": denoise["sharding"],
-        "blocks": denoise["blocks"],
-        "encode_on": stages[STAGES[0]]["encode_on"],
-        "backend": denoise["backend"],
         "initial_latents": None if noise is None else {**noise, "index": index},
-        "source": source,
-        "stages": stages,
-        "versions": versions(),
+        "source": given.get("source"),
+        "stages": {name: _stage(run.report(name), name) for name in STAGES},
         "platform": {
             "system": platform.platform(),
             "backend": session.components.platform,
@@ -80,35 +70,51 @@ def describe(
         },
         "output": {"file": path.name, "kind": outputs.kind},
         "latents_sha256": latents_digest(latents[index : index + 1]),
-        "report": report.as_dict(),
+        "summary": {
+            "total_seconds": round(report.total_seconds, 3),
+            "peak_host_bytes": report.peak_host_bytes,
+            "peak_device_bytes": report.peak_device_bytes,
+        },
     }
 
 
-def _stage(run: RunDirectory, name: str) -> dict[str, Any]:
-    """How a stage of the run was run."""
-    record = run.report(name)
+def _stage(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """How a stage of the run was run, and how long it took."""
     note = record.get("note") or {}
+    per_call = record["seconds_per_call"]
     entry = {
-        "backend": note.get("backend", record.get("backend", "tpuport")),
+        "backend": note.get("backend", record["backend"]),
         "attention": note.get("attention", "auto"),
-        "dtype": record.get("dtype"),
-        "mesh": record.get("mesh"),
-        "sharding": record.get("sharding", "default"),
-        "blocks": blocks_of(record),
-        "implementations": record.get("implementations", {}),
-        "platform": record.get("platform"),
-        "weights": record.get("weights"),
+        "dtype": record["dtype"],
+        "mesh": record["mesh"],
+        "sharding": record["sharding"],
+        "blocks": record["blocks"],
+        "implementations": record["implementations"],
+        "platform": record["platform"],
+        "weights": record["weights"],
         "versions": note.get("versions", {}),
+        "total_seconds": round(record["total_seconds"], 3),
+        "compile_seconds": round(record["compile_seconds"], 3),
+        "first_call_seconds": round(record["first_call_seconds"], 3),
+        "seconds_per_call": None if per_call is None else round(per_call, 4),
+        "programs": _programs(record["compiles"]),
     }
     if name == STAGES[0]:
         entry["encode_on"] = note.get("encode_on", "device")
-        entry["initial_latents"] = note.get("initial_latents")
-        entry["source"] = note.get("source")
     if name == STAGES[2]:
         # What was done, which is another video; what was asked where that is not known.
-        decided = record.get("tiling")
+        decided = record["tiling"]
         if decided is None:
             entry["vae_tiling"] = note.get("vae_tiling", "auto")
         else:
             entry["vae_tiling"] = "on" if decided["tiled"] else "off"
     return entry
+
+
+def _programs(compiles: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many programs were loaded, came from jax's cache, and were compiled."""
+    counts = {"loaded": 0, "cached": 0, "compiled": 0}
+    for made in compiles:
+        kinds = [kind for kind in ("loaded", "cached") if made[kind]]
+        counts[(kinds or ["compiled"])[0]] += 1
+    return counts

@@ -204,11 +204,7 @@ PORT = ModelPort(
             ShardRule(pattern=r"to_out\.bias", spec=()),
             heads=lambda config: int(config["heads"]),
         ),
-        "vae": component(
-            "vae",
-            ShardRule(pattern=r"to_rgb\.(weight|bias)", spec=()),
-            single_device=True,
-        ),
+        "vae": component("vae", ShardRule(pattern=r"to_rgb\.(weight|bias)", spec=())),
     },
     stages=(
         Stage(

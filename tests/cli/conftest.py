@@ -54,6 +54,7 @@ def made(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Made:
             *SMALL,
             *("--negative-prompt", "blurry", "--run-dir", folder / "run"),
             *("--out", folder / "video.mp4", "--cache-dir", folder / "cache", "--json"),
+            *("--report", folder / "new" / "report.json"),
         )
         assert ran.code == 0, ran.err
         (folder / "ran.json").write_text(json.dumps(asdict(ran)))

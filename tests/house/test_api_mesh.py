@@ -55,7 +55,7 @@ def test_dp_is_used_where_there_is_a_pair_to_split(
     hunyuanvideo_folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tpuport.core.mesh import mesh_spec as meshes
+    from tpuport.core.mesh import device_mesh as meshes
 
     made: list[MeshSpec] = []
 
@@ -81,7 +81,7 @@ def test_dp_is_used_where_there_is_a_pair_to_split(
 def test_chips_that_stay_unused_are_told(
     asked: str, platform: str, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpuport.core.mesh import mesh_spec as meshes
+    from tpuport.core.mesh import device_mesh as meshes
 
     monkeypatch.setattr(meshes, "build_mesh", lambda spec, devices: None)
     heard = Heard()

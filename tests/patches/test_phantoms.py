@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.core.mesh.test_spatial_split import DIMS, pixels, split
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.video_layers import KERNEL, convolve, enlarged_convolution
 from tpuport.core.mesh import spatial_split as spatial
@@ -49,11 +51,9 @@ def convolved(x: Any, kernel: np.ndarray) -> Any:
     )
 
 
-@pytest.fixture(params=SPLITS)
-def size(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, int]:
-    (rows, columns), size = SPLITS[request.param]
+def use_split(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The picture of a split, which every choice of one then takes."""
+    (rows, columns), size = SPLITS[name]
     found = SpatialSplit(videos=1, rows=rows, columns=columns)
     monkeypatch.setattr(spatial, "choose_split", lambda *sizes: found)
     return size
@@ -76,11 +76,36 @@ def garbled(space: Any, video: Any) -> Any:
     return jnp.where(real, video, jnp.nan)
 
 
-@pytest.mark.parametrize("added", ["nothing", "residual", "shortcut"])
-@pytest.mark.parametrize(("taps", "channels"), [(1, CHANNELS), (3, CHANNELS), (3, 16)])
+ADDED = ["nothing", "residual", "shortcut"]
+
+
+@pytest.mark.parametrize(
+    ("name", "taps", "channels", "added"),
+    sweep(
+        # Each split with a kernel of one frame or of three, and each sum with both.
+        [
+            ("columns", 3, CHANNELS, "residual"),
+            ("rows", 1, CHANNELS, "shortcut"),
+            ("both", 3, CHANNELS, "shortcut"),
+            ("both", 1, CHANNELS, "residual"),
+            ("both", 3, 16, "nothing"),
+            ("devices of no columns", 1, CHANNELS, "nothing"),
+            ("devices of no rows", 3, CHANNELS, "nothing"),
+            ("no row and no column", 3, 16, "shortcut"),
+            ("several tiles", 3, CHANNELS, "residual"),
+        ],
+        (
+            (name, *kernel, added)
+            for name, kernel, added in itertools.product(
+                SPLITS, [(1, CHANNELS), (3, CHANNELS), (3, 16)], ADDED
+            )
+        ),
+    ),
+)
 def test_a_convolution_is_that_of_the_whole_picture(
-    size: tuple[int, int], taps: int, channels: int, added: str
+    name: str, taps: int, channels: int, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    size = use_split(name, monkeypatch)
     x, spread = pixels((1, 2, *size)), np.linspace(0.5, 1, channels, dtype=np.float32)
     kernel, bias = drawn(CHANNELS, channels, taps, 3, 3), drawn(CHANNELS)
     short = drawn(CHANNELS, 2 * CHANNELS, 1, 1, 1), drawn(CHANNELS)
@@ -123,7 +148,16 @@ def test_a_convolution_is_that_of_the_whole_picture(
     assert np.abs(found - wanted @ colours).max() <= TOLERANCES["module float32"]
 
 
-def test_enlarging_is_that_of_the_whole_picture(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        ["both", "devices of no columns", "rows", "several tiles"], SPLITS, single=True
+    ),
+)
+def test_enlarging_is_that_of_the_whole_picture(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = use_split(name, monkeypatch)
     x, spread = pixels((1, 2, *size)), np.linspace(0.5, 1, CHANNELS, dtype=np.float32)
     kernel, bias = drawn(CHANNELS, CHANNELS, 3, 3), drawn(CHANNELS)
     colours = drawn(1, CHANNELS)[0]

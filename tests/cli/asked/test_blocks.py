@@ -14,8 +14,7 @@ from tests.cli.tools import SMALL, Cli, Made, Ran, call
 from tests.tolerances import TOLERANCES
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import resume_command
-from tpuport.core.files.run_record import blocks_of
-from tpuport.core.files.sealed_json import read_sidecar, write_sidecar
+from tpuport.core.files.sealed_json import read_sidecar
 
 SETTINGS = (
     *("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL),
@@ -47,16 +46,6 @@ def denoising(ran: Ran) -> dict[str, Any]:
 
 def digests(ran: Ran) -> list[str]:
     return [video["latents_sha256"] for video in ran.json["videos"]]
-
-
-def without_blocks(sidecar: Path, path: Path) -> dict[str, Any]:
-    """The sidecar as it was before there was a choice, kept at ``path``."""
-    recorded = read_sidecar(sidecar)
-    del recorded["blocks"]
-    for stage in recorded["stages"].values():
-        del stage["blocks"]
-    write_sidecar(path, recorded)
-    return dict(recorded)
 
 
 # --- what runs
@@ -126,7 +115,7 @@ def test_it_is_recorded_for_each_stage(upstream: Made, cli: Cli) -> None:
     recorded = {name: entry["report"]["blocks"] for name, entry in stages.items()}
     assert recorded == dict.fromkeys(("encode", "denoise", "decode"), "upstream")
     sidecar = read_sidecar(Path(upstream.ran.json["videos"][0]["sidecar"]))
-    assert sidecar["blocks"] == sidecar["stages"]["denoise"]["blocks"] == "upstream"
+    assert sidecar["stages"]["denoise"]["blocks"] == "upstream"
 
 
 def test_stages_may_be_run_with_other_blocks(cli: Cli, run: Path, made: Made) -> None:
@@ -138,7 +127,6 @@ def test_stages_may_be_run_with_other_blocks(cli: Cli, run: Path, made: Made) ->
     assert ran.code == 0, ran.err
     assert ran.json["blocks"] == "native"
     sidecar = read_sidecar(Path("v-000.gif.json"))
-    assert sidecar["blocks"] == "upstream"
     found = {name: stage["blocks"] for name, stage in sidecar["stages"].items()}
     wanted = {"encode": "native", "denoise": "upstream", "decode": "native"}
     assert found == wanted
@@ -152,33 +140,6 @@ def test_how_to_go_on_names_them() -> None:
     line = resume_command(Path("r"), ["denoise", "decode"], settings, "v.mp4")
     assert line.count("--blocks upstream") == 2
     assert "--blocks" not in resume_command(Path("r"), ["denoise"], Settings(), "v.mp4")
-
-
-# --- files without the key
-
-
-def test_a_record_without_the_key_is_of_upstreams_blocks() -> None:
-    assert blocks_of({}) == "upstream"
-    assert blocks_of({"blocks": "native"}) == "native"
-
-
-def test_a_replay_of_a_record_without_the_key_uses_upstreams(
-    cli: Cli, upstream: Made
-) -> None:
-    sidecar = Path(upstream.ran.json["videos"][1]["sidecar"])
-    recorded = without_blocks(sidecar, Path("old.json"))
-    ran = cli("replay", "old.json", "--json")
-    assert ran.code == 0, ran.err
-    assert ran.json["latents_sha256"] == recorded["latents_sha256"]
-    assert {record["padded"] for record in denoising(ran)["attention"]} == {None}
-
-
-def test_a_replay_with_the_other_blocks_would_be_told(cli: Cli, made: Made) -> None:
-    """A native run without the key is replayed with upstream's, and is not the same."""
-    without_blocks(Path(made.ran.json["videos"][1]["sidecar"]), Path("old.json"))
-    ran = cli("replay", "old.json")
-    assert ran.code == 1
-    assert "the latents are not the recorded ones" in ran.err
 
 
 # --- executables

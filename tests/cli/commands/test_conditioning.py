@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from tests.cli.tools import SMALL, Cli
+from tests.core.files.videos import read_back, write_video
 from tpuport.cli.commands import bench
 from tpuport.core.files.sealed_json import read_sidecar
-from tpuport.core.files.video_file import read_back, write_video
 
 HUNYUAN = ("--model", "hunyuanvideo", "--frames", "5", "--steps", "2")
 COG = ("--model", "cogvideox", *SMALL)

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import SMALL, Cli, Made
+from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar
-from tpuport.core.files.video_file import read_back
 from tpuport.core.run.result import latents_digest
 from tpuport.core.run.session import Session
 from tpuport.errors import OutputError
@@ -62,20 +62,67 @@ def test_plain_lines_say_what_happens(made: Made) -> None:
     assert summary == wanted
 
 
-def test_the_sidecar_has_every_setting(made: Made) -> None:
-    sidecar = read_sidecar(Path(made.ran.json["videos"][1]["sidecar"]))
+def test_the_sidecar_has_every_setting_and_a_summary(made: Made) -> None:
+    path = Path(made.ran.json["videos"][1]["sidecar"])
+    assert path.stat().st_size <= 6000
+    sidecar = read_sidecar(path)
     assert (sidecar["model"], sidecar["variant"]) == ("cogvideox", "demo")
     assert sidecar["weights"]["source"] == "demo"
     assert all(sidecar["weights"]["fingerprints"].values())
     request = sidecar["request"]
     assert (request["prompts"], request["seeds"]) == (["a fox"], [[7]])
     assert request["negative_prompts"] == ["blurry"]
-    assert (sidecar["dtype"], sidecar["mesh"]) == ("float32", "dp=1,sp=1,tp=1")
-    assert (sidecar["attention"], sidecar["backend"]) == ("auto", "tpuport")
+    assert sidecar["output"] == {"file": "video-001.mp4", "kind": "mp4"}
     assert sidecar["initial_latents"] is None
-    assert {"python", "tpuport", "torch", "jax"} <= set(sidecar["versions"])
     assert sidecar["platform"]["backend"] == "cpu"
-    assert sidecar["report"]["stages"]
+    assert sidecar["summary"]["peak_host_bytes"] > 0
+    assert list(sidecar["stages"]) == ["decode", "denoise", "encode"]
+    for how in sidecar["stages"].values():
+        assert (how["dtype"], how["mesh"]) == ("float32", "dp=1,sp=1,tp=1")
+        assert (how["attention"], how["backend"]) == ("auto", "tpuport")
+        assert {"python", "tpuport", "torch", "jax"} <= set(how["versions"])
+        assert how["programs"] == {"loaded": 0, "cached": 0, "compiled": 1}
+        assert how["total_seconds"] >= how["compile_seconds"] > 0
+    assert sidecar["stages"]["denoise"]["seconds_per_call"] > 0
+
+
+def test_the_report_is_the_whole_document(made: Made) -> None:
+    file = made.folder / "new" / "report.json"
+    document = json.loads(file.read_text())
+    assert document == made.ran.json
+    assert f"wrote {file}" in made.ran.err.splitlines()
+    # What a sidecar leaves out.
+    for stage in document["report"]["stages"]:
+        for name in ("compiles", "sharding", "attention", "patches", "convolutions"):
+            assert name in stage
+    assert document["report"]["stages"][1]["attention"]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(
+    cli: Cli, made: Made
+) -> None:
+    Path("file").touch()
+    sidecar = made.ran.json["videos"][0]["sidecar"]
+    run = ("--run-dir", made.run)
+    for command in (
+        ("generate", "--prompt", "a"),
+        ("encode", "--prompt", "a", "--run-dir", "run"),
+        ("denoise", *run),
+        ("decode", *run, "--out", "v.gif"),
+        ("replay", sidecar),
+        ("plan", "--topology", "v6e-8"),
+        ("compile", "--out", "built"),
+    ):
+        ran = cli(*command, "--report", "file/report.json")
+        assert ran.code == 2, command
+        assert ran.last == "error: --report file: file is not a folder"
+        assert "started" not in ran.err
+    ran = cli("generate", "--prompt", "a", "--report", ".")
+    assert ran.last == "error: --report .: is a folder; name a file"
+    out = ("--out", "v.gif", "--report", "v.gif.json")
+    for command in (("generate", "--prompt", "a"), ("replay", sidecar)):
+        last = cli(*command, *out).last
+        assert last == "error: --report v.gif.json: is a file of the video v.gif"
 
 
 def test_the_digest_is_of_the_video_s_own_latents(made: Made) -> None:

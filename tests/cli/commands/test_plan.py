@@ -54,9 +54,12 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
         folder / "cache",
         *("--topology", "v6e-4", "--mesh", "dp=2,tp=2", "--size", "96x64"),
         *("--frames", "9", "--steps", "3", "--dump", str(folder / "dump"), "--json"),
+        *("--report", str(folder / "report.json")),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), folder / "dump", done.stderr
+    document = json.loads(done.stdout)
+    assert json.loads((folder / "report.json").read_text()) == document
+    return document, folder / "dump", done.stderr
 
 
 @needs_libtpu

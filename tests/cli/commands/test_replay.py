@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.tools import Cli, Made
+from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar, write_sidecar
-from tpuport.core.files.video_file import read_back
 
 
 @pytest.fixture
@@ -42,13 +43,17 @@ def test_other_latents_name_both_digests_and_what_changed(
     recorded = read_sidecar(sidecar)
     stages = recorded["stages"]
     stages["denoise"]["versions"]["jax"] = "0.0.1"
-    ran = cli("replay", altered(sidecar, latents_sha256="0" * 64, stages=stages))
+    file = altered(sidecar, latents_sha256="0" * 64, stages=stages)
+    ran = cli("replay", file, "--report", "report.json")
     assert ran.code == 1
     assert ran.out == ""
     line = next(x for x in ran.err.splitlines() if x.startswith("error: "))
     assert "0" * 64 in line
     assert recorded["latents_sha256"] in line
     assert "jax 0.0.1 then" in line
+    document = json.loads(Path("report.json").read_text())
+    assert document["same"] is False
+    assert document["latents_sha256"] == recorded["latents_sha256"]
     assert list((cache / "runs").iterdir()) == []
 
 
@@ -73,6 +78,11 @@ def test_a_sidecar_that_is_no_sidecar_is_refused(cli: Cli, sidecar: Path) -> Non
     assert cli("replay", "text.json").code == 1
     Path("edited.json").write_text(sidecar.read_text().replace("a fox", "a dog"))
     assert "was altered" in cli("replay", "edited.json").last
+    older = json.loads(sidecar.read_text()) | {"schema_version": 1}
+    Path("older.json").write_text(json.dumps(older))
+    last = cli("replay", "older.json").last
+    assert "has schema_version 1, and this tpuport reads 2" in last
+    assert "make the video again" in last
     ran = cli("replay", altered(sidecar, stages={}))
     assert ran.code == 1
     assert "cannot be replayed" in ran.last

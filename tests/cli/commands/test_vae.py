@@ -14,11 +14,10 @@ from PIL import Image
 from tests.cli.asked.test_settings import parse
 from tests.cli.commands.test_plan import needs_libtpu, plan
 from tests.cli.tools import SMALL, Cli, Ran
+from tests.core.files.videos import read_back
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import resume_command
-from tpuport.core.files.run_record import implementation_in
-from tpuport.core.files.sealed_json import read_sidecar, write_sidecar
-from tpuport.core.files.video_file import read_back
+from tpuport.core.files.sealed_json import read_sidecar
 
 
 def stage_of(ran: Ran, name: str) -> dict[str, Any]:
@@ -121,21 +120,6 @@ def test_decode_of_a_finished_run_and_its_replay(cli: Cli, run: Path) -> None:
     again = read_sidecar(Path("again.gif.json"))
     assert again["stages"]["decode"]["implementations"] == {"vae": "flax"}
     assert read_back("again.gif") == read_back("v-000.gif")
-    # A record made before there was a choice is of upstream's class.
-    for stage in sidecar["stages"].values():
-        del stage["implementations"]
-    write_sidecar(Path("old.json"), sidecar)
-    ran = cli("replay", "old.json", "--out", "old.gif", "--json")
-    assert ran.code == 0, ran.err
-    assert stage_of(ran, "decode")["patches"]
-
-
-def test_a_record_without_the_key_is_of_upstreams_class() -> None:
-    assert implementation_in({}, "vae") == "torchax"
-    assert implementation_in({"implementations": {}}, "vae") == "torchax"
-    record = {"implementations": {"vae": "flax"}}
-    assert implementation_in(record, "vae") == "flax"
-    assert implementation_in(record, "transformer") == "torchax"
 
 
 def test_text_to_video_reuses_what_another_autoencoder_has_no_part_in(

@@ -39,7 +39,7 @@ def test_run_json_says_what_was_asked_for_and_what_is_finished(
     encode(run)
     document = json.loads(run.file.read_text())
     assert document["schema"] == "tpuport.run"
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
     assert (document["model"], document["variant"]) == ("toy", "small")
     assert document["settings"] == SETTINGS
     assert document["weights"] == {"encoder": "aa" * 32, "vae": None}
@@ -108,7 +108,8 @@ def test_another_schema_is_refused(run: RunDirectory, content: str) -> None:
     ("version", "advice"),
     [
         (0, "; start over"),
-        (2, "; update tpuport, or start over"),
+        (1, "; start over"),
+        (3, "; update tpuport, or start over"),
         ("1", "; start"),
         (True, "; start"),
     ],
@@ -119,7 +120,7 @@ def test_another_schema_version_is_refused_with_both_versions(
     rewrite(run, lambda document: document.update(schema_version=version))
     message = refusal(RunDirectory.open, run.path)
     found = json.dumps(version)
-    expected = f"run.json: has schema_version {found}, and this tpuport reads 1{advice}"
+    expected = f"run.json: has schema_version {found}, and this tpuport reads 2{advice}"
     assert expected in message
 
 

@@ -20,7 +20,7 @@ def test_a_sidecar_comes_back_as_written_and_never_is_run_json(tmp_path: Path) -
     write_sidecar(path, {"seed": 7, "size": (480, 720)})
     assert read_sidecar(path) == {"seed": 7, "size": [480, 720]}
     document = json.loads(path.read_text())
-    assert (document["schema"], document["schema_version"]) == ("tpuport.sidecar", 1)
+    assert (document["schema"], document["schema_version"]) == ("tpuport.sidecar", 2)
     with pytest.raises(UsageError, match="the key schema is tpuport's own"):
         write_sidecar(path, {"schema": "mine"})
 
@@ -30,7 +30,7 @@ def test_a_sidecar_comes_back_as_written_and_never_is_run_json(tmp_path: Path) -
     [
         (lambda text: text[:-9], "is not JSON, or is cut short"),
         (lambda text: text.replace("sidecar", "run"), 'not "tpuport.sidecar"'),
-        (lambda text: text.replace('on": 1', 'on": 9'), "has schema_version 9"),
+        (lambda text: text.replace('on": 2', 'on": 9'), "has schema_version 9"),
         (lambda text: text.replace("7", "8", 1), "was altered"),
         (None, "is missing"),
     ],

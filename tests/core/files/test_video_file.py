@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.core.files.videos import read_back, write_video
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.video_file import (
     VideoWriter,
     check_frames,
     check_output,
     output_paths,
-    read_back,
     video_kind,
-    write_video,
 )
 from tpuport.errors import OutputError, VideoError
 
@@ -400,11 +399,3 @@ def test_requests_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"a\.avi: "):
         write_video(tmp_path / "a.avi", moving(), fps=8)
     assert os.listdir(tmp_path) == []
-
-
-def test_what_is_no_video_cannot_be_read_back(tmp_path: Path) -> None:
-    (tmp_path / "a.mp4").write_bytes(b"no video")
-    (tmp_path / "frames").mkdir()
-    for name in ("a.mp4", "gone.gif", "frames"):
-        with pytest.raises(OutputError, match=name):
-            read_back(tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.attention import scaled_dot_product_attention
@@ -104,9 +106,14 @@ def test_shapes_are_those_of_torch(name: str) -> None:
     assert_is_torch(*tensors(*SHAPES[name]))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-@pytest.mark.parametrize("scale", [None, 0.3, 1.0, 0.0, -0.5])
-def test_the_scale_is_torchs(scale: float | None, implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "scale"),
+    sweep(
+        [("reference", 0.3), ("reference", 0.0), ("blockwise", -0.5)],
+        itertools.product(["reference", "blockwise"], [None, 0.3, 1.0, 0.0, -0.5]),
+    ),
+)
+def test_the_scale_is_torchs(implementation: str, scale: float | None) -> None:
     q, k, v = tensors((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
     on = context(implementation=implementation)
     assert_is_torch(q, k, v, on=on, scale=scale)
@@ -120,13 +127,23 @@ def test_causal_masks_are_aligned_top_left(lengths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "value_heads"),
-    [(4, 2, 2), (4, 1, 1), (4, 4, 4), (8, 2, 4), (12, 2, 3)],
+    ("leading", "counts"),
+    sweep(
+        [
+            ((), (4, 2, 2)),
+            ((2,), (4, 1, 1)),
+            ((2,), (4, 4, 4)),
+            ((2, 3), (8, 2, 4)),
+            ((2,), (12, 2, 3)),
+        ],
+        itertools.product(
+            [(), (2,), (2, 3)],
+            [(4, 2, 2), (4, 1, 1), (4, 4, 4), (8, 2, 4), (12, 2, 3)],
+        ),
+    ),
 )
-@pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
-def test_grouped_heads(
-    leading: tuple[int, ...], heads: int, key_heads: int, value_heads: int
-) -> None:
+def test_grouped_heads(leading: tuple[int, ...], counts: tuple[int, int, int]) -> None:
+    heads, key_heads, value_heads = counts
     q, k, v = tensors(
         (*leading, heads, 7, 8),
         (*leading, key_heads, 9, 8),
@@ -166,8 +183,15 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("shape", MASKS, ids=str)
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    sweep(
+        # One kind of each shape, in turn.
+        [(("bool", "float")[n % 2], shape) for n, shape in enumerate(MASKS)],
+        itertools.product(["bool", "float"], MASKS),
+    ),
+    ids=str,
+)
 def test_masks_broadcast_as_in_torch(kind: str, shape: tuple[int, ...]) -> None:
     q, k, v = tensors((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
     assert_is_torch(q, k, v, attn_mask=mask_of(shape, kind))
@@ -267,9 +291,20 @@ def test_masks_that_do_not_broadcast_to_the_scores_are_refused(shape: Any) -> No
 # --- on a mesh
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
-    "mask", [None, (2, 8, 13, 11), (2, 1, 1, 11), (13, 1)], ids=str
+    ("mesh", "mask"),
+    sweep(
+        [
+            ((2, 2, 2), (2, 8, 13, 11)),
+            ((2, 1, 4), (2, 1, 1, 11)),
+            ((1, 8, 1), (13, 1)),
+            ((1, 8, 1), (2, 8, 13, 11)),
+            ((1, 1, 8), (2, 8, 13, 11)),
+            ((8, 1, 1), None),
+        ],
+        itertools.product(MESHES, [None, (2, 8, 13, 11), (2, 1, 1, 11), (13, 1)]),
+    ),
+    ids=str,
 )
 def test_a_mesh_gives_what_one_device_gives(
     mesh: tuple[int, int, int], mask: tuple[int, ...] | None
@@ -279,23 +314,36 @@ def test_a_mesh_gives_what_one_device_gives(
     assert_is_torch(q, k, v, on=context(mesh), attn_mask=attn_mask)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "causal": ([(2, 8, 13, 8)] * 3, {"is_causal": True}),
+    "grouped": ([(2, 8, 13, 8), *[(2, 2, 11, 8)] * 2], {"enable_gqa": True}),
+    "one key head": ([(2, 8, 13, 8), *[(2, 1, 11, 8)] * 2], {}),
+    "one value head": ([(2, 8, 13, 8), (2, 8, 11, 8), (2, 1, 11, 8)], {}),
+    "odd": ([(3, 5, 1, 8), (3, 5, 11, 8), (3, 5, 11, 4)], {"scale": 0.5}),
+    "3d": ([(8, 13, 8), (8, 11, 8), (8, 11, 8)], {}),
+    "5d": ([(2, 4, 8, 5, 8)] * 3, {}),
+}
+
+
 @pytest.mark.parametrize(
-    ("shapes", "options"),
-    [
-        ([(2, 8, 13, 8)] * 3, {"is_causal": True}),
-        ([(2, 8, 13, 8), (2, 2, 11, 8), (2, 2, 11, 8)], {"enable_gqa": True}),
-        ([(2, 8, 13, 8), (2, 1, 11, 8), (2, 1, 11, 8)], {}),
-        ([(2, 8, 13, 8), (2, 8, 11, 8), (2, 1, 11, 8)], {}),
-        ([(3, 5, 1, 8), (3, 5, 11, 8), (3, 5, 11, 4)], {"scale": 0.5}),
-        ([(8, 13, 8), (8, 11, 8), (8, 11, 8)], {}),
-        ([(2, 4, 8, 5, 8)] * 3, {}),
-    ],
-    ids=["causal", "grouped", "one key head", "one value head", "odd", "3d", "5d"],
+    ("mesh", "name"),
+    sweep(
+        [
+            *(((2, 2, 2), name) for name in CALLS),
+            ((1, 8, 1), "causal"),
+            ((1, 8, 1), "odd"),
+            ((1, 1, 8), "grouped"),
+            ((2, 1, 4), "one key head"),
+            ((8, 1, 1), "3d"),
+        ],
+        itertools.product(MESHES, CALLS),
+    ),
+    ids=str,
 )
 def test_every_kind_of_call_on_every_mesh(
-    mesh: tuple[int, int, int], shapes: Any, options: dict[str, Any]
+    mesh: tuple[int, int, int], name: str
 ) -> None:
+    shapes, options = CALLS[name]
     assert_is_torch(*tensors(*shapes), on=context(mesh), **options)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.attention_lengths import (
@@ -114,37 +117,66 @@ CALLS: dict[str, tuple[list[int] | None, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    sweep(
+        [
+            *((name, "reference") for name in CALLS),
+            ("no key and too many", "blockwise"),
+            ("frames and lengths", "blockwise"),
+            ("causal and lengths", "blockwise"),
+        ],
+        itertools.product(CALLS, ["reference", "blockwise"]),
+    ),
+)
 def test_it_is_attention_under_the_mask(name: str, implementation: str) -> None:
     assert_is_masked(*CALLS[name], on=context(implementation=implementation))
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0])
-@pytest.mark.parametrize("frame_tokens", [None, 4])
+@pytest.mark.parametrize(
+    ("frame_tokens", "scale"),
+    sweep([(None, 0.3), (4, 1.0)], itertools.product([None, 4], [0.3, 1.0])),
+)
 def test_the_scale_is_honoured(frame_tokens: int | None, scale: float) -> None:
     assert_is_masked([7, 12], frame_tokens, scale=scale)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["lengths", "frames", "frames and lengths"])
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    sweep(
+        [
+            ((2, 2, 2), "lengths"),
+            ((2, 2, 2), "frames"),
+            ((2, 2, 2), "frames and lengths"),
+            ((1, 8, 1), "frames and lengths"),
+            ((2, 1, 4), "lengths"),
+            ((1, 1, 8), "frames"),
+            ((8, 1, 1), "lengths"),
+        ],
+        itertools.product(MESHES, ["lengths", "frames", "frames and lengths"]),
+    ),
+    ids=str,
+)
 def test_a_mesh_gives_what_one_device_gives(
-    name: str, mesh: tuple[int, int, int]
+    mesh: tuple[int, int, int], name: str
 ) -> None:
     assert_is_masked(*CALLS[name], on=context(mesh))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", sweep([(1, 8, 1), (2, 2, 2)], MESHES, single=True), ids=str
+)
 def test_an_odd_number_of_queries_on_a_mesh(mesh: tuple[int, int, int]) -> None:
     assert_is_masked([7, 12], None, queries=13, on=context(mesh))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8"])
 def test_any_integers_are_lengths(dtype: str) -> None:
-    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
-    plain = length_attention(context(), q, k, v, jnp.asarray([3, 8]))
-    found = length_attention(context(), q, k, v, jnp.asarray([3, 8], dtype))
-    assert jnp.array_equal(found, plain)
+    arrays = [x.numpy() for x in tensors(2)]
+    call = jax.jit(functools.partial(length_attention, context()))
+    plain = call(*arrays, np.asarray([3, 8], np.int64))
+    found = call(*arrays, np.asarray([3, 8], dtype))
+    assert np.array_equal(found, plain)
 
 
 def test_grouped_heads() -> None:
@@ -154,8 +186,8 @@ def test_grouped_heads() -> None:
     mask = mask_of(2, TOKENS, TOKENS, [7, 12], None)
     wide_k, wide_v = (x.repeat_interleave(4, dim=1) for x in (k, v))
     expected = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask)
-    arrays = [jnp.asarray(x.numpy()) for x in (q, k, v, lengths)]
-    found = to_torch(length_attention(context((1, 1, 2)), *arrays))
+    call = jax.jit(functools.partial(length_attention, context((1, 1, 2))))
+    found = to_torch(call(*(x.numpy() for x in (q, k, v, lengths))))
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
     eager = eager_attention(q, k, v, lengths)
     torch.testing.assert_close(eager, expected, rtol=0, atol=TOLERANCE)
@@ -201,11 +233,13 @@ def test_a_traced_block_takes_the_kernels_and_records_it(overload: bool) -> None
 
 def test_records_tell_lengths_and_frames() -> None:
     on = context((2, 2, 2))
-    q, k, v = (jnp.asarray(x.numpy()) for x in tensors(2))
+    arrays = [x.numpy() for x in tensors(2)]
+    call = functools.partial(length_attention, on)
+    # A call is noted as it is traced.
     for _ in range(2):
-        length_attention(on, q, k, v, jnp.asarray([3, 8]))
-        length_attention(on, q, k, v, frame_tokens=3)
-    length_attention(on, q, k, v, frame_tokens=1)
+        jax.eval_shape(functools.partial(call), *arrays, np.asarray([3, 8]))
+        jax.eval_shape(functools.partial(call, frame_tokens=3), *arrays)
+    jax.eval_shape(functools.partial(call, frame_tokens=1), *arrays)
     shape = (2, 8, TOKENS, 8)
     reason = (
         "the score matrix is small enough to be built whole; not splash: it is for "
@@ -234,9 +268,10 @@ def test_records_tell_lengths_and_frames() -> None:
 def test_one_frame_at_a_time_decides_the_implementation() -> None:
     """600 x 600 scores would be too many, 60 x 600 are not."""
     on = context()
-    q, k, v = (jnp.zeros((1, 1, 600, 8)) for _ in range(3))
-    length_attention(on, q, k, v)
-    length_attention(on, q, k, v, frame_tokens=60)
+    x = np.zeros((1, 1, 600, 8), np.float32)
+    call = functools.partial(length_attention, on)
+    jax.eval_shape(call, x, x, x)
+    jax.eval_shape(functools.partial(call, frame_tokens=60), x, x, x)
     assert [r.implementation for r in on.records] == ["blockwise", "reference"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.kernels.attention.oracle import numpy_attention, worst
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core import compat
 from tpuport.core.layers import ring
@@ -70,9 +72,29 @@ def attend(
     return jax.jit(call)(*arrays)
 
 
-@pytest.mark.parametrize("lengths", [None, (33, 0)])
-@pytest.mark.parametrize("heads", [1, 2, 3, 6])
-@pytest.mark.parametrize("devices", [2, 3, 4, 5, 8])
+# Keys of the items that count; none of the second one.
+SOME = (33, 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "heads", "lengths"),
+    sweep(
+        # Rings of two, three and eight; of five, in a loop; none; and rings of devices
+        # that exchange tokens for heads too: two by two, two by four, four by two.
+        [
+            (2, 1, None),
+            (3, 2, None),
+            (8, 3, None),
+            (5, 6, SOME),
+            (3, 6, SOME),
+            (4, 2, None),
+            (4, 3, SOME),
+            (8, 1, SOME),
+            (8, 6, SOME),
+        ],
+        itertools.product([2, 3, 4, 5, 8], [1, 2, 3, 6], [None, SOME]),
+    ),
+)
 def test_every_degree(devices: int, heads: int, lengths: Any) -> None:
     active = active_on(f"sp={devices}")
     kv_len = 41
@@ -94,8 +116,10 @@ def test_every_degree(devices: int, heads: int, lengths: Any) -> None:
     assert record.ring_keys == ("passed" if record.ring > 1 else None)
 
 
-@pytest.mark.parametrize("lengths", [None, (33, 0)])
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    sweep([(1, None), (2, SOME)], itertools.product([1, 2, 4], [None, SOME])),
+)
 def test_devices_of_any_order_hold_the_tokens_of_their_places(
     heads: int, lengths: Any
 ) -> None:
@@ -149,9 +173,23 @@ def test_the_mean_of_all_keys_is_subtracted_from_every_chunk(
     assert (record.k_smooth, record.ring_keys) == (True, "passed")
 
 
-@pytest.mark.parametrize("window", [(0, 0), (3, 5), (15, 0), (0, 30), (60, 60)])
-@pytest.mark.parametrize("lengths", [None, (41, 19)])
-@pytest.mark.parametrize("devices", [3, 8])
+@pytest.mark.parametrize(
+    ("devices", "lengths", "window"),
+    sweep(
+        [
+            (8, None, (0, 0)),
+            (8, (41, 19), (3, 5)),
+            (3, None, (15, 0)),
+            (8, None, (0, 30)),
+            (3, (41, 19), (60, 60)),
+        ],
+        itertools.product(
+            [3, 8],
+            [None, (41, 19)],
+            [(0, 0), (3, 5), (15, 0), (0, 30), (60, 60)],
+        ),
+    ),
+)
 def test_a_window_is_met_by_gathered_keys(
     devices: int, lengths: Any, window: tuple[int, int]
 ) -> None:
@@ -205,29 +243,25 @@ def test_no_device_ever_holds_all_keys() -> None:
 @pytest.mark.parametrize(
     ("ring_size", "groups"), [(2, [[0, 2], [1, 3]]), (4, [[0, 1, 2, 3]])]
 )
-@pytest.mark.parametrize("size", [1.0, 12.0])
-def test_our_kernel_in_a_ring(
-    ring_size: int, groups: list[list[int]], size: float
-) -> None:
-    """Interpreted, in chunks of 160 tokens, of which one has the largest keys."""
+def test_our_kernel_in_a_ring(ring_size: int, groups: list[list[int]]) -> None:
+    """Interpreted, in chunks of 160 tokens, of which one may have the largest keys."""
     active = active_on(f"sp={sum(map(len, groups))}")
     chunk = 160
     tokens = chunk * ring_size
     rng = np.random.default_rng(5)
     shape = (len(groups), 1, 16, tokens)
     q, k, v = (rng.standard_normal(shape, np.float32) for _ in range(3))
-    k[..., chunk:] *= size
     lengths = np.asarray([tokens - 37] * len(groups), np.int32)
     v[..., tokens - 37 :] = 0
 
-    def spread(x: np.ndarray) -> jax.Array:
+    def spread(x: np.ndarray) -> np.ndarray:
         """Tokens of each group in the order of the places of its devices."""
         out = np.zeros((1, 1, 16, chunk * sum(map(len, groups))), np.float32)
         for group, row in zip(groups, x, strict=True):
             for index, place in enumerate(group):
                 part = row[None, :, :, index * chunk : (index + 1) * chunk]
                 out[..., place * chunk : (place + 1) * chunk] = part
-        return jnp.asarray(out)
+        return out
 
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         place = jax.lax.axis_index("sp")
@@ -246,14 +280,18 @@ def test_our_kernel_in_a_ring(
         )
 
     spec = PartitionSpec(None, None, None, "sp")
-    call = compat.shard_map(
-        on_device, mesh=active.context.mesh, in_specs=(spec,) * 3, out_specs=spec
+    call = jax.jit(
+        compat.shard_map(
+            on_device, mesh=active.context.mesh, in_specs=(spec,) * 3, out_specs=spec
+        )
     )
-    got = jax.jit(call)(*(spread(x) for x in (q, k, v)))
-    turned = (x.swapaxes(2, 3) for x in (q, k, v))
-    want = numpy_attention(*turned, kv_lengths=lengths).swapaxes(2, 3)
-    wanted = "attention float32" + (" large scores" if size > 1 else "")
-    assert worst(got, spread(want)) < TOLERANCES[wanted]
+    for size in (1, 12):
+        k[..., chunk:] *= size
+        got = call(*(spread(x) for x in (q, k, v)))
+        turned = (x.swapaxes(2, 3) for x in (q, k, v))
+        want = numpy_attention(*turned, kv_lengths=lengths).swapaxes(2, 3)
+        wanted = "attention float32" + (" large scores" if size > 1 else "")
+        assert worst(got, spread(want)) < TOLERANCES[wanted], size
 
 
 def test_short_chunks_are_gathered_on_a_tpu() -> None:

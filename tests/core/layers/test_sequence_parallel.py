@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention.oracle import numpy_attention, worst
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.ring import too_short
 from tpuport.core.layers.sequence_parallel import (
@@ -109,10 +111,25 @@ def active_on(mesh: str) -> Active:
     return Active(None, context)
 
 
-@pytest.mark.parametrize("feature_major", [False, True])
-@pytest.mark.parametrize("lengths", [None, (9, 33)])
+MESHES = ["dp=1", "sp=2", "sp=8", "dp=2,sp=3", "sp=5", "sp=2,tp=2", "dp=2,sp=2,tp=2"]
+
+
 @pytest.mark.parametrize(
-    "mesh", ["dp=1", "sp=2", "sp=8", "dp=2,sp=3", "sp=5", "sp=2,tp=2", "dp=2,sp=2,tp=2"]
+    ("mesh", "lengths", "feature_major"),
+    sweep(
+        [
+            ("dp=1", (9, 33), False),
+            ("dp=1", None, True),
+            ("sp=2", (9, 33), True),
+            ("sp=8", None, True),
+            ("dp=2,sp=3", (9, 33), True),
+            ("sp=5", None, False),
+            ("sp=2,tp=2", (9, 33), False),
+            ("dp=2,sp=2,tp=2", (9, 33), True),
+            ("dp=2,sp=2,tp=2", None, False),
+        ],
+        itertools.product(MESHES, [None, (9, 33)], [False, True]),
+    ),
 )
 def test_equals_attention_on_one_array(
     mesh: str, lengths: Any, feature_major: bool

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.sweeps import sweep
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.text_and_video import put_text, take_text, text_alone
 from tpuport.core.mesh.device_mesh import build_mesh
@@ -36,27 +37,43 @@ def sequence(devices: int, video: int, text: int) -> JointSequence:
     )
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize(("video", "text"), [(16, 3), (13, 30), (2, 5), (40, 1)])
+@pytest.mark.parametrize(
+    ("devices", "video", "text"),
+    sweep(
+        # Text on part of one device, on several, on all but one, on a few of them.
+        [(1, 16, 3), (4, 13, 30), (5, 2, 5), (8, 40, 1), (8, 13, 30), (3, 16, 3)],
+        (
+            (devices, *counts)
+            for devices in (1, 2, 3, 4, 5, 8)
+            for counts in ((16, 3), (13, 30), (2, 5), (40, 1))
+        ),
+    ),
+)
 def test_text_comes_back_and_all_else_stays(
     devices: int, video: int, text: int
 ) -> None:
     joined = sequence(devices, video, text)
     assert joined.padded % devices == 0
     rng = np.random.default_rng(0)
+    xs, ts = [], []
     for dim in (2, 3):
         shape = [2, 3, 4, 4]
         shape[dim] = joined.padded
-        x = rng.normal(size=shape).astype(np.float32)
+        xs.append(rng.normal(size=shape).astype(np.float32))
         shape[dim] = text
-        words = rng.normal(size=shape).astype(np.float32)
+        ts.append(rng.normal(size=shape).astype(np.float32))
+
+    @jax.jit
+    def put_and_taken(xs: Any, ts: Any) -> Any:
+        put = [put_text(joined, *one) for one in zip(xs, ts, (2, 3), strict=True)]
+        return put, [take_text(joined, *one) for one in zip(put, (2, 3), strict=True)]
+
+    put, taken = put_and_taken(xs, ts)
+    for dim, x, words, found, back in zip((2, 3), xs, ts, put, taken, strict=True):
         expected = np.moveaxis(x.copy(), dim, 0)
         expected[video : video + text] = np.moveaxis(words, dim, 0)
-        put = jax.jit(lambda x, t, dim=dim: put_text(joined, x, t, dim))
-        take = jax.jit(lambda x, dim=dim: take_text(joined, x, dim))
-        found = put(jnp.asarray(x), jnp.asarray(words))
         assert np.array_equal(np.moveaxis(np.asarray(found), dim, 0), expected)
-        assert np.array_equal(np.asarray(take(found)), words)
+        assert np.array_equal(np.asarray(back), words)
 
 
 def test_text_alone_is_whole_and_without_padding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.core.layers.test_sequence_parallel import active_on
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import token_norms
 from tpuport.core.layers.joint_sequence import JointSequence
@@ -43,11 +45,22 @@ def drawn(*shape: int) -> jax.Array:
 
 
 # Text on the first device, over an edge between two, on all; and at the end.
+TEXTS = [(20, True), (130, True), (300, True), (130, False)]
+
+
 @pytest.mark.parametrize(
-    ("text", "text_first"), [(20, True), (130, True), (300, True), (130, False)]
+    ("mesh", "batch", "text", "text_first"),
+    sweep(
+        [
+            ("dp=1", 2, 130, False),
+            ("dp=2,sp=3", 1, 20, True),
+            ("dp=2,sp=3", 2, 130, True),
+            ("dp=2,sp=3", 2, 130, False),
+            ("sp=3,tp=2", 1, 300, True),
+        ],
+        ((*one, *text) for one in itertools.product(MESHES, [1, 2]) for text in TEXTS),
+    ),
 )
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_takes_its_own_modulation(
     mesh: str, batch: int, text: int, text_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,9 +78,18 @@ def test_each_token_takes_its_own_modulation(
     assert np.abs(plain - kernel).max() <= TOLERANCES["norm float32"]
 
 
-@pytest.mark.parametrize("turns", [True, False])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "batch", "turns"),
+    sweep(
+        [
+            ("dp=1", 1, False),
+            ("dp=2,sp=3", 1, True),
+            ("dp=2,sp=3", 2, False),
+            ("sp=3,tp=2", 2, True),
+        ],
+        itertools.product(MESHES, [1, 2], [True, False]),
+    ),
+)
 def test_each_token_is_turned_by_its_own_angle(
     mesh: str, batch: int, turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

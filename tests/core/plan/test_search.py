@@ -101,8 +101,7 @@ class Fake:
         self.weights = weights or (lambda spec: 4 * GIB)
         self.chip = V6E
         self.topology = parse_topology("v6e-8")
-        part = SimpleNamespace(single_device=False)
-        self.port = SimpleNamespace(components={"transformer": part})
+        self.port = SimpleNamespace(components={"transformer": SimpleNamespace()})
         self.variant = SimpleNamespace(
             frames=FrameRule(step=8), sizes=SizeRule(multiple=16)
         )
@@ -338,18 +337,6 @@ def test_an_estimate_is_told_with_what_those_before_it_missed() -> None:
     assert told == pytest.approx(1.5 * (4 + 36 * 41 / 97))
 
 
-def test_a_program_on_one_device_gains_nothing_from_another_mesh() -> None:
-    def costs(spec: MeshSpec, request: Request) -> Measured:
-        return measured(40 * request.num_frames / 33, 0.5, devices=1)
-
-    fake = Fake(["dp=2,tp=4", "tp=8"], costs)
-    fake.port.components["transformer"].single_device = True
-    asked = MeshSpec.parse("dp=2,tp=4")
-    found: Any = advise(fake, fake.plan(asked))  # type: ignore[arg-type]
-    changes = {a["change"] for a in found}
-    assert changes == {"frames", "size"}
-
-
 def sliced(gib: float, weights: Any, **memory: float) -> dict[str, Any] | None:
     """The slice that is advised for a program on v6e-8, dp=2,sp=4."""
     spec = MeshSpec(dp=2, sp=4)
@@ -394,18 +381,6 @@ def test_a_slice_is_advised_only_where_the_estimate_fits() -> None:
     found = sliced(41, lambda spec: 8 * 31.5 * GIB / spec.size)
     assert found is not None
     assert found["to"] == "v6e-16"
-
-
-def test_a_program_on_one_chip_is_not_split_by_more_of_them() -> None:
-    fake = Fake([], lambda spec, request: measured(40, 0.5, devices=1))
-    fake.topology = parse_topology("v6e-1")
-    short = fake.plan(MeshSpec())
-    found: Any = advise(fake, short, budget=-1)  # type: ignore[arg-type]
-    assert "topology" in {a["change"] for a in found}
-    # The same, of a component that runs on the first device of any mesh.
-    fake.port.components["transformer"].single_device = True
-    found = advise(fake, short, budget=-1)  # type: ignore[arg-type]
-    assert {a["change"] for a in found} == {"frames", "size"}
 
 
 def test_a_plan_that_does_not_fit_has_no_time_and_says_what_to_change() -> None:

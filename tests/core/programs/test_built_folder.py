@@ -259,29 +259,8 @@ def test_an_executable_that_jax_refuses_is_compiled_with_the_folders_cache(
     np.testing.assert_array_equal(second.frames, expected.frames)
 
 
-def test_a_process_that_died_while_loading_is_known(
-    folder: Path, cache_dir: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = executables.read_entry
-
-    def never_ran(path: Path) -> Any:
-        return replace(real(path), built_for=executables.ELSEWHERE)
-
-    monkeypatch.setattr(built_folder, "read_entry", never_ran)
-    assert use(folder, cache_dir).report.warm
-    (file,) = folder.glob("denoise*.executable")
-    (folder / f"loading-{file.name}").touch()
-    heard = Heard()
-    result = use(folder, cache_dir, heard)
-    (line,) = heard.about("an earlier process ended while it loaded")
-    assert line.endswith("compiling denoise/step here")
-    assert result.report.programs == {"loaded": 2, "cached": 0, "compiled": 1}
-    np.testing.assert_array_equal(result.frames, expected.frames)
-
-
-def test_files_say_what_they_were_built_for(folder: Path) -> None:
+def test_the_files_are_of_every_program(folder: Path) -> None:
     entries = [read_entry(path) for path in folder.glob("*.executable")]
-    assert {entry.built_for for entry in entries} == {executables.HERE}
     assert {entry.key.name for entry in entries} == {
         "encode/run",
         "denoise/step",

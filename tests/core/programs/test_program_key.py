@@ -111,18 +111,15 @@ def test_a_request_explains_a_difference_and_makes_none() -> None:
     [
         ((6.0, True), (1.0, False), ["guidance 6.0 -> 1.0"]),
         ((6.0, True), (7.0, True), []),
-        # An older file does not say whether it was on.
-        ((6.0, None), (1.0, False), []),
     ],
-    ids=["turned off", "another scale", "not known"],
+    ids=["turned off", "another scale"],
 )
 def test_guidance_explains_a_difference_where_it_comes_or_goes(
-    before: tuple[float, bool | None], after: tuple[float, bool | None], told: list[str]
+    before: tuple[float, bool], after: tuple[float, bool], told: list[str]
 ) -> None:
     keys = []
     for (scale, guided), rows in ((before, 2), (after, 1)):
-        known = {} if guided is None else {"guided": guided}
-        context = {"num_frames": 49, "guidance_scale": scale, **known}
+        context = {"num_frames": 49, "guidance_scale": scale, "guided": guided}
         arguments = {"['carry']": f"float32[{rows}, 16]"}
         keys.append(replace(KEY, context=context, arguments=arguments))
     found = keys[1].difference(keys[0])

@@ -38,9 +38,6 @@ def test_settings_of_another_version_are_refused_by_name() -> None:
     data["sizes"] = data.pop("height")
     with pytest.raises(UsageError, match=r"unknown \['sizes'\], missing \['height'\]"):
         Request.from_dict(data)
-    without = request(options={}).as_dict()
-    del without["options"]
-    assert Request.from_dict(without).options == {}
 
 
 def test_batches_are_slices_of_the_videos() -> None:

@@ -6,6 +6,7 @@ gives the same to 1e-6.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from tests.core.tracing.towers import (
     scans,
     tower,
 )
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_torch
 from tpuport.core.tracing.block_stacks import StackedBlocks
@@ -94,9 +96,19 @@ LOOPS: dict[str, Loop] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("count", [2, 5])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    ("name", "count", "batch"),
+    sweep(
+        [
+            *((name, 5, 2) for name in LOOPS),
+            ("plain", 2, 1),
+            ("reads_on_the_way", 2, 1),
+            ("reads_afterwards", 2, 1),
+            ("runs_twice", 2, 1),
+        ],
+        itertools.product(LOOPS, [2, 5], [1, 2]),
+    ),
+)
 def test_it_is_torchs_function_and_the_unrolled_one(
     name: str, count: int, batch: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from tests.models.cogvideox.test_components import transformer_inputs
 from tests.models.conftest import FORMS, make_transformer
+from tests.sweeps import sweep
 from tpuport.core.arrays import to_numpy
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.forward_split import ForwardSplit, Where, capture, resume
@@ -45,8 +47,14 @@ def ported(module: torch.nn.Module) -> tuple[PortedModule, dict[str, jax.Array]]
 # ------------------------------------------------- real transformers, traced to JAX
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "batch"),
+    # Every form, and every size of a batch.
+    sweep(
+        [(form, 1 + n % 2) for n, form in enumerate(FORMS)],
+        itertools.product(FORMS, [1, 2]),
+    ),
+)
 def test_capturing_changes_nothing_and_resuming_gives_the_same(
     form: str, batch: int
 ) -> None:

@@ -174,5 +174,5 @@ def test_runtimes_do_not_see_each_other_nor_touch_the_default_environment() -> N
 def test_a_runtime_refuses_conflicts_when_it_is_made() -> None:
     """Attention is claimed by every runtime."""
     again = claim("torch.nn.functional.scaled_dot_product_attention", owner="model")
-    with pytest.raises(OpConflictError, match=r"'model'.*'tpuport\.core\.attention'"):
+    with pytest.raises(OpConflictError, match=r"'model'.*'tpuport\.core\.layers\."):
         model_runtime(mesh=None, platform="cpu", overrides=[again])

@@ -5,6 +5,8 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head dim.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,23 +45,26 @@ class Case:
         return " ".join(changed)
 
 
-def inputs(case: Case, size: float = 1.0) -> tuple[list[jax.Array], dict[str, Any]]:
-    """[q, k, v] and the keyword arguments of the case; ``size`` scales q and k."""
+def inputs(case: Case, size: float = 1.0) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """[q, k, v] and the keyword arguments of the case; ``size`` scales q and k.
+
+    In numpy, so that what a test does to them compiles nothing.
+    """
     rng = np.random.default_rng(7)
     kv = (case.batch, case.kv_heads, case.kv_len)
     q = rng.standard_normal((case.batch, case.heads, case.q_len, case.head_dim))
     k = rng.standard_normal((*kv, case.head_dim))
     v = rng.standard_normal((*kv, case.v_dim or case.head_dim))
-    arrays = [jnp.asarray(x, case.dtype) for x in (q * size, k * size, v)]
+    arrays = [x.astype(jnp.dtype(case.dtype)) for x in (q * size, k * size, v)]
     options: dict[str, Any] = {"is_causal": case.is_causal, "scale": case.scale}
     if case.mask is not None:
         options["mask"] = make_mask(case)
     if case.lengths is not None:
-        options["kv_lengths"] = jnp.asarray(case.lengths, jnp.int32)
+        options["kv_lengths"] = np.asarray(case.lengths, np.int32)
     return arrays, options
 
 
-def make_mask(case: Case) -> jax.Array:
+def make_mask(case: Case) -> np.ndarray:
     """A mask by name: "bool" or "float", then the dims that are not broadcast.
 
     "float bhqk", "bool k", "bool q" and so on. "dead" after it empties row 0: False,
@@ -82,7 +87,32 @@ def make_mask(case: Case) -> jax.Array:
         mask[rng.random(shape) < 0.1] = -np.inf
     if dead:
         mask[:, :, 0] = False if kind == "bool" else -np.inf
-    return jnp.asarray(mask)
+    return mask
+
+
+@functools.cache
+def _program(attention: Callable[..., Any], fixed: tuple[tuple[str, Any], ...]) -> Any:
+    # What a program rounds is rounded: the compiler would leave roundings out.
+    @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    def run(arrays: Any, given: dict[str, Any]) -> Any:
+        return attention(*arrays, **given, **dict(fixed))
+
+    return run
+
+
+def compiled(attention: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """The result of a call, by a program that calls of one shape share.
+
+    Masks and lengths are inputs of the program. All other options are part of it, but
+    for None and False, which are what a call takes without them.
+    """
+    given = {
+        name: options.pop(name)
+        for name in ("mask", "kv_lengths")
+        if options.get(name) is not None
+    }
+    fixed = {n: v for n, v in options.items() if v is not None and v is not False}
+    return _program(attention, tuple(sorted(fixed.items())))(arrays, given)
 
 
 def numpy_attention(

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
+from tests.kernels.attention.oracle import (
+    Case,
+    compiled,
+    inputs,
+    numpy_attention,
+    worst,
+)
 from tests.tolerances import TOLERANCES
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.attention import attention
@@ -108,8 +114,13 @@ def test_every_option_reaches_the_implementation(name: str) -> None:
     if name not in ("splash", "jax"):
         case = replace(case, mask="float bhqk")
     arrays, options = inputs(case)
-    got = attention(
-        *arrays, **options, platform="cpu", implementation=name, interpret=True
+    got = compiled(
+        attention,
+        *arrays,
+        **options,
+        platform="cpu",
+        implementation=name,
+        interpret=True,
     )
     assert (
         worst(got, numpy_attention(*arrays, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.attention.oracle import Case, inputs, worst
+from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
 from tpuport.core.cost import attention_case as kernel_case
 from tpuport.core.cost.attention_case import AttentionCase
@@ -75,17 +76,28 @@ def test_what_is_not_a_choice_is_named(text: str, message: str) -> None:
 CASE = Case(q_len=384, kv_len=384, heads=2, kv_heads=2, head_dim=64)
 
 
-def run(text: str, **changes: Any) -> tuple[jax.Array, str]:
-    """The result of a choice and the program it is."""
+@functools.cache
+def traced(text: str) -> Any:
     arrays, options = inputs(CASE)
-    options |= changes
 
     def call(*arrays: jax.Array) -> jax.Array:
         return attention(
             *arrays, **options, platform="cpu", implementation=text, interpret=True
         )
 
-    return call(*arrays), str(jax.make_jaxpr(call)(*arrays))
+    return jax.jit(call).trace(*arrays)
+
+
+def program(text: str) -> str:
+    """The program that a choice is."""
+    return str(traced(text).jaxpr)
+
+
+@functools.cache
+def result(text: str) -> np.ndarray:
+    """What the program of a choice gives."""
+    arrays, _ = inputs(CASE)
+    return np.asarray(traced(text).lower().compile()(*arrays))
 
 
 NAMES = ["splash", "jax", "reference", "blockwise"]
@@ -105,10 +117,9 @@ def test_an_option_changes_the_program_and_only_a_window_the_result(
     name: str, option: str
 ) -> None:
     base = "block_kv_compute=128" if "block_kv_compute" in option else ""
-    plain, program = run(f"{name}:block_kv=384;{base}" if base else name)
-    found, changed = run(f"{name}:{option}")
-    assert changed != program
-    same = worst(found, np.asarray(plain)) < TOLERANCES["attention float32"]
+    plain, changed = f"{name}:block_kv=384;{base}" if base else name, f"{name}:{option}"
+    assert program(changed) != program(plain)
+    same = worst(result(changed), result(plain)) < TOLERANCES["attention float32"]
     assert same == (not option.startswith("window"))
 
 
@@ -124,17 +135,22 @@ def test_an_option_that_an_implementation_lacks_is_refused(
     if lacking == "window":
         kind, words = (AttentionError, f"{name!r} cannot do this call")
     with pytest.raises(kind, match=words):
-        run(f"{name}:{option}")
+        program(f"{name}:{option}")
 
 
 @pytest.mark.parametrize("name", ["splash", "reference", "blockwise"])
-@pytest.mark.parametrize("window", [(0, 0), (40, 60), (0, 500), (500, 7)], ids=str)
+@pytest.mark.parametrize(
+    "window",
+    [(0, 0), (40, 60), pytest.param((0, 500), marks=pytest.mark.sweep), (500, 7)],
+    ids=str,
+)
 def test_a_window_is_a_mask_of_neighbours(name: str, window: tuple[int, int]) -> None:
     ahead = np.arange(384)[None, :] - np.arange(384)[:, None]
     near = (ahead >= -window[0]) & (ahead <= window[1])
-    want, _ = run("reference", mask=jnp.asarray(near)[None, None])
-    found, _ = run(f"{name}:window={window[0]},{window[1]}")
-    assert worst(found, np.asarray(want)) < TOLERANCES["attention float32"]
+    arrays, options = inputs(CASE)
+    want = numpy_attention(*arrays, **options, mask=near)
+    found = result(f"{name}:window={window[0]},{window[1]}")
+    assert worst(found, want) < TOLERANCES["attention float32"]
 
 
 def problem(**changes: Any) -> Any:
@@ -184,14 +200,12 @@ def test_no_block_is_longer_than_its_tokens(
 
 @pytest.mark.parametrize("name", ["splash", "jax"])
 def test_the_blocks_that_are_told_are_those_of_the_program(name: str) -> None:
-    _, program = run(f"{name}:block_q=8192;block_kv=65536;block_kv_compute=128")
-    blocks = select(
-        of_length(384, 384), f"{name}:block_q=8192;block_kv=65536;block_kv_compute=128"
-    ).blocks
+    asked = f"{name}:block_q=8192;block_kv=65536;block_kv_compute=128"
+    blocks = select(of_length(384, 384), asked).blocks
     assert (blocks["block_q"], blocks["block_kv"]) == (384, 384)
     text = ";".join(f"{option}={size}" for option, size in blocks.items())
-    assert run(f"{name}:{text}")[1] == program
-    assert "65536" not in program
+    assert program(f"{name}:{text}") == program(asked)
+    assert "65536" not in program(asked)
 
 
 LONG_PARTS = "splash:block_q=1024;block_kv=16384;block_kv_compute=16384"

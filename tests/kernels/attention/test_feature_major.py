@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
+from tests.kernels.attention.oracle import (
+    Case,
+    compiled,
+    inputs,
+    numpy_attention,
+    worst,
+)
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.attention import attention_feature_major
 from tpuport.kernels.attention.splash import SplashBlocks, splash_feature_major
@@ -25,16 +30,17 @@ def hidden_case() -> tuple[list[Any], np.ndarray]:
     """q, k, v [2, 2, 64, L] with keys past the counts hidden, and the result."""
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=KEYS))
     want = numpy_attention(q, k, v, kv_lengths=np.asarray(COUNTS))
-    dead = (jnp.arange(KEYS) >= jnp.asarray(COUNTS)[:, None])[:, None, :, None]
-    k, v = jnp.where(dead, 3.0, k), jnp.where(dead, 0.0, v)
+    dead = (np.arange(KEYS) >= np.asarray(COUNTS)[:, None])[:, None, :, None]
+    k, v = np.where(dead, np.float32(3), k), np.where(dead, np.float32(0), v)
     return [x.swapaxes(2, 3) for x in (q, k, v)], want.swapaxes(2, 3)
 
 
 def test_keys_that_the_caller_has_hidden() -> None:
     arrays, want = hidden_case()
-    got = splash_feature_major(
+    got = compiled(
+        splash_feature_major,
         *arrays,
-        kv_lengths=jnp.asarray(COUNTS),
+        kv_lengths=np.asarray(COUNTS),
         hidden=True,
         blocks=BLOCKS,
         interpret=True,
@@ -49,7 +55,8 @@ def test_every_implementation_counts_the_same_keys(
 ) -> None:
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=400))
     want = numpy_attention(q, k[:, :, :kv_len], v[:, :, :kv_len])
-    got = attention_feature_major(
+    got = compiled(
+        attention_feature_major,
         *(x.swapaxes(2, 3) for x in (q, k, v)),
         kv_len=kv_len,
         platform="cpu",

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
+from tests.kernels.attention.oracle import (
+    Case,
+    compiled,
+    inputs,
+    numpy_attention,
+    worst,
+)
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention import jax_splash
 from tpuport.kernels.attention.jax_splash import (
@@ -115,7 +121,9 @@ def test_kernel_blocks_beyond_the_diagonal_do_not_matter() -> None:
     # Lq > Lk over several blocks: rows past the last key see all keys, no padding.
     arrays, options = inputs(Case(q_len=500, kv_len=130, is_causal=True, batch=1))
     blocks = BlockSizes(q=128, kv=128, kv_compute=128)
-    got = jax_splash_attention(*arrays, **options, blocks=blocks, interpret=True)
+    got = compiled(
+        jax_splash_attention, *arrays, **options, blocks=blocks, interpret=True
+    )
     assert (
         worst(got, numpy_attention(*arrays, **options))
         < (TOLERANCES["attention float32"])

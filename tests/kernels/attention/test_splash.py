@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
+from tests.kernels.attention.oracle import (
+    Case,
+    compiled,
+    inputs,
+    numpy_attention,
+    worst,
+)
+from tests.sweeps import swept
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.splash import (
     SplashBlocks,
@@ -25,31 +32,49 @@ TINY = SplashBlocks(q=128, kv=128, kv_compute=128)
 # Keys in the last of the blocks of 3072 at 39826 tokens, by the small blocks of 256.
 REST = 39826 % 3072 % 256 + 256
 
+# Each has a program of its own, so that one case may have several things in it.
 CASES = [
-    *(Case(q_len=n, kv_len=n) for n in (1, 127, 129)),
-    Case(q_len=129, kv_len=REST, batch=1),
-    Case(q_len=129, kv_len=300, head_dim=40),
-    Case(q_len=129, kv_len=300, head_dim=80),
-    Case(q_len=129, kv_len=300, head_dim=128),
+    Case(q_len=1, kv_len=1),
+    Case(q_len=127, kv_len=127, scale=0.0),
+    Case(q_len=129, kv_len=REST, head_dim=40, scale=0.3, batch=1),
+    Case(q_len=129, kv_len=129, head_dim=48, v_dim=80, scale=-0.3),
+    Case(q_len=127, kv_len=300, head_dim=128, heads=6, kv_heads=2),
     Case(q_len=127, kv_len=129, head_dim=256, batch=1, heads=1, kv_heads=1),
-    Case(q_len=129, kv_len=129, head_dim=48, v_dim=80),
+    Case(q_len=300, kv_len=300, head_dim=80, lengths=(0, 140), is_causal=True, heads=4),
+    # Of the sizes of other tests.
+    Case(q_len=129, kv_len=600),
+    Case(q_len=129, kv_len=600, is_causal=True),
+    *(
+        Case(q_len=129, kv_len=600, lengths=lengths)
+        for lengths in ((0, 150), (512, 513), (3, 600), (600, 0))
+    ),
+]
+SWEEP = [
+    Case(q_len=129, kv_len=129),
+    Case(q_len=129, kv_len=300, head_dim=80),
     Case(q_len=127, kv_len=300, heads=6, kv_heads=2),
     Case(q_len=300, kv_len=300, is_causal=True, heads=4),
     Case(q_len=129, kv_len=600, is_causal=True, head_dim=128),
-    Case(q_len=129, kv_len=600, lengths=(0, 150)),
     Case(q_len=129, kv_len=600, lengths=(512, 513), heads=4),
-    Case(q_len=300, kv_len=300, lengths=(0, 140), is_causal=True),
     Case(q_len=129, kv_len=129, scale=0.3),
-    Case(q_len=129, kv_len=129, scale=-0.3),
     Case(q_len=129, kv_len=129, scale=0.0),
 ]
 
 
-def run(*arrays: jax.Array, **options: Any) -> jax.Array:
-    return splash_attention(*arrays, interpret=True, **{"blocks": BLOCKS, **options})
+def run(*arrays: Any, **options: Any) -> jax.Array:
+    options = {"blocks": BLOCKS, **options}
+    return compiled(splash_attention, *arrays, interpret=True, **options)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def run_feature_major(*arrays: np.ndarray, **options: Any) -> np.ndarray:
+    """On arrays [B, H, D, L], given and returned as [B, H, L, D]."""
+    turned = (x.swapaxes(2, 3) for x in arrays)
+    options = {"blocks": BLOCKS, **options}
+    got = compiled(splash_feature_major, *turned, interpret=True, **options)
+    return np.asarray(got).swapaxes(2, 3)
+
+
+@pytest.mark.parametrize("case", [*CASES, *map(swept, SWEEP)], ids=str)
 def test_equals_the_formula_in_float64(case: Case) -> None:
     arrays, options = inputs(case)
     want = numpy_attention(*arrays, **options)
@@ -66,7 +91,7 @@ def test_many_tiles_in_a_block(lengths: Any) -> None:
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [40, swept(64), swept(80), 128])
 def test_bfloat16_in_bfloat16_out(head_dim: int) -> None:
     case = Case(
         q_len=129, kv_len=600, head_dim=head_dim, lengths=(600, 77), dtype="bfloat16"
@@ -79,7 +104,7 @@ def test_bfloat16_in_bfloat16_out(head_dim: int) -> None:
     assert worst(got, want) < TOLERANCES["attention bfloat16"]
 
 
-def windowed(case: Case, left: int, right: int) -> tuple[list[jax.Array], Any]:
+def windowed(case: Case, left: int, right: int) -> tuple[list[np.ndarray], Any]:
     """The case's arrays, and its result if query i sees i - left .. i + right."""
     arrays, options = inputs(case)
     distance = np.arange(case.kv_len) - np.arange(case.q_len)[:, None]
@@ -87,15 +112,26 @@ def windowed(case: Case, left: int, right: int) -> tuple[list[jax.Array], Any]:
     return arrays, numpy_attention(*arrays, **options, mask=mask)
 
 
-@pytest.mark.parametrize("window", [(5, 200), (200, 0)])
+WINDOWED = [
+    Case(q_len=400, kv_len=400, batch=1, heads=1, kv_heads=1),
+    Case(q_len=200, kv_len=500, lengths=(0, 260), heads=1, kv_heads=1),
+    # Queries far beyond the last key: some see none.
+    Case(q_len=500, kv_len=130, batch=1, heads=2, kv_heads=1),
+    Case(q_len=300, kv_len=300, is_causal=True, batch=1, heads=1, kv_heads=1),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "window"),
     [
-        Case(q_len=400, kv_len=400, batch=1, heads=1, kv_heads=1),
-        Case(q_len=200, kv_len=500, lengths=(0, 260), heads=1, kv_heads=1),
-        # Queries far beyond the last key: some see none.
-        Case(q_len=500, kv_len=130, batch=1, heads=2, kv_heads=1),
-        Case(q_len=300, kv_len=300, is_causal=True, batch=1, heads=1, kv_heads=1),
+        (WINDOWED[0], (5, 200)),
+        (WINDOWED[1], (200, 0)),
+        (WINDOWED[2], (200, 0)),
+        (WINDOWED[3], (5, 200)),
+        swept(WINDOWED[0], (200, 0)),
+        swept(WINDOWED[1], (5, 200)),
+        swept(WINDOWED[2], (5, 200)),
+        swept(WINDOWED[3], (200, 0)),
     ],
     ids=str,
 )
@@ -106,48 +142,76 @@ def test_windows(case: Case, window: tuple[int, int]) -> None:
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 
-@pytest.mark.parametrize("window", [(300, 390), (300, 0), (90, 90)])
-@pytest.mark.parametrize("lengths", [None, (300, 390)])
-@pytest.mark.parametrize("blocks", [TINY, MANY], ids=["tiny", "several"])
-@pytest.mark.parametrize("first", [40.0, np.nan])
+@pytest.mark.parametrize(
+    ("window", "lengths", "blocks"),
+    [
+        ((300, 390), None, TINY),
+        ((300, 0), (300, 390), TINY),
+        ((90, 90), None, MANY),
+        ((300, 390), (300, 390), MANY),
+        swept((300, 390), (300, 390), TINY),
+        swept((300, 390), None, MANY),
+        swept((300, 0), None, TINY),
+        swept((300, 0), None, MANY),
+        swept((300, 0), (300, 390), MANY),
+        swept((90, 90), None, TINY),
+        swept((90, 90), (300, 390), TINY),
+        swept((90, 90), (300, 390), MANY),
+    ],
+)
 def test_a_key_that_a_query_does_not_see_is_nothing_to_it(
-    first: float, blocks: SplashBlocks, lengths: Any, window: tuple[int, int]
+    window: tuple[int, int], lengths: Any, blocks: SplashBlocks
 ) -> None:
-    # The first key stands in for padding, and its score is about 100 times the others'.
+    # The first key stands in for padding, and its score is about 100 times the others',
+    # or no number.
     case = Case(q_len=390, kv_len=390, heads=1, kv_heads=1, lengths=lengths)
     (q, k, v), options = inputs(case)
-    q = jnp.abs(q) + 1
+    q = np.abs(q) + 1
     distance = np.arange(390) - np.arange(390)[:, None]
     mask = (-window[0] <= distance) & (distance <= window[1])
-    want = numpy_attention(q, k.at[:, :, 0].set(0), v, **options, mask=mask)
-    k = k.at[:, :, 0].set(first)
-    got = run(q, k, v, **options, window=window, blocks=blocks)
+    k[:, :, 0] = 0
+    want = numpy_attention(q, k, v, **options, mask=mask)
     unseen = slice(window[0] + 1, None)
-    found, right = np.asarray(got)[:, :, unseen], want[:, :, unseen]
-    assert worst(found, right) < TOLERANCES["attention float32"]
+    for first in (40.0, np.nan):
+        k[:, :, 0] = first
+        got = run(q, k, v, **options, window=window, blocks=blocks)
+        found, right = np.asarray(got)[:, :, unseen], want[:, :, unseen]
+        assert worst(found, right) < TOLERANCES["attention float32"], first
 
 
-@pytest.mark.parametrize("blocks", [TINY, MANY], ids=["tiny", "several"])
-@pytest.mark.parametrize("kv_len", [100, 256, 600])
+CAUSAL: dict[str, Any] = {"is_causal": True}
+
+
 @pytest.mark.parametrize(
-    ("window", "is_causal"), [(None, True), ((200, 60), False), ((150, 2000), False)]
+    ("options", "kv_len", "blocks"),
+    [
+        (CAUSAL, 100, TINY),
+        (CAUSAL, 600, MANY),
+        ({"window": (200, 60)}, 256, TINY),
+        ({"window": (150, 2000)}, 100, MANY),
+        ({"window": (150, 2000)}, 600, TINY),
+        swept(CAUSAL, 256, TINY),
+        swept(CAUSAL, 600, TINY),
+        swept(CAUSAL, 100, MANY),
+        swept(CAUSAL, 256, MANY),
+        swept({"window": (200, 60)}, 100, TINY),
+        swept({"window": (200, 60)}, 600, TINY),
+        *(swept({"window": (200, 60)}, n, MANY) for n in (100, 256, 600)),
+        swept({"window": (150, 2000)}, 100, TINY),
+        swept({"window": (150, 2000)}, 256, TINY),
+        swept({"window": (150, 2000)}, 256, MANY),
+        swept({"window": (150, 2000)}, 600, MANY),
+    ],
 )
 def test_keys_after_the_last_one_add_nothing_in_a_window(
-    window: tuple[int, int] | None, is_causal: bool, kv_len: int, blocks: SplashBlocks
+    options: dict[str, Any], kv_len: int, blocks: SplashBlocks
 ) -> None:
     # The array goes on for whole blocks of keys that do not count.
     (q, k, v), _ = inputs(Case(q_len=700, kv_len=1024, batch=1, heads=1, kv_heads=1))
     distance = np.arange(kv_len) - np.arange(700)[:, None]
-    left, right = window or (700, 0)
+    left, right = options.get("window", (700, 0))
     mask = (-left <= distance) & (distance <= right)
-    got = splash_feature_major(
-        *(x.swapaxes(2, 3) for x in (q, k, v)),
-        kv_len=kv_len,
-        window=window,
-        is_causal=is_causal,
-        blocks=blocks,
-        interpret=True,
-    ).swapaxes(2, 3)
+    got = run_feature_major(q, k, v, kv_len=kv_len, blocks=blocks, **options)
     want = numpy_attention(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask)
     assert worst(got, want) < TOLERANCES["attention float32"]
 
@@ -161,87 +225,87 @@ def test_a_window_that_ends_with_whole_blocks() -> None:
 
 def test_a_window_over_everything_is_none() -> None:
     arrays, _ = inputs(Case(q_len=129, kv_len=300))
-    np.testing.assert_array_equal(run(*arrays, window=(900, 900)), run(*arrays))
+
+    def program(**options: Any) -> str:
+        def call(*arrays: jax.Array) -> jax.Array:
+            return splash_attention(*arrays, interpret=True, blocks=BLOCKS, **options)
+
+        return str(jax.make_jaxpr(call)(*arrays))
+
+    assert program(window=(900, 900)) == program()
+    assert program(window=(127, 900)) != program()
 
 
 def test_queries_without_a_key_in_their_window_give_zero() -> None:
-    arrays, _ = inputs(Case(q_len=400, kv_len=130))
-    got = run(*arrays, window=(3, 3), blocks=TINY)
-    np.testing.assert_array_equal(got[:, :, 133:], 0)
-    assert float(jnp.abs(got[:, :, 132]).min()) > 0
+    arrays, _ = inputs(WINDOWED[2])
+    got = run(*arrays, window=(200, 0), blocks=TINY)
+    np.testing.assert_array_equal(got[:, :, 330:], 0)
+    assert float(np.abs(got[:, :, 329]).min()) > 0
 
 
 def test_without_keys_the_result_is_zero() -> None:
     arrays, options = inputs(Case(q_len=129, kv_len=600, lengths=(0, 9)))
-    got = run(*arrays, **options)
+    got = np.asarray(run(*arrays, **options))
     np.testing.assert_array_equal(got[0], 0)
-    assert float(jnp.abs(got[1]).min(axis=(0, 2)).max()) > 0
+    assert float(np.abs(got[1]).min(axis=(0, 2)).max()) > 0
 
 
-@pytest.mark.parametrize("junk", [1e6, np.inf, np.nan])
-@pytest.mark.parametrize("lengths", [(131, 513), (0, 300)])
 @pytest.mark.parametrize("blocks", [BLOCKS, MANY], ids=["one", "several"])
-def test_keys_that_do_not_count_leave_no_trace(
-    blocks: SplashBlocks, lengths: tuple[int, int], junk: float
-) -> None:
-    (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=lengths))
-    clean = run(q, k, v, **options, blocks=blocks)
-    for item, length in enumerate(lengths):
-        k = k.at[item, :, length:].set(junk)
-        v = v.at[item, :, length:].set(junk)
-    np.testing.assert_array_equal(clean, run(q, k, v, **options, blocks=blocks))
+def test_keys_that_do_not_count_leave_no_trace(blocks: SplashBlocks) -> None:
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=600))
+    for lengths in ((131, 513), (0, 300)):
+        counted = np.asarray(lengths, np.int32)
+        clean = run(q, k, v, kv_lengths=counted, blocks=blocks)
+        dead = (np.arange(600) >= counted[:, None])[:, None, :, None]
+        for junk in (1e6, np.inf, np.nan):
+            keys, values = (np.where(dead, np.float32(junk), x) for x in (k, v))
+            found = run(q, keys, values, kv_lengths=counted, blocks=blocks)
+            np.testing.assert_array_equal(clean, found)
 
 
-@pytest.mark.parametrize("length", [1, 127, 129, 513])
+@pytest.mark.parametrize("length", [1, swept(127), 129, swept(513)])
 def test_padding_changes_no_bit(length: int) -> None:
     # The same keys in a longer array and alone: both end inside a block. A padded key
     # with any weight at all, 2^-20 of the rest, would show in the last bits.
-    (q, k, v), _ = inputs(Case(q_len=129, kv_len=700, heads=1, kv_heads=1))
-    lengths = jnp.full((2,), length, jnp.int32)
+    (q, k, v), _ = inputs(Case(q_len=129, kv_len=600))
+    lengths = np.full((2,), length, np.int32)
     alone = run(q, k[:, :, :length], v[:, :, :length])
     np.testing.assert_array_equal(alone, run(q, k, v, kv_lengths=lengths))
 
 
-@pytest.mark.parametrize("window", [None, (200, 60)])
-@pytest.mark.parametrize("lengths", [None, (131, 513)])
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        (None, None),
+        ((131, 513), (200, 60)),
+        swept(None, (200, 60)),
+        swept((131, 513), None),
+    ],
+)
 def test_keys_that_do_not_count_raise_no_maximum(
     lengths: Any, window: tuple[int, int] | None
 ) -> None:
     # Scores of about -500 where keys count and of about 5000 where they do not: if the
     # maximum were of all, every weight would be 0. The caller has seen to the values.
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=600))
-    q, k = jnp.abs(q) + 7, -jnp.abs(k) - 7
-    counts = jnp.arange(600) < jnp.asarray(lengths or (500, 500))[:, None]
-    counts = counts[:, None, :, None]
-    k, v = jnp.where(counts, k, 70.0), jnp.where(counts, v, 0)
+    q, k = np.abs(q) + 7, -np.abs(k) - 7
+    counted = np.asarray(lengths or (500, 500), np.int32)
+    counts = (np.arange(600) < counted[:, None])[:, None, :, None]
+    k, v = np.where(counts, k, np.float32(70)), np.where(counts, v, np.float32(0))
     options: dict[str, Any] = {"kv_len": 500}
     if lengths:
-        options = {"kv_lengths": jnp.asarray(lengths)}
-    got = splash_feature_major(
-        *(x.swapaxes(2, 3) for x in (q, k, v)),
-        hidden=True,
-        window=window,
-        blocks=BLOCKS,
-        interpret=True,
-        **options,
-    ).swapaxes(2, 3)
-    clean = jnp.where(counts, k, 0.0)
-    want = run(
-        q, clean, v, window=window, kv_lengths=jnp.asarray(lengths or (500, 500))
-    )
+        options = {"kv_lengths": counted}
+    got = run_feature_major(q, k, v, hidden=True, window=window, **options)
+    clean = np.where(counts, k, np.float32(0))
+    want = run(q, clean, v, window=window, kv_lengths=counted)
     np.testing.assert_array_equal(got, want)
-    assert float(jnp.abs(got).min(axis=2).max()) > 0
+    assert float(np.abs(got).min(axis=2).max()) > 0
 
 
 def test_keys_that_fill_no_block_at_all_do_not_count() -> None:
     # Two whole blocks of keys, of which only the first counts.
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=512))
-    got = splash_feature_major(
-        *(x.swapaxes(2, 3) for x in (q, k, v)),
-        kv_len=256,
-        blocks=BLOCKS,
-        interpret=True,
-    ).swapaxes(2, 3)
+    got = run_feature_major(q, k, v, kv_len=256)
     want = numpy_attention(q, k[:, :, :256], v[:, :, :256])
     assert worst(got, want) < TOLERANCES["attention float32"]
 
@@ -250,8 +314,8 @@ def test_keys_that_fill_no_block_at_all_do_not_count() -> None:
 def test_padding_takes_no_weight_from_very_negative_scores(reach: float) -> None:
     # Every score is about -25, or -120: a padded key, whose score is 0, would win
     # outright.
-    (q, k, v), options = inputs(Case(q_len=130, kv_len=129))
-    q, k = jnp.abs(q) + reach, -jnp.abs(k) - reach
+    (q, k, v), options = inputs(Case(q_len=129, kv_len=600))
+    q, k = np.abs(q) + np.float32(reach), -np.abs(k) - np.float32(reach)
     want = numpy_attention(q, k, v, **options)
     got = run(q, k, v, **options)
     assert worst(got, want) < TOLERANCES["attention float32 large scores"]
@@ -272,9 +336,9 @@ def test_large_norms(is_causal: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_dominant_key_gives_its_value_exactly(dtype: str) -> None:
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=600, dtype=dtype))
-    q = jnp.zeros_like(q).at[..., 0].set(8)
-    k = jnp.zeros_like(k).at[..., 0].set(-20).at[:, :, 70, 0].set(20)
-    want = jnp.broadcast_to(v[:, :, 70:71], q.shape)
+    q, k = np.zeros_like(q), np.zeros_like(k)
+    q[..., 0], k[..., 0], k[:, :, 70, 0] = 8, -20, 20
+    want = np.broadcast_to(v[:, :, 70:71], q.shape)
     exact = 1e-6 if dtype == "float32" else 0
     got = run(q, k, v)
     assert worst(got, want) <= exact
@@ -283,9 +347,9 @@ def test_one_dominant_key_gives_its_value_exactly(dtype: str) -> None:
 def test_equal_scores_give_the_mean() -> None:
     # Weights that round alike above and below the line: nothing of it is left.
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=600, dtype="bfloat16"))
-    k = jnp.broadcast_to(k[:, :, :1], k.shape)
+    k = np.broadcast_to(k[:, :, :1], k.shape)
     mean = np.asarray(v, np.float64).mean(2, keepdims=True)
-    want = jnp.asarray(np.broadcast_to(mean, q.shape), jnp.bfloat16)
+    want = np.broadcast_to(mean, q.shape).astype(jnp.bfloat16)
     got = run(q, k, v)
     np.testing.assert_array_equal(got, want)
 
@@ -295,26 +359,18 @@ def test_k_smooth_leaves_the_softmax_and_brings_scores_back(lengths: Any) -> Non
     # Keys far from the origin, as some models have them: all scores are about 400,
     # and apart by a few only.
     (q, k, v), options = inputs(Case(q_len=129, kv_len=600, lengths=lengths))
-    k = k + 50
+    k = k + np.float32(50)
     if lengths:
         # What does not count is not part of the mean either.
-        k = k.at[:, :, 257:].set(1e4)
+        k[:, :, 257:] = 1e4
     want = numpy_attention(q, k, v, **options)
     got = run(q, k, v, **options, k_smooth=True)
     assert worst(got, want) < TOLERANCES["attention float32 large scores"]
 
 
 def test_a_nan_is_not_hidden() -> None:
-    (q, k, v), options = inputs(Case(q_len=129, kv_len=129))
-    got = run(q.at[0, 0, 3, 0].set(jnp.nan), k, v, **options)
-    assert bool(jnp.isnan(got[0, 0, 3]).all())
-    assert not bool(jnp.isnan(got[1]).any())
-
-
-def test_runs_inside_jit_with_lengths_as_input() -> None:
-    arrays, _ = inputs(Case(q_len=65, kv_len=600))
-    call = jax.jit(lambda q, k, v, n: run(q, k, v, kv_lengths=n))
-    for lengths in ([3, 600], [600, 0]):
-        got = call(*arrays, jnp.asarray(lengths, jnp.int32))
-        want = numpy_attention(*arrays, kv_lengths=np.asarray(lengths))
-        assert worst(got, want) < TOLERANCES["attention float32"]
+    (q, k, v), options = inputs(Case(q_len=129, kv_len=600))
+    q[0, 0, 3, 0] = np.nan
+    got = np.asarray(run(q, k, v, **options))
+    assert np.isnan(got[0, 0, 3]).all()
+    assert not np.isnan(got[1]).any()

@@ -52,7 +52,7 @@ def check_targets(head_dim: int, length: int) -> None:
     assert cost.utilization["MXU"] > 0.9
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.aot)])
 def test_bundles(head_dim: int) -> None:
     check_targets(head_dim, 39826)
 
@@ -63,14 +63,18 @@ def test_bundles_of_a_long_video(head_dim: int) -> None:
     check_targets(head_dim, 113600)
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v7x"])
+@pytest.mark.parametrize(
+    "chip", [*(pytest.param(c, marks=pytest.mark.aot) for c in ("v5e", "v5p")), "v7x"]
+)
 def test_compiles_for_other_chips(chip: str) -> None:
     cost = compiled(chip, 128, 1031, small=True)
     # Two heads, three blocks each way; where a chip has two cores, they share them.
     assert cost.steps * cost.cores == 2 * 3 * 3
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.aot)]
+)
 def test_all_options_compile_together(dtype: str) -> None:
     cost = kernel_cycles(
         AttentionCase(

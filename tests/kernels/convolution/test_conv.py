@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.convolution import conv
 from tpuport.kernels.convolution.conv import (
@@ -38,7 +41,7 @@ def _case(
 
 def _expected(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray, columns: int
-) -> jax.Array:
+) -> np.ndarray:
     out = jax.lax.conv_general_dilated(
         x[:, :, :, : columns + 2],
         weight,
@@ -47,18 +50,37 @@ def _expected(
         dimension_numbers=("NTYXC", "TYXIO", "NTYXC"),
         precision="highest",
     )
-    return out + bias
+    return np.asarray(out) + np.asarray(bias)
 
 
-@pytest.mark.parametrize("taps", [1, 3])
+def run(*arrays: Any, **options: Any) -> jax.Array:
+    """``edged_convolution`` of interpreted kernels, as one program."""
+    call = functools.partial(
+        conv.edged_convolution, **{"vmem_limit": LIMIT, **options}, interpret=True
+    )
+    return jax.jit(call)(*arrays)
+
+
 @pytest.mark.parametrize(
-    ("frames", "rows", "columns", "channels", "outputs"),
-    [
-        (3, 5, 14, 8, 16),
-        (1, 4, 16, 130, 3),
-        (2, 3, 5, 256, 256),
-        (4, 67, 46, 4, 130),
-    ],
+    ("taps", "frames", "rows", "columns", "channels", "outputs"),
+    sweep(
+        [
+            (3, 3, 5, 14, 8, 16),
+            (1, 1, 4, 16, 130, 3),
+            (3, 2, 3, 5, 256, 256),
+            (3, 4, 67, 46, 4, 130),
+        ],
+        (
+            (taps, *sizes)
+            for taps in (1, 3)
+            for sizes in (
+                (3, 5, 14, 8, 16),
+                (1, 4, 16, 130, 3),
+                (2, 3, 5, 256, 256),
+                (4, 67, 46, 4, 130),
+            )
+        ),
+    ),
 )
 def test_it_is_the_convolution(
     taps: int, frames: int, rows: int, columns: int, channels: int, outputs: int
@@ -77,54 +99,59 @@ def test_it_is_the_convolution(
     assert jnp.abs(found - wanted).max() <= TOLERANCES["module float32"]
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("taps", [1, 3])
+# Frames, rows, columns and outputs.
+SIZES = [(1, 6, 16, 128), (3, 4, 20, 256), (2, 1, 47, 3), (1, 2, 5, 128)]
+
+
 @pytest.mark.parametrize(
-    ("frames", "rows", "columns", "outputs"),
-    [(1, 6, 16, 128), (3, 4, 20, 256), (2, 1, 47, 3), (1, 2, 5, 128)],
+    ("sizes", "taps", "dtype", "added", "zeros"),
+    sweep(
+        [
+            (SIZES[0], 3, jnp.float32, True, False),
+            (SIZES[0], 1, jnp.bfloat16, False, True),
+            (SIZES[1], 1, jnp.bfloat16, True, False),
+            (SIZES[1], 3, jnp.float32, False, True),
+            (SIZES[2], 3, jnp.bfloat16, False, False),
+            (SIZES[2], 1, jnp.float32, True, True),
+            (SIZES[3], 3, jnp.bfloat16, True, True),
+            (SIZES[3], 1, jnp.float32, False, False),
+        ],
+        itertools.product(
+            SIZES, [1, 3], [jnp.float32, jnp.bfloat16], [False, True], [False, True]
+        ),
+    ),
 )
 def test_surroundings_may_come_by_themselves(
-    taps: int,
-    frames: int,
-    rows: int,
-    columns: int,
-    outputs: int,
-    dtype: Any,
-    added: bool,
-    zeros: bool,
+    sizes: tuple[int, ...], taps: int, dtype: Any, added: bool, zeros: bool
 ) -> None:
+    frames, rows, columns, outputs = sizes
     channels, lag = 128, taps - 1
     x, weight, bias = _case(taps, frames, rows, columns, channels, outputs)
     if zeros:
         # As where rows are not split: nothing above the first and below the last.
         x[:, :, :: rows + 1] = 0
-    whole, kernel = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    whole, kernel = x.astype(dtype), weight.astype(dtype)
     # In float32 of the rounded operands: the result is rounded once.
     exact = [np.asarray(a, np.float32) for a in (whole, kernel)]
     wanted = _expected(exact[0], exact[1], bias, columns)
     inner = whole[:, :, 1:-1, 1 : columns + 1]
-    residual = jnp.asarray(
-        np.random.default_rng(1).normal(size=wanted.shape), jnp.float32
-    ).astype(dtype)
-    found = edged_convolution(
+    residual = np.random.default_rng(1).normal(size=wanted.shape)
+    residual = residual.astype(np.float32).astype(dtype)
+    found = run(
         inner[:, lag:],
         inner[:, :lag] if lag else None,
         (whole[..., 0, :], whole[..., columns + 1, :]),
         None if zeros else whole[:, :, :: rows + 1, 1 : columns + 1],
         kernel,
-        jnp.asarray(bias),
+        bias,
         residual if added else None,
-        vmem_limit=LIMIT,
-        interpret=True,
     )
     assert found.shape == (2, frames, rows, columns, outputs)
     if added:
-        wanted = wanted + residual.astype(jnp.float32)
+        wanted = wanted + residual.astype(np.float32)
     # Half a unit in the last place of eight bits.
-    bound = 2**-8 * jnp.abs(wanted) if dtype == jnp.bfloat16 else 0
-    error = jnp.abs(found.astype(jnp.float32) - wanted)
+    bound = 2**-8 * np.abs(wanted) if dtype == jnp.bfloat16 else 0
+    error = np.abs(np.asarray(found, np.float32) - wanted)
     assert (error <= bound + TOLERANCES["module float32"]).all()
 
 
@@ -183,13 +210,15 @@ def test_what_it_cannot_do_is_refused() -> None:
         video_convolution(*arrays, None, 20, vmem_limit=LIMIT)
 
 
-@pytest.mark.parametrize(("outputs", "parts"), [(1024, 2), (1000, 4), (384, 3)])
+@pytest.mark.parametrize(
+    ("outputs", "parts"), sweep([(384, 3), (1000, 4)], [(1024, 2), (1000, 4), (384, 3)])
+)
 def test_where_vmem_is_short_outputs_are_made_in_parts(
     outputs: int, parts: int
 ) -> None:
     frames, rows, columns, channels = 2, 4, 16, 128
     x, weight, bias = _case(3, frames, rows, columns, channels, outputs)
-    whole, kernel = jnp.asarray(x), jnp.asarray(weight)
+    whole, kernel = x, weight
     sizes = (rows, columns, channels)
     each = round_up(outputs, 128) // parts
     limit = vmem_bytes(*sizes, each, 3, 4) + MARGIN_BYTES
@@ -199,21 +228,20 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
     inner = whole[:, :, 1:-1, 1 : columns + 1]
     wanted = _expected(x, weight, bias, columns)
     padded = video_convolution(
-        whole, kernel, jnp.asarray(bias), columns, vmem_limit=limit, interpret=True
+        whole, kernel, bias, columns, vmem_limit=limit, interpret=True
     )
-    assert jnp.abs(padded - wanted).max() <= TOLERANCES["module float32"]
-    edged = edged_convolution(
+    assert np.abs(padded - wanted).max() <= TOLERANCES["module float32"]
+    edged = run(
         inner[:, 2:],
         inner[:, :2],
         (whole[..., 0, :], whole[..., columns + 1, :]),
         whole[:, :, :: rows + 1, 1 : columns + 1],
         kernel,
-        jnp.asarray(bias),
-        jnp.asarray(residual, jnp.float32),
+        bias,
+        residual.astype(np.float32),
         vmem_limit=limit,
-        interpret=True,
     )
-    assert jnp.abs(edged - wanted - residual).max() <= TOLERANCES["module float32"]
+    assert np.abs(edged - wanted - residual).max() <= TOLERANCES["module float32"]
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
@@ -301,17 +329,26 @@ def test_a_padded_video_that_does_not_fit_is_refused(
         video_convolution(_zeros(shape), _zeros(weight), None, 3, vmem_limit=LIMIT)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("taps", "deep", "outputs"), [(3, 256, 128), (1, 128, 256)])
+@pytest.mark.parametrize(
+    ("taps", "deep", "outputs", "dtype"),
+    sweep(
+        [(3, 256, 128, jnp.bfloat16), (1, 128, 256, jnp.float32)],
+        (
+            (*sizes, dtype)
+            for sizes in ((3, 256, 128), (1, 128, 256))
+            for dtype in (jnp.float32, jnp.bfloat16)
+        ),
+    ),
+)
 def test_a_shortcut_is_added_before_the_result_is_rounded(
     taps: int, deep: int, outputs: int, dtype: Any
 ) -> None:
     frames, rows, columns, channels, lag = 2, 4, 16, 128, taps - 1
     x, weight, bias = _case(taps, frames, rows, columns, channels, outputs)
     rng = np.random.default_rng(1)
-    short = jnp.asarray(rng.normal(size=(2, frames, rows, columns, deep)), dtype)
-    matrix = jnp.asarray(rng.normal(size=(deep, outputs)) / deep**0.5, dtype)
-    whole, kernel = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    short = rng.normal(size=(2, frames, rows, columns, deep)).astype(dtype)
+    matrix = (rng.normal(size=(deep, outputs)) / deep**0.5).astype(dtype)
+    whole, kernel = x.astype(dtype), weight.astype(dtype)
     inner = whole[:, :, 1:-1, 1 : columns + 1]
     given: dict[str, Any] = {
         "x": inner[:, lag:],
@@ -319,62 +356,62 @@ def test_a_shortcut_is_added_before_the_result_is_rounded(
         "sides": (whole[..., 0, :], whole[..., columns + 1, :]),
         "ends": whole[:, :, :: rows + 1, 1 : columns + 1],
         "weight": kernel,
-        "bias": jnp.asarray(bias),
-        "interpret": True,
+        "bias": bias,
     }
-    found = edged_convolution(**given, shortcut=(short, matrix), vmem_limit=LIMIT)
+    call = functools.partial(edged_convolution, vmem_limit=LIMIT, interpret=True)
+    found = jax.jit(call)(**given, shortcut=(short, matrix))
     exact = [np.asarray(a, np.float32) for a in (whole, kernel, short, matrix)]
     wanted = _expected(exact[0], exact[1], bias, columns) + exact[2] @ exact[3]
-    bound = 2**-8 * jnp.abs(wanted) if dtype == jnp.bfloat16 else 0
-    error = jnp.abs(found.astype(jnp.float32) - wanted)
+    bound = 2**-8 * np.abs(wanted) if dtype == jnp.bfloat16 else 0
+    error = np.abs(np.asarray(found, np.float32) - wanted)
     assert (error <= bound + TOLERANCES["module float32"]).all()
     with pytest.raises(ValueError, match="matrix of"):
-        edged_convolution(**given, shortcut=(short, matrix[:-1]), vmem_limit=LIMIT)
+        call(**given, shortcut=(short, matrix[:-1]))
     with pytest.raises(NotImplementedError, match="shortcut of 16 columns, 64"):
-        edged_convolution(
-            **given, shortcut=(short[..., :64], matrix[:64]), vmem_limit=LIMIT
-        )
+        call(**given, shortcut=(short[..., :64], matrix[:64]))
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+# Frames, rows, columns, outputs and copies.
+ENLARGED = [(2, 6, 16, 128, 2), (1, 14, 5, 256, 1)]
+
+
 @pytest.mark.parametrize(
-    ("frames", "rows", "columns", "outputs", "copies"),
-    [(2, 6, 16, 128, 2), (1, 14, 5, 256, 1)],
+    ("sizes", "dtype", "zeros"),
+    sweep(
+        [
+            (ENLARGED[0], jnp.float32, False),
+            (ENLARGED[1], jnp.bfloat16, False),
+            (ENLARGED[1], jnp.float32, True),
+        ],
+        itertools.product(ENLARGED, [jnp.float32, jnp.bfloat16], [False, True]),
+    ),
 )
 def test_a_video_is_enlarged_on_the_way(
-    frames: int,
-    rows: int,
-    columns: int,
-    outputs: int,
-    copies: int,
-    dtype: Any,
-    zeros: bool,
+    sizes: tuple[int, ...], dtype: Any, zeros: bool
 ) -> None:
+    frames, rows, columns, outputs, copies = sizes
     x, weight, bias = _case(1, frames, rows, columns, 128, outputs)
     if zeros:
         x[:, :, :: rows + 1] = 0
-    whole = jnp.asarray(x, dtype)[..., : columns + 2, :]
-    kernel = jnp.asarray(weight, dtype)
-    found = edged_convolution(
+    whole = x.astype(dtype)[..., : columns + 2, :]
+    kernel = weight.astype(dtype)
+    found = run(
         whole[:, :, 1:-1, 1:-1],
         None,
         (whole[..., 0, :], whole[..., -1, :]),
         None if zeros else whole[:, :, :: rows + 1, 1:-1],
         kernel,
-        jnp.asarray(bias),
+        bias,
         scale=2,
         copies=copies,
-        vmem_limit=LIMIT,
-        interpret=True,
     )
     # What lies around is enlarged as well; one row and column of it is beside.
     wide = np.asarray(whole, np.float32).repeat(2, 2).repeat(2, 3)[:, :, 1:-1, 1:-1]
     wanted = _expected(wide, np.asarray(kernel, np.float32), bias, 2 * columns)
     wanted = wanted.repeat(copies, 1)
     assert found.shape == (2, copies * frames, 2 * rows, 2 * columns, outputs)
-    bound = 2**-8 * jnp.abs(wanted) if dtype == jnp.bfloat16 else 0
-    error = jnp.abs(found.astype(jnp.float32) - wanted)
+    bound = 2**-8 * np.abs(wanted) if dtype == jnp.bfloat16 else 0
+    error = np.abs(np.asarray(found, np.float32) - wanted)
     assert (error <= bound + TOLERANCES["module float32"]).all()
 
 
@@ -402,8 +439,14 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sweep(
+        # In bfloat16: test_conv_phantoms.py.
+        [(name, jnp.float32) for name in SEVERAL],
+        itertools.product(SEVERAL, [jnp.float32, jnp.bfloat16]),
+    ),
+)
 def test_blocks_of_rows_meet(
     name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,7 +463,7 @@ def test_blocks_of_rows_meet(
     x = x[..., : width + 2, :]
     if not chosen["ends"]:
         x[:, :, :: height + 1] = 0
-    whole, kernel = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    whole, kernel = x.astype(dtype), weight.astype(dtype)
     pitch = scale * pitch_of(columns)
     assert height > scale * block_rows(height, pitch, channels)
     wide = np.asarray(whole, np.float32)
@@ -430,29 +473,27 @@ def test_blocks_of_rows_meet(
     rng = np.random.default_rng(1)
     more: dict[str, Any] = {}
     if "added" in chosen:
-        more["residual"] = jnp.asarray(rng.normal(size=wanted.shape), dtype)
-        wanted = wanted + more["residual"].astype(jnp.float32)
+        more["residual"] = rng.normal(size=wanted.shape).astype(dtype)
+        wanted = wanted + more["residual"].astype(np.float32)
     if "deep" in chosen:
         short = rng.normal(size=(*wanted.shape[:4], chosen["deep"]))
         matrix = rng.normal(size=(chosen["deep"], outputs)) / 16
-        more["shortcut"] = jnp.asarray(short, dtype), jnp.asarray(matrix, dtype)
+        more["shortcut"] = short.astype(dtype), matrix.astype(dtype)
         exact = [np.asarray(a, np.float32) for a in more["shortcut"]]
         wanted = wanted + exact[0] @ exact[1]
-    found = conv.edged_convolution(
+    found = run(
         whole[:, lag:, 1:-1, 1:-1],
         whole[:, :lag, 1:-1, 1:-1] if lag else None,
         (whole[..., 0, :], whole[..., -1, :]),
         whole[:, :, :: height + 1, 1:-1] if chosen["ends"] else None,
         kernel,
-        jnp.asarray(bias),
+        bias,
         scale=scale,
         copies=chosen["copies"],
-        vmem_limit=LIMIT,
-        interpret=True,
         **more,
     )
     wanted = wanted.repeat(chosen["copies"], 1)
     assert found.shape == wanted.shape
-    bound = 2**-8 * jnp.abs(wanted) if dtype == jnp.bfloat16 else 0
-    error = jnp.abs(found.astype(jnp.float32) - wanted)
+    bound = 2**-8 * np.abs(wanted) if dtype == jnp.bfloat16 else 0
+    error = np.abs(np.asarray(found, np.float32) - wanted)
     assert (error <= bound + TOLERANCES["module float32"]).all()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.norms.token_norm import (
     BESIDE,
@@ -47,30 +51,34 @@ def of_tokens(
 
 
 # None, in the first block, over the edge of two, in no block of these, all.
+MARKED = [
+    (0, (0, 0)),
+    (0, (0, 70)),
+    (256, (300, 420)),
+    (384, (0, 384)),
+    (128, (100, 600)),
+]
+
+
 @pytest.mark.parametrize(
-    ("first", "marked"),
-    [
-        (0, (0, 0)),
-        (0, (0, 70)),
-        (256, (300, 420)),
-        (384, (0, 384)),
-        (128, (100, 600)),
-    ],
+    ("first", "marked", "limit"),
+    sweep(
+        [*((*one, SMALL) for one in MARKED), (*MARKED[2], LIMIT)],
+        ((*one, limit) for one in MARKED for limit in (SMALL, LIMIT)),
+    ),
 )
-@pytest.mark.parametrize("limit", [SMALL, LIMIT])
 def test_tokens_are_normed_and_take_their_own_vectors(
     first: int, marked: tuple[int, int], limit: int
 ) -> None:
     blocks = 384 // tokens_per_block(384, 256 * 4, limit)
     assert blocks == (3 if limit == SMALL else 1)
     x, vectors = normals(2, 256, 384, mean=3.0), normals(2, 2, 2, 256)
-    found = modulated_layer_norm(
-        *(jnp.asarray(array, jnp.float32) for array in (x, *vectors)),
-        jnp.asarray([first], jnp.int32),
-        eps=EPS,
-        marked=marked,
-        vmem_limit=limit,
-        interpret=True,
+    call = functools.partial(
+        modulated_layer_norm, eps=EPS, marked=marked, vmem_limit=limit, interpret=True
+    )
+    found = jax.jit(call)(
+        *(array.astype(np.float32) for array in (x, *vectors)),
+        np.asarray([first], np.int32),
     )
     error = np.abs(found - of_tokens(x, vectors, first, marked)).max()
     assert error <= TOLERANCES["norm float32"]
@@ -90,18 +98,22 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
     assert error <= TOLERANCES["norm float32 large mean"]
 
 
-@pytest.mark.parametrize("centre", [True, False])
 # As many heads as a step takes, more, and a number that no step divides evenly.
-@pytest.mark.parametrize("heads", [1, 11, 16])
+@pytest.mark.parametrize(
+    ("heads", "centre"),
+    sweep(
+        [(1, True), (11, False), (16, True)],
+        itertools.product([1, 11, 16], [True, False]),
+    ),
+)
 def test_heads_are_normed_and_rotated(heads: int, centre: bool) -> None:
     x, vectors = normals(2, heads, 64, 256, mean=0.5), normals(2, 64)
     cos, sin = normals(64, 256), normals(256, 64).T
-    found = head_norm_rotary(
-        *(jnp.asarray(array, jnp.float32) for array in (x, vectors, cos, sin)),
-        eps=EPS,
-        centre=centre,
-        vmem_limit=LIMIT,
-        interpret=True,
+    call = functools.partial(
+        head_norm_rotary, eps=EPS, centre=centre, vmem_limit=LIMIT, interpret=True
+    )
+    found = jax.jit(call)(
+        *(array.astype(np.float32) for array in (x, vectors, cos, sin))
     )
     y = normed(x, 2, centre) * vectors[0][:, None] + vectors[1][:, None]
     first, second = y[:, :, :32], y[:, :, 32:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.norms.video_norm import apply_norm, channel_moments, latent_frame
 
@@ -72,15 +74,28 @@ def test_a_number_for_every_device_is_that_of_the_side() -> None:
         channel_moments(x, (6, 4), vmem_limit=LIMIT, interpret=True)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2])
-@pytest.mark.parametrize("silu", [True, False])
+# Frames and rows of the video, times and lines of the modulation; zeros for none.
+SIZES = [(1, 1, 4, 4), (8, 2, 16, 2), (9, 3, 8, 1), (3, 3, 6, 3), (0, 0, 0, 0)]
+
+
 @pytest.mark.parametrize(
-    ("frames", "times", "rows", "lines"),
-    [(1, 1, 4, 4), (8, 2, 16, 2), (9, 3, 8, 1), (3, 3, 6, 3), (0, 0, 0, 0)],
+    ("sizes", "silu", "kept"),
+    sweep(
+        [
+            (SIZES[0], True, 1),
+            (SIZES[1], False, 2),
+            (SIZES[2], True, 2),
+            (SIZES[3], False, 1),
+            (SIZES[4], True, 2),
+            (SIZES[4], False, 0),
+        ],
+        itertools.product(SIZES, [True, False], [0, 1, 2]),
+    ),
 )
 def test_norm_modulation_and_silu(
-    frames: int, times: int, rows: int, lines: int, silu: bool, kept: int
+    sizes: tuple[int, int, int, int], silu: bool, kept: int
 ) -> None:
+    frames, times, rows, lines = sizes
     rng = np.random.default_rng(0)
     modulated = frames > 0
     frames, rows = frames or 2, rows or 6

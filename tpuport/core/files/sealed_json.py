@@ -16,7 +16,8 @@ from typing import Any
 from tpuport.core.files.atomic import atomic_write_json, one_line
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
-SCHEMA_VERSION = 1
+#: Raised when the meaning of a field of any of them changes.
+SCHEMA_VERSION = 2
 SIDECAR_SCHEMA = "tpuport.sidecar"
 
 _CHECKSUM = "checksum"
@@ -134,5 +135,5 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         ArtifactError: the file is missing, truncated, of another schema or version, or
             altered.
     """
-    remedy = "use the file as `tpuport` wrote it beside the video"
+    remedy = "use the file as `tpuport` wrote it, or make the video again"
     return read_document(path, SIDECAR_SCHEMA, remedy)

@@ -18,19 +18,19 @@ def differences(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> list[s
         f" {_difference(asked, recorded, key)}"
         for key in sorted(asked.keys() | recorded.keys(), key=_model_first)
         if (key in asked) != (key in recorded)
-        or canonical(plain_numbers(asked[key]))
-        != canonical(plain_numbers(recorded[key]))
+        or canonical(_plain_numbers(asked[key]))
+        != canonical(_plain_numbers(recorded[key]))
     ]
 
 
-def plain_numbers(value: Any) -> Any:
+def _plain_numbers(value: Any) -> Any:
     """``value`` with 6.0 written as 6, so that the two compare equal."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [plain_numbers(item) for item in value]
+        return [_plain_numbers(item) for item in value]
     if isinstance(value, dict):
-        return {key: plain_numbers(item) for key, item in value.items()}
+        return {key: _plain_numbers(item) for key, item in value.items()}
     return value
 
 

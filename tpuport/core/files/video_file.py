@@ -1,4 +1,4 @@
-"""Frames into a video file, checked before and after.
+"""Frames into a video file, checked before.
 
 Letters: N videos, T frames, Y rows, X columns; the last dimension is red, green, blue.
 
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from tpuport.core.files.atomic import replacing
 from tpuport.core.files.encoders import Encoder, open_encoder
@@ -113,7 +113,7 @@ def check_output(path: str | Path) -> VideoKind:
     nearest one above it that exists, can be written.
 
     Returns:
-        the kind, for :func:`write_video`.
+        the kind, for :class:`VideoWriter`.
 
     Raises:
         OutputError: the suffix is unknown, a file is asked for where a folder is or a
@@ -161,13 +161,27 @@ class _Discarded(Exception):
 
 
 class VideoWriter:
-    """Writes one video, frames as they come; see :func:`write_video`.
+    """Writes one video, frames as they come.
 
     Used in a ``with`` block it publishes the video at the end, and discards it when
     the block fails. Until it is published nothing is seen under its name.
 
+    What each kind keeps:
+
+    - mp4: H.264, yuv420p, BT.709, plays everywhere. yuv420p needs even sizes; an odd
+      height or width gets its last row or column twice and is never rescaled.
+    - webm: VP9, any size.
+    - gif: 256 colours per frame, loops for ever. Frame times are whole hundredths of a
+      second and at least two, spread so that the whole has the right length; rates
+      above 50 become 50. A frame equal to the one before becomes a longer frame.
+      All its frames are held as bytes until the end.
+    - png: ``frame-00000.png`` and so on, exact. ``frame-*.png`` of an earlier video in
+      that folder are removed; other files stay.
+
     Args:
-        path, fps, kind: as for :func:`write_video`.
+        path: where to; missing folders are made.
+        fps: frames per second.
+        kind: as :func:`check_output` returned it; by default as ``path`` says.
 
     Raises:
         OutputError: the suffix is unknown, or ``fps`` is not above zero.
@@ -277,38 +291,6 @@ class VideoWriter:
             raise OutputError(f"{self.path}: cannot be written: {reason}") from error
 
 
-def write_video(
-    path: str | Path, frames: np.ndarray, fps: float, *, kind: VideoKind | None = None
-) -> None:
-    """Write one video; it appears under its name when it is complete.
-
-    What each kind keeps:
-
-    - mp4: H.264, yuv420p, BT.709, plays everywhere. yuv420p needs even sizes; an odd
-      height or width gets its last row or column twice and is never rescaled.
-    - webm: VP9, any size.
-    - gif: 256 colours per frame, loops for ever. Frame times are whole hundredths of a
-      second and at least two, spread so that the whole has the right length; rates
-      above 50 become 50. A frame equal to the one before becomes a longer frame.
-      All its frames are held as bytes until the end.
-    - png: ``frame-00000.png`` and so on, exact. ``frame-*.png`` of an earlier video in
-      that folder are removed; other files stay.
-
-    Args:
-        path: where to; missing folders are made.
-        frames: uint8, or float in [0, 1], of shape [T, Y, X, 3]; T may be one.
-        fps: frames per second.
-        kind: as :func:`check_output` returned it; by default as ``path`` says.
-
-    Raises:
-        OutputError: the suffix is unknown, ``fps`` is not above zero, or the file
-            cannot be written; what was there before still is.
-        VideoError: the frames are not of that shape, or hold NaN.
-    """
-    with VideoWriter(path, fps, kind=kind) as writer:
-        writer.append(frames)
-
-
 @contextlib.contextmanager
 def _replacing_frames(folder: Path) -> Iterator[Path]:
     """A folder whose PNGs take the place of those of ``folder`` at the end."""
@@ -324,41 +306,3 @@ def _replacing_frames(folder: Path) -> Iterator[Path]:
             os.replace(image, folder / image.name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-# --- reading back
-
-
-def read_back(path: str | Path) -> tuple[int, int, int, float]:
-    """Frames, height, width and frames per second of a written video.
-
-    Every frame is decoded. A PNG folder has no rate and gives 0.0.
-
-    Raises:
-        OutputError: there is no such video, or it cannot be decoded.
-    """
-    import imageio.v3 as iio
-
-    kind, target = video_kind(path), Path(path)
-    try:
-        if kind == "png":
-            names = sorted(target.glob(_FRAME_GLOB))
-            shapes = [iio.imread(name, plugin="pillow").shape for name in names]
-            fps = 0.0
-        elif kind == "gif":
-            shapes = [image.shape for image in iio.imiter(target, plugin="pillow")]
-            times = [_gif_time(iio, target, index) for index in range(len(shapes))]
-            fps = 1000 * len(times) / sum(times)
-        else:
-            shapes = [image.shape for image in iio.imiter(target, plugin="FFMPEG")]
-            fps = float(iio.immeta(target, plugin="FFMPEG")["fps"])
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise OutputError(f"{path}: cannot be read back: {reason}") from error
-    if not shapes:
-        raise OutputError(f"{path}: holds no frames")
-    return len(shapes), shapes[0][0], shapes[0][1], fps
-
-
-def _gif_time(iio: Any, path: Path, index: int) -> int:
-    return int(iio.immeta(path, plugin="pillow", index=index)["duration"])

@@ -195,7 +195,6 @@ class MeshSpec:
         *,
         heads: Mapping[str, int] | None = None,
         batch: int | None = None,
-        batch_note: str = "",
         devices: int | None = None,
     ) -> None:
         """Check that the mesh splits the heads and the batch evenly.
@@ -203,7 +202,6 @@ class MeshSpec:
         Args:
             heads: attention heads by component; ``None`` leaves tp unchecked.
             batch: rows of the batch dim; ``None`` leaves dp unchecked.
-            batch_note: why the batch has that size, for the message.
             devices: how many there are; no larger value is offered.
 
         Raises:
@@ -223,9 +221,8 @@ class MeshSpec:
                 " (sp, which splits tokens, takes any degree)"
             )
         if batch is not None and batch % shape["dp"]:
-            note = f" ({batch_note})" if batch_note else ""
             problems.append(
-                f"dp={self.dp} does not divide the batch of {batch}{note}; "
+                f"dp={self.dp} does not divide the batch of {batch}; "
                 f"legal dp values: {_listed(_divisors(batch))}"
             )
         if problems:

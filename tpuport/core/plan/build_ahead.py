@@ -15,13 +15,10 @@ from tpuport.core.plan.abstract_programs import AbstractProgram
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import (
-    ELSEWHERE,
-    HERE,
     Entry,
     ExecutableStore,
     NotSerialisable,
     Traced,
-    lowered_hash,
 )
 from tpuport.core.programs.program_key import program_key
 from tpuport.core.programs.program_store import patches_of
@@ -131,7 +128,6 @@ def build(
                     components,
                     request,
                     seconds,
-                    attached=attached,
                     reporter=reporter,
                 )
             except CompileError as error:
@@ -165,7 +161,6 @@ def _one(
     request: Request,
     seconds: float,
     *,
-    attached: bool,
     reporter: Reporter,
 ) -> Built:
     key = program_key(
@@ -182,7 +177,7 @@ def _one(
         entry = store.find(key)
     except ArtifactError:
         entry = None  # damaged: written again below
-    if entry is not None and entry.lowered == lowered_hash(lowered):
+    if entry is not None:
         return Built(
             entry=entry,
             calls=program.calls,
@@ -204,9 +199,7 @@ def _one(
                 patches=patches_of(program.loaded.ported.runtime),
                 convolutions=tuple(r.as_dict() for r in program.convolutions()),
             ),
-            lowered=lowered_hash(lowered),
             seconds=seconds + took,
-            built_for=HERE if attached else ELSEWHERE,
         )
     except NotSerialisable as error:
         raise CompileError(f"{key.name} cannot be kept: {error}") from error

@@ -261,12 +261,11 @@ def _estimate(
         grown = {n: there[n] - here[n] for n in components if n in here and n in there}
         for program in stage.programs:
             memory = program.memory
-            alone = planner.port.components[program.component].single_device
             moving = memory.inputs + memory.temporaries
             kept = memory.weights + memory.code + memory.resident
             # Whether its weights are of this component or lie there for another one.
             kept += sum(grown.values())
-            found.append(kept + moving * (1 if alone and weights else ratio))
+            found.append(kept + moving * ratio)
     return max(found)
 
 

@@ -261,7 +261,6 @@ def write_manifest(
                 "file": entry.path.name,
                 "bytes": entry.size,
                 "seconds": entry.seconds,
-                "built_for": entry.built_for,
                 "digest": entry.key.digest,
             }
             for entry in entries

@@ -95,7 +95,7 @@ class Components:
         self.stack = stack
         self._reporter = reporter or Reporter()
         self.attention = check_implementation(attention, self.platform)
-        self._runtimes: dict[tuple[bool, str, str, bool], Runtime] = {}
+        self._runtimes: dict[tuple[str, str, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
@@ -125,23 +125,15 @@ class Components:
         return dtype_of(self.port, name, self.dtype)
 
     def runtime(self, name: str) -> Runtime:
-        """The tracing environment of a component: of the mesh, or its first device."""
-        single_device = self.port.components[name].single_device
+        """The tracing environment of a component."""
         dtype = self.dtype_of(name)
         attention = attention_of(self.port, name, self.attention)
         # Upstream's code is patched; another implementation runs none of it.
         plain = implementation_of(self.port, name) is not None
-        key = (single_device, dtype, attention, plain)
+        key = (dtype, attention, plain)
         if key not in self._runtimes:
-            mesh = self.mesh
-            if single_device:
-                mesh = jax.sharding.Mesh(
-                    mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim),
-                    mesh.axis_names,
-                    axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
-                )
             self._runtimes[key] = model_runtime(
-                mesh=mesh,
+                mesh=self.mesh,
                 platform=self.platform,
                 patches=() if plain else self.port.patches,
                 overrides=() if plain else self.port.overrides,

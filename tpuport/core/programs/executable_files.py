@@ -37,9 +37,6 @@ SUFFIX = ".executable"
 #: Of the key's digest, in a file's name.
 _DIGITS = 32
 
-HERE, ELSEWHERE = "these devices", "a topology"
-"""Whether the devices that an executable was built for were there."""
-
 _MAGIC = b"tpuport.executable.1\n"
 _LENGTH = struct.Struct("<Q")
 #: No header is near this; a length beyond it is a damaged file.
@@ -74,12 +71,7 @@ class Traced:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Traced:
         """From a header; lists are tuples again."""
-        names = ("attention", "patches")
-        return cls(
-            **{name: _tuples(data[name]) for name in names},
-            # Older files do not have them.
-            convolutions=_tuples(data.get("convolutions", ())),
-        )
+        return cls(**{name: _tuples(data[name]) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,23 +82,19 @@ class Entry:
         path: of it.
         key: of the program.
         traced: what tracing it told.
-        lowered: sha256 of what was traced, as the compiler gets it.
         seconds: what tracing and compiling took.
-        built_for: :data:`HERE` or :data:`ELSEWHERE`.
         size: bytes of the executable.
         needed: bytes of a device at its peak, weights included, by the compiler;
-            ``None`` where it does not tell, and in older files.
+            ``None`` where it does not tell.
     """
 
     path: Path
     key: ProgramKey
     traced: Traced
-    lowered: str
     seconds: float
-    built_for: str
     size: int
     sha256: str = field(repr=False)
-    needed: int | None = None
+    needed: int | None
 
 
 class ExecutableStore:
@@ -134,12 +122,6 @@ class ExecutableStore:
             raise ArtifactError(f"{path}: is of another program than its name says")
         return entry
 
-    def entries(self) -> Iterator[Entry]:
-        """All entries that can be read; damaged ones are passed over."""
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
-            with contextlib.suppress(ArtifactError):
-                yield read_entry(path)
-
     def nearest(self, key: ProgramKey) -> Entry | None:
         """Of the same program of the same model, the entry that differs least."""
         ranked = []
@@ -150,23 +132,6 @@ class ExecutableStore:
                     count = len(key.difference(entry.key))
                     ranked.append((count, -path.stat().st_mtime, str(path), entry))
         return min(ranked)[3] if ranked else None
-
-    def note(self, key: ProgramKey, reason: str) -> None:
-        """Remember why the executable of a key cannot be kept."""
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self._note(key)) as temporary:
-                temporary.write_text(reason)
-
-    def why_not(self, key: ProgramKey) -> str:
-        """Why the executable of a key cannot be kept; empty where nothing is known."""
-        try:
-            return self._note(key).read_text()
-        except (OSError, UnicodeDecodeError):
-            return ""
-
-    def _note(self, key: ProgramKey) -> Path:
-        return self.path(key).with_suffix(".not-kept")
 
     def keep_size(self, key: ProgramKey, needed: int) -> None:
         """Remember the bytes of a device that a program takes which has no room."""
@@ -185,18 +150,6 @@ class ExecutableStore:
     def _size(self, key: ProgramKey) -> Path:
         return self.path(key).with_suffix(".too-large")
 
-    def lowered_alike(self, key: ProgramKey, lowered: str) -> Entry | None:
-        """An entry of another key that the compiler makes the same executable of.
-
-        Such as before a change of the source that did not change this program.
-        """
-        for path in self._of_the_name(key):
-            with contextlib.suppress(ArtifactError):
-                entry = read_entry(path)
-                if entry.lowered == lowered and key.compiles_as(entry.key):
-                    return entry
-        return None
-
     def _of_the_name(self, key: ProgramKey) -> list[Path]:
         stem = self.path(key).name[: -len(SUFFIX) - _DIGITS]
         return sorted(self.folder.glob(f"{stem}*{SUFFIX}"))
@@ -207,9 +160,7 @@ class ExecutableStore:
         compiled: jax.stages.Compiled,
         traced: Traced,
         *,
-        lowered: str,
         seconds: float,
-        built_for: str = HERE,
     ) -> Entry:
         """Keep an executable; whole or not at all, whoever else writes it.
 
@@ -225,26 +176,8 @@ class ExecutableStore:
             key,
             serialise(compiled, key.platform),
             traced,
-            lowered=lowered,
             seconds=seconds,
-            built_for=built_for,
             needed=planned_bytes(compiled),
-        )
-
-    def copy(self, entry: Entry, key: ProgramKey, traced: Traced) -> Entry:
-        """Keep the executable of an entry under another key too.
-
-        Raises:
-            ArtifactError: the entry is damaged, or the folder cannot be written.
-        """
-        return self.keep(
-            key,
-            read_payload(entry),
-            traced,
-            lowered=entry.lowered,
-            seconds=entry.seconds,
-            built_for=entry.built_for,
-            needed=entry.needed,
         )
 
     def keep(
@@ -253,9 +186,7 @@ class ExecutableStore:
         payload: bytes,
         traced: Traced,
         *,
-        lowered: str = "",
         seconds: float = 0.0,
-        built_for: str = HERE,
         needed: int | None = None,
     ) -> Entry:
         """Keep bytes under a key; see :meth:`write`.
@@ -267,9 +198,7 @@ class ExecutableStore:
             {
                 "key": key.as_dict(),
                 "traced": asdict(traced),
-                "lowered": lowered,
                 "seconds": seconds,
-                "built_for": built_for,
                 "needed": needed,
                 "size": len(payload),
                 "sha256": hashlib.sha256(payload).hexdigest(),
@@ -337,23 +266,16 @@ def _read_header(path: Path, file: BinaryIO) -> Entry:
             path=path,
             key=ProgramKey.from_dict(data["key"]),
             traced=Traced.from_dict(data["traced"]),
-            lowered=str(data["lowered"]),
             seconds=float(data["seconds"]),
-            built_for=str(data["built_for"]),
             size=int(data["size"]),
             sha256=str(data["sha256"]),
-            needed=data.get("needed"),
+            needed=data["needed"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ArtifactError(
             f"{path}: is no executable of this tpuport, or is damaged "
             f"({one_line(error)})"
         ) from error
-
-
-def lowered_hash(lowered: jax.stages.Lowered) -> str:
-    """Sha256 of a lowered program, source positions left out."""
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
 def serialise(compiled: jax.stages.Compiled, platform: str) -> bytes:

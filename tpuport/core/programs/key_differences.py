@@ -89,12 +89,10 @@ def _each(
 def explained(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """How two requests differ, in what makes arrays of another shape.
 
-    Steps make none. Guidance does where it comes or goes, as it doubles the rows; of
-    an older context that is not known.
+    Steps make none. Guidance does where it comes or goes, as it doubles the rows.
     """
-    known = "guided" in before and "guided" in after
     left_out = {"num_inference_steps", "guided"}
-    if not known or before["guided"] == after["guided"]:
+    if before.get("guided") == after.get("guided"):
         left_out.add("guidance_scale")
     pairs = _pairs(before, after)
     return [

@@ -160,18 +160,6 @@ class ProgramKey:
         """
         return differing(other.as_dict(), self.as_dict())
 
-    def compiles_as(self, other: ProgramKey) -> bool:
-        """Whether equal lowered programs of the two keys are the same executable."""
-        names = (
-            *("stage", "program", "weights", "arguments", "structure", "platform"),
-            *("chip", "compiler", "mesh", "devices", "host", "flags", "settings"),
-        )
-        same = all(getattr(self, name) == getattr(other, name) for name in names)
-        compilers = ("python", "jax", "jaxlib", "libtpu")
-        return same and all(
-            self.versions.get(name) == other.versions.get(name) for name in compilers
-        )
-
 
 def program_key(
     components: Components,
@@ -302,8 +290,7 @@ def settled(
     if dtype is not None:
         known["options"]["dtype"] = dtype_of(port, component, dtype)
     if mesh is not None:
-        alone = port.components[component].single_device
-        known["mesh"] = {a: 1 if alone else int(size) for a, size in mesh.items()}
+        known["mesh"] = {axis: int(size) for axis, size in mesh.items()}
     return known
 
 

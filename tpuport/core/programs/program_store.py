@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from tpuport.core.programs import executable_files as files
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.programs.components import Components, Loaded
-from tpuport.core.programs.crash_marks import DiedLoading, guarded
 from tpuport.core.programs.executable_files import (
     Entry,
     ExecutableStore,
@@ -27,10 +26,9 @@ from tpuport.core.programs.executable_files import (
 )
 from tpuport.core.programs.lowering import lower
 from tpuport.core.programs.program_key import ProgramKey, program_key
-from tpuport.core.programs.state_shapes import KeptShapes
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage import Program
 from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.runtime import Runtime
@@ -127,30 +125,6 @@ class Programs:
     def jax_cache(self) -> AbstractContextManager[None]:
         """jax's own cache, for what is compiled beside the programs of the stages."""
         return compiling.persistent_cache(self.jax_folder)
-
-    def kept_shapes(
-        self,
-        known: Mapping[Any, Any],
-        stage: Stage,
-        loaded: Loaded,
-        request: Request,
-    ) -> KeptShapes:
-        """The shapes of a stage's states for step caching, kept with its programs."""
-
-        def key_of(found: Any) -> ProgramKey:
-
-            _, name, _, _, tree, *leaves = found
-            return program_key(
-                self.components,
-                stage.name,
-                f"{name}.state",
-                stage.programs[name],
-                loaded,
-                jax.tree.unflatten(tree, leaves),
-                request,
-            )
-
-        return KeptShapes(known, self.store, key_of, self.reporter.say)
 
     def clear(self) -> None:
         """Let go of every program."""
@@ -286,14 +260,11 @@ class Programs:
         devices = list(loaded.replicated.mesh.devices.flat)
         name = entry.key.name
         try:
-            with self._guard(entry):
-                return files.load(entry, (loaded.weights, *args), devices)
+            return files.load(entry, (loaded.weights, *args), devices)
         except ArtifactError as error:
             if self.built is not None and entry in self.built.entries:
                 raise
             self.reporter.say(f"{error}; compiling {name} again")
-        except DiedLoading as error:
-            self.reporter.say(f"{error}; compiling {name} here")
         except Exception as error:
             # Whatever jax raises for an executable that the backend does not take.
             self._refused.add(name)
@@ -302,13 +273,6 @@ class Programs:
                 f"{one_line(error)}); going on with jax's own cache"
             )
         return None
-
-    def _guard(self, entry: Entry) -> AbstractContextManager[None]:
-        """Only what no device ever ran is loaded with care."""
-        if entry.built_for == files.HERE:
-            return nullcontext()
-        marks = self.store.folder if self.store is not None else entry.path.parent
-        return guarded(marks, entry.path.name)
 
     # ---------------------------------------------------------------- compile
 
@@ -325,19 +289,17 @@ class Programs:
         if reasons:
             self.reporter.say(f"recompiling {stage}/{name}: {'; '.join(reasons)}")
         self.reporter.compiling(stage, name)
-        with self._cache_for(f"{stage}/{name}", key):
+        entry = None
+        with self._jax_cache_for(f"{stage}/{name}"):
             hits = compiling.cache_hits()
             started = time.perf_counter()
             lowered, traced = trace(stage, name, program, loaded, args)
             lowered_at = time.perf_counter()
-            call, entry = self._same_lowered(key, lowered, traced, loaded, args)
-            cached = call is not None
-            if call is None:
-                call = lowered.compile()
-                cached = compiling.cache_hits() > hits
+            call = lowered.compile()
+            cached = compiling.cache_hits() > hits
             ended = time.perf_counter()
         if not cached and key is not None and self.store is not None:
-            entry = self._keep(key, call, traced, lowered, ended - started)
+            entry = self._keep(key, call, traced, ended - started)
         report = CompileReport(
             stage=stage,
             program=name,
@@ -351,46 +313,18 @@ class Programs:
         )
         return Ready(call=call, traced=traced), report
 
-    def _cache_for(
-        self, name: str, key: ProgramKey | None
-    ) -> AbstractContextManager[None]:
-        """Where the compiler's work is looked for and kept: jax's own cache or ours.
+    def _jax_cache_for(self, name: str) -> AbstractContextManager[None]:
+        """jax's own cache, only for a program that is not kept as an executable.
 
-        A program that is kept as an executable is not kept twice. One that jax read
-        from its own cache could not be kept: see :meth:`ExecutableStore.write`.
+        On a CPU a program that jax read from its own cache cannot be kept: see
+        :meth:`ExecutableStore.write`.
         """
-        if name in self._refused and self.built is not None:
-            return compiling.persistent_cache(self.built.xla)
-        if key is None or self.store is None or name in self._refused:
-            return nullcontext()
-        reason = self.store.why_not(key)
-        if reason:
-            self.reporter.say(f"{name} is not kept ({reason}): jax's own cache is used")
-            return nullcontext()
-        return compiling.uncached()
-
-    def _same_lowered(
-        self,
-        key: ProgramKey | None,
-        lowered: jax.stages.Lowered,
-        traced: Traced,
-        loaded: Loaded,
-        args: tuple[Any, Any, Any],
-    ) -> tuple[Any, Entry | None]:
-        """The kept executable of another key that has the same lowered program."""
-        if key is None or self.store is None:
-            return None, None
-        found = self.store.lowered_alike(key, files.lowered_hash(lowered))
-        if found is None:
-            return None, None
-        devices = list(loaded.replicated.mesh.devices.flat)
-        try:
-            call = files.load(found, (loaded.weights, *args), devices)
-            return call, self.store.copy(found, key, traced)
-        except Exception as error:
-            # Damaged, refused by jax, or a full disk: the compiler is still there.
-            self.reporter.say(f"{found.path}: not used: {one_line(error)}")
-            return None, None
+        if name in self._refused:
+            if self.built is not None:
+                return compiling.persistent_cache(self.built.xla)
+        elif self.store is not None:
+            return compiling.uncached()
+        return nullcontext()
 
     def _reasons(self, key: ProgramKey | None) -> tuple[str, ...]:
         """What changed since the most alike program that was kept."""
@@ -404,26 +338,18 @@ class Programs:
         key: ProgramKey,
         compiled: jax.stages.Compiled,
         traced: Traced,
-        lowered: jax.stages.Lowered,
         seconds: float,
     ) -> Entry | None:
         assert self.store is not None
         try:
-            entry = self.store.write(
-                key,
-                compiled,
-                traced,
-                lowered=files.lowered_hash(lowered),
-                seconds=seconds,
-            )
+            entry = self.store.write(key, compiled, traced, seconds=seconds)
         except ArtifactError as error:
             self.reporter.say(f"{key.name} is not kept for the next process: {error}")
             return None
         except NotSerialisable as error:
             self.reporter.say(
-                f"{key.name} is not kept: {error}; the next process uses jax's cache"
+                f"{key.name} is not kept: {error}; every process compiles it"
             )
-            self.store.note(key, str(error))
             return None
         removed = files.prune(self.store.folder.parent)
         if removed:

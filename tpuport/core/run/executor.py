@@ -436,10 +436,7 @@ class Executor:
         model = loaded.ported.bind(loaded.weights)
         # Only upstream's class can be cut: see ``with_chosen``.
         assert isinstance(model, BoundModule)
-        shapes = self.programs.kept_shapes(self._structs, stage, loaded, request)
-        made = with_step_cache(stage, work, split, cache, model, shapes)
-        self._structs.update(shapes)
-        return made
+        return with_step_cache(stage, work, split, cache, model, self._structs)
 
     @property
     def calls_in_flight_limit(self) -> int:

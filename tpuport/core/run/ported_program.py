@@ -46,12 +46,6 @@ class PortedProgram:
         stack: bool = True,
     ) -> None:
 
-        if component.single_device and mesh.size > 1:
-            mesh = jax.sharding.Mesh(
-                mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim),
-                mesh.axis_names,
-                axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim,
-            )
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         floats = {t.dtype for t in tensors.values() if t.is_floating_point()}

@@ -50,7 +50,6 @@ class Component:
         stored_prefix: what stored names may have in front of the class's own, where
             files were saved by a version of upstream with one more module around it.
         ignored: regexes of stored names that upstream's loader passes over as well.
-        single_device: run on the first device of the mesh instead of all of it.
         dtype: of its weights whatever the session's is; ``None`` for the session's.
         heads: the number of attention heads in a config, for mesh checks.
         split: where its forward can be cut for step caching; ``None`` if it cannot.
@@ -69,7 +68,6 @@ class Component:
     layouts: Mapping[str, tuple[ShardRule, ...]] = field(default_factory=dict)
     stored_prefix: str = ""
     ignored: tuple[str, ...] = ()
-    single_device: bool = False
     dtype: str | None = None
     heads: Callable[[Mapping[str, Any]], int] | None = None
     split: ForwardSplit | None = None

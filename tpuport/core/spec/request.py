@@ -19,9 +19,6 @@ MAX_SEED = 2**63 - 1
 #: Text to video, image to video, video to video.
 TASKS = ("t2v", "i2v", "v2v")
 
-#: Fields that settings recorded by 0.1.0 do not have.
-_ADDED = ("task", "sources", "strength", "step_cache")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -175,7 +172,7 @@ class Request:
         """
         known = set(cls.__dataclass_fields__)
         unknown = sorted(set(data) - known)
-        missing = sorted(known - set(data) - {"options", *_ADDED})
+        missing = sorted(known - set(data))
         if unknown or missing:
             raise UsageError(
                 f"settings do not fit this version of tpuport: unknown {unknown}, "
@@ -185,7 +182,7 @@ class Request:
         values["prompts"] = tuple(data["prompts"])
         values["negative_prompts"] = tuple(data["negative_prompts"])
         values["seeds"] = tuple(tuple(seeds) for seeds in data["seeds"])
-        values["sources"] = tuple(data.get("sources", ()))
+        values["sources"] = tuple(data["sources"])
         return cls(**values)
 
 

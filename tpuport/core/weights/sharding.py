@@ -99,13 +99,10 @@ class ShardingPlan:
         mesh: axis name -> size.
         rules: every rule with its use, in the order given.
         assignments: weight name -> spec, of the first rule that matches.
-        unmatched: names that no rule matches; counted as replicated.
-        unmatched_bytes: of those.
         total_bytes: of all weights, each once.
         bytes_per_device: what each device holds.
         replicated_bytes: of the weights that every device holds whole; on a mesh of
             one device that is all of them.
-        problems: what :meth:`check` raises; empty for a plan that can be placed.
         layout: which table of rules this is.
         extra_bytes_per_device: what each device holds more than in the default layout.
         held: the specs of weights that are held in more parts than ``assignments``
@@ -118,35 +115,18 @@ class ShardingPlan:
     mesh: Mapping[str, int]
     rules: tuple[RuleUse, ...]
     assignments: Mapping[str, Spec]
-    unmatched: tuple[str, ...]
-    unmatched_bytes: int
     total_bytes: int
     bytes_per_device: int
     replicated_bytes: int
-    problems: tuple[str, ...] = ()
     layout: str = "default"
     extra_bytes_per_device: int = 0
     held: Mapping[str, Spec] = field(default_factory=dict)
     gathered_over: tuple[str, ...] = ()
     gathered_bytes_per_device: int = 0
 
-    def check(self) -> None:
-        """Refuse a plan with problems.
-
-        Raises:
-            ShardingError: lists all of them.
-        """
-        if self.problems:
-            count = len(self.problems)
-            raise ShardingError(
-                f"sharding of {self.component} on mesh {_mesh_text(self.mesh)} has "
-                f"{count} problem{'s' if count > 1 else ''}:"
-                + "".join(f"\n  - {problem}" for problem in self.problems)
-            )
-
-    def as_dict(self, *, weights: bool = False) -> dict[str, Any]:
-        """JSON-ready; ``weights`` adds the spec of every weight."""
-        out: dict[str, Any] = {
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; the spec of every weight is left out."""
+        return {
             "component": self.component,
             "mesh": dict(self.mesh),
             "rules": [
@@ -159,12 +139,9 @@ class ShardingPlan:
                 }
                 for use in self.rules
             ],
-            "unmatched": list(self.unmatched),
-            "unmatched_bytes": self.unmatched_bytes,
             "total_bytes": self.total_bytes,
             "bytes_per_device": self.bytes_per_device,
             "replicated_bytes": self.replicated_bytes,
-            "problems": list(self.problems),
             "layout": self.layout,
             "extra_bytes_per_device": self.extra_bytes_per_device,
             "gathered": {
@@ -173,11 +150,6 @@ class ShardingPlan:
                 "bytes_per_device": self.gathered_bytes_per_device,
             },
         }
-        if weights:
-            out["assignments"] = {
-                name: _json_spec(spec) for name, spec in self.assignments.items()
-            }
-        return out
 
     def format_table(self) -> str:
         """Plain text: one line per rule with weights, then the totals."""
@@ -185,18 +157,9 @@ class ShardingPlan:
         rows += [
             (_spec_text(u.spec), str(u.matches), _bytes_text(u.bytes), u.pattern)
             for u in self.rules
-            # Where every weight has a rule, one for another config says nothing.
-            if u.matches or self.unmatched
+            # Every weight has a rule: one for another config says nothing.
+            if u.matches
         ]
-        if self.unmatched:
-            rows.append(
-                (
-                    "none",
-                    str(len(self.unmatched)),
-                    _bytes_text(self.unmatched_bytes),
-                    "(no rule)",
-                )
-            )
         wide = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"{self.component} on mesh {_mesh_text(self.mesh)}"]
         lines += [
@@ -221,7 +184,6 @@ class ShardingPlan:
                 f"{'+'.join(self.gathered_over)}, gathered block by block: "
                 f"{_bytes_text(self.gathered_bytes_per_device)} per device less"
             )
-        lines += [f"  problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
 
 
@@ -231,7 +193,6 @@ def plan_sharding(
     mesh_shape: Mapping[str, int],
     *,
     component: str,
-    strict: bool = True,
 ) -> ShardingPlan:
     """Match rules with weights; nothing is placed and no array is read.
 
@@ -240,10 +201,9 @@ def plan_sharding(
         weights: name -> object with a shape and an item size, see :class:`WeightInfo`.
         mesh_shape: axis name -> size, all axes of the mesh.
         component: whose weights, for messages.
-        strict: raise when there are problems; otherwise they are in the plan.
 
     Raises:
-        ShardingError: ``strict`` and there are problems; lists all of them.
+        ShardingError: lists every weight and rule that does not fit.
     """
     compiled = [re.compile(rule.pattern) for rule in rules]
     # An axis the mesh lacks is reported with the rule; it then counts as size 1.
@@ -280,8 +240,8 @@ def plan_sharding(
     for index, rule in enumerate(rules):
         if not matches[index] and not rule.optional:
             problems.unused(rule)
-
-    plan = ShardingPlan(
+    problems.check(sizes)
+    return ShardingPlan(
         component=component,
         mesh=sizes,
         rules=tuple(
@@ -295,16 +255,10 @@ def plan_sharding(
             for index, rule in enumerate(rules)
         ),
         assignments=assignments,
-        unmatched=tuple(unmatched),
-        unmatched_bytes=sum(unmatched.values()),
         total_bytes=total,
         bytes_per_device=per_device,
         replicated_bytes=replicated,
-        problems=problems.lines(),
     )
-    if strict:
-        plan.check()
-    return plan
 
 
 def named_shardings(
@@ -313,11 +267,10 @@ def named_shardings(
     """The jax sharding of every weight of the plan, by name, as it is held.
 
     Raises:
-        ShardingError: the plan has problems, or is for a mesh of another shape.
+        ShardingError: the plan is for a mesh of another shape.
     """
     from jax.sharding import NamedSharding, PartitionSpec
 
-    plan.check()
     if dict(plan.mesh) != dict(mesh.shape):
         raise ShardingError(
             f"sharding of {plan.component} is planned for mesh "
@@ -337,11 +290,22 @@ class _Problems:
         # Line -> the weights it is about. Blocks of a model repeat, and so would it.
         self._found: dict[str, list[str]] = {}
 
-    def lines(self) -> tuple[str, ...]:
-        return tuple(
-            f"{text}: {_names_text(names)}" if names else text
-            for text, names in self._found.items()
-        )
+    def check(self, mesh: Mapping[str, int]) -> None:
+        """Refuse a plan with problems.
+
+        Raises:
+            ShardingError: lists all of them.
+        """
+        count = len(self._found)
+        if count:
+            raise ShardingError(
+                f"sharding of {self._component} on mesh {_mesh_text(mesh)} has "
+                f"{count} problem{'s' if count > 1 else ''}:"
+                + "".join(
+                    f"\n  - {text}: {_names_text(names)}" if names else f"\n  - {text}"
+                    for text, names in self._found.items()
+                )
+            )
 
     def _add(self, text: str, *names: str) -> None:
         self._found.setdefault(text, []).extend(names)
