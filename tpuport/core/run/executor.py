@@ -219,7 +219,6 @@ class Executor:
             )
         else:
             self.check_built(request, [stage], vae_tiling)
-        delivery = delivery or Delivery()
         started = time.perf_counter()
         trace = None
         if looked.profile is not None:
@@ -231,7 +230,7 @@ class Executor:
             reporter=self.reporter,
             request=request,
             limit=self.calls_in_flight_limit,
-            delivery=delivery,
+            delivery=delivery or Delivery(),
             memory=self._memory_log(),
             trace=trace,
         )
