@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core.layers.tiled import assemble, sizes
+from tests.core.layers.test_tiles import assemble, sizes
 from tests.models.hunyuanvideo.vae.vaes import (
     Bound,
     decode_tile,
