@@ -184,10 +184,9 @@ def test_one_tile_is_no_tiling() -> None:
     from tests.models.conftest import make_vae
 
     vae = make_vae(**SAMPLE)
-    assert not vae_tiles.is_tiled(vae, 6, 10, tiling=True)
-    assert vae_tiles.is_tiled(vae, 6, 11, tiling=True)
-    assert not vae_tiles.is_tiled(vae, 60, 110, tiling=False)
-    rows, columns = vae_tiles.decode_axes(vae, 6, 10, tiling=True)
+    rows, columns = vae_tiles.decode_axes(vae, 6, 11)
+    assert (len(rows.spans), len(columns.spans)) == (2, 2)
+    rows, columns = vae_tiles.decode_axes(vae, 6, 10)
     assert (len(rows.spans), len(columns.spans)) == (1, 1)
     assert (rows.size, columns.size) == (48, 80)
 
@@ -196,7 +195,7 @@ def test_one_tile_is_no_tiling() -> None:
 def test_calls_start_afresh_with_each_tile(frames: int) -> None:
     from tests.models.conftest import make_vae
 
-    axes = vae_tiles.decode_axes(make_vae(**SAMPLE), 10, 18, tiling=True)
+    axes = vae_tiles.decode_axes(make_vae(**SAMPLE), 10, 18)
     z = torch.zeros(1, 4, frames, 10, 18)
     chunks = vae_tiles.chunk_lengths(frames)
     work = vae_tiles.tiled_work(z, axes, chunks, lambda n, first: n, "uint8")

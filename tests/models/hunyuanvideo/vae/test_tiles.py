@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core.layers.tiled import assemble
+from tests.core.layers.test_tiles import assemble, sizes
 from tests.models.hunyuanvideo.vae.vaes import (
     ATOL,
     assert_close,
@@ -140,13 +140,13 @@ def test_one_tile_when_upstream_does_not_tile(name: str) -> None:
     vae = make_vae(name)
     big, small = (1, 4, 4, 60, 60), (1, 4, 4, 16, 16)
     for shape, tiling in ((big, False), (small, True)):
-        (tile,) = ours.plan_decode(vae, shape, tiling=tiling).tiles
-        assert tile.size == shape[2:]
+        plan = ours.plan_decode(vae, shape, tiling=tiling)
+        assert sizes(plan) == [shape[2:]]
     assert len(ours.plan_decode(vae, big, tiling=True).tiles) > 1
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "sizes", "output"),
+    ("name", "shape", "count", "output"),
     [
         # 121 frames of 480x848 by 1.5, and 129 of 720x1280 by 13b.
         ("15", (31, 30, 53), 4, (121, 480, 848)),
@@ -157,11 +157,11 @@ def test_one_tile_when_upstream_does_not_tile(name: str) -> None:
 def test_published_sizes_take_few_programs(
     name: str,
     shape: tuple[int, int, int],
-    sizes: int,
+    count: int,
     output: tuple[int, int, int],
 ) -> None:
     plan = ours.plan_decode(make_vae(name), (1, 4, *shape), tiling=True)
-    assert len(plan.sizes) == sizes
+    assert len(sizes(plan)) == count
     assert plan.output == output
 
 

@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo
 
 import tpuport
-from tests.core.layers.tiled import assemble
+from tests.core.layers.test_tiles import assemble
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy
 from tpuport.core.enums import Dtype, Tiling
