@@ -183,9 +183,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder shared by the tests, so that a program compiles once."""
-    return tmp_path_factory.mktemp("cache")
+def cache(cache_dir: Path) -> Path:
+    """The cache folder of all tests, so that a program compiles once."""
+    return cache_dir
 
 
 def pictures(
