@@ -68,19 +68,33 @@ def theirs(folder: Path, latents: dict[str, torch.Tensor]) -> np.ndarray:
     return upstream(folder, latents["latents"])
 
 
+#: One chunk of two tiles: of all rows, and of the columns of one tile.
+FEW = {"width": 64, "num_frames": 9}
+
+
+@pytest.fixture(scope="module")
+def few(latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"latents": latents["latents"][:, :3, :, :, :8]}
+
+
+@pytest.fixture(scope="module")
+def their_few(folder: Path, few: dict[str, torch.Tensor]) -> np.ndarray:
+    return upstream(folder, few["latents"])
+
+
 def decode(
     folder: Path,
     cache: Path,
     latents: Any,
     tiling: str,
-    width: int = SHAPE["width"],
+    changes: dict[str, int] | None = None,
     **how: Any,
 ) -> tuple[np.ndarray, Any, list[str]]:
     heard = Heard()
     with tpuport.load(
         weights=folder, cache_dir=cache, vae_tiling=tiling, reporter=heard, **how
     ) as session:
-        request = session.request(prompt="a cat", **{**SHAPE, "width": width})
+        request = session.request(prompt="a cat", **{**SHAPE, **(changes or {})})
         made, report = session.run_stage("decode", request, latents)
     return made["frames"], report, heard.lines
 
@@ -98,17 +112,12 @@ def test_tiled_decode_is_upstreams(
 
 
 def test_tiles_are_split_in_space_too(
-    folder: Path, cache: Path, latents: Any, theirs: np.ndarray
+    folder: Path, cache: Path, few: Any, their_few: np.ndarray
 ) -> None:
-    # The first chunk of the same video, on eight devices.
-    first = {"latents": latents["latents"][:, :3]}
-    with tpuport.load(
-        weights=folder, cache_dir=cache, vae_tiling="on", mesh="dp=2,tp=4"
-    ) as session:
-        request = session.request(prompt="a cat", **{**SHAPE, "num_frames": 9})
-        made, report = session.run_stage("decode", request, first)
-    assert len(report.compiles) == 4
-    assert float(np.abs(made["frames"] - theirs[:, :9]).max()) <= ATOL
+    ours, report, said = decode(folder, cache, few, "on", FEW, mesh="dp=2,tp=4")
+    assert "2 x 1 tiles of up to 48 x 64 pixels" in "\n".join(said)
+    assert len(report.compiles) == 2
+    assert float(np.abs(ours - their_few).max()) <= ATOL
 
 
 def test_tiles_are_another_video_than_the_whole_picture(
@@ -137,15 +146,14 @@ def test_upstreams_own_backend_tiles_too(
     assert float(np.abs(whole["frames"] - theirs).max()) > 100 * ATOL
 
 
+@pytest.mark.sweep
 def test_op_by_op_starts_every_tile_afresh(
-    folder: Path, cache: Path, latents: Any
+    folder: Path, cache: Path, few: Any, their_few: np.ndarray
 ) -> None:
-    # Two tiles, with the columns of one: every op compiles for every size of tile.
-    few = {"latents": latents["latents"][..., :8]}
-    ours, report, said = decode(folder, cache, few, "on", 64, no_jit=("decode",))
+    # Every op compiles for every size of tile.
+    ours, report, _ = decode(folder, cache, few, "on", FEW, no_jit=("decode",))
     assert report.op_by_op
-    assert "2 x 1 tiles of up to 48 x 64 pixels" in "\n".join(said)
-    assert float(np.abs(ours - upstream(folder, few["latents"])).max()) <= ATOL
+    assert float(np.abs(ours - their_few).max()) <= ATOL
 
 
 def test_bytes_come_chunk_by_chunk_with_the_last_tile(
@@ -189,8 +197,15 @@ def test_calls_start_afresh_with_each_tile(frames: int) -> None:
     assert sum(c.inputs["latents"].shape[2] for c in calls) == frames * TILES
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=4"])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        ("dp=1", "float32"),
+        ("dp=2,tp=4", "bfloat16"),
+        pytest.param("dp=1", "bfloat16", marks=pytest.mark.sweep),
+        pytest.param("dp=2,tp=4", "float32", marks=pytest.mark.sweep),
+    ],
+)
 def test_the_estimate_is_of_the_size_of_the_compiled_program(
     mesh: str, dtype: str, folder: Path, cache: Path
 ) -> None:
