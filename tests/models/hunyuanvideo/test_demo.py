@@ -22,13 +22,9 @@ CONFIGS = {"1.5": demo.DEMO_CONFIGS, "13b": demo.DEMO_CONFIGS_13B}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(hunyuanvideo_folders: dict[str, Path]) -> dict[str, Path]:
     """The folder of each demo checkpoint."""
-    made = {}
-    for name, make in MAKERS.items():
-        made[name] = tmp_path_factory.mktemp("demo")
-        make(made[name])
-    return made
+    return hunyuanvideo_folders
 
 
 def assert_a_video(frames: np.ndarray, size: tuple[int, int]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import tpuport
 from tests.models.hunyuanvideo.upstream import picture
+from tests.models.hunyuanvideo.videos import changed
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.quality import compare
 from tpuport.core.files.sources import read_image
@@ -30,15 +31,20 @@ LONG = "a fox and a bear and a wolf " * 10
 Load = Callable[..., Any]
 
 
-@pytest.fixture
-def load(hunyuanvideo_folders: dict[str, Path], cache_dir: Path) -> Load:
+@pytest.fixture(scope="module")
+def load(
+    hunyuanvideo_folders: dict[str, Path],
+    cache_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Load:
+    # 1.5 makes small videos of images.
+    small = tmp_path_factory.mktemp("changed") / "small"
+    changed(hunyuanvideo_folders["1.5"], small, {"target_size": 64})
+    folders = {"1.5": small, "13b": hunyuanvideo_folders["13b"]}
+
     def open_session(form: str = "1.5", **options: Any) -> Any:
         return tpuport.load(
-            "hunyuanvideo",
-            weights=hunyuanvideo_folders[form],
-            variant="demo" if form == "1.5" else "demo-13b",
-            cache_dir=cache_dir,
-            **options,
+            "hunyuanvideo", weights=folders[form], cache_dir=cache_dir, **options
         )
 
     return open_session
