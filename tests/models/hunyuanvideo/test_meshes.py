@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ SHAPE = {"height": 48, "width": 64, "num_frames": 5, "num_inference_steps": 2}
 #: Texts of other lengths, one of them without anything to draw.
 PROMPTS = ['a red fox reads "stop" aloud and walks on', "rain"]
 
-Result = dict[str, Any]
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What stages wrote, by name, and their reports, by stage."""
+
+    tensors: dict[str, Any]
+    reports: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +54,21 @@ def run(
     given: Result | None = None,
     **options: Any,
 ) -> Result:
-    """What stages write, and their reports; from an image where the form can.
+    """A run of stages, from an image where the form can.
 
     ``given`` has what the stages before them wrote.
     """
     asked: dict[str, Any] = {"prompt": [PROMPTS[i % 2] for i in range(count)]}
-    found = dict(given or {})
+    tensors, reports = dict(given.tensors if given else {}), {}
     if form == "1.5":
         asked["source"] = read_image(picture())
-        found["image"] = asked["source"].for_videos(count)
+        tensors["image"] = asked["source"].for_videos(count)
     with tpuport.load("hunyuanvideo", **options) as session:
         request = session.request(**asked, seed=1, **SHAPE)
         for stage in stages:
-            made, found[f"{stage} report"] = session.run_stage(stage, request, found)
-            found |= made
-    return found
+            made, reports[stage] = session.run_stage(stage, request, tensors)
+            tensors |= made
+    return Result(tensors=tensors, reports=reports)
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +90,14 @@ def single(load: Callable[..., Result]) -> Callable[..., Result]:
 def largest(many: Result, one: Result, *names: str) -> float:
     """The largest difference in latents and frames, or in what is named."""
     return max(
-        float(np.abs(np.asarray(many[name]) - np.asarray(one[name])).max())
-        for name in names or ("latents", "frames")
+        float(np.abs(np.asarray(many.tensors[n]) - np.asarray(one.tensors[n])).max())
+        for n in names or ("latents", "frames")
     )
 
 
 def transformers_plan(made: Result) -> dict[str, Any]:
     """Where the denoiser's weights are."""
-    (plan,) = made["denoise report"].sharding
+    (plan,) = made.reports["denoise"].sharding
     assert plan["component"] == "transformer"
     found: dict[str, Any] = plan
     return found
@@ -126,7 +133,7 @@ def test_15_from_an_image(
     plan = transformers_plan(many)
     if mesh[2] > 1:
         assert plan["bytes_per_device"] < plan["total_bytes"]
-    padded = [r for r in many["denoise report"].attention if r["key_lengths"]]
+    padded = [r for r in many.reports["denoise"].attention if r["key_lengths"]]
     # The refiner's and the joint one; the encoders have masks.
     assert len(padded) == 2
     sizes = {"dp": mesh[0], "tp": mesh[2], "sp": mesh[1]}
@@ -152,7 +159,7 @@ def test_tokens_that_sp_does_not_divide(
 ) -> None:
     one = single(form, 2)
     many = load(form, 2, stages=("denoise",), given=one, mesh=(1, 3, 1))
-    (joint,) = [r for r in many["denoise report"].attention if r["padded"]]
+    (joint,) = [r for r in many.reports["denoise"].attention if r["padded"]]
     assert joint["key"][2] % 3 != 0
     assert joint["padded"] % 3 == 0
     assert largest(many, one, "latents") <= ATOL

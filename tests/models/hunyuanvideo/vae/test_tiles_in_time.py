@@ -283,6 +283,8 @@ def test_bytes_leave_the_device_tile_by_tile(
     assert np.array_equal(np.concatenate(parts, 1), to_uint8(whole["frames"]))
 
 
+# The tests of the seam run these programs op by op as well.
+@pytest.mark.sweep
 def test_without_compiling_it_is_the_same(
     load: Load, upstreams: Callable[[int, int], np.ndarray]
 ) -> None:
@@ -297,7 +299,9 @@ def test_without_compiling_it_is_the_same(
     [
         # All tiles but the last have one length; 129 is what the model makes.
         (129, "off", {"seam": 1, "tile uint8": 11}),
-        (121, "off", {"seam": 1, "tile uint8": 10}),
+        pytest.param(
+            *(121, "off", {"seam": 1, "tile uint8": 10}), marks=pytest.mark.sweep
+        ),
         (13, "off", {"whole uint8": 1}),
         # Rows and columns in tiles too: blended on the host.
         (25, "on", {"tile": 8}),
