@@ -143,7 +143,7 @@ def test_cached_steps_are_programs_compiled_before_the_first_step(
 
 
 def test_a_cache_that_does_not_fit_the_steps(load: Load) -> None:
-    with load() as session:
+    with load(variant="demo") as session:
         for cache, words in (
             ("deepcache:start=9", "must be 1 to 6"),
             ("taylorseer:order=9", "must be 1 to 4"),
