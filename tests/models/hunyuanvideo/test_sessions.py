@@ -103,13 +103,22 @@ def test_what_padding_holds_changes_nothing(load: Load) -> None:
 
 def test_guidance_in_one_batch_is_two_sequential_calls(load: Load) -> None:
     """The pair's prediction, from each prompt's own at a single step."""
+    # Both have a text to draw: alone they are one program.
+    negative = 'rain on "no"'
+
+    def latents(session: Any, prompt: str, **guidance: Any) -> torch.Tensor:
+        request = session.request(
+            prompt=prompt, num_inference_steps=1, seed=3, **guidance, **SHAPE
+        )
+        embeds, _ = session.run_stage("encode", request, {})
+        made, _ = session.run_stage("denoise", request, embeds)
+        found: torch.Tensor = made["latents"]
+        return found
+
     with load() as session:
-        kwargs = {"num_inference_steps": 1, "seed": 3, **SHAPE}
-        both = session.generate(
-            SHORT, negative_prompt="rain", guidance_scale=4.0, **kwargs
-        ).latents
-        cond = session.generate(SHORT, guidance_scale=1.0, **kwargs).latents
-        uncond = session.generate("rain", guidance_scale=1.0, **kwargs).latents
+        both = latents(session, SHORT, negative_prompt=negative, guidance_scale=4.0)
+        cond = latents(session, SHORT, guidance_scale=1.0)
+        uncond = latents(session, negative, guidance_scale=1.0)
     # One Euler step from the same noise: latents combine as the predictions do.
     expected = uncond + 4.0 * (cond - uncond)
     scale = float(expected.abs().max())
