@@ -3,7 +3,7 @@
 A record holds what one upstream pipeline made of one request on one small checkpoint:
 
 - the latents whole, in float32;
-- of the frames every eleventh value, in float32. Eleven divides no side of a frame, so
+- of the frames every eleventh value, in float32. Eleven divides no side of them, so
   the sample meets every frame, row, column and colour;
 - of the frames the mean of each square of 8 x 8 pixels, by colour, in float32. What
   goes wrong between the values of the sample, at a seam or an edge, moves a mean.

@@ -125,7 +125,7 @@ def test_attention_kwargs_are_refused(module: torch.nn.Module) -> None:
     "step_cache",
     [
         "taylorseer",
-        # Each alone is also tested with its own videos and caches.
+        # ``test_sessions.py`` runs both caches, ``test_videos.py`` none.
         pytest.param("deepcache:start=1,end=4", marks=pytest.mark.sweep),
         pytest.param(None, marks=pytest.mark.sweep),
     ],

@@ -160,7 +160,7 @@ def test_blocks_take_the_place_of_the_patch_on_the_same_target() -> None:
     "step_cache",
     [
         "deepcache:start=1,end=4",
-        # Each alone is also tested with its own videos and caches.
+        # ``test_sessions.py`` runs both caches, ``test_videos.py`` none.
         pytest.param("taylorseer", marks=pytest.mark.sweep),
         pytest.param(None, marks=pytest.mark.sweep),
     ],
