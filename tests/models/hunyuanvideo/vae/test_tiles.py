@@ -30,7 +30,7 @@ def through_tiles(name: str, fn: Any, plan: TilePlan, x: torch.Tensor) -> torch.
 
 
 #: Latent sizes of four tiles: by rows and columns, and by frames and rows.
-TILED = [("15", (3, 5, 5)), ("13b", (3, 5, 3))]
+TILED = [("15 small", (3, 5, 5)), ("13b small", (3, 5, 3))]
 
 
 @pytest.mark.parametrize(("name", "size"), TILED, ids=["15", "13b"])
@@ -47,7 +47,7 @@ def test_tiled_decode_is_upstreams(name: str, size: tuple[int, int, int]) -> Non
 
 
 def test_13b_decodes_long_videos_in_pieces_also_without_tiling() -> None:
-    vae = make_vae("13b")
+    vae = make_vae("13b small")
     z = latents(vae, 2, 7, 2, 3)
     plan = ours.plan_decode(vae, z.shape, tiling=False)
     # Upstream's own settings; the seventh frame's piece adds nothing, and is not run.
@@ -55,7 +55,7 @@ def test_13b_decodes_long_videos_in_pieces_also_without_tiling() -> None:
         (0, 5),
         (3, 7),
     ]
-    found = through_tiles("13b", ours.decode_tile_13b, plan, z)
+    found = through_tiles("13b small", ours.decode_tile_13b, plan, z)
     assert_close(found, vae.decode(z).sample)
 
 
