@@ -271,9 +271,7 @@ def _closing(line: str, opened: int) -> int:
     raise HloError(f"a line without an end: {line[:120]!r}")
 
 
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
-
-
+_LAID_OUT = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
 _TILE = re.compile(r"T\((\d+),(\d+)\)")
 
 
@@ -321,7 +319,7 @@ def hbm_bytes(shape: str) -> float:
     ``S(n)`` in a layout names another memory.
     """
     total = 0.0
-    for dtype, sizes, layout in _ARRAY.findall(shape):
+    for dtype, sizes, layout in _LAID_OUT.findall(shape):
         if "S(" in layout or not sizes:  # scalars are in the core's own memory
             continue
         dims = [int(s) for s in sizes.split(",") if s]
