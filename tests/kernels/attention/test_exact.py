@@ -13,22 +13,16 @@ import pytest
 from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.blockwise import Tiling, blockwise_attention
-from tpuport.kernels.attention.jax_splash import BlockSizes, jax_splash_attention
 from tpuport.kernels.attention.reference import reference_attention
 
 Attention = Callable[..., jax.Array]
 
 # Small blocks, so that short inputs run over several of them, the last one partial.
 SMALL = Tiling(heads=1, block_q=64, block_kv=96)
-BLOCKS = BlockSizes(q=128, kv=256, kv_compute=128)
 
-ANY_MASK: dict[str, Attention] = {
+ALL: dict[str, Attention] = {
     "reference": reference_attention,
     "blockwise": partial(blockwise_attention, tiling=SMALL),
-}
-ALL: dict[str, Attention] = {
-    **ANY_MASK,
-    "jax": partial(jax_splash_attention, interpret=True, blocks=BLOCKS),
 }
 
 PLAIN = [
@@ -80,24 +74,19 @@ def test_equals_the_formula_in_float64(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("length", [129, 1031])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    "attention", [blockwise_attention, partial(jax_splash_attention, interpret=True)]
-)
-def test_default_block_sizes(
-    attention: Attention, length: int, is_causal: bool
-) -> None:
+def test_default_block_sizes(length: int, is_causal: bool) -> None:
     case = Case(q_len=length, kv_len=length, batch=1, is_causal=is_causal)
     arrays, options = inputs(case)
-    got = attention(*arrays, **options)
+    got = blockwise_attention(*arrays, **options)
     want = numpy_attention(*arrays, **options)
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 @pytest.mark.parametrize("case", [*MASKED, GROUPED_MASK], ids=str)
-@pytest.mark.parametrize("name", ANY_MASK)
+@pytest.mark.parametrize("name", ALL)
 def test_masks_equal_the_formula_in_float64(name: str, case: Case) -> None:
     arrays, options = inputs(case)
-    got = ANY_MASK[name](*arrays, **options)
+    got = ALL[name](*arrays, **options)
     assert (
         worst(got, numpy_attention(*arrays, **options))
         < (TOLERANCES["attention float32"])
@@ -139,21 +128,21 @@ def test_without_keys_the_result_is_zero(name: str, is_causal: bool) -> None:
     assert float(jnp.abs(got[1]).min(axis=(0, 2)).max()) > 0
 
 
-@pytest.mark.parametrize("name", ANY_MASK)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("mask", ["bool hqk dead", "float q dead", "float qk dead"])
 def test_a_query_without_keys_gives_zero(name: str, mask: str) -> None:
     arrays, options = inputs(Case(q_len=129, kv_len=130, mask=mask))
-    got = ANY_MASK[name](*arrays, **options)
+    got = ALL[name](*arrays, **options)
     np.testing.assert_array_equal(got[:, :, 0], 0)
     assert not bool(jnp.isnan(got).any())
 
 
-@pytest.mark.parametrize("name", ANY_MASK)
+@pytest.mark.parametrize("name", ALL)
 def test_a_mask_of_the_lowest_float_spreads_the_weight_evenly(name: str) -> None:
     # How transformers writes masks: not -inf. torch then averages all values.
     arrays, _ = inputs(Case(q_len=5, kv_len=130))
     mask = jnp.full((1, 1, 1, 130), jnp.finfo(jnp.float32).min)
-    got = ANY_MASK[name](*arrays, mask=mask)
+    got = ALL[name](*arrays, mask=mask)
     want = np.mean(np.asarray(arrays[2], np.float64), 2, keepdims=True)
     assert (
         worst(got, np.broadcast_to(want, got.shape)) < (TOLERANCES["attention float32"])

@@ -1,6 +1,6 @@
 """What the user asked of attention: an implementation and its options, as text.
 
-``auto``, ``jax:block_q=2048;block_kv=2048``, ``splash:window=1024,1024;k_smooth=on``:
+``auto``, ``blockwise:block_q=256``, ``splash:window=1024,1024;k_smooth=on``:
 a name, then after a colon ``name=value`` pairs between semicolons.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from tpuport.errors import UsageError
 
 AUTO = "auto"
-NAMES = (AUTO, "splash", "jax", "reference", "blockwise")
+NAMES = (AUTO, "splash", "reference", "blockwise")
 """What ``--attention`` takes in front of the colon."""
 
 
@@ -60,7 +60,7 @@ class AttentionChoice:
                 raise UsageError(
                     f"attention {self.name} has no {option}; {in_words(owners)} {has}"
                 )
-        kernel = self.name in (AUTO, "splash", "jax")
+        kernel = self.name in (AUTO, "splash")
         for name, size in self.blocks.items():
             if size < 1 or (kernel and size % 128):
                 raise UsageError(
@@ -163,9 +163,9 @@ def _size(key: str, value: str) -> int:
 
 #: Who has an option that is not everybody's.
 _OWNERS: Mapping[str, tuple[str, ...]] = {
-    "block_q": ("blockwise", "splash", "jax"),
-    "block_kv": ("blockwise", "splash", "jax"),
-    "block_kv_compute": ("splash", "jax"),
+    "block_q": ("blockwise", "splash"),
+    "block_kv": ("blockwise", "splash"),
+    "block_kv_compute": ("splash",),
 }
 _FORMS: Mapping[str, str] = {
     "window": "LEFT,RIGHT",

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpuport.kernels.attention.problem import Problem
+
 # The running maximum starts here and not at -inf, so that a row without any allowed
 # key gives exp(-inf - LOWEST) = 0 instead of exp(-inf + inf) = NaN. It is the lowest
 # finite float32: a float mask full of it, as transformers and diffusers write masks,
@@ -47,28 +49,25 @@ def mask_scores(
 def allowed_pairs(
     q_ids: jax.Array,
     k_ids: jax.Array,
-    *,
-    is_causal: bool,
+    problem: Problem,
     kv_lengths: jax.Array | None,
-    window: tuple[int, int] | None = None,
 ) -> jax.Array | None:
     """Which pairs causality, lengths and window allow; None where they allow all.
 
     Args:
         q_ids: positions of the queries, of shape [Lq].
         k_ids: positions of the keys, of shape [Lk].
-        is_causal: torch's ``tril``, aligned top left also for Lq != Lk.
+        problem: causal or not, and with which window.
         kv_lengths: integers of shape [B]; keys from there on are not allowed.
-        window: (left, right): query i sees keys i - left .. i + right.
 
     Returns:
         bool, of shape [B|1, 1, 1, Lq|1, Lk].
     """
     allowed = None
-    if is_causal:
+    if problem.is_causal:
         allowed = (k_ids <= q_ids[:, None])[None, None, None]
-    if window is not None:
-        left, right = window
+    if problem.window is not None:
+        left, right = problem.window
         ahead = k_ids - q_ids[:, None]
         near = ((ahead >= -left) & (ahead <= right))[None, None, None]
         allowed = near if allowed is None else allowed & near

@@ -6,6 +6,8 @@ queries, Lk keys), D head dim of queries and keys, Dv head dim of values.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +18,7 @@ from tpuport.kernels.attention.masking import (
     group_mask,
     mask_scores,
 )
-from tpuport.kernels.attention.problem import describe, resolve_scale
+from tpuport.kernels.attention.problem import Options, describe
 
 # (running maximum [B, H, Lq, 1], sum of weights [B, H, Lq, 1], weighted sum of values
 # [B, H, Lq, Dv]), all float32. The maximum is ``LOWEST`` where no key is allowed.
@@ -38,11 +40,8 @@ def reference_attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
     window: tuple[int, int] | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """softmax(scale q k^T + mask) v, the contract of torch's SDPA kept whole.
 
@@ -54,13 +53,9 @@ def reference_attention(
         q: of shape [B, H, Lq, D].
         k: of shape [B, Hkv, Lk, D].
         v: of shape [B, Hkv, Lk, Dv].
-        mask: bool (True = may attend) or float (added to the scores), of four dims,
-            each 1 or that of [B, H, Lq, Lk].
-        is_causal: query i sees keys 0..i (aligned top left); combines with ``mask``.
-        scale: factor of the scores; None means 1/sqrt(D).
-        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
         window: (left, right): query i sees keys i - left .. i + right; combines with
-            the others.
+            the options.
+        **options: see :class:`Options`.
 
     Returns:
         of shape [B, H, Lq, Dv], in the dtype of ``q``.
@@ -71,16 +66,7 @@ def reference_attention(
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; the options are those
     of ``torch.nn.functional.scaled_dot_product_attention``.
     """
-    _, total, summed = reference_sums(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        kv_lengths=kv_lengths,
-        window=window,
-    )
+    _, total, summed = reference_sums(q, k, v, window=window, **options)
     return normalised(summed, total).astype(q.dtype)
 
 
@@ -89,22 +75,12 @@ def reference_sums(
     k: jax.Array,
     v: jax.Array,
     *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
     window: tuple[int, int] | None = None,
+    **options: Unpack[Options],
 ) -> Sums:
     """What ``reference_attention`` divides; same arguments and errors."""
-    problem = describe(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        kv_lengths=kv_lengths,
-        window=window,
-    )
+    problem = describe(q, k, v, window=window, **options)
+    mask = options.get("mask")
     precision = matmul_precision(q.dtype)
     grouped = q.reshape(
         problem.batch, problem.kv_heads, problem.groups, problem.q_len, problem.head_dim
@@ -117,14 +93,13 @@ def reference_sums(
         preferred_element_type=jnp.float32,
     )
     scores = mask_scores(
-        scores * resolve_scale(scale, problem.head_dim),
+        scores * problem.scale,
         mask=None if mask is None else group_mask(mask, problem.kv_heads),
         allowed=allowed_pairs(
             jnp.arange(problem.q_len),
             jnp.arange(problem.kv_len),
-            is_causal=is_causal,
-            kv_lengths=kv_lengths,
-            window=window,
+            problem,
+            options.get("kv_lengths"),
         ),
     )
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST)
