@@ -12,8 +12,8 @@ import pytest
 
 from tests.kernels.attention.oracle import Case, inputs, worst
 from tests.tolerances import TOLERANCES
-from tpuport.core.cost import attention_case as kernel_case
 from tpuport.core.cost.attention_case import AttentionCase
+from tpuport.core.cost.attention_cycles import with_blocks
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.attention import attention, smooth_keys
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -299,7 +299,7 @@ def test_tiles_that_are_measured_are_those_of_a_run(
         head_dim=head_dim,
         chip=chip,
     )
-    found = kernel_case.with_blocks(case).blocks
+    found = with_blocks(case).blocks
     assert found is not None
     tiles = (found.q, found.kv, found.kv_compute)
     assert tiles == tuple(run[f"block_{n}"] for n in ("q", "kv", "kv_compute"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +127,6 @@ class AttentionCase:
 def padded(length: int, block: int) -> int:
     """The smallest multiple of ``block`` that is at least ``length``."""
     return -(-length // block) * block
-
-
-def with_blocks(case: AttentionCase) -> AttentionCase:
-    """The case with the tiles that a run would take, where it names none.
-
-    For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
-    less; for ``jax`` they are our rule for it.
-    """
-    if case.blocks is not None:
-        return case
-    if case.implementation == "jax":
-        from tpuport.core.cost.attention_kernels import jax_blocks
-
-        return replace(case, blocks=jax_blocks(case))
-    from tpuport.kernels.attention.selection import splash_sizes
-
-    lengths = (case.q_len, case.kv_len)
-    found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
-    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
-    return replace(case, blocks=tiles)
 
 
 def rule_blocks(case: AttentionCase) -> Blocks:

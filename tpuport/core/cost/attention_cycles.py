@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tpuport.core.cost.attention_case import (
     Blocks,
     kernel_source_hash,
     padded,
-    with_blocks,
 )
 from tpuport.core.cost.kernel_cycles import compiler_versions, kept_cost
 
@@ -125,6 +124,26 @@ def attention_cost(case: AttentionCase, *, cache: Path | None = None) -> Attenti
     return AttentionCost(
         case=case, grid=grid, versions=versions, source_hash=source, **found
     )
+
+
+def with_blocks(case: AttentionCase) -> AttentionCase:
+    """The case with the tiles that a run would take, where it names none.
+
+    For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
+    less; for ``jax`` they are our rule for it.
+    """
+    if case.blocks is not None:
+        return case
+    if case.implementation == "jax":
+        from tpuport.core.cost.attention_kernels import jax_blocks
+
+        return replace(case, blocks=jax_blocks(case))
+    from tpuport.kernels.attention.selection import splash_sizes
+
+    lengths = (case.q_len, case.kv_len)
+    found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
+    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+    return replace(case, blocks=tiles)
 
 
 def describe(case: AttentionCase) -> str:

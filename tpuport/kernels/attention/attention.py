@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack, cast
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from tpuport.kernels.attention.blockwise import blockwise_attention, default_tiling
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
@@ -31,9 +31,9 @@ from tpuport.kernels.attention.splash import splash_attention, splash_feature_ma
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
@@ -41,7 +41,7 @@ def attention(
     fall_back: bool = False,
     interpret: bool = False,
     **options: Unpack[Options],
-) -> jax.Array:
+) -> Float[Array, "b h lq dv"]:
     """softmax(scale q k^T + mask) v, exactly; see ``reference_attention``.
 
     Args:
@@ -95,16 +95,16 @@ def attention(
 
 
 def attention_feature_major(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
     interpret: bool = False,
     **options: Unpack[KeyOptions],
-) -> jax.Array:
+) -> Float[Array, "b h dv lq"]:
     """``attention`` on arrays with the head dim before the tokens.
 
     That is how a product of weights and tokens gives them and how our kernel takes
@@ -162,7 +162,9 @@ def attention_feature_major(
     return out.swapaxes(2, 3)
 
 
-def smooth_keys(k: jax.Array, kv_lengths: jax.Array | None) -> jax.Array:
+def smooth_keys(
+    k: Float[Array, "b hkv lk d"], kv_lengths: Int[Array, " b"] | None
+) -> Float[Array, "b hkv lk d"]:
     """``k`` less the mean of the keys that count, per batch item and head.
 
     Every score of a query changes by the same number, so the softmax does not change;

@@ -14,6 +14,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from tpuport.kernels.attention.masking import (
     LOWEST,
@@ -71,14 +72,14 @@ def default_tiling(problem: Problem) -> Tiling:
 
 
 def blockwise_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
     tiling: Tiling | None = None,
     window: tuple[int, int] | None = None,
     **options: Unpack[Options],
-) -> jax.Array:
+) -> Float[Array, "b h lq dv"]:
     """Same contract, arguments and errors as ``reference_attention``.
 
     The softmax is summed up over key blocks with a running maximum; the result is
@@ -109,9 +110,9 @@ def blockwise_attention(
 
 
 def blockwise_sums(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
     tiling: Tiling | None = None,
     window: tuple[int, int] | None = None,

@@ -105,15 +105,15 @@ class AttentionChoice:
         for part in rest.split(";") if colon else ():
             key, equals, value = part.partition("=")
             key = key.strip()
-            if key not in _PARSERS or not equals:
+            if key not in _OPTIONS or not equals:
                 raise UsageError(
                     f"attention option {part!r} in {text!r}: options are "
-                    + ", ".join(f"{k}={v}" for k, v in _FORMS.items())
+                    + ", ".join(f"{k}={form}" for k, (form, _) in _OPTIONS.items())
                     + ", separated by ';'"
                 )
             if key in values:
                 raise UsageError(f"attention option {key} appears twice in {text!r}")
-            values[key] = _PARSERS[key](key, value.strip())
+            values[key] = _OPTIONS[key][1](key, value.strip())
         return cls(name=name.strip(), **values)
 
     def __str__(self) -> str:
@@ -167,17 +167,9 @@ _OWNERS: Mapping[str, tuple[str, ...]] = {
     "block_kv": ("blockwise", "splash"),
     "block_kv_compute": ("splash",),
 }
-_FORMS: Mapping[str, str] = {
-    "window": "LEFT,RIGHT",
-    "k_smooth": "on|off",
-    "block_q": "N",
-    "block_kv": "N",
-    "block_kv_compute": "N",
-}
-_PARSERS: Mapping[str, Callable[[str, str], Any]] = {
-    "window": _window,
-    "k_smooth": _switch,
-    "block_q": _size,
-    "block_kv": _size,
-    "block_kv_compute": _size,
+#: Option -> how its value looks, and what reads it.
+_OPTIONS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
+    "window": ("LEFT,RIGHT", _window),
+    "k_smooth": ("on|off", _switch),
+    **dict.fromkeys(_OWNERS, ("N", _size)),
 }

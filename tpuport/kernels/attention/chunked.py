@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from tpuport.errors import AttentionError
 from tpuport.kernels.attention.blockwise import blockwise_sums, default_tiling
@@ -41,6 +42,7 @@ Sums = Any
 """A pytree of float32 arrays; what is in it is the implementation's own."""
 
 
+@runtime_checkable
 class Chunked(Protocol):
     """Queries that meet chunks of keys, all of one size."""
 
@@ -74,9 +76,9 @@ def chunked_refusal(choice: AttentionChoice) -> str | None:
 
 
 def chunked_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
     has_lengths: bool,
     scale: float | None = None,

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 
 class Options(TypedDict, total=False):
@@ -25,10 +26,10 @@ class Options(TypedDict, total=False):
         kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
     """
 
-    mask: jax.Array | None
+    mask: Shaped[Array, "_ _ _ _"] | None
     is_causal: bool
     scale: float | None
-    kv_lengths: jax.Array | None
+    kv_lengths: Int[Array, " b"] | None
 
 
 class KeyOptions(Options, total=False):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from tpuport.kernels.attention.masking import (
     LOWEST,
@@ -22,7 +22,9 @@ from tpuport.kernels.attention.problem import Options, describe
 
 # (running maximum [B, H, Lq, 1], sum of weights [B, H, Lq, 1], weighted sum of values
 # [B, H, Lq, Dv]), all float32. The maximum is ``LOWEST`` where no key is allowed.
-Sums = tuple[jax.Array, jax.Array, jax.Array]
+Sums = tuple[
+    Float32[Array, "b h lq 1"], Float32[Array, "b h lq 1"], Float32[Array, "b h lq dv"]
+]
 
 
 def matmul_precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -36,13 +38,13 @@ def matmul_precision(dtype: jnp.dtype) -> lax.Precision | None:
 
 
 def reference_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
     window: tuple[int, int] | None = None,
     **options: Unpack[Options],
-) -> jax.Array:
+) -> Float[Array, "b h lq dv"]:
     """softmax(scale q k^T + mask) v, the contract of torch's SDPA kept whole.
 
     Scores, softmax and sums are float32. A query that may attend to no key gives 0.
@@ -71,9 +73,9 @@ def reference_attention(
 
 
 def reference_sums(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
     window: tuple[int, int] | None = None,
     **options: Unpack[Options],
@@ -125,7 +127,9 @@ def combined(one: Sums, other: Sums) -> Sums:
     return highest, total, summed
 
 
-def normalised(summed: jax.Array, total: jax.Array) -> jax.Array:
+def normalised(
+    summed: Float32[Array, "*n dv"], total: Float32[Array, "*n 1"]
+) -> Float32[Array, "*n dv"]:
     """``summed / total``, and 0 where no key was allowed, that is ``total`` is 0.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from tpuport.errors import AttentionError
-from tpuport.kernels.attention.block_table import TunedBlocks, tuned_blocks
+from tpuport.kernels.attention.block_table import tuned_blocks
 from tpuport.kernels.attention.blockwise import default_tiling
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
 from tpuport.kernels.attention.problem import Problem
@@ -32,7 +32,6 @@ DEFAULT_CHIP = "v6e"
 """Whose blocks are taken where the chip is not known."""
 
 Blocks = Mapping[str, int]
-Sizes = TunedBlocks | SplashBlocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,31 +122,6 @@ def splash_tiles(blocks: Blocks) -> SplashBlocks:
     )
 
 
-def _kernel_blocks(
-    problem: Problem, given: AttentionChoice, default: Blocks
-) -> dict[str, int]:
-    """``default`` with what was given, no longer than the tokens there are.
-
-    Of block_kv and block_kv_compute the one that was not given is made to fit.
-    """
-    if not given.blocks:
-        return dict(default)
-    kv = given.block_kv or default["block_kv"]
-    inner = given.block_kv_compute or default["block_kv_compute"]
-    if given.block_kv_compute is None:
-        kv = min(kv, _covering(problem.kv_len))
-        inner = max(n for n in range(128, min(kv, inner) + 1, 128) if kv % n == 0)
-    else:
-        inner = min(inner, _covering(problem.kv_len))
-        kv = min(round_up(kv, inner), round_up(problem.kv_len, inner))
-    q = given.block_q or default["block_q"]
-    return {
-        "block_q": min(q, _covering(problem.q_len)),
-        "block_kv": kv,
-        "block_kv_compute": inner,
-    }
-
-
 def _covering(length: int) -> int:
     """The shortest block that takes a whole length; a longer one is only padding.
 
@@ -161,20 +135,20 @@ def _covering(length: int) -> int:
 
 def splash_sizes(
     q_len: int, kv_len: int, head_dim: int, *, chip: str, dtype: str
-) -> Sizes:
+) -> SplashBlocks:
     """The tiles that our kernel takes where none are named: of the table, or its rule.
 
     Found at another length of the bucket, tiles of the table may fit these lengths
     worse than those of the rule; then the rule's are taken.
     """
 
-    def padded(blocks: Sizes) -> int:
+    def padded(blocks: SplashBlocks) -> int:
         """Scores of a head with whole blocks."""
         lengths = ((q_len, blocks.q), (kv_len, blocks.kv))
         return math.prod(round_up(length, block) for length, block in lengths)
 
     itemsize = jnp.dtype(dtype).itemsize
-    found: Sizes = default_blocks(q_len, kv_len, head_dim, chip=chip, itemsize=itemsize)
+    found = default_blocks(q_len, kv_len, head_dim, chip=chip, itemsize=itemsize)
     if dtype == "bfloat16":
         tuned = tuned_blocks(chip, head_dim, q_len, kv_len)
         if tuned is not None and padded(tuned) <= padded(found):
@@ -183,14 +157,23 @@ def splash_sizes(
 
 
 def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    """What was given, and the kernel's own for the rest; none beyond the tokens.
+
+    Of block_kv and block_kv_compute the one that was not given is made to fit.
+    """
     lengths = (problem.q_len, problem.kv_len)
-    found = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
-    default = {
-        "block_q": found.q,
-        "block_kv": found.kv,
-        "block_kv_compute": found.kv_compute,
-    }
-    return _kernel_blocks(problem, choice, default)
+    own = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
+    q, kv, inner = own.q, own.kv, own.kv_compute
+    if choice.blocks:
+        q = min(choice.block_q or q, _covering(problem.q_len))
+        kv, most = choice.block_kv or kv, _covering(problem.kv_len)
+        if choice.block_kv_compute is None:
+            kv = min(kv, most)
+            inner = max(n for n in range(128, min(kv, inner) + 1, 128) if kv % n == 0)
+        else:
+            inner = min(choice.block_kv_compute, most)
+            kv = min(round_up(kv, inner), round_up(problem.kv_len, inner))
+    return {"block_q": q, "block_kv": kv, "block_kv_compute": inner}
 
 
 def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:

@@ -14,6 +14,7 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from tpuport.kernels.attention.problem import (
     KeyOptions,
@@ -91,9 +92,9 @@ def splash_refusal(
 
 
 def splash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
     window: tuple[int, int] | None = None,
     k_smooth: bool = False,
@@ -102,7 +103,7 @@ def splash_attention(
     platform: str = "tpu",
     interpret: bool = False,
     **options: Unpack[Options],
-) -> jax.Array:
+) -> Float[Array, "b h lq dv"]:
     """Same contract as ``reference_attention`` for what it does not refuse.
 
     Args:
@@ -144,9 +145,9 @@ def splash_attention(
 
 
 def splash_feature_major(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
     window: tuple[int, int] | None = None,
     k_smooth: bool = False,
@@ -155,7 +156,7 @@ def splash_feature_major(
     platform: str = "tpu",
     interpret: bool = False,
     **options: Unpack[KeyOptions],
-) -> jax.Array:
+) -> Float[Array, "b h dv lq"]:
     """``splash_attention`` on arrays as the kernel takes them, head dim before tokens.
 
     Args:
