@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.cli.shown.errors import one_line
+from tpuport.core.files.atomic import one_line
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from tpuport.cli.shown.errors import one_line
+from tpuport.core.files.atomic import one_line
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,

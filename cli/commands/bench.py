@@ -22,8 +22,9 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import columns, print_json
+from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.tables import columns
 from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Backend, Pixels
 from tpuport.core.reports import Reporter, RunReport, StageReport

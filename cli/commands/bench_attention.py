@@ -13,10 +13,11 @@ from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.errors import one_line
-from tpuport.cli.shown.output import columns, print_json, say
+from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.tables import columns
 from tpuport.cli.shown.versions import version
+from tpuport.core.files.atomic import one_line
 from tpuport.errors import TpuportError, UsageError
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ from tpuport.cli.asked.sessions import (
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench import PROMPT
-from tpuport.cli.shown.output import gibibytes, give_out, plural, say
+from tpuport.cli.shown.output import give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Dtype, Place
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.spec.request import Request
@@ -143,10 +143,8 @@ def _compile(
 
         def programs(decided: Callable[[Any], None]) -> Iterator[AbstractProgram]:
             return abstract_programs(
-                session.port,
-                session.checkpoint,
+                session.components,
                 request,
-                session.mesh,
                 session.settings,
                 stages=wanted,
                 inputs={source.kind: source.for_videos(count)} if source else None,
@@ -171,7 +169,7 @@ def _compile(
     total = sum(b.entry.size for b in built)
     say(
         f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "
-        f"({gibibytes(total)}) to {folder}; use them with --executables {folder}"
+        f"({bytes_text(total)}) to {folder}; use them with --executables {folder}"
     )
     return {
         "command": "compile",

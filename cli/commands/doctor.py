@@ -12,9 +12,11 @@ from tpuport.api import default_cache_dir
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.errors import one_line
-from tpuport.cli.shown.output import columns, gibibytes, print_json
+from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.tables import columns
 from tpuport.cli.shown.versions import versions
+from tpuport.core.files.atomic import one_line
+from tpuport.core.reports import bytes_text
 from tpuport.core.spec.run_settings import COMPILED
 from tpuport.errors import TpuportError
 
@@ -92,7 +94,7 @@ def examine(cache: Path) -> dict[str, Any]:
     if found and not found["writable"]:
         problems.append(f"the cache folder {cache} cannot be written")
     if found and found["free_bytes"] < LOW_DISK:
-        problems.append(f"only {gibibytes(found['free_bytes'])} free for {cache}")
+        problems.append(f"only {bytes_text(found['free_bytes'])} free for {cache}")
     return {**report, "problems": problems}
 
 
@@ -242,9 +244,9 @@ def _text(report: dict[str, Any]) -> list[str]:
     if ffmpeg:
         rows.append(("ffmpeg", f"{ffmpeg['version']} at {ffmpeg['path']}"))
     if cache:
-        sizes = ", ".join(f"{k} {gibibytes(v)}" for k, v in cache["bytes"].items())
+        sizes = ", ".join(f"{k} {bytes_text(v)}" for k, v in cache["bytes"].items())
         rows.append(("cache", f"{cache['folder']}: {sizes}"))
         rows.append(("kept runs", str(cache["unfinished_runs"])))
-        rows.append(("free disk", gibibytes(cache["free_bytes"])))
+        rows.append(("free disk", bytes_text(cache["free_bytes"])))
     rows += [(name, value) for name, value in report["environment"].items()]
     return columns(rows)

@@ -7,7 +7,8 @@ from typing import Any
 from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import columns, print_json
+from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.tables import columns
 from tpuport.core.spec.choices import names_of
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.step_cache import METHODS

@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.errors import one_line
 from tpuport.cli.shown.output import plural, print_json
 from tpuport.cli.shown.versions import version
+from tpuport.core.files.atomic import one_line
 from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides

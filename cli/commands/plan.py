@@ -125,7 +125,7 @@ def plan(
     document = {"command": "plan", **made.as_dict()}
     give_out(document, as_json=settings.json, report=settings.report)
     if not settings.json:
-        from tpuport.core.plan.plan_text import text
+        from tpuport.cli.shown.plan_text import text
 
         print(text(made))
 

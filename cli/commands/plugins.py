@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import columns, print_json
+from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.tables import columns
 from tpuport.plugins import installed_plugins
 
 

@@ -15,8 +15,9 @@ from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench_attention import Chip, HeadDim, Heads, KvLen, QLen
-from tpuport.cli.shown.output import columns, plural, print_json, say
+from tpuport.cli.shown.output import plural, print_json, say
 from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.tables import columns
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:

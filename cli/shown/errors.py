@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import typer
 
+from tpuport.core.files.atomic import one_line
 from tpuport.errors import TpuportError
 
 INTERRUPTED = 130
@@ -106,8 +107,3 @@ def _refused_value(error: Exception) -> str | None:
         return None
     given = entries()[0].get("input")
     return given if isinstance(given, str) else None
-
-
-def one_line(text: object) -> str:
-    """``text`` without line breaks and runs of spaces."""
-    return " ".join(str(text).split())

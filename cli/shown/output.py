@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +37,9 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
         print_json(document)
 
 
-def columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Rows as lines with aligned columns; the last column is as long as it is."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        (
-            indent
-            + "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            )
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def plural(count: int, unit: str) -> str:
     """``1 step``, ``2 batches``."""
     if count == 1:
         return f"1 {unit}"
     ending = "es" if unit.endswith(("ch", "sh", "s", "x")) else "s"
     return f"{count} {unit}{ending}"
-
-
-def gibibytes(size: int) -> str:
-    """Bytes for people, such as ``1.5 GiB`` or ``12 MiB``."""
-    if size >= 2**30:
-        return f"{size / 2**30:.1f} GiB"
-    return f"{size / 2**20:.1f} MiB"

@@ -7,9 +7,16 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tpuport.cli.shown.output import columns, plural, say
-from tpuport.core.reports import CompileReport, Reporter, RunReport, StageReport
-from tpuport.core.run.memory_report import lines
+from tpuport.cli.shown.output import plural, say
+from tpuport.cli.shown.tables import columns
+from tpuport.core.reports import (
+    CompileReport,
+    Reporter,
+    RunReport,
+    StageReport,
+    memory_sources,
+    memory_table,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -184,8 +191,8 @@ def print_summary(report: RunReport) -> None:
         say(line)
     stages = [(s.stage, s.unit, s.memory) for s in report.stages if s.memory]
     if stages:
-        say("")
-        for line in lines(stages):
+        rows = columns(memory_table(stages), indent="  ")
+        for line in ["", *rows, *(f"  {line}" for line in memory_sources(stages))]:
             say(line)
 
 

@@ -5,13 +5,54 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, TypedDict
 
 #: Block sizes of attention, in the order in which they are told, and for people.
 _BLOCKS = {"block_q": "q", "block_kv": "kv", "block_kv_compute": "kv compute"}
+
+
+LIVE, PLANNED, UNKNOWN = "live", "planned", "unknown"
+
+_SOURCES = {
+    LIVE: "live: the device's own count after the call; peak since the process began",
+    PLANNED: "planned: the compiler's, for the program alone; this backend keeps no "
+    "count",
+    UNKNOWN: "unknown: this backend keeps no count, and what runs op by op has no plan",
+}
+"""A line for each source that a table has."""
+
+
+class DeviceMemory(TypedDict):
+    """One device after one call: ``"tpu:3"``, bytes held, and the most ever held."""
+
+    device: str
+    in_use: int
+    peak: int
+
+
+class CallMemory(TypedDict):
+    """One call of a stage.
+
+    ``call`` is its number in the stage, from 0, over all batches. ``source`` is
+    ``"live"``, ``"planned"``, or ``"unknown"`` where the backend tells nothing and the
+    call was not compiled; there are no ``devices`` then. ``parts`` are planned bytes
+    per device by what they are for, empty for live ones.
+    """
+
+    stage: str
+    program: str
+    call: int
+    source: str
+    devices: tuple[DeviceMemory, ...]
+    parts: Mapping[str, int]
+
+
+StageCalls = tuple[str, str, Sequence[CallMemory]]
+"""A stage: its name, what one call is, and its calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +117,7 @@ class StageReport:
         patches: which patches were applied while tracing, in this process or in the
             one that kept the executable.
         op_by_op: whether nothing was compiled: each op ran by itself.
-        memory: of each call, where it was asked for; see
-            :class:`tpuport.core.run.memory_report.CallMemory`.
+        memory: of each call, where it was asked for.
         profile: ``folder`` and ``calls`` of the trace, where one was asked for and some
             call was steady.
         tiling: whether it ran in tiles, and what that was decided from; see
@@ -102,7 +142,7 @@ class StageReport:
     convolutions: tuple[dict[str, Any], ...] = ()
     patches: tuple[dict[str, Any], ...] = ()
     op_by_op: bool = False
-    memory: tuple[dict[str, Any], ...] = ()
+    memory: tuple[CallMemory, ...] = ()
     profile: dict[str, Any] | None = None
     tiling: dict[str, Any] | None = None
 
@@ -225,9 +265,9 @@ class RunReport:
             for record in stage.convolutions
             if record["reason"]
         ]
-        memory = f"{self.peak_host_bytes / 2**30:.2f} GiB host"
+        memory = f"{bytes_text(self.peak_host_bytes)} host"
         if self.peak_device_bytes is not None:
-            memory += f", {self.peak_device_bytes / 2**30:.2f} GiB per device"
+            memory += f", {bytes_text(self.peak_device_bytes)} per device"
         rows.append(("peak memory", memory))
         return rows
 
@@ -327,8 +367,61 @@ class Reporter:
         """A stage ended."""
 
 
+def bytes_text(size: float) -> str:
+    """Bytes for people, in the largest unit that leaves something of the number."""
+    if size >= 2**27:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= 2**17:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB" if size >= 2**10 else f"{size:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
+
+
 def words(entry: Mapping[str, Any]) -> str:
     """One record for people: how many of what, by what, and why."""
     count, call = entry["count"], entry["call"]
     text = f"{count} {call}{'s' * (count > 1)} by {entry['implementation']}"
     return text + (f": {entry['reason']}" if entry["reason"] else "")
+
+
+def memory_table(stages: Iterable[StageCalls]) -> list[tuple[str, ...]]:
+    """A head, and a row for the calls in a row that are alike: their fullest device."""
+    rows: list[tuple[str, ...]] = [
+        ("stage", "call", "program", "device", "in use", "peak", "")
+    ]
+    for stage, unit, calls in stages:
+        for _, group in groupby(calls, key=_numbers):
+            call, *others = group
+            which = f"{unit} {call['call'] + 1}"
+            which += f"-{others[-1]['call'] + 1}" if others else ""
+            held = _fullest(call["devices"])
+            rows.append((stage, which, call["program"], *held, call["source"]))
+    return rows
+
+
+def _numbers(call: CallMemory) -> list[Any]:
+    """What calls have in common that make one row."""
+    return [value for name, value in call.items() if name != "call"]
+
+
+def memory_sources(stages: Iterable[StageCalls]) -> list[str]:
+    """What the sources of a table mean, a line for each."""
+    found = dict.fromkeys(c["source"] for _, _, calls in stages for c in calls)
+    return [_SOURCES[source] for source in found]
+
+
+def _fullest(devices: Sequence[DeviceMemory]) -> tuple[str, str, str]:
+    """Which device has the highest peak, and its bytes; all where they are alike."""
+    if not devices:
+        return "", "-", "-"
+    found = max(devices, key=lambda device: (device["peak"], device["in_use"]))
+    name, count = found["device"], len(devices)
+    if count > 1 and len({(d["in_use"], d["peak"]) for d in devices}) == 1:
+        name = f"{count} x {name.partition(':')[0]}"
+    elif count > 1:
+        name += f", fullest of {count}"
+    return name, bytes_text(found["in_use"]), bytes_text(found["peak"])

@@ -60,7 +60,7 @@ def test_the_document_says_what_was_compiled(compiled: Any) -> None:
         assert program["memory"]["arguments"] > 0
     total = sum(p["bytes"] for p in document["programs"])
     assert document["program_bytes"] == total
-    assert f"use them with --executables {folder}" in ran.last
+    assert f"use them with --executables {folder}\n" in ran.err
     for what in ("tracing denoise", "compiling denoise/step"):
         assert f"{what} ...\n{what} took " in ran.err
 

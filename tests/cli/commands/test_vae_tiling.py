@@ -11,8 +11,8 @@ import pytest
 from tests.cli.asked.test_settings import parse, refused
 from tests.cli.tools import Cli
 from tests.core.plan.test_search import measured, plan_of
+from tpuport.cli.shown.plan_text import text
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.plan.plan_text import text
 from tpuport.core.spec.tiling import TilingDecision
 
 

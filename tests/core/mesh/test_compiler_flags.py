@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.processes import run_python
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import CHIPS
 from tpuport.core.mesh.compiler_flags import (
     FLAGS,
@@ -22,7 +23,6 @@ from tpuport.core.mesh.compiler_flags import (
     flags_for,
     flags_of_chip,
 )
-from tpuport.core.plan.plan import STAGES
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.plan.test_search import GIB, REQUEST, measured
 from tests.core.spec.toys import Heard
+from tpuport.cli.shown.plan_text import text
 from tpuport.core.cost.kernel_cycles import KernelCosts
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -17,7 +18,6 @@ from tpuport.core.mesh.slices import parse_topology
 from tpuport.core.plan import planner
 from tpuport.core.plan.abstract_programs import weighed
 from tpuport.core.plan.plan import Plan
-from tpuport.core.plan.plan_text import text
 from tpuport.core.plan.planner import Planner
 from tpuport.core.spec.tiling import TilingDecision
 

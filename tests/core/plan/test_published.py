@@ -19,6 +19,7 @@ from tpuport.core.plan.abstract_programs import (
     device_bytes,
 )
 from tpuport.core.plan.config_checkpoint import config_checkpoint
+from tpuport.core.programs.components import Components
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.spec.requests import Requests
 from tpuport.core.spec.run_settings import RunSettings
@@ -36,12 +37,11 @@ def programs(
     with config_checkpoint(form, variant, cache) as checkpoint:
         requests = Requests(form, variant, checkpoint, placed)
         source = asked.get("source")
+        settings = RunSettings(dtype=Dtype.BFLOAT16)
         found = abstract_programs(
-            form,
-            checkpoint,
+            Components(form, checkpoint, placed.mesh, settings),
             requests.request(**asked),
-            placed.mesh,
-            RunSettings(dtype=Dtype.BFLOAT16),
+            settings,
             stages=[stage],
             inputs={source.kind: source.for_videos(1)} if source else None,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tpuport.cli.shown.plan_text import text
 from tpuport.core.cost.account import Account, Row
 from tpuport.core.cost.hlo import HloError
 from tpuport.core.cost.kernel_cycles import KernelError
@@ -18,7 +19,6 @@ from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.core.plan.build_ahead import CompileError
 from tpuport.core.plan.measure import Measured, Memory
 from tpuport.core.plan.plan import Plan, StagePlan
-from tpuport.core.plan.plan_text import text
 from tpuport.core.plan.search import Candidate, advise, rank
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import FrameRule, SizeRule

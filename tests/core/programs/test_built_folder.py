@@ -30,10 +30,12 @@ from tpuport.core.programs.built_folder import (
     BuiltFolder,
     write_manifest,
 )
+from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import read_entry
+from tpuport.core.reports import bytes_text
 from tpuport.core.run import executor as executors
 from tpuport.core.spec.step_cache import StepCache
-from tpuport.core.spec.tiling import TilingDecision, gibibytes
+from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError
 
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
@@ -56,12 +58,7 @@ def compile_into(
         request = session.request(prompt=asked.pop("prompt"), **asked)
         made, _ = build(
             lambda decided: abstract_programs(
-                session.port,
-                session.checkpoint,
-                request,
-                session.mesh,
-                session.settings,
-                stages=stages,
+                session.components, request, session.settings, stages=stages
             ),
             session.components,
             request,
@@ -330,10 +327,10 @@ def built_with(folder: Path, cache: Path, limit: int, *, smaller: bool) -> Any:
             request = session.request(prompt="a cat", num_frames=33)
             made, decided = build(
                 lambda decided: abstract_programs(
-                    port,
-                    session.checkpoint,
+                    Components(
+                        port, session.checkpoint, session.mesh, session.settings
+                    ),
                     request,
-                    session.mesh,
                     session.settings,
                     stages=STAGES,
                     decided=decided,
@@ -372,7 +369,7 @@ def test_a_stage_that_compiles_to_too_much_is_compiled_in_tiles(
     assert (decided.asked, decided.tiled, decided.fits) == ("auto", True, True)
     assert decided.untiled == whole
     assert decided.needed == needed(folder, "decode") < whole
-    assert decided.line().endswith(f"(untiled {gibibytes(whole)})")
+    assert decided.line().endswith(f"(untiled {bytes_text(whole)})")
     assert len([line for line in said if line.endswith("on in 2 x 3 tiles")]) == 1
 
 

@@ -152,11 +152,11 @@ def test_what_runs_has_ended_before_a_recording_begins(
     device = Device()
     under_way: list[int] = []
 
-    def turns(self: SteadyTrace, stage: str, steady: bool) -> bool:
+    def turns(self: SteadyTrace, steady: bool) -> bool:
         # Once the pipeline is full.
         return device.dispatched in (9, 15)
 
-    def turn(self: SteadyTrace, stage: str) -> None:
+    def turn(self: SteadyTrace) -> None:
         under_way.append(device.dispatched - device.finished)
 
     monkeypatch.setattr(SteadyTrace, "turns", turns)

@@ -14,7 +14,8 @@ from tests.core.spec.toys import installed_toy
 from tpuport.core.mesh.device_memory import plan_of
 from tpuport.core.programs.executable_files import Traced
 from tpuport.core.programs.program_store import Ready
-from tpuport.core.run.memory_report import MemoryLog, RunMemory, table
+from tpuport.core.reports import memory_table
+from tpuport.core.run.memory_report import MemoryLog
 
 MIB = 2**20
 SQUARE = 512 * 512 * 4
@@ -43,10 +44,11 @@ def product() -> Ready:
 def test_what_the_backend_counts_is_told_as_it_is() -> None:
     devices = [Counted(0, 3 * MIB, 5 * MIB), Counted(1, 2 * MIB, 7 * MIB)]
     log = MemoryLog(devices)
+    log.begins("a run", "denoise", "step")
     log.ended("denoise", 0, "step", product())
     devices[1].stats["bytes_in_use"] = 4 * MIB
     log.ended("denoise", 1, "step", product())
-    first, second = log.take()
+    first, second = log.calls("denoise")
     assert first["source"] == second["source"] == "live"
     assert first["parts"] == {}
     assert first["devices"] == (
@@ -54,13 +56,13 @@ def test_what_the_backend_counts_is_told_as_it_is() -> None:
         {"device": "tpu:1", "in_use": 2 * MIB, "peak": 7 * MIB},
     )
     assert second["devices"][1]["in_use"] == 4 * MIB
-    assert log.take() == ()
 
 
 def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
     log = MemoryLog(jax.devices()[:1])
+    log.begins("a run", "denoise", "step")
     log.ended("denoise", 4, "step", product())
-    (call,) = log.take()
+    (call,) = log.calls("denoise")
     assert call["source"] == "planned"
     assert call["parts"]["arguments"] == 2 * SQUARE
     assert call["parts"]["outputs"] == call["parts"]["shared"] == SQUARE
@@ -74,24 +76,26 @@ def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
 
 def test_what_has_no_plan_is_unknown() -> None:
     log = MemoryLog(jax.devices()[:1])
+    log.begins("a run", "decode", "chunk")
     log.ended("decode", 0, "next", Ready(call=lambda *args: None, traced=Traced()))
-    (call,) = log.take()
+    (call,) = log.calls("decode")
     assert (call["source"], call["devices"], call["parts"]) == ("unknown", (), {})
     assert plan_of(None) == {}
-    assert table([("decode", "chunk", [call])])[1][-1] == "unknown"
+    assert memory_table([("decode", "chunk", [call])])[1][-1] == "unknown"
 
 
-def test_calls_that_are_alike_make_one_line() -> None:
+def test_calls_that_are_alike_make_one_line_of_their_fullest_device() -> None:
     devices = [Counted(n, 2 * MIB, 3 * 2**30) for n in range(4)]
     log = MemoryLog(devices)
+    log.begins("a run", "denoise", "step")
     for call in range(5):
         if call == 3:
             devices[2].stats["bytes_in_use"] = 9 * MIB
         log.ended("denoise", call, "step", product())
-    assert table([("denoise", "step", log.take())])[1:] == [
-        ["denoise", "step 1-3", "step", "tpu:0-3", "2.0 MiB", "3.00 GiB", "live"],
-        ["denoise", "step 4-5", "step", "tpu:0,1,3", "2.0 MiB", "3.00 GiB", "live"],
-        ["", "", "", "tpu:2", "9.0 MiB", "3.00 GiB", "live"],
+    one = "tpu:2, fullest of 4"
+    assert memory_table([("denoise", "step", log.calls("denoise"))])[1:] == [
+        ("denoise", "step 1-3", "step", "4 x tpu", "2.0 MiB", "3.00 GiB", "live"),
+        ("denoise", "step 4-5", "step", one, "9.0 MiB", "3.00 GiB", "live"),
     ]
 
 
@@ -152,21 +156,23 @@ def test_an_error_tells_what_was_gathered_until_then(tmp_path: Path) -> None:
 
 
 def test_a_run_forgets_what_is_not_of_it() -> None:
-    call = {"stage": "s", "program": "p", "call": 0, "source": "unknown"}
-    call |= {"devices": ()}
-    memory = RunMemory()
-    for stage in ("encode", "denoise", "decode"):
-        memory.begins("a run", stage)
-        memory.ended(stage, "step", [call])
-    assert [x in memory.text() for x in ("encode", "denoise", "decode")] == [True] * 3
-    memory.begins("a run", "denoise")
-    assert [x in memory.text() for x in ("encode", "denoise", "decode")] == [
-        True,
-        False,
-        False,
-    ]
-    memory.begins("another run", "decode")
-    assert memory.text() == ""
+    call = Ready(call=lambda *args: None, traced=Traced())
+    log = MemoryLog(jax.devices()[:1])
+    stages = ("encode", "denoise", "decode")
+
+    def told() -> list[str]:
+        return [stage for stage in stages if stage in log.text()]
+
+    for stage in stages:
+        log.begins("a run", stage, "step")
+        log.ended(stage, 0, "program", call)
+    assert told() == [*stages]
+    log.begins("a run", "denoise", "step")
+    assert told() == ["encode"]
+    log.ended("denoise", 0, "program", call)
+    assert told() == ["encode", "denoise"]
+    log.begins("another run", "decode", "step")
+    assert log.text() == ""
 
 
 def test_nothing_is_told_that_was_not_asked_for(tmp_path: Path) -> None:

@@ -291,15 +291,16 @@ class TestReport:
     def test_table(self) -> None:
         wide = ShardRule(pattern=DOWN.pattern, spec=(("dp", "tp"), None))
         spare = ShardRule(pattern="of another config", spec=(), optional=True)
-        table = plan((UP, UP_BIAS, wide, NORM, spare)).format_table()
-        assert table.splitlines() == [
-            "net on mesh dp=2,sp=1,tp=4",
-            "  spec        weights  bytes  pattern",
-            r"  [tp, -]           2  512 B  blocks\.\d+\.up\.weight",
-            r"  [tp]              2   64 B  blocks\.\d+\.up\.bias",
-            r"  [dp+tp, -]        2  512 B  blocks\.\d+\.down\.weight",
-            r"  replicated        2   32 B  blocks\.\d+\.norm\.scale",
-            "  total 1.1 KiB, 240 B per device, of that 32 B replicated",
+        made = plan((UP, UP_BIAS, wide, NORM, spare))
+        assert made.table() == [
+            ("spec", "weights", "bytes", "pattern"),
+            ("[tp, -]", "2", "512 B", r"blocks\.\d+\.up\.weight"),
+            ("[tp]", "2", "64 B", r"blocks\.\d+\.up\.bias"),
+            ("[dp+tp, -]", "2", "512 B", r"blocks\.\d+\.down\.weight"),
+            ("replicated", "2", "32 B", r"blocks\.\d+\.norm\.scale"),
+        ]
+        assert made.remarks() == [
+            "total 1.1 KiB, 240 B per device, of that 32 B replicated"
         ]
 
 

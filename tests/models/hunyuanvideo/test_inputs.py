@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tpuport.core.spec.stage_work import SHOWN
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import WeightsError
 from tpuport.models.hunyuanvideo import demo, inputs
@@ -156,7 +157,7 @@ def test_a_long_lost_part_is_shortened(
 ) -> None:
     ((warning,), _) = _said_by("qwen", demo_15, demo_13b, LONG)
     assert warning.endswith("…'")
-    assert len(warning) < inputs.SHOWN + 150
+    assert len(warning) < SHOWN + 150
 
 
 # ----------------------------------------------------------------------- files

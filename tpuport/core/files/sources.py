@@ -6,6 +6,7 @@ Legend: N images or videos, F frames, Y rows, X columns.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,25 +215,11 @@ def _plain_array(value: Any) -> np.ndarray:
 def _image_array(image: Any) -> np.ndarray:
     """uint8 [Y, X, 3] of one image."""
     import numpy as np
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     name = _shown(image)
     if isinstance(image, str | Path):
-        path = Path(image).expanduser()
-        try:
-            with Image.open(path) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
-        except FileNotFoundError:
-            raise UsageError(f"image {name} does not exist") from None
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            Image.DecompressionBombError,
-        ) as error:
-            raise UsageError(
-                f"image {name} cannot be read: {one_line(error)}"
-            ) from error
+        image = _opened(Path(image).expanduser(), name)
     if isinstance(image, Image.Image):
         array = np.asarray(image.convert("RGB"))
     else:
@@ -242,12 +229,29 @@ def _image_array(image: Any) -> np.ndarray:
                 "an image must be a file, a PIL image or a uint8 array [rows, columns, "
                 f"3]; got {array.dtype} {list(array.shape)}"
             )
+    _check_size(f"image {name}", array)
+    return array
+
+
+def _opened(path: Path, name: str) -> Any:
+    """The PIL image of a file on this machine, in RGB; an address is no such file."""
+    from diffusers.utils import load_image
+    from PIL import Image
+
+    if not path.exists():
+        raise UsageError(f"image {name} does not exist")
+    try:
+        return load_image(str(path))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UsageError(f"image {name} cannot be read: {one_line(error)}") from error
+
+
+def _check_size(what: str, array: np.ndarray) -> None:
     if min(array.shape[:2]) < SMALLEST_SIDE:
         raise UsageError(
-            f"image {name} is {array.shape[1]}x{array.shape[0]}; each side needs at "
-            f"least {SMALLEST_SIDE} pixels"
+            f"{what} is {array.shape[1]}x{array.shape[0]}; each side needs at least "
+            f"{SMALLEST_SIDE} pixels"
         )
-    return array
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
@@ -271,26 +275,19 @@ def _video_file(
             (p for p in path.iterdir() if p.suffix.lower() in suffixes), key=_by_number
         )
         return [_image_array(p) for p in files[:limit]], None
-    frames: list[np.ndarray] = []
-    # ffmpeg's reader refuses what is a picture by its name.
+    # ffmpeg's reader refuses what is a picture by its name. ``load_video`` of diffusers
+    # is not used: it holds all frames of a file, however few are wanted.
     pictures = path.suffix.lower() in {".gif", ".webp", ".png", ".apng"}
     plugin = "pillow" if pictures else "FFMPEG"
-    fps = None
     try:
-        if not pictures:
-            fps = iio.immeta(path, plugin=plugin).get("fps")
-        for frame in iio.imiter(path, plugin=plugin):
-            if limit is not None and len(frames) == limit:
-                break
-            frames.append(np.asarray(frame)[..., :3])
+        fps = None if pictures else iio.immeta(path, plugin=plugin).get("fps")
+        read = itertools.islice(iio.imiter(path, plugin=plugin), limit)
+        frames = [np.asarray(frame)[..., :3] for frame in read]
     except (OSError, ValueError, RuntimeError, IndexError) as error:
         raise UsageError(
             f"video {name} cannot be read: {_cause(error)}; give an mp4, webm or gif, "
             "or a folder of images"
         ) from error
-    if frames and min(frames[0].shape[:2]) < SMALLEST_SIDE:
-        raise UsageError(
-            f"video {name} is {frames[0].shape[1]}x{frames[0].shape[0]}; each side "
-            f"needs at least {SMALLEST_SIDE} pixels"
-        )
+    if frames:
+        _check_size(f"video {name}", frames[0])
     return frames, None if fps is None else float(fps)

@@ -21,7 +21,6 @@ from tpuport.core.programs.lowering import results, trace
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing, walk
-from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
@@ -29,7 +28,6 @@ from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
-from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,6 +114,23 @@ class AbstractProgram:
 class AbstractComponents(Components):
     """Components whose weights have shapes and places, and no data."""
 
+    @classmethod
+    def of(
+        cls, components: Components, settings: RunSettings, reporter: Reporter
+    ) -> AbstractComponents:
+        """The same components without their weights."""
+        made = cls(
+            components.port,
+            components.checkpoint,
+            components.mesh,
+            settings,
+            reporter=reporter,
+            stack=components.stack,
+        )
+        # Modules without weights are slow to build.
+        made._skeletons = components._skeletons
+        return made
+
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """The component as :meth:`Components.load` places it, without reading files."""
         if (name, used) not in self._loaded:
@@ -130,10 +145,8 @@ class AbstractComponents(Components):
 
 
 def abstract_programs(
-    port: ModelPort,
-    checkpoint: Checkpoint,
+    components: Components,
     request: Request,
-    mesh: jax.sharding.Mesh,
     settings: RunSettings,
     *,
     stages: Sequence[str] | None = None,
@@ -151,10 +164,9 @@ def abstract_programs(
     of its stage's; see :mod:`tpuport.core.spec.tiling`.
 
     Args:
-        port: the form of the model that the checkpoint is of.
-        checkpoint: configs and tokenizers; its weights are not read.
-        request: the run.
-        mesh: of the devices of a topology, or of real ones.
+        components: whose weights the programs take, for the devices of a topology or
+            for real ones; their weights are not read.
+        request: the run, checked against the variant.
         settings: how to run; the dtype is known.
         stages: names of those asked for; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
@@ -165,11 +177,13 @@ def abstract_programs(
         ShardingError: the plugin's rules do not fit the weights and the mesh.
         AttentionError: the named implementation cannot do a call.
     """
+    port = components.port
     wanted = [s.name for s in port.stages] if stages is None else list(stages)
     last = max(i for i, s in enumerate(port.stages) if s.name in wanted)
+    told = reporter or Reporter()
     settings = replace(settings, keep_loaded=True)
-    components = AbstractComponents(port, checkpoint, mesh, settings, reporter=reporter)
-    executor = Executor(components, settings, reporter=reporter)
+    placed_nowhere = AbstractComponents.of(components, settings, told)
+    executor = Executor(placed_nowhere, settings, reporter=told)
     walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):
         programs = functools.partial(walked.stage, stage, index < last)
@@ -183,7 +197,7 @@ def abstract_programs(
             if decided is not None:
                 decided(tiling)
         walked.inputs = walked.written
-    components.close()
+    placed_nowhere.release()
 
 
 def weighed(

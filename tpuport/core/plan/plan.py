@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpuport.core.cost.account import CATEGORIES
+from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.measure import Measured
 
-DENOISE = "denoise"
+DENOISE = STAGES[1]
 """The stage whose calls are steps."""
-STAGES = ("encode", DENOISE, "decode")
-"""The stages of a run, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)

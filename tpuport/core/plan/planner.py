@@ -210,10 +210,8 @@ class Planner:
     ) -> Iterator[AbstractProgram]:
         """The distinct programs of a run on a mesh."""
         return abstract_programs(
-            self.port,
-            self.checkpoint,
+            self.components(spec),
             request,
-            build_mesh(spec, self.devices),
             self.settings,
             stages=stages,
             inputs=self.inputs,
@@ -249,17 +247,6 @@ class Planner:
         asked = self.request(spec) if request is None else request
         names = list(stages) if stages is not None else [s.name for s in self._stages()]
         found, files = self._compiled(spec, asked, names, self.dump if keep else None)
-        notes = [
-            note
-            for form in found.values()
-            for p in form.programs
-            if p.account
-            for note in p.account.notes
-        ]
-        room = WEIGHT_SHARE * self.chip.hbm_usable_bytes
-        for weights in self.sharding_plans(spec):
-            if self.port.components[weights.component].stacked:
-                notes += filter(None, [undivided(weights, room=room)])
         return Plan(
             model=self.port.name,
             variant=self.variant.name,
@@ -285,7 +272,7 @@ class Planner:
             ),
             sharding_plans=self.sharding_plans(spec),
             files=files,
-            notes=notes,
+            notes=self._notes(spec, found),
             tiling={n: t.as_dict() for n, t in self._tiling.items() if n in found},
         )
 
@@ -327,6 +314,16 @@ class Planner:
             uses = {k: use for form in forms for k, use in form.kernels.uses.items()}
             files += self._noted(keep_schedules(uses.values(), dump))
         return found, files
+
+    def _notes(self, spec: MeshSpec, found: Mapping[str, _Form]) -> list[str]:
+        """What the accounts say, and which weights are whole on every device."""
+        accounts = [p.account for form in found.values() for p in form.programs]
+        notes = [note for account in accounts if account for note in account.notes]
+        room = WEIGHT_SHARE * self.chip.hbm_usable_bytes
+        for weights in self.sharding_plans(spec):
+            if self.port.components[weights.component].stacked:
+                notes += filter(None, [undivided(weights, room=room)])
+        return notes
 
     def _noted(self, names: list[str]) -> list[str]:
         self.written += [name for name in names if name not in self.written]

@@ -6,8 +6,9 @@ bounded. What was compiled and what was estimated is said of each.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.plan.build_ahead import CompileError
 from tpuport.core.plan.plan import DENOISE, Plan
-from tpuport.core.plan.plan_text import duration
 from tpuport.core.plan.planner import Planner
+from tpuport.core.reports import seconds_text
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.variant import FrameRule, SizeRule
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
 
 BUDGET_SECONDS = 540.0
@@ -134,7 +136,7 @@ def _outcome(candidate: Candidate) -> str:
     if plan is None:
         return candidate.reason
     step = plan.seconds_per_step or plan.seconds
-    return duration(step) if step is not None and plan.fits else "does not fit"
+    return seconds_text(step) if step is not None and plan.fits else "does not fit"
 
 
 def _likely(spec: MeshSpec) -> tuple[int, int]:
@@ -170,71 +172,64 @@ def advise(
     stages = [s.name for s in plan.stages if not all(p.fits for p in s.programs)]
     known = {c.mesh for c in ranked if c.seconds is None and c.left_out != BUDGET}
     until = time.perf_counter() + budget
-    advice = []
-    for kind, changes in (
-        ("mesh", _meshes(planner, plan, known)),
-        ("frames", _frames(planner, plan)),
-        ("size", _sizes(planner, plan)),
-    ):
-        found = _first_that_fits(planner, kind, changes, stages, until)
-        if found is not None:
-            advice.append(found)
-    advice += _slices(planner, plan)
-    return advice
+    request, variant = planner.request(plan.mesh), planner.variant
+    changes = (
+        _meshes(planner, plan, {*known, plan.mesh}),
+        _smaller(planner, plan, "frames", _lengths(request, variant.frames)),
+        _smaller(planner, plan, "size", _pictures(request, variant.sizes)),
+    )
+    found = [_first_that_fits(planner, each, stages, until) for each in changes]
+    return [advice for advice in (*found, _slice(planner, plan)) if advice]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Change:
-    """Something to try: in words, as a mesh and a request, with estimated bytes."""
+    """Something to try: what changes, to what, on which mesh, with estimated bytes."""
 
-    text: str
+    kind: str
+    to: str
     mesh: MeshSpec
-    request: Request | None
+    request: Request | None = None
     estimate: float
+
+    def advice(self, size: float, *, verified: bool) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "change": self.kind,
+            "to": self.to,
+            "hbm_bytes_per_chip": int(size),
+            "verified": verified,
+        }
 
 
 def _first_that_fits(
-    planner: Planner,
-    kind: str,
-    changes: Iterator[_Change],
-    stages: list[str],
-    until: float,
+    planner: Planner, changes: Iterable[_Change], stages: list[str], until: float
 ) -> dict[str, Any] | None:
     limit = planner.chip.hbm_usable_bytes
     likely = [c for c in changes if c.estimate <= limit]
     tried = 0
     worst = 1.0
-    for change in likely:
-        if tried == TRIES or time.perf_counter() > until:
+    for change in likely[:TRIES]:
+        if time.perf_counter() > until:
             break
         tried += 1
-        planner.say(f"trying {change.text}")
+        planner.say(f"trying {change.to}")
         # The dump has what was asked about, not what was tried in its place.
         try:
             plan = planner.plan(
                 change.mesh, request=change.request, stages=stages, keep=False
             )
         except UNREAD as error:
-            planner.say(f"{change.text} is left out: {one_line(error)}")
+            planner.say(f"{change.to} is left out: {one_line(error)}")
             continue
         if plan.fits:
-            return _advice(kind, change, plan.hbm_bytes, verified=True)
+            return change.advice(plan.hbm_bytes, verified=True)
         worst = max(worst, plan.hbm_bytes / change.estimate)
     # What was compiled was larger than its estimate: so may be what was not.
     for change in likely[tried:]:
         if change.estimate * worst <= limit:
-            size = int(change.estimate * worst)
-            return _advice(kind, change, size, verified=False)
+            return change.advice(change.estimate * worst, verified=False)
     return None
-
-
-def _advice(kind: str, change: _Change, size: int, *, verified: bool) -> dict[str, Any]:
-    return {
-        "change": kind,
-        "to": change.text,
-        "hbm_bytes_per_chip": size,
-        "verified": verified,
-    }
 
 
 def _estimate(
@@ -274,98 +269,86 @@ def _weights(planner: Planner, spec: MeshSpec) -> dict[str, int]:
     return {p.component: p.bytes_per_device for p in planner.sharding_plans(spec)}
 
 
-def _share(before: MeshSpec, after: MeshSpec) -> float:
-    """What is left of a device's activations on another mesh, roughly.
+def _on_mesh(
+    kind: str, planner: Planner, plan: Plan, other: Planner, spec: MeshSpec
+) -> _Change:
+    """The run on another mesh, of the same slice or of the slice of ``other``.
 
-    They go with the rows and tokens of a device. What tp splits of them is split on
-    both, what it leaves whole is not: about half each.
+    A device's activations go with its rows and tokens. What tp splits of them is split
+    on both meshes, what it leaves whole is not: about half each.
     """
-    share = (before.dp * before.sp) / (after.dp * after.sp)
-    return share * (1 + before.tp / after.tp) / 2
+    before = plan.mesh
+    share = (
+        (before.dp * before.sp) / (spec.dp * spec.sp) * (1 + before.tp / spec.tp) / 2
+    )
+    estimate = _estimate(planner, plan, share, _weights(other, spec))
+    to = str(spec) if kind == "mesh" else other.topology.name
+    return _Change(kind=kind, to=to, mesh=spec, estimate=estimate)
 
 
-def _meshes(
-    planner: Planner, plan: Plan, known: Collection[MeshSpec]
-) -> Iterator[_Change]:
-    """Other legal meshes but the known ones, those that should take least first."""
-    found = []
-    for spec in planner.legal_meshes():
-        if spec == plan.mesh or spec in known:
-            continue
-        estimate = _estimate(
-            planner, plan, _share(plan.mesh, spec), _weights(planner, spec)
-        )
-        found.append(
-            _Change(text=str(spec), mesh=spec, request=None, estimate=estimate)
-        )
-    yield from sorted(found, key=lambda c: c.estimate)
+def _meshes(planner: Planner, plan: Plan, known: Collection[MeshSpec]) -> list[_Change]:
+    """The legal meshes but the known ones, those that should take least first."""
+    found = [
+        _on_mesh("mesh", planner, plan, planner, spec)
+        for spec in planner.legal_meshes()
+        if spec not in known
+    ]
+    return sorted(found, key=lambda change: change.estimate)
 
 
-def _frames(planner: Planner, plan: Plan) -> Iterator[_Change]:
+#: A video of another size: in words, and what changes in the request.
+_Size = tuple[str, dict[str, Any]]
+
+
+def _lengths(request: Request, rule: FrameRule) -> Iterator[_Size]:
     """Shorter videos, the longest first."""
-    request = planner.request(plan.mesh)
-    rule = planner.variant.frames
     frames = request.num_frames - rule.step
     while rule.allows(frames):
-        changed = _changed(planner, plan, request, num_frames=frames)
-        if changed is not None:
-            yield _Change(
-                text=f"{frames} frames",
-                mesh=plan.mesh,
-                request=changed,
-                estimate=_estimate(planner, plan, frames / request.num_frames),
-            )
+        yield f"{frames} frames", {"num_frames": frames}
         frames -= rule.step
 
 
-def _sizes(planner: Planner, plan: Plan) -> Iterator[_Change]:
+def _pictures(request: Request, rule: SizeRule) -> Iterator[_Size]:
     """Smaller pictures of about the same shape, the largest first."""
-    request = planner.request(plan.mesh)
-    rule = planner.variant.sizes
-    seen = {(request.height, request.width)}
+    asked = (request.height, request.width)
     for height in range(request.height, 0, -rule.multiple):
         width = request.width * height // request.height // rule.multiple
         width *= rule.multiple
-        if (height, width) in seen or not (rule.allows(height) and rule.allows(width)):
+        if (height, width) != asked and rule.allows(height) and rule.allows(width):
+            yield f"{width}x{height}", {"height": height, "width": width}
+
+
+def _smaller(
+    planner: Planner, plan: Plan, kind: str, sizes: Iterable[_Size]
+) -> Iterator[_Change]:
+    """The runs of these sizes that are legal."""
+    request = planner.request(plan.mesh)
+    for text, changes in sizes:
+        try:
+            changed = replace(request, **changes)
+            planner.requests(plan.mesh).check(changed)
+        except UsageError:
             continue
-        seen.add((height, width))
-        changed = _changed(planner, plan, request, height=height, width=width)
-        if changed is None:
-            continue
-        area = height * width / (request.height * request.width)
+        whole = math.prod(getattr(request, name) for name in changes)
+        share = math.prod(changes.values()) / whole
         yield _Change(
-            text=f"{width}x{height}",
+            kind=kind,
+            to=text,
             mesh=plan.mesh,
             request=changed,
-            estimate=_estimate(planner, plan, area),
+            estimate=_estimate(planner, plan, share),
         )
 
 
-def _changed(
-    planner: Planner, plan: Plan, request: Request, **changes: Any
-) -> Request | None:
-    """The request with changes, where they are legal."""
-    try:
-        changed = replace(request, **changes)
-        planner.requests(plan.mesh).check(changed)
-    except UsageError:
-        return None
-    return changed
-
-
-def _slices(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+def _slice(planner: Planner, plan: Plan) -> dict[str, Any] | None:
     """The next larger slice of the same chip that should do, by estimate.
 
     On the mesh that is the default there. Weights that every device holds whole, code,
     and what runs on one device of any slice, do not shrink with more chips.
     """
-    limit = planner.chip.hbm_usable_bytes
-    larger = [
-        found
-        for name in TOPOLOGY_NAMES
-        if (found := parse_topology(name)).chip == planner.topology.chip
-        and found.devices > planner.topology.devices
-    ]
+    here = planner.topology
+    slices = (parse_topology(name) for name in TOPOLOGY_NAMES)
+    larger = [s for s in slices if s.chip == here.chip and s.devices > here.devices]
     for topology in sorted(larger, key=lambda t: t.devices)[:MOST_SLICES]:
         other = planner.elsewhere(topology)
         try:
@@ -373,12 +356,8 @@ def _slices(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
             other.check_mesh(spec)
         except (MeshError, ShardingError, UsageError):
             continue
-        share = _share(plan.mesh, spec)
-        estimate = _estimate(planner, plan, share, _weights(other, spec))
-        if estimate <= limit:
-            change = _Change(
-                text=topology.name, mesh=spec, request=None, estimate=estimate
-            )
-            advice = _advice("topology", change, int(estimate), verified=False)
-            return [{**advice, "mesh": spec.shape}]
-    return []
+        change = _on_mesh("topology", planner, plan, other, spec)
+        if change.estimate <= planner.chip.hbm_usable_bytes:
+            advice = change.advice(change.estimate, verified=False)
+            return {**advice, "mesh": spec.shape}
+    return None

@@ -16,7 +16,7 @@ from tpuport.core.programs.op_by_op import OpByOp
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.frame_delivery import Delivery
-from tpuport.core.run.memory_report import MemoryLog, RunMemory
+from tpuport.core.run.memory_report import MemoryLog
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.run.stage_calls import StageRun, Timing, load
 from tpuport.core.run.step_caching import with_step_cache
@@ -61,7 +61,7 @@ class Executor:
         self._upstream: dict[tuple[str, str], Any] = {}
         self.programs = programs or Programs(components, reporter=self.reporter)
         self.op_by_op = OpByOp()
-        self._memory = RunMemory()
+        self._memory = MemoryLog(components.mesh.devices.flat)
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
 
@@ -212,11 +212,9 @@ class Executor:
         else:
             self.check_built(request, [stage], vae_tiling)
         started = time.perf_counter()
-        trace = None
-        if (folder := self.settings.profile) is not None:
-            calls = self.settings.profile_calls or PROFILED_CALLS
-            trace = SteadyTrace(folder, calls, self.reporter.say)
-        self._memory.begins(request, stage.name)
+        calls = self.settings.profile_calls or PROFILED_CALLS
+        trace = SteadyTrace(stage.name, self.settings.profile, calls)
+        self._memory.begins(request, stage.name, stage.unit)
         run = StageRun(
             components=self.components,
             programs=self.op_by_op if op_by_op else self.programs,
@@ -224,7 +222,7 @@ class Executor:
             request=request,
             limit=self.calls_in_flight_limit,
             delivery=delivery or Delivery(),
-            memory=self._memory_log(),
+            memory=self._memory if self.settings.memory_report else None,
             trace=trace,
         )
         try:
@@ -236,19 +234,21 @@ class Executor:
                 if name in self.components.loaded
             )
         except BaseException as error:
-            self._tell_memory(stage, run, error)
+            if told := self._memory.text():
+                error.add_note(told)
+            self._memory.clear()
             raise
         finally:
-            if trace is not None:
-                trace.stop()
+            trace.stop()
             if not self.keep_loaded:
                 # What runs op by op holds on to the weights.
                 self.op_by_op.clear()
                 self.components.release(*stage.components)
-        memory = run.memory.take() if run.memory is not None else ()
-        self._memory.ended(stage.name, stage.unit, memory)
+        memory = self._memory.calls(stage.name)
         if stage.name == self.components.port.stages[-1].name:
             self._memory.clear()
+        if told := trace.line(stage.unit):
+            self.reporter.say(told)
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
@@ -258,7 +258,7 @@ class Executor:
             calls_in_flight_limit=self.calls_in_flight_limit,
             op_by_op=op_by_op,
             memory=memory,
-            profile=trace.stage_ended(stage.name, stage.unit) if trace else None,
+            profile=trace.result(),
             tiling=tiling.as_dict() if tiling is not None else None,
             **run.timing.as_dict(),
         )
@@ -331,11 +331,6 @@ class Executor:
             raise tiling.refusal()
         return tiling
 
-    def _memory_log(self) -> MemoryLog | None:
-        if not self.settings.memory_report:
-            return None
-        return MemoryLog(list(self.components.mesh.devices.flat))
-
     def _batches(
         self, run: StageRun, stage: Stage, works: Sequence[Work]
     ) -> dict[str, Any]:
@@ -346,16 +341,6 @@ class Executor:
             first = run.request.slice(batch).start
             parts.append(run.batch(cut, cached, first))
         return merge(parts)
-
-    def _tell_memory(
-        self, stage: Stage, run: StageRun | None, error: BaseException
-    ) -> None:
-        """Note on an error what was gathered until then, earlier stages included."""
-        if run is not None and run.memory is not None:
-            self._memory.ended(stage.name, stage.unit, run.memory.take())
-        if text := self._memory.text():
-            error.add_note(text)
-        self._memory.clear()
 
     def run_upstream(
         self,

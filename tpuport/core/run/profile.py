@@ -6,8 +6,8 @@ The files are those of ``jax.profiler``: XProf reads the folder, Perfetto the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +18,74 @@ from tpuport.errors import OutputError, UsageError
 
 
 class SteadyTrace:
-    """Records a few calls of each stage, one recording a stage.
+    """One recording of a few steady calls of a stage.
 
     Args:
-        folder: where to; each stage gets a folder in it.
-        calls: how many calls of a stage, at most.
-        say: tells people where the trace is.
+        stage: its name.
+        root: the recording is in a folder of the stage's name in this one.
+        limit: how many calls are recorded at most; of 0 there is no recording.
+
+    Attributes:
+        recording: whether the recording is under way.
+        calls: how many calls it has.
     """
 
-    def __init__(self, folder: Path, calls: int, say: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.calls = calls
-        self._say = say
-        self._stage: str | None = None
-        self._count = 0
-        self._done: dict[str, dict[str, Any]] = {}
+    def __init__(self, stage: str, root: Path | None = None, limit: int = 0) -> None:
+        self.recording = False
+        self.calls = 0
+        self._stage = stage
+        self._root = root
+        self._limit = 0 if root is None else limit
 
     @property
-    def recording(self) -> bool:
-        """Whether a recording is under way."""
-        return self._stage is not None
+    def folder(self) -> Path:
+        """Where the recording is."""
+        return (self._root or Path()) / self._stage
 
-    def turns(self, stage: str, steady: bool) -> bool:
-        """Whether a recording begins or ends before the next call.
+    def turns(self, steady: bool) -> bool:
+        """Whether the recording begins or ends before the next call.
 
         Args:
             steady: whether its program is ready and has run before.
         """
         if self.recording:
-            return not steady or self._count >= self.calls
-        return steady and stage not in self._done
+            return not steady or self.calls >= self._limit
+        return steady and not self.calls and self._limit > 0
 
-    def turn(self, stage: str) -> None:
-        """Begin or end a recording; what was dispatched before has ended.
+    def turn(self) -> None:
+        """Begin or end the recording; what was dispatched before has ended.
 
         Raises:
             UsageError: another profile is being recorded in this process.
-            OutputError: the folder cannot be made.
+            OutputError: the folder cannot be made, or the files cannot be written.
         """
         if self.recording:
             self.stop()
-        else:
-            self._start(stage)
+            return
+        options = jax.profiler.ProfileOptions()
+        # Every Python call would be in it, hundreds of thousands of them.
+        options.python_tracer_level = 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(
+                self.folder, create_perfetto_trace=True, profiler_options=options
+            )
+        except OSError as error:
+            raise self._unwritten(error) from error
+        except RuntimeError as error:
+            raise UsageError(f"no profile can be recorded: {one_line(error)}") from None
+        self.recording = True
 
-    @contextlib.contextmanager
-    def call(self, stage: str, program: str, number: int) -> Iterator[None]:
-        """The dispatch of a call, named in the trace."""
-
-        name = f"{stage}_{program}"
+    @contextmanager
+    def call(self, program: str, number: int) -> Iterator[None]:
+        """The dispatch of a call, which is named in a recording that is under way."""
+        if not self.recording:
+            yield
+            return
+        name = f"{self._stage}_{program}"
         with jax.profiler.StepTraceAnnotation(name, step_num=number):
             yield
-        self._count += 1
+        self.calls += 1
 
     def stop(self) -> None:
         """End the recording, if there is one; what it has was dispatched and ended.
@@ -76,57 +93,35 @@ class SteadyTrace:
         Raises:
             OutputError: it cannot be written.
         """
-
-        if self._stage is None:
+        if not self.recording:
             return
-        stage, self._stage = self._stage, None
-        folder = self.folder / stage
+        self.recording = False
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
-            raise OutputError(
-                f"{folder}: no profile can be written: {one_line(error)}"
-            ) from error
-        self._done[stage] = {"folder": str(folder), "calls": self._count}
+            raise self._unwritten(error) from error
 
-    def stage_ended(self, stage: str, unit: str) -> dict[str, Any] | None:
-        """Say what was recorded of a stage; another run of it is recorded anew.
+    def _unwritten(self, error: Exception) -> OutputError:
+        reason = getattr(error, "strerror", None) or error
+        return OutputError(
+            f"{self.folder}: no profile can be written: {one_line(reason)}"
+        )
 
-        Returns:
-            ``folder`` and ``calls``, or ``None`` where no call was steady.
-        """
-        self.stop()
-        made = self._done.pop(stage, None)
-        if made is None:
-            self._say(
-                f"{stage}: not profiled: every {unit} was the first of its program, "
-                "so that none was steady"
+    def result(self) -> dict[str, Any] | None:
+        """``folder`` and ``calls``; ``None`` where nothing was recorded."""
+        return {"folder": str(self.folder), "calls": self.calls} if self.calls else None
+
+    def line(self, unit: str) -> str:
+        """What was recorded, for people; empty where no recording was asked for."""
+        if not self._limit:
+            return ""
+        if not self.calls:
+            return (
+                f"{self._stage}: not profiled: every {unit} was the first of its "
+                "program, so that none was steady"
             )
-            return None
-        count = made["calls"]
-        self._say(
-            f"{stage}: profiled {count} steady call{'s' * (count > 1)} in "
-            f"{made['folder']}; open with `xprof --logdir {self.folder}`, or its "
+        return (
+            f"{self._stage}: profiled {self.calls} steady call{'s' * (self.calls > 1)} "
+            f"in {self.folder}; open with `xprof --logdir {self._root}`, or its "
             "*.trace.json.gz at https://ui.perfetto.dev"
         )
-        return made
-
-    def _start(self, stage: str) -> None:
-
-        folder = self.folder / stage
-        options = jax.profiler.ProfileOptions()
-        # Every Python call would be in it, hundreds of thousands of them.
-        options.python_tracer_level = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"{folder}: no profile can be written: {error.strerror}"
-            ) from error
-        try:
-            jax.profiler.start_trace(
-                folder, create_perfetto_trace=True, profiler_options=options
-            )
-        except RuntimeError as error:
-            raise UsageError(f"no profile can be recorded: {one_line(error)}") from None
-        self._stage, self._count = stage, 0

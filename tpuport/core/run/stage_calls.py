@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -97,8 +96,8 @@ class StageRun:
         delivery: takes frames.
         total: how many calls there are in all batches.
         timing: what it took so far.
+        trace: records steady calls.
         memory: told each call that ended.
-        trace: told when calls are steady.
         done: calls of the batches before.
     """
 
@@ -108,10 +107,10 @@ class StageRun:
     request: Request
     limit: int
     delivery: Delivery
+    trace: SteadyTrace
     total: int = 0
     timing: Timing = field(default_factory=Timing)
     memory: MemoryLog | None = None
-    trace: SteadyTrace | None = None
     done: int = 0
     _frames: int = 0
     # Programs that have run once in this stage, and those made ready ahead.
@@ -174,9 +173,11 @@ class StageRun:
             inputs = place(call.inputs, loaded)
             args = (carry, constants, inputs)
             names = [call.program, *(work.programs if index == 0 else ())]
-            if self._compiles_in_trace(stage, names, args):
+            if self.trace.recording and not all(
+                self.programs.is_ready(stage.name, name, args) for name in names
+            ):
                 pause()
-                self._stop_trace()
+                self.trace.stop()
             if index == 0:
                 for name in work.programs:
                     self._ready(stage, name, loaded, args)
@@ -192,12 +193,12 @@ class StageRun:
             first = new or (index == 0 and self.done == 0)
             steady = not first and id(ready) in self._ran
             self._ran.add(id(ready))
-            if self.trace is not None and self.trace.turns(stage.name, steady):
+            if self.trace.turns(steady):
                 # What ran before ends outside of the recording.
                 pause()
-                self.trace.turn(stage.name)
+                self.trace.turn()
             called = time.perf_counter()
-            with self._recorded(stage, call.program, self.done + index):
+            with self.trace.call(call.program, self.done + index):
                 carry, output = ready.call(loaded.weights, carry, constants, inputs)
             pending.append(_Pending(index, call.program, ready, output))
             timing.in_flight = max(timing.in_flight, len(pending))
@@ -267,26 +268,6 @@ class StageRun:
         except DoesNotFitError as error:
             return error.bytes
         return max(sizes) or None
-
-    def _compiles_in_trace(
-        self, stage: Stage, names: list[str], args: tuple[Any, Any, Any]
-    ) -> bool:
-        """Whether a recording is under way and a program will be made ready."""
-        if self.trace is None or not self.trace.recording:
-            return False
-        return not all(self.programs.is_ready(stage.name, n, args) for n in names)
-
-    def _stop_trace(self) -> None:
-        if self.trace is not None:
-            self.trace.stop()
-
-    def _recorded(
-        self, stage: Stage, program: str, index: int
-    ) -> AbstractContextManager[Any]:
-        """Names the call in a recording that is under way."""
-        if self.trace is None or not self.trace.recording:
-            return nullcontext()
-        return self.trace.call(stage.name, program, index)
 
     def _take(self, stage: Stage, first_video: int, made: Any, output: Any) -> None:
         self._frames += self.delivery.take(first_video, made, output)

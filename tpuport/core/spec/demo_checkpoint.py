@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.spec.model_port import ModelPort
@@ -40,6 +41,32 @@ def demo_checkpoint(
         say(f"making the demo checkpoint of {port.name} in {folder}{for_what}")
         _make(port, variant, folder)
     return Checkpoint(folder, "demo")
+
+
+def write_checkpoint(
+    folder: Path, pipeline: str, parts: Mapping[str, Any], **classes: str
+) -> None:
+    """Save parts as a published checkpoint lies on disk, with ``model_index.json``.
+
+    Args:
+        folder: empty, or with what is saved otherwise.
+        pipeline: the class of the pipeline.
+        parts: by folder, what has ``save_pretrained``.
+        classes: by folder, the class of what is saved otherwise, such as a tokenizer.
+    """
+    import diffusers
+
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    named = {name: type(part).__name__ for name, part in parts.items()} | classes
+    index: dict[str, Any] = {
+        "_class_name": pipeline,
+        "_diffusers_version": diffusers.__version__,
+    }
+    for name, cls in sorted(named.items()):
+        library = "diffusers" if hasattr(diffusers, cls) else "transformers"
+        index[name] = [library, cls]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.spec.request import Request
+from tpuport.errors import VideoError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,3 +143,92 @@ class StageContext:
             torch.Generator().manual_seed(seed)
             for seed in self.request.seeds[self.batch]
         ]
+
+    def noise(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        generators: list[torch.Generator] | None = None,
+    ) -> torch.Tensor:
+        """Noise of a batch as upstream's pipelines draw it; zeros for a plan.
+
+        Args:
+            shape: of all videos.
+            dtype: in which it is drawn: a generator gives other numbers in bfloat16.
+            generators: that move on; fresh ones of the seeds without them.
+        """
+        import torch
+        from diffusers.utils.torch_utils import randn_tensor
+
+        if self.planned:
+            return torch.zeros(shape, dtype=dtype)
+        drawn = one_or_all(generators or self.generators())
+        noise: torch.Tensor = randn_tensor(shape, generator=drawn, dtype=dtype)
+        return noise
+
+    def upstream_component(self, name: str, dtype: str | None = None) -> Any:
+        """A component as upstream's own object, on ``device``, by its own loader.
+
+        Args:
+            name: its folder in the checkpoint.
+            dtype: in place of that of the run.
+        """
+        from tpuport.core.arrays import torch_dtype
+
+        def load() -> Any:
+            upstream: Any = type(self.module(name))
+            # transformers and diffusers call the argument by different names.
+            own = upstream.__module__.startswith("transformers.")
+            given = {
+                "dtype" if own else "torch_dtype": torch_dtype(dtype or self.dtype)
+            }
+            made = upstream.from_pretrained(self.checkpoint.folder / name, **given)
+            return made.eval().to(self.device)
+
+        return self.upstream(name, load)
+
+
+def one_or_all(
+    generators: list[torch.Generator],
+) -> torch.Generator | list[torch.Generator]:
+    """Generators as upstream's pipelines take them: a single one is no list."""
+    return generators if len(generators) > 1 else generators[0]
+
+
+#: Characters of the lost part of a prompt that a warning shows.
+SHOWN = 200
+
+
+def tell_lost(
+    say: Callable[[str], None], found: int, limit: int, lost: str, reader: str = ""
+) -> None:
+    """Warn of the end of a prompt that an encoder does not see.
+
+    Args:
+        found: tokens of the prompt.
+        limit: how many are read.
+        lost: the part beyond them.
+        reader: whose limit that is, with a blank before it.
+    """
+    shown = lost if len(lost) <= SHOWN else lost[:SHOWN] + "…"
+    say(
+        f"warning: a prompt is {found} tokens long, over the limit of {limit}{reader}; "
+        f"this part was cut off: {shown!r}"
+    )
+
+
+def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:
+    """What watches steps whose outputs say whether their latents are ``finite``.
+
+    Raises:
+        VideoError: a step left them infinite or NaN.
+    """
+
+    def watch(index: int, output: Mapping[str, Any]) -> None:
+        if not bool(output["finite"]):
+            raise VideoError(
+                f"the latents are not finite after step {index + 1} of {steps}; try "
+                "--dtype float32, and check the weights"
+            )
+
+    return watch

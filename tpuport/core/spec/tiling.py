@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tpuport.core.reports import bytes_text
 from tpuport.errors import TpuportError
 
 
@@ -28,8 +29,8 @@ class DoesNotFitError(TpuportError):
 
     def __init__(self, name: str, needed: int, limit: int, then: str = "") -> None:
         super().__init__(
-            f"{name} needs {gibibytes(needed)} of a device, which has "
-            f"{gibibytes(limit)} for it{then}"
+            f"{name} needs {bytes_text(needed)} of a device, which has "
+            f"{bytes_text(limit)} for it{then}"
         )
         self.name = name
         self.bytes = needed
@@ -94,12 +95,12 @@ class TilingDecision:
         if self.asked == "on" and not self.tiled:
             text += ", as the picture is one of upstream's tiles"
         if self.needed is not None:
-            text += f", {gibibytes(self.needed)}"
+            text += f", {bytes_text(self.needed)}"
             if self.limit is not None:
-                text += f" of {gibibytes(self.limit)}"
+                text += f" of {bytes_text(self.limit)}"
             text += " a device"
         if self.untiled is not None:
-            text += f" (untiled {gibibytes(self.untiled)})"
+            text += f" (untiled {bytes_text(self.untiled)})"
         return text
 
     def reason(self) -> str:
@@ -141,7 +142,7 @@ class TilingDecision:
         """The error for what does not fit, with what to do about it."""
         then = ""
         if self.untiled is not None:
-            then = f", and untiled {gibibytes(self.untiled)}"
+            then = f", and untiled {bytes_text(self.untiled)}"
         then += (
             "; use a smaller size, fewer frames or more devices, or --vae-tiling "
             f"{self.setting}, which runs it without weighing it"
@@ -156,8 +157,3 @@ class TilingDecision:
             "line": self.line(),
             "reason": self.reason(),
         }
-
-
-def gibibytes(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.reports import bytes_text
 from tpuport.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -151,40 +152,38 @@ class ShardingPlan:
             },
         }
 
-    def format_table(self) -> str:
-        """Plain text: one line per rule with weights, then the totals."""
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """For people: a head, and a row for each rule that has weights."""
         rows = [("spec", "weights", "bytes", "pattern")]
         rows += [
-            (_spec_text(u.spec), str(u.matches), _bytes_text(u.bytes), u.pattern)
+            (_spec_text(u.spec), str(u.matches), bytes_text(u.bytes), u.pattern)
             for u in self.rules
             # Every weight has a rule: one for another config says nothing.
             if u.matches
         ]
-        wide = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [f"{self.component} on mesh {_mesh_text(self.mesh)}"]
-        lines += [
-            f"  {spec:<{wide[0]}}  {count:>{wide[1]}}  {size:>{wide[2]}}  {pattern}"
-            for spec, count, size, pattern in rows
+        return rows
+
+    def remarks(self) -> list[str]:
+        """For people, below the table: the totals and the layout."""
+        told = [
+            f"total {bytes_text(self.total_bytes)}, "
+            f"{bytes_text(self.bytes_per_device)} per device, of that "
+            f"{bytes_text(self.replicated_bytes)} replicated"
         ]
-        lines.append(
-            f"  total {_bytes_text(self.total_bytes)}, "
-            f"{_bytes_text(self.bytes_per_device)} per device, of that "
-            f"{_bytes_text(self.replicated_bytes)} replicated"
-        )
         if self.extra_bytes_per_device:
-            lines.append(
-                f"  layout {self.layout}: {_bytes_text(self.extra_bytes_per_device)} "
+            told.append(
+                f"layout {self.layout}: {bytes_text(self.extra_bytes_per_device)} "
                 "per device more than the default"
             )
         if self.layout == GATHERED and not self.held:
-            lines.append("  nothing is gathered: no part of the mesh divides a weight")
+            told.append("nothing is gathered: no part of the mesh divides a weight")
         if self.held:
-            lines.append(
-                f"  {len(self.held)} weights in parts over "
+            told.append(
+                f"{len(self.held)} weights in parts over "
                 f"{'+'.join(self.gathered_over)}, gathered block by block: "
-                f"{_bytes_text(self.gathered_bytes_per_device)} per device less"
+                f"{bytes_text(self.gathered_bytes_per_device)} per device less"
             )
-        return "\n".join(lines)
+        return told
 
 
 def plan_sharding(
@@ -362,7 +361,7 @@ class _Problems:
 
     def check_unmatched(self, unmatched: Mapping[str, int]) -> None:
         if unmatched:
-            size = _bytes_text(sum(unmatched.values()))
+            size = bytes_text(sum(unmatched.values()))
             count = len(unmatched)
             plural = "s" if count > 1 else ""
             self._add(
@@ -425,12 +424,3 @@ def _names_text(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _bytes_text(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -54,14 +54,17 @@ def make_demo(folder: Path, variant: str = "demo") -> None:
     )
     from transformers import T5Config, T5EncoderModel
 
+    from tpuport.core.spec.demo_checkpoint import write_checkpoint
+
     known, pipeline = CHECKPOINTS[variant]
     configs: dict[str, Any] = {k: dict(v) for k, v in known.items()}
+    parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
-        text_encoder = T5EncoderModel(T5Config(**configs["text_encoder"]))
-        transformer = CogVideoXTransformer3DModel(**configs["transformer"])
-        vae = AutoencoderKLCogVideoX(**configs["vae"])
-    scheduler = CogVideoXDPMScheduler(
+        parts["text_encoder"] = T5EncoderModel(T5Config(**configs["text_encoder"]))
+        parts["transformer"] = CogVideoXTransformer3DModel(**configs["transformer"])
+        parts["vae"] = AutoencoderKLCogVideoX(**configs["vae"])
+    parts["scheduler"] = CogVideoXDPMScheduler(
         prediction_type="v_prediction",
         rescale_betas_zero_snr=True,
         snr_shift_scale=1.0,
@@ -69,26 +72,7 @@ def make_demo(folder: Path, variant: str = "demo") -> None:
         clip_sample=False,
     )
     write_tokenizer(folder / "tokenizer")
-    text_encoder.save_pretrained(folder / "text_encoder")
-    transformer.save_pretrained(folder / "transformer")
-    vae.save_pretrained(folder / "vae")
-    scheduler.save_pretrained(folder / "scheduler")
-    index = {
-        "_class_name": pipeline,
-        "_diffusers_version": _diffusers_version(),
-        "scheduler": ["diffusers", "CogVideoXDPMScheduler"],
-        "text_encoder": ["transformers", "T5EncoderModel"],
-        "tokenizer": ["transformers", "T5Tokenizer"],
-        "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLCogVideoX"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _diffusers_version() -> str:
-    import diffusers
-
-    return str(diffusers.__version__)
+    write_checkpoint(folder, pipeline, parts, tokenizer="T5Tokenizer")
 
 
 def write_tokenizer(folder: Path) -> None:

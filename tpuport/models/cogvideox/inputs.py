@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.stage_work import StageContext, tell_lost
 from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 MAX_TEXT_TOKENS = 226
 """The default of upstream's pipeline, ``max_sequence_length``."""
-
-#: Characters of a lost part that a warning shows.
-SHOWN = 200
 
 
 def text_tokens(ctx: StageContext) -> int:
@@ -78,11 +75,7 @@ def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
         whole = tokenizer(text).input_ids
         if len(whole) > limit:
             lost = tokenizer.decode(whole[limit - 1 : -1], skip_special_tokens=True)
-            shown = lost if len(lost) <= SHOWN else lost[:SHOWN] + "…"
-            ctx.say(
-                f"warning: a prompt is {len(whole)} tokens long, over the limit of "
-                f"{limit}; this part was cut off: {shown!r}"
-            )
+            tell_lost(ctx.say, len(whole), limit, lost)
     ids: torch.Tensor = tokenizer(
         list(prompts),
         padding="max_length",
@@ -153,19 +146,9 @@ def initial_latents(
 
 
 def draw_noise(ctx: StageContext, generators: list[torch.Generator]) -> torch.Tensor:
-    import torch
-    from diffusers.utils.torch_utils import randn_tensor
-
+    """Noise of the shape of the latents, in the dtype of the embeddings."""
     shape = latent_shape(ctx.request, ctx.checkpoint)
-    dtype = ctx.inputs["prompt_embeds"].dtype
-    if ctx.planned:
-        return torch.zeros(shape, dtype=dtype)
-    noise: torch.Tensor = randn_tensor(
-        shape,
-        generator=generators if len(generators) > 1 else generators[0],
-        dtype=dtype,
-    )
-    return noise
+    return ctx.noise(shape, ctx.inputs["prompt_embeds"].dtype, generators)
 
 
 def scaling_factor(checkpoint: Checkpoint) -> float:

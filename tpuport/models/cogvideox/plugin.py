@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tpuport.core.spec.component import Component
@@ -14,19 +13,8 @@ from tpuport.hookspecs import hookimpl
 from tpuport.models.cogvideox import config, demo, inputs, native, sharding, stages
 from tpuport.models.cogvideox.flax_stages import FLAX
 from tpuport.models.cogvideox.patches import PATCHES
-from tpuport.patches.activations import GELU_ROUNDED_ONCE
-from tpuport.patches.conv import CONVOLUTION
-from tpuport.patches.norms import FLOAT32_NORMS
-from tpuport.patches.padding import PADDING
+from tpuport.patches import standard
 from tpuport.patches.projection import MODULATED_NORMS
-from tpuport.patches.resize import NEAREST_RESIZE
-from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
-
-
-def _make_demo(folder: Path, variant: str) -> None:
-
-    demo.make_demo(folder, variant)
 
 
 def _transformer_heads(values: Mapping[str, Any]) -> int:
@@ -74,20 +62,14 @@ PORT = ModelPort(
     },
     stages=stages.STAGES,
     variants=config.VARIANTS,
-    patches=(*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, MODULATED_NORMS[0], *PATCHES),
-    overrides=(
-        *FLOAT32_NORMS,
-        GELU_ROUNDED_ONCE,
-        NEAREST_RESIZE,
-        CONVOLUTION,
-        PADDING,
-    ),
+    patches=(*standard.PATCHES, MODULATED_NORMS[0], *PATCHES),
+    overrides=standard.OVERRIDES,
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect,
     check=config.check,
     latent_shape=inputs.latent_shape,
-    make_demo=_make_demo,
+    make_demo=demo.make_demo,
     demo_version="1",
 )
 

@@ -23,8 +23,7 @@ from tpuport.core.layers.tiles import in_words
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Call, StageContext, Work
-from tpuport.errors import VideoError
+from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.models.cogvideox import (
     conditioning,
     rotary,
@@ -201,14 +200,6 @@ def plan_denoise(ctx: StageContext) -> Work:
                 inputs["noise"] = draw_noise(ctx, generators).float()
             yield Call("step", inputs)
 
-    def watch(index: int, output: Mapping[str, Any]) -> None:
-        if not bool(output["finite"]):
-            raise VideoError(
-                f"the latents are not finite after step {index + 1} of "
-                f"{len(schedule.timesteps)}; try --dtype float32, and check the "
-                "weights"
-            )
-
     def finish(carry: Mapping[str, Any], outputs: list[Any]) -> dict[str, Any]:
         return {"latents": to_torch(carry["latents"])}
 
@@ -226,7 +217,7 @@ def plan_denoise(ctx: StageContext) -> Work:
         calls=calls(),
         total=len(schedule.timesteps),
         finish=finish,
-        watch=watch,
+        watch=finite_or_error(len(schedule.timesteps)),
     )
 
 

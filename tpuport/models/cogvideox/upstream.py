@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Task
-from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.conditioning import (
     given_latents,
@@ -46,7 +46,7 @@ def encode(ctx: StageContext) -> dict[str, Any]:
     """The same by ``encode_prompt`` and ``prepare_latents`` of upstream's pipelines."""
     import torch
 
-    pipe = _pipeline(ctx, "text_encoder", "tokenizer")
+    pipe = _pipeline(ctx, "text_encoder", tokenizer=load_tokenizer(ctx.checkpoint))
     # Tokenising here as well is what reports a prompt over the limit.
     tokenize(ctx, ctx.prompts)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def _image_latents(ctx: StageContext) -> torch.Tensor:
     """The second result of ``CogVideoXImageToVideoPipeline.prepare_latents``."""
     from diffusers import CogVideoXImageToVideoPipeline
 
-    vae = _upstream_component(ctx, "vae")
+    vae = ctx.upstream_component("vae")
     spatial, temporal = vae_strides(ctx.checkpoint)
     batch, frames, channels, *_ = latent_shape(ctx.request, ctx.checkpoint)
     patch_t = ctx.checkpoint.config("transformer").get("patch_size_t")
@@ -96,7 +96,7 @@ def _image_latents(ctx: StageContext) -> torch.Tensor:
         ctx.request.width,
         vae.dtype,
         ctx.device,
-        _one_or_all(generators),
+        one_or_all(generators),
         latents=image,  # in place of noise, which is drawn when denoising
     )
     return latents
@@ -109,7 +109,7 @@ def _video_latents(ctx: StageContext) -> torch.Tensor:
         retrieve_latents,
     )
 
-    vae = _upstream_component(ctx, "vae")
+    vae = ctx.upstream_component("vae")
     videos = preprocess(ctx, pixels(ctx)).to(ctx.device, vae.dtype)
     generators = ctx.generators() * len(videos)
     latents = [
@@ -167,7 +167,7 @@ def denoise(ctx: StageContext) -> dict[str, Any]:
             num_inference_steps=request.num_inference_steps,
             guidance_scale=request.guidance_scale,
             use_dynamic_cfg=request.options["dynamic_cfg"],
-            generator=_one_or_all(generators),
+            generator=one_or_all(generators),
             max_sequence_length=embeds["prompt_embeds"].shape[1],
             output_type="latent",
             return_dict=False,
@@ -187,20 +187,13 @@ def _prepared(
     return mixed * scale
 
 
-def _one_or_all(
-    generators: list[torch.Generator],
-) -> torch.Generator | list[torch.Generator]:
-    """As upstream's pipelines take them."""
-    return generators if len(generators) > 1 else generators[0]
-
-
 def decode(ctx: StageContext) -> dict[str, Any]:
     """The same by ``AutoencoderKLCogVideoX.decode`` and upstream's postprocessing."""
     import numpy as np
     import torch
     from diffusers.video_processor import VideoProcessor
 
-    vae = _upstream_component(ctx, "vae")
+    vae = ctx.upstream_component("vae")
     spatial, _ = vae_strides(ctx.checkpoint)
     with torch.no_grad():
         z = latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
@@ -216,38 +209,14 @@ def decode(ctx: StageContext) -> dict[str, Any]:
     return {"frames": np.asarray(frames, np.float32)}
 
 
-def _pipeline(ctx: StageContext, *components: str) -> Any:
-    """The pipeline of the task with only the named components loaded."""
+def _pipeline(ctx: StageContext, component: str, **parts: Any) -> Any:
+    """The pipeline of the task with only this component loaded, and these parts."""
     import diffusers
 
     loaded: dict[str, Any] = dict.fromkeys(
         ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
     )
-    for name in components:
-        loaded[name] = _upstream_component(ctx, name)
+    loaded |= {component: ctx.upstream_component(component), **parts}
     pipe = getattr(diffusers, PIPELINES[ctx.request.task])(**loaded)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def _upstream_component(ctx: StageContext, name: str) -> Any:
-    """One component as upstream's own object."""
-    return ctx.upstream(name, lambda: _from_pretrained(ctx, name))
-
-
-def _from_pretrained(ctx: StageContext, name: str) -> Any:
-    """One component loaded by upstream's own ``from_pretrained``."""
-    from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
-    from transformers import T5EncoderModel
-
-    folder = ctx.checkpoint.folder / name
-    if name == "tokenizer":
-        return load_tokenizer(ctx.checkpoint)
-    dtype = torch_dtype(ctx.dtype)
-    if name == "text_encoder":
-        module = T5EncoderModel.from_pretrained(folder, dtype=dtype)
-    elif name == "transformer":
-        module = CogVideoXTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
-    else:
-        module = AutoencoderKLCogVideoX.from_pretrained(folder, torch_dtype=dtype)
-    return module.eval().to(ctx.device)

@@ -16,10 +16,10 @@ from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiled_frames import JoinedFrames
 from tpuport.core.layers.tiles import TilePlan, in_words
 from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Call, StageContext, Work
+from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.core.tracing.chunk_state import chunk_lengths
-from tpuport.errors import VideoError
 from tpuport.models.hunyuanvideo import tiles_in_time, vae
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.tracing.ported_module import BoundModule
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
@@ -211,41 +212,21 @@ def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
     return (*ctx.negative_prompts, *ctx.prompts) if guided else ctx.prompts
 
 
-def draw_noise(
-    ctx: StageContext, shape: tuple[int, ...], like: torch.Tensor | None
-) -> torch.Tensor:
-    """The initial noise of a batch, as upstream's ``prepare_latents`` draws it.
+def latent_shape(
+    request: Request, checkpoint: Checkpoint, channels: int, space: int
+) -> tuple[int, ...]:
+    """[B, C, T, Y, X] of a batch.
 
     Args:
-        like: whose dtype it is drawn in, since a generator gives other numbers in
-            bfloat16; float32 without it.
+        channels: C.
+        space: pixels of a latent's side where the config of the VAE does not tell.
     """
-    import torch
-    from diffusers.utils.torch_utils import randn_tensor
-
-    dtype = torch.float32 if like is None else like.dtype
-    if ctx.planned:
-        return torch.zeros(shape, dtype=dtype)
-    generators = ctx.generators()
-    noise: torch.Tensor = randn_tensor(
-        shape,
-        generator=generators if len(generators) > 1 else generators[0],
-        dtype=dtype,
-    )
-    return noise
-
-
-def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:
-    """Refuses latents that a step left infinite or NaN."""
-
-    def watch(index: int, output: Mapping[str, Any]) -> None:
-        if not bool(output["finite"]):
-            raise VideoError(
-                f"the latents are not finite after step {index + 1} of {steps}; try "
-                "--dtype float32, and check the weights"
-            )
-
-    return watch
+    config = checkpoint.config("vae")
+    space = int(config.get("spatial_compression_ratio", space))
+    time = int(config.get("temporal_compression_ratio", 4))
+    frames = (request.num_frames - 1) // time + 1
+    sides = (request.height // space, request.width // space)
+    return (request.batch_size, channels, frames, *sides)
 
 
 def unscaled_latents(ctx: StageContext) -> torch.Tensor:

@@ -135,46 +135,30 @@ DEMO_13B = _demo(
     options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
 )
 
+#: By size class and task, the shift of the noise levels that a checkpoint has.
+_SHIFTS = {
+    ("480p", "t2v"): 5.0,
+    ("480p", "i2v"): 5.0,
+    ("720p", "t2v"): 9.0,
+    ("720p", "i2v"): 7.0,
+}
+
 VARIANTS_15 = (
-    _variant("1.5-480p-t2v", "480p", "t2v", 5.0),
-    _variant("1.5-480p-i2v", "480p", "i2v", 5.0),
-    _variant("1.5-720p-t2v", "720p", "t2v", 9.0),
-    _variant("1.5-720p-i2v", "720p", "i2v", 7.0),
-    _variant(
-        "1.5-480p-t2v-cfg-distilled",
-        "480p",
-        "t2v",
-        5.0,
-        repo="480p_t2v_distilled",
-        guidance=1.0,
-        note="guidance distilled",
+    *(
+        _variant(f"1.5-{size}-{task}", size, task, s)
+        for (size, task), s in _SHIFTS.items()
     ),
-    _variant(
-        "1.5-480p-i2v-cfg-distilled",
-        "480p",
-        "i2v",
-        5.0,
-        repo="480p_i2v_distilled",
-        guidance=1.0,
-        note="guidance distilled",
-    ),
-    _variant(
-        "1.5-720p-t2v-cfg-distilled",
-        "720p",
-        "t2v",
-        9.0,
-        repo="720p_t2v_distilled",
-        guidance=1.0,
-        note="guidance distilled",
-    ),
-    _variant(
-        "1.5-720p-i2v-cfg-distilled",
-        "720p",
-        "i2v",
-        7.0,
-        repo="720p_i2v_distilled",
-        guidance=1.0,
-        note="guidance distilled",
+    *(
+        _variant(
+            f"1.5-{size}-{task}-cfg-distilled",
+            size,
+            task,
+            shift,
+            repo=f"{size}_{task}_distilled",
+            guidance=1.0,
+            note="guidance distilled",
+        )
+        for (size, task), shift in _SHIFTS.items()
     ),
     _variant(
         "1.5-480p-i2v-step-distilled",
@@ -458,12 +442,3 @@ def _check_common(request: Request, checkpoint: Checkpoint) -> None:
             f"{request.num_inference_steps} denoising steps asked for; the schedule "
             f"has {train}"
         )
-
-
-def vae_strides(config: Mapping[str, Any], form: str) -> tuple[int, int]:
-    """Pixels per latent in space and in time, from the VAE's config."""
-    space = 8 if form == FORM_13B else 16
-    return (
-        int(config.get("spatial_compression_ratio", space)),
-        int(config.get("temporal_compression_ratio", 4)),
-    )

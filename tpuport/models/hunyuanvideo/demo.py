@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.models.hunyuanvideo.demo_tokenizers import (
-    write_byt5_tokenizer,
-    write_clip_tokenizer,
-    write_json,
-    write_llama_tokenizer,
-    write_qwen_tokenizer,
-)
+from tpuport.core.files.atomic import atomic_write_json
 
 if TYPE_CHECKING:
     from tpuport.core.spec.variant import Variant
@@ -170,43 +164,40 @@ def make_demo(folder: Path) -> None:
         T5EncoderModel,
     )
 
+    from tpuport.core.spec.demo_checkpoint import write_checkpoint
+    from tpuport.models.hunyuanvideo.demo_tokenizers import (
+        write_byt5_tokenizer,
+        write_qwen_tokenizer,
+    )
+
     configs: dict[str, Any] = {k: dict(v) for k, v in DEMO_CONFIGS.items()}
+    parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
         text_config = Qwen2_5_VLTextModel.config_class(**configs["text_encoder"])
-        text_encoder = Qwen2_5_VLTextModel(text_config)
-        text_encoder_2 = T5EncoderModel(T5Config(**configs["text_encoder_2"]))
+        parts["text_encoder"] = Qwen2_5_VLTextModel(text_config)
+        parts["text_encoder_2"] = T5EncoderModel(T5Config(**configs["text_encoder_2"]))
         image_config = SiglipVisionConfig(**configs["image_encoder"])
-        image_encoder = SiglipVisionModel(image_config)
+        parts["image_encoder"] = SiglipVisionModel(image_config)
         transformer = HunyuanVideo15Transformer3DModel(**configs["transformer"])
-        vae = AutoencoderKLHunyuanVideo15(**configs["vae"])
-    text_encoder.save_pretrained(folder / "text_encoder")
-    text_encoder_2.save_pretrained(folder / "text_encoder_2")
-    image_encoder.save_pretrained(folder / "image_encoder")
-    _prefix_names(folder / "image_encoder", "vision_model.")
-    transformer.save_pretrained(folder / "transformer")
-    vae.save_pretrained(folder / "vae")
-    FlowMatchEulerDiscreteScheduler(shift=5.0).save_pretrained(folder / "scheduler")
-    ClassifierFreeGuidance(guidance_scale=6.0).save_pretrained(folder / "guider")
+        parts["transformer"] = transformer
+        parts["vae"] = AutoencoderKLHunyuanVideo15(**configs["vae"])
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    parts["guider"] = ClassifierFreeGuidance(guidance_scale=6.0)
     write_qwen_tokenizer(folder / "tokenizer")
     write_byt5_tokenizer(folder / "tokenizer_2")
     write_feature_extractor(
         folder / "feature_extractor", DEMO_CONFIGS["image_encoder"]["image_size"]
     )
-    _write_index(
+    write_checkpoint(
         folder,
         "HunyuanVideo15ImageToVideoPipeline",
+        parts,
         feature_extractor="SiglipImageProcessor",
-        guider="ClassifierFreeGuidance",
-        image_encoder="SiglipVisionModel",
-        scheduler="FlowMatchEulerDiscreteScheduler",
-        text_encoder="Qwen2_5_VLTextModel",
-        text_encoder_2="T5EncoderModel",
         tokenizer="Qwen2Tokenizer",
         tokenizer_2="ByT5Tokenizer",
-        transformer="HunyuanVideo15Transformer3DModel",
-        vae="AutoencoderKLHunyuanVideo15",
     )
+    _prefix_names(folder / "image_encoder", "vision_model.")
 
 
 def make_demo_13b(folder: Path) -> None:
@@ -219,48 +210,35 @@ def make_demo_13b(folder: Path) -> None:
     )
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
+    from tpuport.core.spec.demo_checkpoint import write_checkpoint
+    from tpuport.models.hunyuanvideo.demo_tokenizers import (
+        write_clip_tokenizer,
+        write_llama_tokenizer,
+    )
+
     configs: dict[str, Any] = {k: dict(v) for k, v in DEMO_CONFIGS_13B.items()}
+    parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
-        text_encoder = LlamaModel(LlamaConfig(**configs["text_encoder"]))
-        text_encoder_2 = CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"]))
-        transformer = HunyuanVideoTransformer3DModel(**configs["transformer"])
-        vae = AutoencoderKLHunyuanVideo(**configs["vae"])
-    text_encoder.save_pretrained(folder / "text_encoder")
-    text_encoder_2.save_pretrained(folder / "text_encoder_2")
-    _prefix_names(folder / "text_encoder_2", "text_model.")
-    transformer.save_pretrained(folder / "transformer")
-    vae.save_pretrained(folder / "vae")
-    FlowMatchEulerDiscreteScheduler(shift=7.0).save_pretrained(folder / "scheduler")
+        parts["text_encoder"] = LlamaModel(LlamaConfig(**configs["text_encoder"]))
+        clip_config = CLIPTextConfig(**configs["text_encoder_2"])
+        parts["text_encoder_2"] = CLIPTextModel(clip_config)
+        parts["transformer"] = HunyuanVideoTransformer3DModel(**configs["transformer"])
+        parts["vae"] = AutoencoderKLHunyuanVideo(**configs["vae"])
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=7.0)
     write_llama_tokenizer(folder / "tokenizer")
     write_clip_tokenizer(folder / "tokenizer_2")
-    _write_index(
+    write_checkpoint(
         folder,
         "HunyuanVideoPipeline",
-        scheduler="FlowMatchEulerDiscreteScheduler",
-        text_encoder="LlamaModel",
-        text_encoder_2="CLIPTextModel",
+        parts,
         tokenizer="LlamaTokenizerFast",
         tokenizer_2="CLIPTokenizer",
-        transformer="HunyuanVideoTransformer3DModel",
-        vae="AutoencoderKLHunyuanVideo",
     )
+    _prefix_names(folder / "text_encoder_2", "text_model.")
 
 
 # ----------------------------------------------------------------------- files
-
-
-def _write_index(folder: Path, pipeline: str, **classes: str) -> None:
-    import diffusers
-
-    index: dict[str, Any] = {
-        "_class_name": pipeline,
-        "_diffusers_version": diffusers.__version__,
-    }
-    for name, cls in classes.items():
-        library = "diffusers" if hasattr(diffusers, cls) else "transformers"
-        index[name] = [library, cls]
-    write_json(folder / "model_index.json", index)
 
 
 def _prefix_names(folder: Path, prefix: str) -> None:
@@ -301,4 +279,5 @@ def write_feature_extractor(folder: Path, size: int) -> None:
         "rescale_factor": 1 / 255,
         "size": {"height": size, "width": size},
     }
-    write_json(folder / "preprocessor_config.json", config)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(folder / "preprocessor_config.json", config)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.spec.stage_work import tell_lost
 from tpuport.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from tpuport.core.weights.checkpoint import Checkpoint
 
 Say = Callable[[str], None]
-
-#: Characters of a lost part that a warning shows.
-SHOWN = 200
 
 
 def _silent(text: str) -> None:
@@ -171,15 +169,6 @@ def load_feature_extractor(checkpoint: Checkpoint) -> Any:
 # ----------------------------------------------------------------------- token
 
 
-def _warn(say: Say, found: int, limit: int, lost: str, reader: str = "") -> None:
-    if lost:
-        shown = lost if len(lost) <= SHOWN else lost[:SHOWN] + "…"
-        say(
-            f"warning: a prompt is {found} tokens long, over the limit of {limit}"
-            f"{reader}; this part was cut off: {shown!r}"
-        )
-
-
 def _lost(tokenizer: Any, text: str, prompt: str, kept: int, special: bool) -> str:
     """The end of ``prompt`` within ``text`` that is beyond the first tokens."""
     spans = tokenizer(
@@ -216,7 +205,8 @@ def chat_ids(
         )
         found = len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         lost = _lost(tokenizer, text, turns[-1]["content"], length, special=False)
-        _warn(say, found - template.crop_start, template.max_length, lost)
+        if lost:
+            tell_lost(say, found - template.crop_start, template.max_length, lost)
     batch = tokenizer.apply_chat_template(
         format_text_input(list(prompts), template.system_message),
         add_generation_prompt=True,
@@ -253,8 +243,8 @@ def glyph_ids(
     for text in dict.fromkeys(t for t in texts if t is not None):
         whole = tokenizer(text, verbose=False).input_ids
         lost = tokenizer.decode(whole[length - 1 : -1], skip_special_tokens=True)
-        if len(whole) > length:
-            _warn(say, len(whole), length, lost, " for quoted texts")
+        if lost and len(whole) > length:
+            tell_lost(say, len(whole), length, lost, " for quoted texts")
     for row, text in enumerate(texts):
         if text is not None:
             batch = tokenizer(
@@ -305,7 +295,8 @@ def llama_ids(
         text = template.format(prompt)
         found = len(tokenizer(text, verbose=False).input_ids)
         lost = _lost(tokenizer, text, prompt, length, special=True)
-        _warn(say, found - llama_crop(), max_sequence_length, lost)
+        if lost:
+            tell_lost(say, found - llama_crop(), max_sequence_length, lost)
     batch = tokenizer(
         [template.format(prompt) for prompt in prompts],
         max_length=length,
@@ -330,7 +321,8 @@ def clip_ids(
         if found > length:
             # The last token kept is the end-of-text token.
             lost = _lost(tokenizer, prompt, prompt, length - 1, special=True)
-            _warn(say, found, length, lost, " of the pooled encoder")
+            if lost:
+                tell_lost(say, found, length, lost, " of the pooled encoder")
     ids: torch.Tensor = tokenizer(
         list(prompts),
         padding="max_length",

@@ -23,7 +23,13 @@ from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform, to_halves
-from tpuport.models.hunyuanvideo.patches import text_tokens, unpatchify
+from tpuport.models.hunyuanvideo.patches import (
+    LINK,
+    MODULE,
+    UPSTREAM,
+    VideoGrid,
+    text_tokens,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -268,8 +274,7 @@ def finish(
     sequence: JointSequence,
     video: torch.Tensor,
     temb: torch.Tensor,
-    grid: tuple[int, int, int],
-    patch: tuple[int, int, int],
+    grid: VideoGrid,
 ) -> torch.Tensor:
     """The output [B, C, T, Y, X] from the joint sequence after the last block."""
     active, tokens = sequence.active, Stream.of(sequence)
@@ -279,7 +284,7 @@ def finish(
     # Tokens are brought together when they are narrow.
     out = joint.dense(sequence, y, *parameters(model.proj_out)).astype(x.dtype)
     out = sequence.whole(out)[:, : sequence.length - sequence.text]
-    return unpatchify(active.tensors(out), grid, patch)
+    return grid.unpatchify(active.tensors(out))
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,40 +298,22 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         encoder_hidden_states_2: torch.Tensor | None = None,
         encoder_attention_mask_2: torch.Tensor | None = None,
         image_embeds: torch.Tensor | None = None,
-        attention_kwargs: Mapping[str, Any] | None = None,
-        return_dict: bool = True,
-        *,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **options: Any,
     ) -> Any:
-        from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-        refuse_kwargs(attention_kwargs)
-        if encoder_hidden_states_2 is None or encoder_attention_mask_2 is None:
-            raise ValueError(
-                "HunyuanVideo-1.5 needs encoder_hidden_states_2 and "
-                "encoder_attention_mask_2; without a text to draw pass zero tokens"
-            )
-        config = self.config
-        patch = (config.patch_size_t, config.patch_size, config.patch_size)
-        frames, rows, columns = (
-            n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
-        )
-        rotary = image_rotary_emb or self.rope(hidden_states)
+        refuse_kwargs(options.get("attention_kwargs"))
+        grid = VideoGrid.of(self, hidden_states, **options)
         temb = self.time_embed(timestep, timestep_r=timestep_r)
         tokens, lengths = text_tokens(
             self,
             timestep,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            encoder_hidden_states_2,
-            encoder_attention_mask_2,
+            (encoder_hidden_states, encoder_attention_mask),
+            (encoder_hidden_states_2, encoder_attention_mask_2),
             image_embeds,
         )
-        sequence, video, text, tables = begin(self, hidden_states, tokens, rotary)
+        sequence, video, text, tables = begin(self, hidden_states, tokens, grid.rotary)
         for block in self.transformer_blocks:
             video, text = block(video, text, temb, lengths, sequence, tables)
-        out = finish(self, sequence, video, temb, (frames, rows, columns), patch)
-        return Transformer2DModelOutput(sample=out) if return_dict else (out,)
+        return grid.output(finish(self, sequence, video, temb, grid))
 
     return forward
 
@@ -351,34 +338,28 @@ HALVES = (
     ),
 )
 
-_MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
-_UPSTREAM = "diffusers>=0.42,<0.43"
-_LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/transformer_hunyuan_video15.py"
-)
 
 TRANSFORMER_15 = NativeForm(
     patches=(
         Patch(
             name="hunyuanvideo15-native-forward",
-            target=f"{_MODULE}:HunyuanVideo15Transformer3DModel.forward",
+            target=f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
             replacement=_forward,
             wraps=True,
             reason="video in one padded sequence with room for the text, split over "
             "the mesh, through all blocks; text whole on every device",
-            upstream=_UPSTREAM,
-            link=_LINK,
+            upstream=UPSTREAM,
+            link=LINK,
         ),
         Patch(
             name="hunyuanvideo15-native-block",
-            target=f"{_MODULE}:HunyuanVideo15TransformerBlock.forward",
+            target=f"{MODULE}:HunyuanVideo15TransformerBlock.forward",
             replacement=double_block,
             wraps=True,
             reason="text put into the padded sequence for attention alone, no rotary "
             "pairs, no turned arrays around attention",
-            upstream=_UPSTREAM,
-            link=_LINK,
+            upstream=UPSTREAM,
+            link=LINK,
         ),
     ),
     transforms=HALVES,

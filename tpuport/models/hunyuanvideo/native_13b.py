@@ -29,6 +29,8 @@ from tpuport.models.hunyuanvideo.native import (
     parameters,
     refuse_kwargs,
 )
+from tpuport.models.hunyuanvideo.patches import VideoGrid
+from tpuport.models.hunyuanvideo.patches_13b import LINK, MODULE, UPSTREAM
 
 if TYPE_CHECKING:
     import torch
@@ -88,20 +90,10 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         encoder_attention_mask: torch.Tensor,
         pooled_projections: torch.Tensor,
         guidance: torch.Tensor | None = None,
-        attention_kwargs: Mapping[str, Any] | None = None,
-        return_dict: bool = True,
-        *,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **options: Any,
     ) -> Any:
-        from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-        refuse_kwargs(attention_kwargs)
-        config = self.config
-        patch = (config.patch_size_t, config.patch_size, config.patch_size)
-        frames, rows, columns = (
-            n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
-        )
-        rotary = image_rotary_emb or self.rope(hidden_states)
+        refuse_kwargs(options.get("attention_kwargs"))
+        grid = VideoGrid.of(self, hidden_states, **options)
         # The second is for conditioning that puts an image in the first frame.
         temb, first_temb = self.time_text_embed(timestep, pooled_projections, guidance)
         tokens = self.context_embedder(
@@ -109,7 +101,8 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         # As integers: 256 + 1 is 256 in bfloat16, which pipelines cast the mask to.
         lengths = encoder_attention_mask.int().sum(dim=1)
-        sequence, video, text, tables = begin(self, hidden_states, tokens, rotary)
+        sequence, video, text, tables = begin(self, hidden_states, tokens, grid.rotary)
+        _, rows, columns = grid.counts
         first = 0 if first_temb is None else rows * columns
         given = (temb, lengths, sequence, tables, first_temb, first)
         for block in self.transformer_blocks:
@@ -119,18 +112,11 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         video = active.tensors(sequence.split(streams.put_text(sequence, x, words, 1)))
         for block in self.single_transformer_blocks:
             video, text = block(video, text, *given)
-        out = finish(self, sequence, video, temb, (frames, rows, columns), patch)
-        return Transformer2DModelOutput(sample=out) if return_dict else (out,)
+        return grid.output(finish(self, sequence, video, temb, grid))
 
     return forward
 
 
-_MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
-_UPSTREAM = "diffusers>=0.42,<0.43"
-_LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/transformer_hunyuan_video.py"
-)
 _REASON = (
     "text put into the padded sequence for attention alone, no rotary pairs, no turned "
     "arrays around attention"
@@ -144,12 +130,12 @@ def _has_single_blocks(config: Mapping[str, Any]) -> bool:
 def _block(name: str, class_name: str, replacement: Callable[..., Any]) -> Patch:
     return Patch(
         name=f"hunyuanvideo-native-{name}",
-        target=f"{_MODULE}:{class_name}.forward",
+        target=f"{MODULE}:{class_name}.forward",
         replacement=replacement,
         wraps=True,
         reason=_REASON,
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     )
 
 
@@ -157,13 +143,13 @@ TRANSFORMER_13B = NativeForm(
     patches=(
         Patch(
             name="hunyuanvideo-native-forward",
-            target=f"{_MODULE}:HunyuanVideoTransformer3DModel.forward",
+            target=f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
             replacement=_forward,
             wraps=True,
             reason="one padded sequence, split over the mesh: of the video through the "
             "double blocks, with the text through the single ones",
-            upstream=_UPSTREAM,
-            link=_LINK,
+            upstream=UPSTREAM,
+            link=LINK,
         ),
         _block("block", "HunyuanVideoTransformerBlock", double_block),
         _block(

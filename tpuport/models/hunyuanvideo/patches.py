@@ -11,7 +11,8 @@ said), N video tokens, S = N + L, C channels, T/Y/X latent frames/rows/columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.tracing.patching import Patch
@@ -167,10 +168,8 @@ def _refine(
 def text_tokens(
     model: Any,
     timestep: torch.Tensor,
-    text: torch.Tensor,
-    text_mask: torch.Tensor,
-    glyphs: torch.Tensor,
-    glyph_mask: torch.Tensor,
+    text: tuple[torch.Tensor, torch.Tensor],
+    glyphs: tuple[torch.Tensor | None, torch.Tensor | None],
     image: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the video attends to besides itself, valid tokens first.
@@ -178,28 +177,37 @@ def text_tokens(
     Args:
         model: the upstream transformer.
         timestep: [B].
-        text: of the language model, [B, Lt, Ct], with its mask [B, Lt] of any dtype.
-        text_mask: see ``text``.
-        glyphs: of ByT5, [B, Lg, Cg], with its mask [B, Lg] of any dtype; Lg may be 0.
-        glyph_mask: see ``glyphs``.
+        text: of the language model, [B, Lt, Ct], and its mask [B, Lt] of any dtype.
+        glyphs: of ByT5, [B, Lg, Cg], and its mask [B, Lg] of any dtype; Lg may be 0.
         image: [B, Li, Ci]; ``None`` and Li = 0 mean text to video, and so do, as
             upstream has it, zeros in the whole batch.
 
     Returns:
         [B, L, C] with L = Li + Lg + Lt, in upstream's order of valid image, glyph and
         text tokens and then zeros, and the number of valid ones, integers [B].
+
+    Raises:
+        ValueError: there are no glyphs, or no mask of them.
     """
     import torch
+
+    words, mask = text
+    drawn, drawn_mask = glyphs
+    if drawn is None or drawn_mask is None:
+        raise ValueError(
+            "HunyuanVideo-1.5 needs encoder_hidden_states_2 and "
+            "encoder_attention_mask_2; without a text to draw pass zero tokens"
+        )
 
     def kind(tokens: torch.Tensor, row: int) -> torch.Tensor:
         index = torch.full((1,), row, dtype=torch.long, device=tokens.device)
         return tokens + model.cond_type_embed(index)
 
     tokens = [
-        kind(model.context_embedder_2(glyphs), GLYPHS),
-        kind(model.context_embedder(text, timestep, text_mask), TEXT),
+        kind(model.context_embedder_2(drawn), GLYPHS),
+        kind(model.context_embedder(words, timestep, mask), TEXT),
     ]
-    masks = [glyph_mask.bool(), text_mask.bool()]
+    masks = [drawn_mask.bool(), mask.bool()]
     if image is not None and image.shape[1]:
         tokens.insert(0, kind(model.image_embedder(image), IMAGE))
         masks.insert(0, (image != 0).any().expand(*image.shape[:2]))
@@ -210,14 +218,53 @@ def text_tokens(
     return joined.masked_fill(padding, 0.0), lengths
 
 
-def unpatchify(
-    tokens: torch.Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]
-) -> torch.Tensor:
-    """[B, N, C pt py px] as [B, C, T, Y, X], of patches that are a grid in T, Y, X."""
-    x = tokens.unflatten(2, (-1, *patch)).unflatten(1, grid)
-    # B t y x C pt py px -> B C t pt y py x px
-    x = x.permute(0, 4, 1, 5, 2, 6, 3, 7)
-    return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+@dataclass(frozen=True, slots=True)
+class VideoGrid:
+    """The patches of the video that a forward is given.
+
+    Attributes:
+        counts: of patches, in T, Y and X.
+        patch: latent frames, rows and columns of one patch.
+        rotary: cos and sin of the video tokens, [N, D] each.
+        return_dict: whether the forward returns upstream's class, else a tuple.
+    """
+
+    counts: tuple[int, ...]
+    patch: tuple[int, int, int]
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    return_dict: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        latents: torch.Tensor,
+        *,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        return_dict: bool = True,
+        attention_kwargs: Mapping[str, Any] | None = None,
+    ) -> VideoGrid:
+        """Of latents [B, C, T, Y, X], with the options that every forward takes."""
+        config = model.config
+        patch = (config.patch_size_t, config.patch_size, config.patch_size)
+        counts = tuple(n // p for n, p in zip(latents.shape[2:], patch, strict=True))
+        rotary = image_rotary_emb or model.rope(latents)
+        return cls(counts, patch, rotary, return_dict)
+
+    def unpatchify(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, N, C pt py px] as [B, C, T, Y, X]."""
+        x = tokens.unflatten(2, (-1, *self.patch)).unflatten(1, self.counts)
+        # B t y x C pt py px -> B C t pt y py x px
+        x = x.permute(0, 4, 1, 5, 2, 6, 3, 7)
+        return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    def output(self, sample: torch.Tensor) -> Any:
+        """What the forward returns."""
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        if self.return_dict:
+            return Transformer2DModelOutput(sample=sample)
+        return (sample,)
 
 
 def _forward(
@@ -230,44 +277,27 @@ def _forward(
     encoder_hidden_states_2: torch.Tensor | None = None,
     encoder_attention_mask_2: torch.Tensor | None = None,
     image_embeds: torch.Tensor | None = None,
-    attention_kwargs: dict[str, Any] | None = None,
-    return_dict: bool = True,
-    *,
-    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **options: Any,
 ) -> Any:
     """In place of ``HunyuanVideo15Transformer3DModel.forward``, see there.
 
-    Unlike upstream it also takes ``image_embeds`` that is ``None`` or has no tokens.
+    Unlike upstream it also takes ``image_embeds`` that is ``None`` or has no tokens,
+    and ``image_rotary_emb``. The last arguments are those of :meth:`VideoGrid.of`.
     """
-    from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-    if encoder_hidden_states_2 is None or encoder_attention_mask_2 is None:
-        raise ValueError(
-            "HunyuanVideo-1.5 needs encoder_hidden_states_2 and "
-            "encoder_attention_mask_2; without a text to draw pass zero tokens"
-        )
-    config = self.config
-    patch = (config.patch_size_t, config.patch_size, config.patch_size)
-    frames, rows, columns = (
-        n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
-    )
-    rotary = image_rotary_emb or self.rope(hidden_states)
+    grid = VideoGrid.of(self, hidden_states, **options)
     temb = self.time_embed(timestep, timestep_r=timestep_r)
     video = self.x_embedder(hidden_states)
     text, lengths = text_tokens(
         self,
         timestep,
-        encoder_hidden_states,
-        encoder_attention_mask,
-        encoder_hidden_states_2,
-        encoder_attention_mask_2,
+        (encoder_hidden_states, encoder_attention_mask),
+        (encoder_hidden_states_2, encoder_attention_mask_2),
         image_embeds,
     )
     for block in self.transformer_blocks:
-        video, text = block(video, text, temb, lengths, rotary)
+        video, text = block(video, text, temb, lengths, grid.rotary)
     video = self.proj_out(self.norm_out(video, temb))
-    sample = unpatchify(video, (frames, rows, columns), patch)
-    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+    return grid.output(grid.unpatchify(video))
 
 
 def with_lora_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,9 +312,9 @@ def with_lora_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-_MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
-_UPSTREAM = "diffusers>=0.42,<0.43"
-_LINK = (
+MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
+UPSTREAM = "diffusers>=0.42,<0.43"
+LINK = (
     "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
     "models/transformers/transformer_hunyuan_video15.py"
 )
@@ -292,40 +322,40 @@ _LINK = (
 TRANSFORMER_15: tuple[Patch, ...] = (
     Patch(
         name="hunyuanvideo15-joint-attention",
-        target=f"{_MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
+        target=f"{MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
         replacement=_joint_attention,
         reason="every block builds a boolean mask of S x S from the outer product of "
         "the text mask, 2.6 GB at 480p with 121 frames, that no fused kernel takes; "
         "the number of valid keys says the same",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo15-token-refiner",
-        target=f"{_MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
+        target=f"{MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
         replacement=_refine,
         reason="the same outer product over the tokens of the language model",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo15-refiner-block",
-        target=f"{_MODULE}:HunyuanVideo15IndividualTokenRefinerBlock.forward",
+        target=f"{MODULE}:HunyuanVideo15IndividualTokenRefinerBlock.forward",
         replacement=_refiner_block,
         reason="takes that mask; with the number of valid tokens in its place both "
         "blocks are one scan",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo15-forward",
-        target=f"{_MODULE}:HunyuanVideo15Transformer3DModel.forward",
+        target=f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
         replacement=with_lora_scale(_forward),
         wraps=True,
         reason="branches on whether image_embeds are zeros and indexes each item by a "
         "boolean mask: neither can be traced",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""

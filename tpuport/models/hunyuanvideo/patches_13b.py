@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.tracing.patching import Patch
-from tpuport.models.hunyuanvideo.patches import unpatchify, with_lora_scale
+from tpuport.models.hunyuanvideo.patches import VideoGrid, with_lora_scale
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_order
 
 if TYPE_CHECKING:
@@ -179,20 +179,13 @@ def _forward(
     encoder_attention_mask: torch.Tensor,
     pooled_projections: torch.Tensor,
     guidance: torch.Tensor | None = None,
-    attention_kwargs: dict[str, Any] | None = None,
-    return_dict: bool = True,
-    *,
-    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **options: Any,
 ) -> Any:
-    """In place of ``HunyuanVideoTransformer3DModel.forward``, see there."""
-    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+    """In place of ``HunyuanVideoTransformer3DModel.forward``, see there.
 
-    config = self.config
-    patch = (config.patch_size_t, config.patch_size, config.patch_size)
-    frames, rows, columns = (
-        n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)
-    )
-    rotary = image_rotary_emb or self.rope(hidden_states)
+    The last arguments are those of :meth:`VideoGrid.of`.
+    """
+    grid = VideoGrid.of(self, hidden_states, **options)
     temb, first_frame_temb = self.time_text_embed(
         timestep, pooled_projections, guidance
     )
@@ -203,17 +196,17 @@ def _forward(
     # As integers: 256 + 1 is 256 in bfloat16, which pipelines cast the mask to.
     lengths = encoder_attention_mask.int().sum(dim=1) + video.shape[1]
     # The last two are for image conditioning that replaces the first frame.
-    conditions = (temb, lengths, rotary, first_frame_temb, rows * columns)
+    _, rows, columns = grid.counts
+    conditions = (temb, lengths, grid.rotary, first_frame_temb, rows * columns)
     for block in (*self.transformer_blocks, *self.single_transformer_blocks):
         video, text = block(video, text, *conditions)
     video = self.proj_out(self.norm_out(video, temb))
-    sample = unpatchify(video, (frames, rows, columns), patch)
-    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+    return grid.output(grid.unpatchify(video))
 
 
-_MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
-_UPSTREAM = "diffusers>=0.42,<0.43"
-_LINK = (
+MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
+UPSTREAM = "diffusers>=0.42,<0.43"
+LINK = (
     "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
     "models/transformers/transformer_hunyuan_video.py"
 )
@@ -221,49 +214,49 @@ _LINK = (
 TRANSFORMER_13B: tuple[Patch, ...] = (
     Patch(
         name="hunyuanvideo-attention",
-        target=f"{_MODULE}:dispatch_attention_fn",
+        target=f"{MODULE}:dispatch_attention_fn",
         replacement=attend_tokens,
         reason="hands a mask of the padded text's keys to every block, with which no "
         "fused kernel runs; the number of valid keys says the same",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo-token-refiner",
-        target=f"{_MODULE}:HunyuanVideoIndividualTokenRefiner.forward",
+        target=f"{MODULE}:HunyuanVideoIndividualTokenRefiner.forward",
         replacement=_refine,
         reason="builds a mask of text tokens squared, repeated for every head, with "
         "which no fused kernel runs",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo-refiner-block",
-        target=f"{_MODULE}:HunyuanVideoIndividualTokenRefinerBlock.forward",
+        target=f"{MODULE}:HunyuanVideoIndividualTokenRefinerBlock.forward",
         replacement=_refiner_block,
         reason="takes that mask; with the number of valid tokens in its place both "
         "blocks are one scan",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo-single-block-output",
-        target=f"{_MODULE}:HunyuanVideoSingleTransformerBlock.forward",
+        target=f"{MODULE}:HunyuanVideoSingleTransformerBlock.forward",
         replacement=_single_block,
         reason="joins attention and feed-forward to five times the width before the "
         "output layer, 3.7 GB at 720p with 129 frames; over tp it has to be gathered, "
         "because both parts are split by themselves",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
     Patch(
         name="hunyuanvideo-forward",
-        target=f"{_MODULE}:HunyuanVideoTransformer3DModel.forward",
+        target=f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
         replacement=with_lora_scale(_forward),
         wraps=True,
         reason="makes the mask of keys that the patched attention takes as lengths",
-        upstream=_UPSTREAM,
-        link=_LINK,
+        upstream=UPSTREAM,
+        link=LINK,
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""

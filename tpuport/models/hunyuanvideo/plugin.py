@@ -25,14 +25,8 @@ from tpuport.models.hunyuanvideo import (
 from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
-from tpuport.patches.activations import GELU_ROUNDED_ONCE
-from tpuport.patches.conv import CONVOLUTION
-from tpuport.patches.norms import FLOAT32_NORMS
-from tpuport.patches.padding import PADDING
+from tpuport.patches import standard
 from tpuport.patches.projection import MODULATED_NORMS
-from tpuport.patches.resize import NEAREST_RESIZE
-from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
 #: The two blocks that refine the text, in both forms of the model.
 REFINER = "context_embedder.token_refiner.refiner_blocks"
@@ -48,14 +42,6 @@ def _make_demo(folder: Path, variant: str) -> None:
 def _heads(default: int) -> Callable[[Mapping[str, Any]], int]:
     """How many heads a config has; ``default`` is upstream's, which files may omit."""
     return lambda values: int(values.get("num_attention_heads", default))
-
-
-def _vae(class_name: str, rules: Any) -> Component:
-    return Component(
-        name="vae",
-        class_path=f"diffusers:{class_name}",
-        sharding=rules,
-    )
 
 
 def _layers(path: str, first: int = 0) -> tuple[StackedBlocks, ...]:
@@ -97,7 +83,11 @@ COMPONENTS_15 = {
         heads=_heads(16),
         native=native.TRANSFORMER_15,
     ),
-    "vae": _vae("AutoencoderKLHunyuanVideo15", sharding.VAE_15),
+    "vae": Component(
+        name="vae",
+        class_path="diffusers:AutoencoderKLHunyuanVideo15",
+        sharding=sharding.VAE_15,
+    ),
 }
 
 COMPONENTS_13B = {
@@ -129,7 +119,11 @@ COMPONENTS_13B = {
         heads=_heads(24),
         native=native_13b.TRANSFORMER_13B,
     ),
-    "vae": _vae("AutoencoderKLHunyuanVideo", sharding.VAE_13B),
+    "vae": Component(
+        name="vae",
+        class_path="diffusers:AutoencoderKLHunyuanVideo",
+        sharding=sharding.VAE_13B,
+    ),
 }
 
 PORT_13B = ModelPort(
@@ -140,20 +134,8 @@ PORT_13B = ModelPort(
     components=COMPONENTS_13B,
     stages=stages_13b.STAGES,
     variants=config.VARIANTS,
-    patches=(
-        *SLICE_ASSIGNMENT,
-        *TIMESTEP_EMBEDDING,
-        MODULATED_NORMS[1],
-        *TRANSFORMER_13B,
-        *VAE_13B,
-    ),
-    overrides=(
-        *FLOAT32_NORMS,
-        GELU_ROUNDED_ONCE,
-        NEAREST_RESIZE,
-        CONVOLUTION,
-        PADDING,
-    ),
+    patches=(*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_13B, *VAE_13B),
+    overrides=standard.OVERRIDES,
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect_13b,
@@ -171,13 +153,7 @@ PORT = replace(
     pipelines=("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
     components=COMPONENTS_15,
     stages=stages.STAGES,
-    patches=(
-        *SLICE_ASSIGNMENT,
-        *TIMESTEP_EMBEDDING,
-        MODULATED_NORMS[1],
-        *TRANSFORMER_15,
-        *VAE_15,
-    ),
+    patches=(*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_15, *VAE_15),
     detect=config.detect_15,
     check=config.check_15,
     check_variant=config.check_variant_15,

@@ -21,6 +21,7 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.models.hunyuanvideo import (
+    common,
     encoders,
     images,
     inputs,
@@ -35,7 +36,6 @@ from tpuport.models.hunyuanvideo.common import (
     by_name,
     decode_stage,
     denoise_stage,
-    draw_noise,
     euler_work,
     rows_by_name,
     rows_of,
@@ -50,6 +50,7 @@ from tpuport.models.hunyuanvideo.vae import (
 
 if TYPE_CHECKING:
     from tpuport.core.tracing.ported_module import BoundModule
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
 TEXT_BUCKETS = (64, 128, 192, 256, 384, 512, 768)
@@ -212,9 +213,8 @@ def plan_denoise(ctx: StageContext) -> Work:
     schedule = scheduler.schedule(ctx)
     latents = ctx.inputs.get("initial_latents")
     if latents is None:
-        latents = draw_noise(
-            ctx, latent_shape(request, ctx.checkpoint), ctx.inputs["prompt_embeds"]
-        )
+        shape = latent_shape(request, ctx.checkpoint)
+        latents = ctx.noise(shape, ctx.inputs["prompt_embeds"].dtype)
 
     def rows(name: str) -> torch.Tensor:
         return rows_by_name(ctx, name, guided=request.guided)
@@ -254,18 +254,10 @@ def plan_denoise(ctx: StageContext) -> Work:
     return euler_work(ctx, latents, constants, given())
 
 
-def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
+def latent_shape(request: Request, checkpoint: Checkpoint) -> tuple[int, ...]:
     """[B, C, T, Y, X] of a batch."""
-    config = checkpoint.config("vae")
-    space = int(config.get("spatial_compression_ratio", 16))
-    time = int(config.get("temporal_compression_ratio", 4))
-    return (
-        request.batch_size,
-        int(config.get("latent_channels", 32)),
-        (request.num_frames - 1) // time + 1,
-        request.height // space,
-        request.width // space,
-    )
+    channels = int(checkpoint.config("vae").get("latent_channels", 32))
+    return common.latent_shape(request, checkpoint, channels, 16)
 
 
 # ------------------------------------------------------------------------ table

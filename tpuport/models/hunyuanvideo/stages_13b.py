@@ -17,13 +17,19 @@ from tpuport.core.layers.text_trimming import trim
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
-from tpuport.models.hunyuanvideo import encoders, inputs, rotary, scheduler, upstream
+from tpuport.models.hunyuanvideo import (
+    common,
+    encoders,
+    inputs,
+    rotary,
+    scheduler,
+    upstream,
+)
 from tpuport.models.hunyuanvideo.common import (
     INITIAL_LATENTS,
     by_name,
     decode_stage,
     denoise_stage,
-    draw_noise,
     euler_work,
     rows_by_name,
     rows_of,
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.tracing.ported_module import BoundModule
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
 TEXT_BUCKETS = (32, 64, 128, 192)
@@ -133,6 +140,7 @@ def _denoise_step(
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     import numpy as np
+    import torch
 
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
@@ -140,7 +148,7 @@ def plan_denoise(ctx: StageContext) -> Work:
     latents = ctx.inputs.get("initial_latents")
     if latents is None:
         # Float32 whatever the weights are, as upstream's pipeline draws it.
-        latents = draw_noise(ctx, latent_shape(request, ctx.checkpoint), None)
+        latents = ctx.noise(latent_shape(request, ctx.checkpoint), torch.float32)
     guided = guided_13b(request)
 
     def rows(name: str) -> torch.Tensor:
@@ -173,18 +181,10 @@ def plan_denoise(ctx: StageContext) -> Work:
     return euler_work(ctx, latents, constants, given())
 
 
-def latent_shape(request: Request, checkpoint: Any) -> tuple[int, ...]:
+def latent_shape(request: Request, checkpoint: Checkpoint) -> tuple[int, ...]:
     """[B, C, T, Y, X] of a batch."""
-    config = checkpoint.config("vae")
-    space = int(config.get("spatial_compression_ratio", 8))
-    time = int(config.get("temporal_compression_ratio", 4))
-    return (
-        request.batch_size,
-        int(checkpoint.config("transformer").get("in_channels", 16)),
-        (request.num_frames - 1) // time + 1,
-        request.height // space,
-        request.width // space,
-    )
+    channels = int(checkpoint.config("transformer").get("in_channels", 16))
+    return common.latent_shape(request, checkpoint, channels, 8)
 
 
 # ------------------------------------------------------------------------ table

@@ -10,25 +10,11 @@ from typing import Any
 
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Task
-from tpuport.core.spec.stage_work import StageContext
+from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.hunyuanvideo import images, inputs
 from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
 from tpuport.models.hunyuanvideo.config import guided_13b
 from tpuport.models.hunyuanvideo.scheduler import upstream_scheduler
-
-CLASSES = {
-    "text_encoder": "transformers:Qwen2_5_VLTextModel",
-    "text_encoder_2": "transformers:T5EncoderModel",
-    "image_encoder": "transformers:SiglipVisionModel",
-    "transformer": "diffusers:HunyuanVideo15Transformer3DModel",
-    "vae": "diffusers:AutoencoderKLHunyuanVideo15",
-}
-CLASSES_13B = {
-    "text_encoder": "transformers:LlamaModel",
-    "text_encoder_2": "transformers:CLIPTextModel",
-    "transformer": "diffusers:HunyuanVideoTransformer3DModel",
-    "vae": "diffusers:AutoencoderKLHunyuanVideo",
-}
 
 
 def encode_15(ctx: StageContext) -> dict[str, Any]:
@@ -39,7 +25,9 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
         HunyuanVideo15Pipeline,
     )
 
-    qwen, byt5 = _load(ctx, "text_encoder"), _load(ctx, "text_encoder_2")
+    qwen = ctx.upstream_component("text_encoder")
+    # ByT5 stays in float32, as the port has it.
+    byt5 = ctx.upstream_component("text_encoder_2", "float32")
     chat = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "Qwen2Tokenizer")
     quoted = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "ByT5Tokenizer")
     # Tokenising here as well is what reports a prompt over the limit.
@@ -68,7 +56,7 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
         for picture in images.fitted(ctx):
             latents.append(
                 pipeline._get_image_latents(
-                    _load(ctx, "vae"),
+                    ctx.upstream_component("vae"),
                     images.processor(),
                     picture,
                     picture.height,
@@ -78,7 +66,7 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
             )
             tokens.append(
                 pipeline._get_image_embeds(
-                    _load(ctx, "image_encoder"),
+                    ctx.upstream_component("image_encoder"),
                     inputs.load_feature_extractor(ctx.checkpoint),
                     picture,
                     ctx.device,
@@ -96,7 +84,7 @@ def denoise_15(ctx: StageContext) -> dict[str, Any]:
     from diffusers import ClassifierFreeGuidance
 
     request = ctx.request
-    transformer = _load(ctx, "transformer")
+    transformer = ctx.upstream_component("transformer")
     parts: dict[str, Any] = dict.fromkeys(
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     )
@@ -119,14 +107,13 @@ def denoise_15(ctx: StageContext) -> dict[str, Any]:
         pipe = _text_pipeline(parts)
         arguments |= {"height": request.height, "width": request.width}
     pipe.set_progress_bar_config(disable=True)
-    generators = ctx.generators()
     given = ctx.inputs.get("initial_latents")
     with torch.no_grad():
         latents = pipe(
             **arguments,
             num_frames=request.num_frames,
             num_inference_steps=request.num_inference_steps,
-            generator=generators if len(generators) > 1 else generators[0],
+            generator=one_or_all(ctx.generators()),
             latents=given,
             output_type="latent",
             return_dict=False,
@@ -184,9 +171,9 @@ def encode_13b(ctx: StageContext) -> dict[str, Any]:
     inputs.llama_ids(tokenizer, ctx.prompts, say=ctx.say)
     inputs.clip_ids(tokenizer_2, ctx.prompts, ctx.say)
     pipe = HunyuanVideoPipeline(
-        text_encoder=_load(ctx, "text_encoder", CLASSES_13B),
+        text_encoder=ctx.upstream_component("text_encoder"),
         tokenizer=tokenizer,
-        text_encoder_2=_load(ctx, "text_encoder_2", CLASSES_13B),
+        text_encoder_2=ctx.upstream_component("text_encoder_2"),
         tokenizer_2=tokenizer_2,
         transformer=None,
         vae=None,
@@ -216,7 +203,7 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
         tokenizer=None,
         text_encoder_2=None,
         tokenizer_2=None,
-        transformer=_load(ctx, "transformer", CLASSES_13B),
+        transformer=ctx.upstream_component("transformer"),
         vae=None,
         scheduler=upstream_scheduler(ctx),
     )
@@ -224,7 +211,6 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
     pipe.vae_scale_factor_temporal = sizes.temporal_compression_ratio
     pipe.vae_scale_factor_spatial = sizes.spatial_compression_ratio
     pipe.set_progress_bar_config(disable=True)
-    generators = ctx.generators()
     embeds = {
         name: tensor.to(ctx.device)
         for name, tensor in ctx.inputs.items()
@@ -239,7 +225,7 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
             num_inference_steps=request.num_inference_steps,
             guidance_scale=request.guidance_scale,
             true_cfg_scale=float(request.options["true_cfg_scale"]),
-            generator=generators if len(generators) > 1 else generators[0],
+            generator=one_or_all(ctx.generators()),
             latents=ctx.inputs.get("initial_latents"),
             output_type="latent",
             return_dict=False,
@@ -253,8 +239,7 @@ def decode(ctx: StageContext) -> dict[str, Any]:
     import torch
     from diffusers.video_processor import VideoProcessor
 
-    name = str(ctx.checkpoint.index["vae"][1])
-    vae = _load(ctx, "vae", {"vae": f"diffusers:{name}"})
+    vae = ctx.upstream_component("vae")
     # The module may be kept between runs: both ways are set.
     vae.use_tiling = tiled(ctx)
     with torch.no_grad():
@@ -280,23 +265,3 @@ def _sizes_of(vae: Any) -> Any:
         spatial_compression_ratio=vae.spatial_compression_ratio,
         config=vae.config,
     )
-
-
-def _load(ctx: StageContext, name: str, classes: dict[str, str] | None = None) -> Any:
-    """One component as upstream's own object."""
-    path = (classes or CLASSES)[name]
-    return ctx.upstream(name, lambda: _from_pretrained(ctx, name, path))
-
-
-def _from_pretrained(ctx: StageContext, name: str, path: str) -> Any:
-    """One component loaded by upstream's own ``from_pretrained``."""
-    from tpuport.core.weights.skeleton import load_class
-
-    # ByT5 stays in float32, as the port has it.
-    glyphs = path.endswith("T5EncoderModel")
-    dtype = torch_dtype("float32" if glyphs else ctx.dtype)
-    argument = "dtype" if path.startswith("transformers") else "torch_dtype"
-    module = load_class(path).from_pretrained(
-        ctx.checkpoint.folder / name, **{argument: dtype}
-    )
-    return module.eval().to(ctx.device)

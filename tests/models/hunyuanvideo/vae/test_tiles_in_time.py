@@ -281,13 +281,12 @@ def test_what_a_decode_runs_and_fetches_in_bfloat16(
     frames: int, tiling: str, programs: dict[str, int], load: Load
 ) -> None:
     sides = {"height": 272, "width": 320} if tiling == "on" else SIDES
-    with load() as session:
+    with load(dtype="bfloat16") as session:
+        request = session.request(prompt="a", num_frames=frames, **sides)
         found = list(
             abstract_programs(
-                session.port,
-                session.checkpoint,
-                session.request(prompt="a", num_frames=frames, **sides),
-                session.mesh,
+                session.components,
+                request,
                 RunSettings(dtype=Dtype.BFLOAT16, vae_tiling=Tiling(tiling)),
                 stages=["decode"],
             )

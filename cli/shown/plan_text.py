@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tpuport.core.plan.measure import Measured
-from tpuport.core.plan.plan import DENOISE, STAGES, Plan, StagePlan
-from tpuport.core.reports import words
+from tpuport.cli.shown.tables import columns
+from tpuport.core.files.run_record import STAGES
+from tpuport.core.reports import bytes_text, seconds_text, words
+
+if TYPE_CHECKING:
+    from tpuport.core.plan.measure import Measured
+    from tpuport.core.plan.plan import Plan, StagePlan
 
 _WORDS = {
     "attention": "attention",
@@ -57,18 +61,18 @@ def _head(plan: Plan) -> Iterator[str]:
             "this is the built-in demo, a tiny model with random weights: --variant or "
             "--weights names a real one"
         )
-    used = gib(plan.hbm_bytes)
-    limit = gib(chip.hbm_usable_bytes)
+    used = bytes_text(plan.hbm_bytes)
+    limit = bytes_text(chip.hbm_usable_bytes)
     verdict = "fits" if plan.fits else "does not fit"
     if any(plan.stage(name) is None for name in STAGES):
         verdict = f"{', '.join(s.name for s in plan.stages)}: {verdict}"
     yield f"{verdict}: {used} of {limit} HBM per {_device(plan)}"
     for advice in plan.advice:
         how = "compiled" if advice["verified"] else "an estimate, not compiled"
-        on = f", mesh {mesh_name(advice['mesh'])}" if "mesh" in advice else ""
+        on = f", mesh {_mesh_name(advice['mesh'])}" if "mesh" in advice else ""
         yield (
             f"  change {advice['change']} to {advice['to']}{on}: "
-            f"{gib(advice['hbm_bytes_per_chip'])} ({how})"
+            f"{bytes_text(advice['hbm_bytes_per_chip'])} ({how})"
         )
     if not plan.fits and not plan.advice:
         yield "  no mesh, size or slice was found that fits"
@@ -92,14 +96,14 @@ def _meshes(plan: Plan) -> Iterator[str]:
         return
     yield "meshes, the fastest that fits first:"
     for found in plan.meshes:
-        name = mesh_name(found["mesh"])
+        name = _mesh_name(found["mesh"])
         step = found["seconds_per_step"] or found["stage_seconds"]
         if not found["compiled"]:
             what = found["reason"]
         elif not found["fits"]:
-            what = f"does not fit: {gib(found['hbm_bytes_per_chip'])}"
+            what = f"does not fit: {bytes_text(found['hbm_bytes_per_chip'])}"
         else:
-            what = f"{duration(step)}, {gib(found['hbm_bytes_per_chip'])}"
+            what = f"{seconds_text(step)}, {bytes_text(found['hbm_bytes_per_chip'])}"
         yield f"  {name}: {what}"
 
 
@@ -118,12 +122,12 @@ def _memory(plan: Plan) -> Iterator[str]:
             memory.resident,
             memory.total,
         )
-        row = [_name(program), *map(gib, sizes)]
+        row = [_name(program), *map(bytes_text, sizes)]
         if program.error:
             # Refused by the compiler, which tells one figure for all but weights.
             row[2] = row[4] = "-"
         rows.append(tuple(row))
-    yield from _table(rows)
+    yield from _figures(rows)
     for tiling in plan.tiling.values():
         yield tiling["line"]
         if tiling["reason"]:
@@ -140,8 +144,8 @@ def _times(plan: Plan) -> Iterator[str]:
     if len(known) > 1:
         yield (
             ("together: " if left else "whole run: ")
-            + " + ".join(f"{name} {duration(s)}" for name, s in known.items())
-            + f" = {duration(sum(known.values()))}"
+            + " + ".join(f"{name} {seconds_text(s)}" for name, s in known.items())
+            + f" = {seconds_text(sum(known.values()))}"
         )
     yield (
         f"compile: {plan.compile_seconds:.1f} s on this machine, "
@@ -155,14 +159,14 @@ def _stage(stage: StagePlan) -> Iterator[str]:
     if stage.seconds is None or stage.seconds_per_call is None:
         yield f"{stage.name}: no time, since it does not fit"
         return
-    unit = "step" if stage.name == DENOISE else "call"
+    unit = "step" if stage.name == STAGES[1] else "call"
     yield (
-        f"{stage.name}: {duration(stage.seconds_per_call)} a {unit}, {stage.calls} "
-        f"{unit}s, {duration(stage.seconds)}"
+        f"{stage.name}: {seconds_text(stage.seconds_per_call)} a {unit}, {stage.calls} "
+        f"{unit}s, {seconds_text(stage.seconds)}"
     )
     each = stage.seconds_per_call
     yield "  " + ", ".join(
-        f"{_WORDS[name]} {duration(seconds)} ({seconds / each:.0%})"
+        f"{_WORDS[name]} {seconds_text(seconds)} ({seconds / each:.0%})"
         for name, seconds in stage.split().items()
     )
     yield (
@@ -171,8 +175,8 @@ def _stage(stage: StagePlan) -> Iterator[str]:
     )
     if stage.floor_per_call is not None:
         yield (
-            f"  not below {duration(stage.floor_per_call)}: kernels and collectives "
-            "as they are, all else at the peak of MXU or HBM"
+            f"  not below {seconds_text(stage.floor_per_call)}: kernels and "
+            "collectives as they are, all else at the peak of MXU or HBM"
         )
     if stage.utilization is not None:
         yield (
@@ -193,16 +197,16 @@ def _collectives(plan: Plan) -> Iterator[str]:
                     use.kind,
                     use.axis or "-",
                     str(use.count),
-                    gib(use.bytes),
-                    duration(use.seconds),
-                    duration(use.exposed_seconds),
+                    bytes_text(use.bytes),
+                    seconds_text(use.seconds),
+                    seconds_text(use.exposed_seconds),
                 )
             )
     if len(rows) == 1:
         yield "collectives: none"
         return
     yield f"collectives of one call, per {_device(plan)}:"
-    yield from _table(rows)
+    yield from _figures(rows)
 
 
 def _attention(plan: Plan) -> Iterator[str]:
@@ -286,35 +290,20 @@ def _split(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
 
 def _sharding(plan: Plan) -> Iterator[str]:
     for sharding in plan.sharding_plans:
-        yield from sharding.format_table().splitlines()
+        yield f"{sharding.component} on mesh {_mesh_name(sharding.mesh)}"
+        yield from columns(sharding.table(), indent="  ", right=(1, 2))
+        yield from (f"  {line}" for line in sharding.remarks())
 
 
 def _name(program: Measured) -> str:
     return f"{program.stage}/{program.program}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(wide[0])]
-        cells += [c.rjust(w) for c, w in zip(row[1:], wide[1:], strict=True)]
-        yield "  " + "  ".join(cells)
+def _figures(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of a name and figures."""
+    return columns(rows, indent="  ", right=range(1, len(rows[0])))
 
 
-def mesh_name(sizes: Mapping[str, int]) -> str:
+def _mesh_name(sizes: Mapping[str, int]) -> str:
     """A mesh as ``--mesh`` takes it."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def duration(seconds: float) -> str:
-    """A time for people."""
-    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
-
-
-def gib(size: float) -> str:
-    """Bytes for people."""
-    if size >= 2**27:
-        return f"{size / 2**30:.2f} GiB"
-    if size >= 2**17 or size == 0:
-        return f"{size / 2**20:.1f} MiB"
-    return f"{size / 2**10:.1f} KiB" if size >= 2**10 else f"{size:.0f} B"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.core.plan.test_search import measured, plan_of
+from tpuport.cli.shown.plan_text import text
 from tpuport.core.cost.account import Account, Row
 from tpuport.core.cost.collectives import Collective
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.plan import Plan
-from tpuport.core.plan.plan_text import gib, text
+from tpuport.core.reports import bytes_text
 from tpuport.core.tracing.context import AttentionRecord
 
 MESH = MeshSpec(dp=2, sp=4)
@@ -146,7 +147,7 @@ def test_an_estimate_is_called_one_and_names_the_mesh() -> None:
 def test_what_a_refused_program_does_not_tell_is_left_open() -> None:
     found = lines(plan_of(MESH, measured(40, 0.5)))
     row = next(line for line in found if line.startswith("denoise/step"))
-    shown = ["4.00 GiB", "-", "36.00 GiB", "-", "0.0 MiB", "40.00 GiB"]
+    shown = ["4.00 GiB", "-", "36.00 GiB", "-", "0 B", "40.00 GiB"]
     assert row.split() == ["denoise/step", *" ".join(shown).split()]
 
 
@@ -195,7 +196,7 @@ def test_the_demo_is_called_one() -> None:
 @pytest.mark.parametrize(
     ("size", "shown"),
     [
-        (0, "0.0 MiB"),
+        (0, "0 B"),
         (12, "12 B"),
         (3000, "2.9 KiB"),
         (1 << 17, "0.1 MiB"),
@@ -203,7 +204,7 @@ def test_the_demo_is_called_one() -> None:
     ],
 )
 def test_sizes_are_never_rounded_to_nothing(size: int, shown: str) -> None:
-    assert gib(size) == shown
+    assert bytes_text(size) == shown
 
 
 def test_the_compiler_s_flags_are_told() -> None:

@@ -1,0 +1,134 @@
+"""Functions can be read at one look: neither long nor with many parameters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+MOST_LINES, MOST_PARAMETERS = 80, 9
+
+#: Signatures that are what a user types: the commands, and the two calls of the API.
+DOORS = {
+    "cli/commands/bench.py:bench",
+    "cli/commands/bench_attention.py:bench_attention",
+    "cli/commands/compile.py:compile_",
+    "cli/commands/decode.py:decode",
+    "cli/commands/denoise.py:denoise",
+    "cli/commands/encode.py:encode",
+    "cli/commands/generate.py:generate",
+    "cli/commands/plan.py:plan",
+    "cli/commands/tune.py:tune",
+    "tpuport/api.py:load",
+    "tpuport/api.py:port",
+}
+
+#: Bodies of Pallas kernels: what runs on the chip is written out in one piece.
+KERNELS = {
+    "tpuport/kernels/attention/splash_kernel.py:_kernel",
+    "tpuport/kernels/attention/splash_kernel.py:_round",
+    "tpuport/kernels/convolution/conv_kernel.py:_accumulate",
+    "tpuport/kernels/convolution/conv_kernel.py:_put_together",
+}
+
+#: What is still too large. The list only shrinks: a name that is no longer too large
+#: has to go.
+LONG = {
+    "cli/commands/bench.py:measure",
+    "cli/commands/compile.py:_compile",
+    "cli/commands/generate.py:_generate",
+    "cli/commands/plan.py:plan",
+    "tpuport/api.py:load",
+    "tpuport/core/layers/attention.py:split_attention",
+    "tpuport/core/layers/sequence_parallel.py:sequence_attention",
+    "tpuport/core/layers/video_layers.py:convolve",
+    "tpuport/core/run/executor.py:Executor.run",
+    "tpuport/core/run/session.py:Session.generate",
+    "tpuport/core/run/stage_calls.py:StageRun.batch",
+    "tpuport/kernels/attention/attention.py:attention",
+    "tpuport/kernels/attention/blockwise.py:_run",
+    "tpuport/kernels/attention/blockwise.py:_run.one_tile",
+    "tpuport/kernels/attention/jax_splash.py:jax_splash_attention",
+    "tpuport/kernels/attention/splash.py:splash_feature_major",
+    "tpuport/kernels/attention/splash_kernel.py:run",
+    "tpuport/kernels/convolution/conv.py:edged_convolution",
+    "tpuport/kernels/norms/video_norm.py:apply_norm",
+}
+WIDE = {
+    "tpuport/core/layers/ring.py:gathered_attention",
+    "tpuport/core/layers/ring.py:ring_attention",
+    "tpuport/core/run/request_builder.py:RequestBuilder.request",
+    "tpuport/core/run/session.py:Session.__init__",
+    "tpuport/core/run/session.py:Session.generate",
+    "tpuport/kernels/attention/attention.py:attention",
+    "tpuport/kernels/attention/attention.py:attention_feature_major",
+    "tpuport/kernels/attention/blockwise.py:_run",
+    "tpuport/kernels/attention/jax_splash.py:jax_splash_attention",
+    "tpuport/kernels/attention/splash.py:splash_attention",
+    "tpuport/kernels/attention/splash.py:splash_feature_major",
+    "tpuport/kernels/convolution/conv.py:_call",
+    "tpuport/kernels/convolution/conv.py:edged_convolution",
+    "tpuport/kernels/convolution/conv_kernel.py:edged_body",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """(qualified name, function), nested ones too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield prefix + node.name, node
+        named = isinstance(node, Function | ast.ClassDef)
+        yield from functions(node, f"{prefix}{node.name}." if named else prefix)
+
+
+def lines(function: Function) -> int:
+    """All lines of the function, from ``def`` to the end."""
+    return (function.end_lineno or 0) - function.lineno + 1
+
+
+def parameters(function: Function) -> int:
+    """All but ``self``; ``*args`` and ``**kwargs`` count as one each."""
+    names = [node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def found() -> Iterator[tuple[str, Function]]:
+    """(file:name, function) of the product."""
+    for folder in ("cli", "tpuport"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for name, function in functions(tree):
+                yield f"{path.relative_to(ROOT)}:{name}", function
+
+
+def test_no_function_is_long() -> None:
+    long = {name for name, function in found() if lines(function) > MOST_LINES}
+    assert long - KERNELS == LONG
+
+
+def test_no_function_has_many_parameters() -> None:
+    wide = {name for name, f in found() if parameters(f) > MOST_PARAMETERS}
+    assert wide - DOORS == WIDE
+
+
+def test_what_is_excepted_is_there() -> None:
+    assert {name for name, _ in found()} >= DOORS | KERNELS
+
+
+def test_the_walk_sees_what_is_large() -> None:
+    body = "\n".join(["        pass"] * MOST_LINES)
+    names = ", ".join(f"p{n}" for n in range(MOST_PARAMETERS))
+    tree = ast.parse(
+        f"class A:\n    def m(self, {names}, **more):\n{body}\n"
+        f"def f(*, {names}):\n    def g():\n        pass\n"
+    )
+    sizes = {name: (lines(f), parameters(f)) for name, f in functions(tree)}
+    assert sizes == {
+        "A.m": (MOST_LINES + 1, MOST_PARAMETERS + 1),
+        "f": (3, MOST_PARAMETERS),
+        "f.g": (2, 0),
+    }

@@ -1,0 +1,17 @@
+"""What every port of a diffusers pipeline needs, whatever the model."""
+
+from __future__ import annotations
+
+from tpuport.patches.activations import GELU_ROUNDED_ONCE
+from tpuport.patches.conv import CONVOLUTION
+from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.padding import PADDING
+from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
+from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
+
+PATCHES = (*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING)
+"""Slices that torchax does not assign, and timesteps in float32."""
+
+OVERRIDES = (*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION, PADDING)
+"""Norms, activations, resizing, convolutions and padding."""
