@@ -10,20 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 MOST_LINES, MOST_PARAMETERS = 80, 9
 
-#: Signatures that are what a user types: the commands, and the two calls of the API.
-DOORS = {
-    "cli/commands/bench.py:bench",
-    "cli/commands/bench_attention.py:bench_attention",
-    "cli/commands/compile.py:compile_",
-    "cli/commands/decode.py:decode",
-    "cli/commands/denoise.py:denoise",
-    "cli/commands/encode.py:encode",
-    "cli/commands/generate.py:generate",
-    "cli/commands/plan.py:plan",
-    "cli/commands/tune.py:tune",
-    "tpuport/api.py:load",
-    "tpuport/api.py:port",
-}
+#: Signatures that are what a user types.
+DOORS = {"cli/commands/tune.py:tune"}
 
 #: Bodies of Pallas kernels: what runs on the chip is written out in one piece.
 KERNELS = {
@@ -36,22 +24,10 @@ KERNELS = {
 #: What is still too large. The list only shrinks: a name that is no longer too large
 #: has to go.
 LONG = {
-    "cli/commands/bench.py:measure",
-    "cli/commands/compile.py:_compile",
-    "cli/commands/generate.py:_generate",
-    "cli/commands/plan.py:plan",
-    "tpuport/api.py:load",
     "tpuport/core/layers/attention.py:split_attention",
     "tpuport/core/layers/sequence_parallel.py:sequence_attention",
     "tpuport/core/layers/video_layers.py:convolve",
-    "tpuport/core/run/executor.py:Executor.run",
-    "tpuport/core/run/session.py:Session.generate",
     "tpuport/core/run/stage_calls.py:StageRun.batch",
-    "tpuport/kernels/attention/attention.py:attention",
-    "tpuport/kernels/attention/blockwise.py:_run",
-    "tpuport/kernels/attention/blockwise.py:_run.one_tile",
-    "tpuport/kernels/attention/jax_splash.py:jax_splash_attention",
-    "tpuport/kernels/attention/splash.py:splash_feature_major",
     "tpuport/kernels/attention/splash_kernel.py:run",
     "tpuport/kernels/convolution/conv.py:edged_convolution",
     "tpuport/kernels/norms/video_norm.py:apply_norm",
@@ -59,13 +35,6 @@ LONG = {
 WIDE = {
     "tpuport/core/layers/ring.py:gathered_attention",
     "tpuport/core/layers/ring.py:ring_attention",
-    "tpuport/core/run/request_builder.py:RequestBuilder.request",
-    "tpuport/core/run/session.py:Session.__init__",
-    "tpuport/core/run/session.py:Session.generate",
-    "tpuport/kernels/attention/attention.py:attention",
-    "tpuport/kernels/attention/attention.py:attention_feature_major",
-    "tpuport/kernels/attention/blockwise.py:_run",
-    "tpuport/kernels/attention/jax_splash.py:jax_splash_attention",
     "tpuport/kernels/attention/splash.py:splash_attention",
     "tpuport/kernels/attention/splash.py:splash_feature_major",
     "tpuport/kernels/convolution/conv.py:_call",

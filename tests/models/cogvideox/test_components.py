@@ -61,17 +61,27 @@ def transformer_inputs(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_the_transformer_is_upstreams(form: str, batch: int) -> None:
     module = make_transformer(form)
     inputs = transformer_inputs(form, batch)
-    ours = tpuport.port(module)(**inputs)
-    upstream = module(**inputs)
+    program = tpuport.port(module)
+    ours, upstream = program(**inputs), module(**inputs)
     assert type(ours) is type(upstream)
     assert_close(ours.sample, upstream.sample)
-    (plain,) = tpuport.port(module)(**inputs, return_dict=False)
-    assert_close(plain, upstream.sample)
+    assert float(upstream.sample.std()) > 0.05
+    # One joint sequence: the native blocks ran.
+    (record,) = program._runtime.records
+    assert record.padded is not None
+
+
+@torch.no_grad()
+def test_without_a_dictionary_there_is_a_tuple() -> None:
+    module, inputs = make_transformer("5b"), transformer_inputs("5b", 1)
+    (ours,) = tpuport.port(module)(**inputs, return_dict=False)
+    (upstream,) = module(**inputs, return_dict=False)
+    assert_close(ours, upstream)
 
 
 @torch.no_grad()
@@ -113,7 +123,9 @@ def test_many_layers_and_ragged_heads() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("frames", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "frames", [1, *(pytest.param(n, marks=pytest.mark.sweep) for n in (2, 3)), 5]
+)
 def test_vae_decode_is_upstreams(frames: int) -> None:
     module = make_vae()
     z = torch.randn(1, 4, frames, 8, 12, generator=torch.Generator().manual_seed(2))
@@ -148,28 +160,6 @@ def test_the_text_encoder_is_upstreams() -> None:
     ids[1, 7:] = 0
     ours = tpuport.port(module)(ids)
     assert_close(ours.last_hidden_state, module(ids).last_hidden_state)
-
-
-@torch.no_grad()
-def test_bfloat16_weights_keep_float32_norms_and_softmax() -> None:
-    # The best a bfloat16 run can do is upstream's float32 run on rounded weights; it
-    # must be no further from it than upstream's own bfloat16 run, give or take.
-    module = make_transformer("5b").to(torch.bfloat16)
-    exact = make_transformer("5b").to(torch.bfloat16).float()
-    inputs = transformer_inputs("5b", 2)
-    low = {
-        k: v.to(torch.bfloat16) if k.endswith("hidden_states") else v  # type: ignore[attr-defined]
-        for k, v in inputs.items()
-    }
-    reference = exact(
-        **{k: v.float() if k.endswith("hidden_states") else v for k, v in low.items()}  # type: ignore[attr-defined]
-    ).sample
-    ours = tpuport.port(module)(**low).sample
-    assert ours.dtype == torch.bfloat16
-    upstream = module(**low).sample
-    our_error = float((ours.float() - reference).abs().mean())
-    their_error = float((upstream.float() - reference).abs().mean())
-    assert our_error <= 1.1 * their_error
 
 
 @torch.no_grad()

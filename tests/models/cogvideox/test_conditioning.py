@@ -106,7 +106,7 @@ def test_frames_are_encoded_in_eights(frames: int, lengths: list[int]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.parametrize(
     ("frames", "changes"),
     [(1, {}), (17, {}), (9, {"latent_channels": 3, "use_quant_conv": True})],

@@ -143,7 +143,7 @@ def test_other_weights_are_refused_by_name(
 def test_bfloat16_embeddings_stay_bfloat16_and_latents_float32(
     load: Any, tmp_path: Path
 ) -> None:
-    with load("5b", dtype="bfloat16") as session:
+    with load("2b", dtype="bfloat16") as session:
         run = session.open_run(
             tmp_path / "run", session.request(prompt="a fox", **SHAPE)
         )
@@ -205,12 +205,14 @@ def test_a_warm_start_compiles_nothing(
 
 
 def test_a_cached_table_per_grid(load: Any) -> None:
+    embeds = dict.fromkeys(
+        ("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 20, 32)
+    )
     with load("5b") as session:
-        session.generate("a fox", **SHAPE)
-        session.generate("a fox", **SHAPE)
-        assert len(session.executor.rotary) == 1
-        session.generate("a fox", **{**SHAPE, "width": 48})
-        assert len(session.executor.rotary) == 2
+        for width, tables in ((64, 1), (64, 1), (48, 2)):
+            request = session.request(prompt="a fox", **{**SHAPE, "width": width})
+            session.run_stage("denoise", request, embeds)
+            assert len(session.executor.rotary) == tables
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,8 @@ def compiled(mesh: str, blocks: str) -> dict[str, Any]:
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    "mesh", ["dp=2,tp=4", pytest.param("dp=2,sp=2,tp=2", marks=pytest.mark.slow)]
-)
+@pytest.mark.aot
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=2,sp=2,tp=2"])
 def test_a_step_compiles_for_v6e_with_the_splash_kernel(mesh: str) -> None:
     found = compiled(mesh, "upstream")
     # Heads are split: what they give is summed up over the network.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.processes import run_python
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.models.hunyuanvideo import demo, encoders, inputs
 
@@ -22,13 +24,9 @@ CONFIGS = {"1.5": demo.DEMO_CONFIGS, "13b": demo.DEMO_CONFIGS_13B}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(hunyuanvideo_folders: dict[str, Path]) -> dict[str, Path]:
     """The folder of each demo checkpoint."""
-    made = {}
-    for name, make in MAKERS.items():
-        made[name] = tmp_path_factory.mktemp("demo")
-        make(made[name])
-    return made
+    return hunyuanvideo_folders
 
 
 def assert_a_video(frames: np.ndarray, size: tuple[int, int]) -> None:
@@ -190,9 +188,8 @@ def test_another_process_makes_the_same_files(
         "demo.make_demo(pathlib.Path(sys.argv[1]) / '1.5');"
         "demo.make_demo_13b(pathlib.Path(sys.argv[1]) / '13b')"
     )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True
-    )
+    done = run_python(["-c", code, str(tmp_path)], environment=os.environ)
+    assert done.returncode == 0, done.stderr
     for name in MAKERS:
         assert _digests(tmp_path / name) == _digests(folders[name])
 

@@ -20,7 +20,7 @@ from tpuport.core.spec.component import Component
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.skeleton import build_skeleton, match_names
-from tpuport.models.hunyuanvideo import demo, encoders, inputs
+from tpuport.models.hunyuanvideo import encoders, inputs
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.resize import NEAREST_RESIZE
@@ -160,7 +160,13 @@ def ragged(*sides: str) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize(
     "sides",
-    [("right",), ("left",), ("right", "left"), ("all", "left", "right")],
+    [
+        ("all", "right", "left"),
+        *(
+            pytest.param(sides, marks=pytest.mark.sweep)
+            for sides in (("right",), ("left",), ("right", "left"))
+        ),
+    ],
     ids="-".join,
 )
 @pytest.mark.parametrize(
@@ -192,7 +198,13 @@ def test_language_model_states_are_upstreams(
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "sides", [("right",), ("right", "right"), ("right", "all")], ids="-".join
+    "sides",
+    [
+        ("right", "all"),
+        pytest.param(("right",), marks=pytest.mark.sweep),
+        pytest.param(("right", "right"), marks=pytest.mark.sweep),
+    ],
+    ids="-".join,
 )
 def test_byt5_states_are_upstreams(tmp_path: Path, sides: tuple[str, ...]) -> None:
     module = make("T5EncoderModel", BYT5)
@@ -208,7 +220,7 @@ def test_byt5_states_are_upstreams(tmp_path: Path, sides: tuple[str, ...]) -> No
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_siglip_states_are_upstreams(tmp_path: Path, rows: int) -> None:
     module = make("SiglipVisionModel", SIGLIP)
     pixels = torch.randn(
@@ -221,7 +233,7 @@ def test_siglip_states_are_upstreams(tmp_path: Path, rows: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.parametrize(
     ("eos", "text_end"),
     [
@@ -332,17 +344,13 @@ PROMPTS = ['a red fox holds "HELLO" and “world”', "", "a giant panda plays g
 
 
 @pytest.fixture(scope="module")
-def demo_15(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("demo-15")
-    demo.make_demo(folder)
-    return Checkpoint(folder, "demo")
+def demo_15(hunyuanvideo_folders: dict[str, Path]) -> Checkpoint:
+    return Checkpoint(hunyuanvideo_folders["1.5"], "demo")
 
 
 @pytest.fixture(scope="module")
-def demo_13b(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("demo-13b")
-    demo.make_demo_13b(folder)
-    return Checkpoint(folder, "demo")
+def demo_13b(hunyuanvideo_folders: dict[str, Path]) -> Checkpoint:
+    return Checkpoint(hunyuanvideo_folders["13b"], "demo")
 
 
 @torch.no_grad()

@@ -14,23 +14,19 @@ import torch
 from tpuport.core.spec.stage_work import SHOWN
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import WeightsError
-from tpuport.models.hunyuanvideo import demo, inputs
+from tpuport.models.hunyuanvideo import inputs
 
 PROMPTS = ['a red fox holds "HELLO" and “world”', "", "a giant panda plays guitar"]
 
 
 @pytest.fixture(scope="module")
-def demo_15(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("demo-15")
-    demo.make_demo(folder)
-    return Checkpoint(folder, "demo")
+def demo_15(hunyuanvideo_folders: dict[str, Path]) -> Checkpoint:
+    return Checkpoint(hunyuanvideo_folders["1.5"], "demo")
 
 
 @pytest.fixture(scope="module")
-def demo_13b(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("demo-13b")
-    demo.make_demo_13b(folder)
-    return Checkpoint(folder, "demo")
+def demo_13b(hunyuanvideo_folders: dict[str, Path]) -> Checkpoint:
+    return Checkpoint(hunyuanvideo_folders["13b"], "demo")
 
 
 class Recorder:

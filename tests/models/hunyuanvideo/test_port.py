@@ -62,7 +62,10 @@ def ported(form: str) -> tuple[Any, Any]:
     return module, port(module)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+BATCHES = [pytest.param(1, marks=pytest.mark.sweep), 2]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 def test_15_is_upstreams_from_text_and_from_an_image(batch: int) -> None:
     module, program = ported("1.5")
     made = []
@@ -75,7 +78,7 @@ def test_15_is_upstreams_from_text_and_from_an_image(batch: int) -> None:
     assert float((made[0] - made[1]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", BATCHES)
 def test_13b_is_upstreams(batch: int) -> None:
     module, program = ported("13b")
     inputs = form_13b.inputs_of(batch)
@@ -88,12 +91,16 @@ def test_13b_is_upstreams(batch: int) -> None:
 
 #: Of each form, another legal config and the inputs for it.
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "1.5 patches of 2": ("1.5", {"patch_size": 2}, {"size": (2, 4, 8)}),
-    "1.5 meanflow": ("1.5", {"use_meanflow": True}, {}),
-    "13b patches in time": ("13b", {"patch_size_t": 2}, {"size": (4, 8, 12)}),
-    "13b without guidance": ("13b", {"guidance_embeds": False}, {}),
-    "1.5 layer norm": ("1.5", {"qk_norm": "layer_norm"}, {}),
-    "13b without single blocks": ("13b", {"num_single_layers": 0}, {}),
+    "1.5 meanflow, patches, layer norm": (
+        "1.5",
+        {"use_meanflow": True, "patch_size": 2, "qk_norm": "layer_norm"},
+        {"size": (2, 4, 8)},
+    ),
+    "13b patches in time, no guidance, no single blocks": (
+        "13b",
+        {"patch_size_t": 2, "guidance_embeds": False, "num_single_layers": 0},
+        {"size": (4, 8, 12)},
+    ),
 }
 
 
@@ -121,7 +128,10 @@ def test_arguments_by_position_and_a_tuple_back(name: str) -> None:
     assert_close(ours[0], theirs[0])
 
 
-@pytest.mark.parametrize("sharding", ["default", "replicated-attention"])
+@pytest.mark.parametrize(
+    "sharding",
+    [pytest.param("default", marks=pytest.mark.sweep), "replicated-attention"],
+)
 @pytest.mark.parametrize("form", ["1.5", "13b"])
 def test_on_a_mesh(form: str, sharding: str) -> None:
     module, single = ported(form)

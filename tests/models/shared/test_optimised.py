@@ -45,7 +45,8 @@ def cogvideox_transformer(form: str) -> Any:
 
 
 def cogvideox_decoder() -> Any:
-    vae = make_vae()
+    # A decoder of one block at each size.
+    vae = make_vae(layers_per_block=0)
     program, weights = ported(vae)
     z = latents(vae, 1, 2, 4, 6)
 
@@ -84,7 +85,18 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: A transformer and a decoder; and one of the other model, whose blocks are of two
+#: kinds.
+KEPT = ("cogvideox 1.5-5b", "cogvideox decoder", "hunyuanvideo 13b")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in KEPT else pytest.mark.sweep)
+        for name in CASES
+    ],
+)
 @torch.no_grad()
 def test_optimised_programs_give_what_upstream_gives(name: str) -> None:
     lowered, (weights, inputs), expected = CASES[name]()

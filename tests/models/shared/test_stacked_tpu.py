@@ -1,6 +1,6 @@
 """Stacked blocks compile for a TPU v6e faster and to less code than one by one.
 
-As in ``test_cogvideox_tpu.py``: the ported module that runs here, on abstract arrays
+As in ``cogvideox/test_tpu.py``: the ported module that runs here, on abstract arrays
 for the devices of a topology, in a process of its own. Both forms are compiled in that
 process, one after the other; their times are CPU seconds, whose ratio a busy machine
 does not change much.
@@ -161,6 +161,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 @needs_libtpu
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("blocks", "mesh"), [("native", "dp=2,sp=4"), ("upstream", "dp=2,tp=4")]
 )

@@ -118,12 +118,6 @@ class Tile:
     index: tuple[int, int, int]
     slices: tuple[slice, slice, slice]
 
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the input: one program for each."""
-        frames, rows, columns = (s.stop - s.start for s in self.slices)
-        return frames, rows, columns
-
     def cut(self, x: Any) -> Any:
         """This tile of ``x`` of shape [B, C, F, H, W]."""
         return x[:, :, *self.slices]
@@ -155,11 +149,6 @@ class TilePlan:
                 *(enumerate(axis.spans) for axis in self.axes)
             )
         )
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Every tile size once, in the order of the tiles: programs to compile."""
-        return tuple(dict.fromkeys(tile.size for tile in self.tiles))
 
     @property
     def output(self) -> tuple[int, int, int]:

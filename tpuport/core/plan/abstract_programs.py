@@ -8,7 +8,6 @@ between stages are zeros of the shapes that the programs return.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
 from tpuport.core.programs.lowering import results, trace
+from tpuport.core.programs.program_store import signature
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing, walk
@@ -313,20 +314,10 @@ class _Walk:
         return walk(stage, work, load, made)
 
 
-def signature(args: Any) -> Any:
-    """What a compiled program depends on: structure, shapes and dtypes."""
-
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-
-
 def device_bytes(tree: Any) -> int:
     """What placed arrays take on one device."""
 
-    return sum(
-        math.prod(leaf.sharding.shard_shape(tuple(leaf.shape))) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    return array_bytes(jax.tree.leaves(tree))
 
 
 def _zeros(tree: Any) -> Any:

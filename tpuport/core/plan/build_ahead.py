@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from tpuport.core.mesh.device_memory import refused_bytes
+from tpuport.core.mesh.device_memory import plan_of, refused_bytes
 from tpuport.core.plan.abstract_programs import AbstractProgram
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.components import Components
@@ -45,7 +43,7 @@ class Built:
         entry: its executable.
         calls: how often the run calls it.
         trace_seconds, compile_seconds: what it took; 0 where it was there already.
-        memory: bytes per device: arguments, outputs, temporaries, code.
+        memory: bytes per device; see :func:`plan_of`.
         reused: whether it was there already.
     """
 
@@ -215,44 +213,20 @@ def _one(
         calls=program.calls,
         trace_seconds=seconds,
         compile_seconds=took,
-        memory=_memory(compiled),
+        memory=plan_of(compiled),
         reused=False,
     )
 
 
-def _caching(folder: Path, attached: bool) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def _caching(folder: Path, attached: bool) -> Iterator[None]:
     if attached:
         # What jax reads from a cache of its own cannot be written again on a CPU.
-        return compiling.uncached()
-    return _WithoutWarnings(folder / compiling.XLA_FOLDER)
-
-
-class _WithoutWarnings(AbstractContextManager[None]):
-    """jax's cache in ``folder``, without a word on entries it cannot read here."""
-
-    def __init__(self, folder: Path) -> None:
-        self._cache = compiling.persistent_cache(folder)
-        self._warnings = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        self._warnings.__enter__()
+        with compiling.uncached():
+            yield
+        return
+    with warnings.catch_warnings():
         # A compile without the chip cannot load what an earlier one wrote.
         warnings.filterwarnings("ignore", message="Error reading persistent")
-        self._cache.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._cache.__exit__(*error)
-        self._warnings.__exit__(*error)
-
-
-def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes per device, as the compiler counts them; empty where it does not."""
-    stats = compiled.memory_analysis()
-    names = {
-        "arguments": "argument_size_in_bytes",
-        "outputs": "output_size_in_bytes",
-        "temporaries": "temp_size_in_bytes",
-        "code": "generated_code_size_in_bytes",
-    }
-    found = {name: getattr(stats, attribute, None) for name, attribute in names.items()}
-    return {name: int(value) for name, value in found.items() if value is not None}
+        with compiling.persistent_cache(folder / compiling.XLA_FOLDER):
+            yield

@@ -132,7 +132,7 @@ class Programs:
 
     def is_ready(self, stage: str, name: str, args: tuple[Any, Any, Any]) -> bool:
         """Whether :meth:`get` has the program for these shapes at hand."""
-        return (stage, name, _signature(args)) in self._ready
+        return (stage, name, signature(args)) in self._ready
 
     def get(
         self,
@@ -148,7 +148,7 @@ class Programs:
         Raises:
             ArtifactError: ``built`` has the stage for another run.
         """
-        known = (stage, name, _signature(args))
+        known = (stage, name, signature(args))
         if known in self._ready:
             return self._ready[known], None
         key = None
@@ -184,7 +184,7 @@ class Programs:
             DoesNotFitError: it takes more, by the compiler's figure or its refusal.
             ArtifactError: as :meth:`get`.
         """
-        known, key = (stage, name, _signature(args)), None
+        known, key = (stage, name, signature(args)), None
         size = self._too_large.get(known)
         if size is None and self.store is not None:
             key = program_key(
@@ -415,7 +415,7 @@ def _flags(stage: str, loaded: Loaded) -> tuple[str, ...]:
     return flags_for(loaded.replicated.mesh.devices.flat[0], stage).texts
 
 
-def _signature(args: Any) -> Any:
+def signature(args: Any) -> Any:
     """What tells the programs of one name apart: structure, shapes and dtypes."""
 
     leaves, tree = jax.tree.flatten(args)

@@ -289,7 +289,7 @@ def _decode_video(
 def _tiles(ctx: StageContext) -> str:
     vae = ctx.module("vae")
     rows, columns = latent_shape(ctx.request, ctx.checkpoint)[3:]
-    return in_words(*vae_tiles.decode_axes(vae, rows, columns, tiling=True))
+    return in_words(*vae_tiles.decode_axes(vae, rows, columns))
 
 
 def plan_decode(ctx: StageContext) -> Work:
@@ -302,9 +302,8 @@ def plan_decode(ctx: StageContext) -> Work:
     lengths = chunk_lengths(z.shape[2])
     rows, columns = ctx.request.height, ctx.request.width
     vae = ctx.module("vae")
-    tall, wide = z.shape[3:]
-    if vae_tiles.is_tiled(vae, tall, wide, tiling=ctx.vae_tiling == Tiling.ON):
-        axes = vae_tiles.decode_axes(vae, tall, wide, tiling=True)
+    axes = vae_tiles.decode_axes(vae, *z.shape[3:])
+    if ctx.vae_tiling == Tiling.ON and in_words(*axes):
         ratio = int(vae.config.temporal_compression_ratio)
         made = functools.partial(vae_tiles.frames_of_chunk, ratio)
         return vae_tiles.tiled_work(z, axes, lengths, made, ctx.pixels)

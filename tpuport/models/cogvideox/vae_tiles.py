@@ -44,23 +44,11 @@ def frames_of_chunk(ratio: int, latent_frames: int, first: bool) -> int:
     return (latent_frames - alone) * ratio + alone
 
 
-def is_tiled(vae: Any, rows: int, columns: int, tiling: bool) -> bool:
-    """Whether upstream decodes latents of that many rows and columns in tiles.
-
-    Args:
-        vae: the upstream module; only its tile settings are read.
-        tiling: in place of ``vae.use_tiling``.
-    """
-    return tiling and (
-        rows > vae.tile_latent_min_height or columns > vae.tile_latent_min_width
-    )
-
-
-def decode_axes(vae: Any, rows: int, columns: int, tiling: bool) -> tuple[Axis, Axis]:
+def decode_axes(vae: Any, rows: int, columns: int) -> tuple[Axis, Axis]:
     """The tiles of rows and of columns of latents; one of each where it does not tile.
 
     Args:
-        vae, tiling: as of :func:`is_tiled`.
+        vae: the upstream module; of its tile settings ``use_tiling`` is not read.
         rows, columns: of the latents.
 
     Raises:
@@ -71,7 +59,7 @@ def decode_axes(vae: Any, rows: int, columns: int, tiling: bool) -> tuple[Axis, 
     def made(n: int) -> int:
         return n * pixels
 
-    if not is_tiled(vae, rows, columns, tiling):
+    if rows <= vae.tile_latent_min_height and columns <= vae.tile_latent_min_width:
         return whole_axis(rows, made), whole_axis(columns, made)
 
     def axis(side: int, window: int, sample: int, overlap: float) -> Axis:

@@ -97,14 +97,14 @@ def told(vae: JaxModule) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize(
     ("parts", "size"),
     [
-        ((1, 8), (2, 16)),
-        # Neither rows nor columns divide; some devices have none of their own.
-        ((1, 8), (3, 13)),
-        ((2, 4), (3, 11)),
+        pytest.param((1, 8), (2, 16), id="columns", marks=pytest.mark.sweep),
+        # Some devices have no column of their own.
+        pytest.param((1, 8), (3, 13), id="uneven columns", marks=pytest.mark.sweep),
+        # Neither rows nor columns divide.
+        pytest.param((2, 4), (3, 11), id="rows and columns"),
         # Wide enough for the kernel to read in place, with one phantom column.
-        ((1, 2), (2, 15)),
+        pytest.param((1, 2), (2, 15), id="wide", marks=pytest.mark.sweep),
     ],
-    ids=["columns", "uneven columns", "rows and columns", "wide"],
 )
 def test_decoding_by_kernels_is_that_without(
     parts: tuple[int, int], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -235,6 +235,7 @@ print(json.dumps(in_a_decoder(compiled.as_text())))
 
 
 @needs_libtpu
+@pytest.mark.aot
 def test_the_decoder_compiles_for_eight_chips_from_the_projects_kernels() -> None:
     found = run_json(PROGRAM)
     names = ("conv", "moments", "norm", "sides")

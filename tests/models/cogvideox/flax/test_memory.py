@@ -40,6 +40,7 @@ print(json.dumps({
 
 # Of 64 channels there is no kernel: the norm is the compiler's.
 @needs_libtpu
+@pytest.mark.aot
 @pytest.mark.parametrize(("channels", "kernels"), [(128, 2), (64, 0)])
 def test_a_norm_holds_no_squared_copy(channels: int, kernels: int) -> None:
     found = run_json(PROGRAM, str(channels))

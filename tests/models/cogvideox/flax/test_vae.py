@@ -225,13 +225,14 @@ def split_run(
     return run
 
 
+#: Two videos, and neither side divides: phantom rows and columns.
+UNEVEN = ((2, 2, 2), (5, 7))
 SPLITS = [
-    ((1, 2, 4), (4, 8)),
-    # Neither side divides: phantom rows and columns.
-    ((1, 2, 4), (5, 11)),
-    ((2, 2, 2), (5, 7)),
-    # The last device has nothing but phantom columns.
-    ((1, 1, 8), (3, 14)),
+    pytest.param((1, 2, 4), (4, 8), marks=pytest.mark.sweep),
+    pytest.param((1, 2, 4), (5, 11), marks=pytest.mark.sweep),
+    UNEVEN,
+    # The last device has nothing but phantom columns, as some in ``test_sessions.py``.
+    pytest.param((1, 1, 8), (3, 14), marks=pytest.mark.sweep),
 ]
 
 

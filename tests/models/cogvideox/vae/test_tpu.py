@@ -119,13 +119,12 @@ def _compared(
 @pytest.mark.parametrize(
     ("rows", "columns", "devices", "config"),
     [
-        (2, 8, 1, SMALL),
+        pytest.param(2, 8, 1, SMALL, id="whole", marks=pytest.mark.sweep),
         # A block whose input is as wide as its output.
-        (3, 16, 2, CONFIG),
-        (2, 5, 2, SMALL),
-        (2, 31, 2, SMALL),
+        pytest.param(3, 16, 2, CONFIG, id="even columns", marks=pytest.mark.sweep),
+        pytest.param(2, 5, 2, SMALL, id="5 columns"),
+        pytest.param(2, 31, 2, SMALL, id="31 columns", marks=pytest.mark.sweep),
     ],
-    ids=["whole", "even columns", "5 columns", "31 columns"],
 )
 @torch.no_grad()
 def test_blocks_of_kernels_are_upstreams(
@@ -138,10 +137,15 @@ def test_blocks_of_kernels_are_upstreams(
     assert in_place >= wide > 0
 
 
+@pytest.mark.parametrize(
+    "lengths", [(3,), pytest.param((3, 2), marks=pytest.mark.sweep)], ids=str
+)
 @torch.no_grad()
-def test_the_encoder_of_kernels_is_upstreams_where_columns_are_uneven() -> None:
+def test_the_encoder_of_kernels_is_upstreams_where_columns_are_uneven(
+    lengths: tuple[int, ...],
+) -> None:
     torch.manual_seed(1)
-    chunks = [torch.randn(1, 3, frames, 4, 10) for frames in (3, 2)]
+    chunks = [torch.randn(1, 3, frames, 4, 10) for frames in lengths]
     apart, in_place, wide = _compared("encoder", chunks, 2)
     assert apart <= TOLERANCES["component float32"]
     assert in_place >= wide > 0
@@ -170,9 +174,23 @@ def test_blocks_leave_no_activation_to_the_compiler(without: str) -> None:
     assert (" logistic " in jaxpr) == bool(without)
 
 
-@pytest.mark.parametrize("in_time", [False, True])
-@pytest.mark.parametrize("frames", [1, 2, 3])
-@pytest.mark.parametrize(("rows", "columns", "devices"), [(6, 10, 1), (3, 5, 2)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "devices", "frames", "in_time"),
+    [
+        # One frame is not enlarged in time, nor is the first of an odd number.
+        (3, 5, 2, 1, True),
+        (3, 5, 2, 2, True),
+        (3, 5, 2, 3, True),
+        (3, 5, 2, 2, False),
+        *(
+            pytest.param(*size, frames, in_time, marks=pytest.mark.sweep)
+            for size in ((6, 10, 1), (3, 5, 2))
+            for frames in (1, 2, 3)
+            for in_time in (False, True)
+            if size[-1] == 1 or (frames != 2 and not in_time)
+        ),
+    ],
+)
 @torch.no_grad()
 def test_the_upsampler_of_kernels_is_upstreams(
     rows: int, columns: int, devices: int, frames: int, in_time: bool
@@ -287,7 +305,8 @@ axis = (jax.sharding.AxisType.Auto,)
 mesh = jax.sharding.Mesh(np.array(devices), ("x",), axis_types=axis)
 whole = NamedSharding(mesh, PartitionSpec())
 component = port.components["vae"]
-config = {**variant.configs["vae"], "layers_per_block": 1}
+# One block at each size.
+config = {**variant.configs["vae"], "layers_per_block": 0}
 runtime = model_runtime(
     mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides
 )

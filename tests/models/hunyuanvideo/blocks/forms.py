@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import tpuport
 from tests.tolerances import TOLERANCES
+from tpuport.core.files.sources import read_image
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.run.ported_program import PortedProgram, component_of
@@ -21,14 +23,11 @@ from tpuport.plugins import get_port
 Inputs = dict[str, Any]
 
 ATOL = TOLERANCES["component float32"]
-MESHES = [
-    (1, 1, 1),
-    (1, 2, 1),
-    (1, 3, 1),
-    (1, 4, 1),
-    (1, 5, 1),
-    (1, 8, 1),
-    (2, 2, 2),
+#: All axes at once. How tokens and heads are split is tested of ``sequence_attention``.
+EVERY_AXIS = (2, 2, 2)
+OTHER_MESHES = [
+    pytest.param(mesh, marks=pytest.mark.sweep)
+    for mesh in ((1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 5, 1), (1, 8, 1))
 ]
 
 
@@ -58,7 +57,7 @@ def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def bfloat16_errors(
     module: torch.nn.Module,
-    inputs: Inputs,
+    draws: Sequence[Inputs],
     upstream: Callable[[torch.nn.Module, Inputs], torch.Tensor],
 ) -> np.ndarray:
     """Mean squares of what upstream's and the native blocks are off float32 by."""
@@ -69,23 +68,42 @@ def bfloat16_errors(
             for name, x in inputs.items()
         }
 
-    module, inputs = module.bfloat16(), cast(inputs, torch.bfloat16)
-    exact = upstream(copy.deepcopy(module).float(), cast(inputs, torch.float32))
-    found = upstream(module, inputs), call(native(module, (1, 2, 1)), inputs)
-    assert all(out.dtype == torch.bfloat16 for out in found)
-    return np.array([float((out.float() - exact).square().mean()) for out in found])
+    module = module.bfloat16()
+    exact, ours = copy.deepcopy(module).float(), native(module, (1, 2, 1))
+    errors = np.zeros(2)
+    for draw in draws:
+        inputs = cast(draw, torch.bfloat16)
+        expected = upstream(exact, cast(inputs, torch.float32))
+        found = upstream(module, inputs), call(ours, inputs)
+        assert all(out.dtype == torch.bfloat16 for out in found)
+        errors += [float((out.float() - expected).square().mean()) for out in found]
+    return errors
 
 
-def videos(
+def drawn_again(inputs: Inputs, seed: int) -> Inputs:
+    """Other latents and texts of the same sizes, with the same masks."""
+    draw = torch.Generator().manual_seed(seed)
+    names = ("hidden_states", "encoder_hidden_states")
+    return inputs | {n: torch.randn(inputs[n].shape, generator=draw) for n in names}
+
+
+def latents_of_both(
     folder: Path,
     cache_dir: Path,
     prompt: str,
     mesh: tuple[int, int, int],
     step_cache: str | None,
-    **request: Any,
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Latents and frames of upstream's blocks on one device, of native ones on more."""
-    made = {}
+    image: Any = None,
+) -> list[torch.Tensor]:
+    """Latents of upstream's blocks on one device, and of native ones on more."""
+    steps = 2 if step_cache is None else 6
+    asked: dict[str, Any] = {"height": 48, "width": 64, "num_frames": 5, "seed": 1}
+    asked |= {"num_inference_steps": steps, "step_cache": step_cache}
+    given: Inputs = {}
+    if image is not None:
+        asked["source"] = read_image(image)
+        given["image"] = asked["source"].for_videos(1)
+    made: list[torch.Tensor] = []
     for blocks, placed in (("upstream", (1, 1, 1)), ("native", mesh)):
         with tpuport.load(
             "hunyuanvideo",
@@ -94,15 +112,10 @@ def videos(
             blocks=blocks,
             mesh=placed,
         ) as session:
-            result = session.generate(
-                prompt,
-                seed=1,
-                height=48,
-                width=64,
-                num_frames=5,
-                num_inference_steps=2 if step_cache is None else 6,
-                step_cache=step_cache,
-                **request,
-            )
-        made[blocks] = (np.asarray(result.latents), result.frames)
+            request = session.request(prompt=prompt, **asked)
+            if not made:
+                given, _ = session.run_stage("encode", request, given)
+            found, report = session.run_stage("denoise", request, given)
+        assert report.backend == "tpuport"
+        made.append(found["latents"])
     return made

@@ -6,19 +6,20 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.models.hunyuanvideo.blocks.forms import (
     ATOL,
-    MESHES,
+    EVERY_AXIS,
+    OTHER_MESHES,
     bfloat16_errors,
     call,
+    drawn_again,
     largest,
+    latents_of_both,
     native,
     one_by_one,
-    videos,
 )
 from tests.models.hunyuanvideo.blocks.test_transformer_13b import (
     FORMS,
@@ -29,6 +30,7 @@ from tests.models.hunyuanvideo.blocks.test_transformer_13b import (
     upstream,
 )
 from tests.tolerances import TOLERANCES
+from tpuport.core.run.ported_program import PortedProgram
 from tpuport.core.tracing.patching import inspect_patches
 from tpuport.models.hunyuanvideo.native_13b import TRANSFORMER_13B
 
@@ -38,12 +40,22 @@ def module() -> torch.nn.Module:
     return make()
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+#: sp divides no sequence.
+UNEVEN = (1, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def uneven(module: torch.nn.Module) -> PortedProgram:
+    """For tests to share what it compiles."""
+    return native(module, UNEVEN)
+
+
+@pytest.mark.parametrize("mesh", [EVERY_AXIS, UNEVEN, *OTHER_MESHES], ids=str)
 def test_it_is_upstreams_on(
-    mesh: tuple[int, int, int], module: torch.nn.Module
+    mesh: tuple[int, int, int], module: torch.nn.Module, uneven: PortedProgram
 ) -> None:
     inputs = inputs_of(2)
-    program = native(module, mesh)
+    program = uneven if mesh == UNEVEN else native(module, mesh)
     assert largest(call(program, inputs), upstream(module, inputs)) <= ATOL
     # Both kinds of blocks attend to the same sequence.
     (record,) = [r for r in program._runtime.records if r.padded]
@@ -51,7 +63,18 @@ def test_it_is_upstreams_on(
     assert record.padded == -(-(VIDEO + TEXT) // mesh[1]) * mesh[1]
 
 
-@pytest.mark.parametrize("form", [f for f in FORMS if f != "t2v"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        # Its blocks are others.
+        "i2v token replace",
+        *(
+            pytest.param(form, marks=pytest.mark.sweep)
+            for form in FORMS
+            if form not in ("t2v", "i2v token replace")
+        ),
+    ],
+)
 def test_forms(form: str) -> None:
     module, inputs = make(form), inputs_of(2, form)
     found = call(native(module, (1, 5, 1)), inputs)
@@ -61,7 +84,8 @@ def test_forms(form: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_single_layers": 0},
+        # Also a test of ``tpuport.port``.
+        pytest.param({"num_single_layers": 0}, marks=pytest.mark.sweep),
         {"qk_norm": "layer_norm", "num_attention_heads": 3},
     ],
     ids=str,
@@ -72,22 +96,22 @@ def test_any_config(changes: dict[str, Any]) -> None:
     assert largest(found, upstream(module, inputs)) <= ATOL
 
 
-def test_stacked_blocks_are_those_one_by_one(module: torch.nn.Module) -> None:
+def test_stacked_blocks_are_those_one_by_one(
+    module: torch.nn.Module, uneven: PortedProgram
+) -> None:
     inputs = inputs_of(2)
-    expected = call(one_by_one(module, (1, 4, 2)), inputs)
-    assert largest(call(native(module, (1, 4, 2)), inputs), expected) <= ATOL
+    expected = call(one_by_one(module, UNEVEN), inputs)
+    assert largest(call(uneven, inputs), expected) <= ATOL
     assert largest(expected, upstream(module, inputs)) <= ATOL
 
 
 def test_bfloat16_is_no_further_off_than_upstreams(module: torch.nn.Module) -> None:
-    errors = np.zeros(2)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        changed = copy.deepcopy(module)
-        for parameter in changed.parameters():
-            parameter.data.add_(torch.randn_like(parameter) * 0.05)
-        errors += bfloat16_errors(changed, inputs_of(2), upstream)
-    of_upstream, of_native = errors
+    torch.manual_seed(0)
+    changed = copy.deepcopy(module)
+    for parameter in changed.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    draws = [drawn_again(inputs_of(2), seed) for seed in range(3)]
+    of_upstream, of_native = bfloat16_errors(changed, draws, upstream)
     assert 0 < of_native <= of_upstream * 1.05**2
 
 
@@ -97,19 +121,23 @@ def test_attention_kwargs_are_refused(module: torch.nn.Module) -> None:
         program(**inputs_of(1), attention_kwargs={"scale": 0.5})
 
 
-@pytest.mark.parametrize("step_cache", [None, "deepcache:start=1,end=4", "taylorseer"])
-def test_videos_of_both_blocks(
+@pytest.mark.parametrize(
+    "step_cache",
+    [
+        "taylorseer",
+        # ``test_sessions.py`` runs both caches, ``test_videos.py`` none.
+        pytest.param("deepcache:start=1,end=4", marks=pytest.mark.sweep),
+        pytest.param(None, marks=pytest.mark.sweep),
+    ],
+)
+def test_latents_of_both_blocks(
     step_cache: str | None, hunyuanvideo_folders: dict[str, Path], cache_dir: Path
 ) -> None:
-    made = videos(
-        hunyuanvideo_folders["13b"],
-        cache_dir,
-        "a red fox walks on",
-        (1, 4, 2),
-        step_cache,
+    folder = hunyuanvideo_folders["13b"]
+    one, other = latents_of_both(
+        folder, cache_dir, "a red fox walks on", UNEVEN, step_cache
     )
-    for one, other in zip(made["native"], made["upstream"], strict=True):
-        assert np.abs(one - other).max() <= TOLERANCES["video float32"]
+    assert largest(one, other) <= TOLERANCES["video float32"]
 
 
 def test_every_patch_applies_here() -> None:

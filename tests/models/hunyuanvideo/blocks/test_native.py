@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tests.models.hunyuanvideo.blocks.forms import (
     ATOL,
-    MESHES,
+    EVERY_AXIS,
+    OTHER_MESHES,
     bfloat16_errors,
     call,
+    drawn_again,
     largest,
+    latents_of_both,
     native,
     one_by_one,
-    videos,
 )
 from tests.models.hunyuanvideo.blocks.test_transformer import (
     CONFIGS,
     GLYPHS,
     IMAGE,
-    TASKS,
     TEXT,
     VIDEO,
     Inputs,
@@ -32,13 +32,14 @@ from tests.models.hunyuanvideo.blocks.test_transformer import (
 )
 from tests.models.hunyuanvideo.upstream import picture
 from tests.tolerances import TOLERANCES
+from tpuport.core.run.ported_program import PortedProgram
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.tracing.patching import inspect_patches
 from tpuport.models.hunyuanvideo.native import TRANSFORMER_15
 from tpuport.plugins import get_port
 
 #: With text past the end of a device's tokens, and text on two devices at once.
-ALL_MESHES = [*MESHES, (1, 4, 2)]
+UNEVEN = (1, 4, 2)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,18 @@ def module() -> torch.nn.Module:
     return make()
 
 
-@pytest.mark.parametrize("mesh", ALL_MESHES, ids=str)
+@pytest.fixture(scope="module")
+def uneven(module: torch.nn.Module) -> PortedProgram:
+    """On a mesh whose sp divides no sequence, for tests to share what it compiles."""
+    return native(module, UNEVEN)
+
+
+@pytest.mark.parametrize("mesh", [EVERY_AXIS, UNEVEN, *OTHER_MESHES], ids=str)
 def test_it_is_upstreams_on(
-    mesh: tuple[int, int, int], module: torch.nn.Module
+    mesh: tuple[int, int, int], module: torch.nn.Module, uneven: PortedProgram
 ) -> None:
     inputs = inputs_of(2, "i2v")
-    program = native(module, mesh)
+    program = uneven if mesh == UNEVEN else native(module, mesh)
     assert largest(call(program, inputs), upstream(module, inputs)) <= ATOL
     (record,) = [r for r in program._runtime.records if r.padded]
     tokens = VIDEO + TEXT + GLYPHS + IMAGE
@@ -64,16 +71,27 @@ def test_it_is_upstreams_on(
     assert record.split == (*expected, None)
 
 
-@pytest.mark.parametrize("task", [t for t in TASKS if t != "i2v"])
-def test_text_to_video(task: str, module: torch.nn.Module) -> None:
+@pytest.mark.parametrize(
+    "task", ["t2v zeros", pytest.param("t2v no tokens", marks=pytest.mark.sweep)]
+)
+def test_text_to_video(
+    task: str, module: torch.nn.Module, uneven: PortedProgram
+) -> None:
     inputs = inputs_of(2, task)
-    program = native(module, (1, 3, 1))
-    assert largest(call(program, inputs), upstream(module, inputs)) <= ATOL
-    no_glyphs = dict(inputs)
+    assert largest(call(uneven, inputs), upstream(module, inputs)) <= ATOL
+
+
+@pytest.mark.parametrize(
+    "task", ["t2v no tokens", pytest.param("t2v zeros", marks=pytest.mark.sweep)]
+)
+def test_without_glyphs(
+    task: str, module: torch.nn.Module, uneven: PortedProgram
+) -> None:
+    inputs = inputs_of(2, task)
     for name in ("encoder_hidden_states_2", "encoder_attention_mask_2"):
-        no_glyphs[name] = inputs[name][:, :0]
-    expected = upstream(module, {**no_glyphs, **_zero_image(inputs)})
-    assert largest(call(program, no_glyphs), expected) <= ATOL
+        inputs[name] = inputs[name][:, :0]
+    expected = upstream(module, {**inputs, **_zero_image(inputs)})
+    assert largest(call(uneven, inputs), expected) <= ATOL
 
 
 def _zero_image(inputs: Inputs) -> Inputs:
@@ -93,34 +111,31 @@ def test_any_config(name: str) -> None:
     assert largest(found, upstream(module, inputs)) <= ATOL
 
 
-def test_stacked_blocks_are_those_one_by_one(module: torch.nn.Module) -> None:
+def test_stacked_blocks_are_those_one_by_one(
+    module: torch.nn.Module, uneven: PortedProgram
+) -> None:
     inputs = inputs_of(2, "i2v")
-    expected = call(one_by_one(module, (1, 4, 2)), inputs)
-    assert largest(call(native(module, (1, 4, 2)), inputs), expected) <= ATOL
+    expected = call(one_by_one(module, UNEVEN), inputs)
+    assert largest(call(uneven, inputs), expected) <= ATOL
     assert largest(expected, upstream(module, inputs)) <= ATOL
 
 
 def test_what_padding_holds_does_not_matter_and_what_is_valid_does(
-    module: torch.nn.Module,
+    uneven: PortedProgram,
 ) -> None:
-    program = native(module, (1, 3, 1))
     inputs = inputs_of(2, "i2v")
-    expected = call(program, inputs)
+    expected = call(uneven, inputs)
     states, mask = "encoder_hidden_states", inputs["encoder_attention_mask"][:, :, None]
     noise = torch.full_like(inputs[states], 1e4)
     padded = {**inputs, states: inputs[states].where(mask, noise)}
-    assert torch.equal(call(program, padded), expected)
+    assert torch.equal(call(uneven, padded), expected)
     turned = {**inputs, states: inputs[states].flip(-1).where(mask, inputs[states])}
-    assert largest(call(program, turned), expected) > 1e-3
+    assert largest(call(uneven, turned), expected) > 1e-3
 
 
 def test_bfloat16_is_no_further_off_than_upstreams() -> None:
-    errors = np.zeros(2)
-    for seed in range(3):
-        errors += bfloat16_errors(
-            make(seed, num_layers=2), inputs_of(2, "i2v"), upstream
-        )
-    of_upstream, of_native = errors
+    draws = [drawn_again(inputs_of(2, "i2v"), seed) for seed in range(3)]
+    of_upstream, of_native = bfloat16_errors(make(num_layers=2), draws, upstream)
     assert 0 < of_native <= of_upstream * 1.05**2
 
 
@@ -141,21 +156,24 @@ def test_blocks_take_the_place_of_the_patch_on_the_same_target() -> None:
         assert "native" in forward.name
 
 
-@pytest.mark.parametrize("step_cache", [None, "deepcache:start=1,end=4", "taylorseer"])
-def test_videos_of_both_blocks(
+@pytest.mark.parametrize(
+    "step_cache",
+    [
+        "deepcache:start=1,end=4",
+        # ``test_sessions.py`` runs both caches, ``test_videos.py`` none.
+        pytest.param("taylorseer", marks=pytest.mark.sweep),
+        pytest.param(None, marks=pytest.mark.sweep),
+    ],
+)
+def test_latents_of_both_blocks(
     step_cache: str | None, hunyuanvideo_folders: dict[str, Path], cache_dir: Path
 ) -> None:
     """From an image, with guidance on dp, and with steps that go on from a state."""
-    made = videos(
-        hunyuanvideo_folders["1.5"],
-        cache_dir,
-        'a red fox reads "stop" aloud',
-        (2, 2, 2),
-        step_cache,
-        image=picture(),
+    prompt, folder = 'a red fox reads "stop" aloud', hunyuanvideo_folders["1.5"]
+    one, other = latents_of_both(
+        folder, cache_dir, prompt, EVERY_AXIS, step_cache, picture()
     )
-    for one, other in zip(made["native"], made["upstream"], strict=True):
-        assert np.abs(one - other).max() <= TOLERANCES["video float32"]
+    assert largest(one, other) <= TOLERANCES["video float32"]
 
 
 def test_every_patch_applies_here() -> None:

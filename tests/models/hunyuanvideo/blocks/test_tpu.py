@@ -7,11 +7,12 @@ for the devices of a topology, in a process of its own. Full width, few of the l
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_json
+from tests.tpu_process import needs_libtpu, run_program
 
 PROGRAM = r"""
 import json, math, re, sys
@@ -32,65 +33,70 @@ from tests.models.compiled_layers import (
     collectives, kernels, layer_body, moved, token_pairs,
 )
 
-case = json.loads(sys.argv[1])
-variant = PORT.variant(case["variant"])
-port = with_blocks(PORT.form_of(variant), case["blocks"])
-devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
-mesh = build_mesh(MeshSpec.parse(case["mesh"]), devices)
-component = port.components["transformer"]
-config = {**variant.configs["transformer"], **case["layers"]}
-runtime = model_runtime(
-    mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
-    attention=port.attention,
-)
-skeleton = build_skeleton(component, config)
-ported = PortedModule(skeleton, runtime, component.stacked)
-tensors = ported.tensors()
-plan = plan_sharding(
-    component.sharding,
-    {k: WeightInfo(tuple(tensors[k].shape), 2) for k in ported.names.stored},
-    dict(mesh.shape), component="transformer",
-)
-weights = abstract_weights(ported, plan, mesh, lambda name, tensor: jnp.bfloat16)
-whole = NamedSharding(mesh, PartitionSpec())
-def array(dtype, *shape, sharding=whole):
+def array(sharding, dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-inputs = [{k: array(*v) for k, v in part.items()} for part in case["inputs"]]
-step = port.stage("denoise").programs["step"].fn
-def run(weights, *args):
-    return step(ported.bind(weights), *args)
+
 def largest(text):
     # Of two dims and more: copies in flight are buffers of one dim, in bytes.
     shapes = set(re.findall(r"\w\[(\d+(?:,\d+)+)\]", text))
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
-compiled = jax.jit(run).lower(weights, *inputs).compile()
-text = compiled.as_text()
-memory = compiled.memory_analysis()
-found = {
-    "kernels": kernels(text),
-    "attention": [r.as_dict() for r in runtime.records],
-    "weights": plan.bytes_per_device,
-    "arguments": memory.argument_size_in_bytes,
-    "temporaries": memory.temp_size_in_bytes,
-}
-if case["blocks"] == "native":
-    (record,) = [r for r in runtime.records if r.padded]
-    sp = mesh.shape["sp"]
-    counts = {case["tokens"], record.padded, record.padded // sp}
-    body = layer_body(text)
-    found |= {
-        "in a layer": collectives(body),
-        "moved in a layer": moved(body),
-        "token by token": token_pairs(text, counts),
+
+def compiled(case):
+    variant = PORT.variant(case["variant"])
+    port = with_blocks(PORT.form_of(variant), case["blocks"])
+    mesh = build_mesh(MeshSpec.parse(case["mesh"]), devices)
+    component = port.components["transformer"]
+    config = {**variant.configs["transformer"], **case["layers"]}
+    runtime = model_runtime(
+        mesh=mesh, platform="tpu", patches=port.patches, overrides=port.overrides,
+        attention=port.attention,
+    )
+    skeleton = build_skeleton(component, config)
+    ported = PortedModule(skeleton, runtime, component.stacked)
+    tensors = ported.tensors()
+    plan = plan_sharding(
+        component.sharding,
+        {k: WeightInfo(tuple(tensors[k].shape), 2) for k in ported.names.stored},
+        dict(mesh.shape), component="transformer",
+    )
+    weights = abstract_weights(ported, plan, mesh, lambda name, tensor: jnp.bfloat16)
+    whole = NamedSharding(mesh, PartitionSpec())
+    inputs = [
+        {k: array(whole, *v) for k, v in part.items()} for part in case["inputs"]
+    ]
+    step = port.stage("denoise").programs["step"].fn
+    def run(weights, *args):
+        return step(ported.bind(weights), *args)
+    program = jax.jit(run).lower(weights, *inputs).compile()
+    text = program.as_text()
+    memory = program.memory_analysis()
+    found = {
+        "kernels": kernels(text),
+        "attention": [r.as_dict() for r in runtime.records],
+        "weights": plan.bytes_per_device,
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
     }
-    print(json.dumps(found))
-    sys.exit()
-one_head = array("bfloat16", 1, 1, case["tokens"], 128)
-plain = jax.jit(lambda q: reference_attention(q, q, q)).lower(one_head).compile()
-print(json.dumps(found | {
-    "largest": largest(text),
-    "largest of plain attention": largest(plain.as_text()),
-}))
+    if case["blocks"] == "native":
+        (record,) = [r for r in runtime.records if r.padded]
+        sp = mesh.shape["sp"]
+        counts = {case["tokens"], record.padded, record.padded // sp}
+        body = layer_body(text)
+        return found | {
+            "in a layer": collectives(body),
+            "moved in a layer": moved(body),
+            "token by token": token_pairs(text, counts),
+        }
+    one_head = array(whole, "bfloat16", 1, 1, case["tokens"], 128)
+    plain = jax.jit(lambda q: reference_attention(q, q, q)).lower(one_head).compile()
+    return found | {
+        "largest": largest(text),
+        "largest of plain attention": largest(plain.as_text()),
+    }
+
+devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
+for case in json.loads(sys.argv[1]):
+    print(json.dumps(compiled(case)))
 """
 
 TEXT, GLYPHS, IMAGE = 64, 32, 729
@@ -157,28 +163,38 @@ def case_13b(mesh: str, frames: int) -> dict[str, Any]:
     }
 
 
-def compiled(case: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler says of a step."""
-    return run_json(PROGRAM, json.dumps(case))
+def compiled(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the compiler says of steps, all in one process."""
+    lines = run_program(PROGRAM, json.dumps(cases), timeout=1800)
+    return [json.loads(line) for line in lines[-len(cases) :]]
 
 
-# Latent frames are so many that no weight has as many elements as S x S.
+#: Form, mesh and latent frames, so many that no weight has as many elements as S x S.
+STEPS = [
+    ("1.5", "dp=2,tp=4", 4),
+    ("13b", "tp=8", 5),
+    ("1.5", "dp=2,sp=2,tp=2", 8),
+    ("13b", "dp=2,sp=2,tp=2", 8),
+]
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The cases of STEPS, and what the compiler says of each."""
+    make = {"1.5": case_15, "13b": case_13b}
+    cases = [make[form](mesh, frames) for form, mesh, frames in STEPS]
+    return list(zip(cases, compiled(cases), strict=True))
+
+
+# That upstream's blocks take the kernel is also told by their traced programs.
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("form", "mesh", "frames"),
-    [
-        ("1.5", "dp=2,tp=4", 4),
-        # A minute each; that 13b takes the kernel is also told by its traced program.
-        pytest.param("13b", "tp=8", 5, marks=pytest.mark.slow),
-        pytest.param("1.5", "dp=2,sp=2,tp=2", 8, marks=pytest.mark.slow),
-        pytest.param("13b", "dp=2,sp=2,tp=2", 8, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.aot
+@pytest.mark.parametrize("index", range(len(STEPS)), ids=lambda n: str(STEPS[n]))
 def test_a_step_compiles_for_v6e_with_the_splash_kernel(
-    form: str, mesh: str, frames: int
+    index: int, steps: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> None:
-    case = {"1.5": case_15, "13b": case_13b}[form](mesh, frames)
-    found = compiled(case)
+    form, mesh, _ = STEPS[index]
+    case, found = steps[index]
 
     tokens = case["tokens"]
     sizes = dict(part.split("=") for part in mesh.split(","))
@@ -208,7 +224,7 @@ def test_native_blocks_compile_for_v6e_and_exchange_tokens_for_heads() -> None:
     # A device has 896 tokens, more than there are of text (825), as in a video on eight
     # chips: to write a longer text into its places, all of q, k and v are copied.
     case = case_15("dp=2,sp=4", 2) | {"blocks": "native"}
-    found = compiled(case)
+    (found,) = compiled([case])
     (attention,) = [r for r in found["attention"] if r["padded"]]
     assert attention["implementation"] == "splash"
     assert attention["key_lengths"]

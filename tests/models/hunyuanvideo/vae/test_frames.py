@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.core.layers.tiled import assemble
+from tests.core.layers.test_tiles import assemble
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.video_file import check_frames
 from tpuport.core.layers.tiles import TilePlan, tiled_axis, whole_axis
