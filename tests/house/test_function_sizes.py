@@ -10,20 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 MOST_LINES, MOST_PARAMETERS = 80, 9
 
-#: Signatures that are what a user types: the commands, and the two calls of the API.
-DOORS = {
-    "cli/commands/bench.py:bench",
-    "cli/commands/bench_attention.py:bench_attention",
-    "cli/commands/compile.py:compile_",
-    "cli/commands/decode.py:decode",
-    "cli/commands/denoise.py:denoise",
-    "cli/commands/encode.py:encode",
-    "cli/commands/generate.py:generate",
-    "cli/commands/plan.py:plan",
-    "cli/commands/tune.py:tune",
-    "tpuport/api.py:load",
-    "tpuport/api.py:port",
-}
+#: Signatures that are what a user types.
+DOORS = {"cli/commands/tune.py:tune"}
 
 #: Bodies of Pallas kernels: what runs on the chip is written out in one piece.
 KERNELS = {

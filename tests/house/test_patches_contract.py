@@ -21,7 +21,7 @@ from tpuport.core.tracing.patching import Patch, applied, inspect_patches
 from tpuport.errors import OpConflictError, PatchError
 from tpuport.plugins import installed_plugins
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 PORTS = [plugin.port for plugin in installed_plugins().values()]
 #: With upstream's blocks, and with native ones where there are any.

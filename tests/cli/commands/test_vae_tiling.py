@@ -26,7 +26,7 @@ def test_the_key_of_a_file(written: str, meant: str, tmp_path: Path) -> None:
     file.write_text(f"vae_tiling: {written}\n")
     assert parse("--config", file).vae_tiling == meant
     assert parse("--config", file, "--vae-tiling", "auto").vae_tiling == "auto"
-    assert parse().vae_tiling is None
+    assert parse().vae_tiling == "auto"
 
 
 def test_other_words_are_refused() -> None:

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tpuport.core.enums import Tiling
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import Entry, read_entry, read_payload
@@ -180,7 +181,7 @@ class BuiltFolder:
                     f"--vae-tiling {setting}, {_AGAIN}"
                 )
 
-    def tiling(self, stage: str) -> str | None:
+    def tiling(self, stage: str) -> Tiling | None:
         """``"on"`` or ``"off"``: how the programs of a stage here run.
 
         ``None`` where there are none, or the stage has no such choice.
@@ -188,7 +189,7 @@ class BuiltFolder:
         built = self.manifest.get(_TILING, {}).get(stage)
         if built is None:
             return None
-        return "on" if built["tiled"] else "off"
+        return Tiling.ON if built["tiled"] else Tiling.OFF
 
     def find(self, key: ProgramKey) -> Entry | None:
         """The executable of a key; ``None`` where its stage was not compiled.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpuport.core.enums import Pixels, Tiling
 from tpuport.core.layers.rotary_tables import RotaryCache
 from tpuport.core.mesh.device_memory import planned_bytes, program_room
 from tpuport.core.programs.components import Components
@@ -80,8 +81,8 @@ class Executor:
         inputs: Mapping[str, torch.Tensor],
         device: str = "cpu",
         timing: Timing | None = None,
-        pixels: str = "uint8",
-        vae_tiling: str | None = None,
+        pixels: Pixels = Pixels.UINT8,
+        vae_tiling: Tiling | None = None,
     ) -> StageContext:
         """What the functions of a stage see for one batch.
 
@@ -131,7 +132,7 @@ class Executor:
         self,
         stage: Stage,
         request: Request,
-        asked: str | None = None,
+        asked: Tiling | None = None,
         *,
         alone: bool = False,
     ) -> TilingDecision | None:
@@ -152,18 +153,21 @@ class Executor:
             limit = program_room(devices, 0 if alone else held, own)
         tiles = stage.tiles(self.context(request, 0, {}, vae_tiling=asked))
         built = self.programs.built
-        given = built.tiling(stage.name) if built and asked == "auto" else None
+        given = built.tiling(stage.name) if built and asked == Tiling.AUTO else None
         return TilingDecision(
             stage=stage.name,
             asked=asked,
             tiles=tiles,
-            tiled=bool(tiles) and (given or asked) == "on",
+            tiled=bool(tiles) and (given or asked) == Tiling.ON,
             given=given is not None,
             limit=limit,
         )
 
     def check_built(
-        self, request: Request, stages: Iterable[Stage], vae_tiling: str | None = None
+        self,
+        request: Request,
+        stages: Iterable[Stage],
+        vae_tiling: Tiling | None = None,
     ) -> None:
         """Refuse executables that were compiled for other runs, if some are to be used.
 
@@ -190,7 +194,7 @@ class Executor:
         request: Request,
         inputs: Mapping[str, torch.Tensor],
         delivery: Delivery | None = None,
-        vae_tiling: str | None = None,
+        vae_tiling: Tiling | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage over all batches of a request.
 
@@ -349,7 +353,7 @@ class Executor:
         inputs: Mapping[str, torch.Tensor],
         device: str,
         delivery: Delivery | None = None,
-        vae_tiling: str | None = None,
+        vae_tiling: Tiling | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage with plain upstream code on ``device``; else as :meth:`run`."""
         delivery = delivery or Delivery()

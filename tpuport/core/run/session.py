@@ -22,7 +22,7 @@ from tpuport.core.spec import rules
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, check_given
 from tpuport.core.spec.rules import Known
-from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
+from tpuport.core.spec.run_settings import Asked, defaults_of
 
 
 class Session(StageRunner):
@@ -89,9 +89,7 @@ class Session(StageRunner):
             VideoError: latents or frames are not finite, constant or black.
         """
         started = time.perf_counter()
-        how = self._with_backend(backend)
-        read = RunSettings.read({"vae_tiling": vae_tiling}, named=str)
-        tiling = None if vae_tiling is None else read.vae_tiling
+        how = self._how(backend, vae_tiling)
         delivery = Delivery(pixels, on_frames)
         request, sources, given = self._asked(prompt, asked)
         if latents is not None:
@@ -105,7 +103,7 @@ class Session(StageRunner):
         self.check_weights(names, request)
         if how.backend != Backend.DIFFUSERS:
             needed = [self.port.stage(name) for name in names]
-            self.executor.check_built(request, needed, tiling)
+            self.executor.check_built(request, needed, how.vae_tiling)
         stages: list[StageReport] = []
         tensors: dict[str, Any] = sources
         for name in names:
@@ -118,7 +116,7 @@ class Session(StageRunner):
                 inputs,
                 backend=how.backend,
                 delivery=delivery if last else None,
-                vae_tiling=tiling if last else None,
+                vae_tiling=how.vae_tiling,
             )
             stages.append(report)
             if name == StageName.DENOISE:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpuport.core.arrays import host_device
-from tpuport.core.enums import Backend, Dtype, Place
+from tpuport.core.enums import Backend, Dtype, Place, Tiling
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.core.files.sources import Source
@@ -106,10 +106,13 @@ class StageRunner:
         }
         self.mesh_spec.validate(heads=heads, batch=None)
 
-    def _with_backend(self, asked: str | None) -> RunSettings:
-        """Settings with the backend asked for, in place of the session's."""
-        backend = self.settings.backend if asked is None else asked
-        return RunSettings.read({"backend": backend}, named=str)
+    def _how(self, backend: str | None, vae_tiling: str | None) -> RunSettings:
+        """Settings with what was asked for, in place of the session's."""
+        given = {
+            "backend": backend or self.settings.backend,
+            "vae_tiling": vae_tiling or self.settings.vae_tiling,
+        }
+        return RunSettings.read(given, named=str)
 
     def _encoders(self) -> tuple[str, ...]:
         return self.port.stages[0].components
@@ -175,12 +178,12 @@ class StageRunner:
         if self._closed:
             raise UsageError("the session is closed; open another with tpuport.load")
         stage = self.port.stage(name)
-        how = self._with_backend(backend)
+        how = self._how(backend, vae_tiling)
         rules.check(Known(settings=how, port=self.port, request=request, stages=[name]))
         if how.backend == Backend.DIFFUSERS:
             self._refuse_chosen(stage, request)
             return self._run_upstream(
-                stage, request, inputs, host_device(), delivery, vae_tiling
+                stage, request, inputs, host_device(), delivery, how.vae_tiling
             )
         if stage is self.port.stages[0] and self.encode_on == Place.HOST:
             for name in self._chosen(stage, request):
@@ -190,7 +193,7 @@ class StageRunner:
                 )
             return self._run_upstream(stage, request, inputs, "cpu")
         with self.executor.programs.jax_cache():
-            return self.executor.run(stage, request, inputs, delivery, vae_tiling)
+            return self.executor.run(stage, request, inputs, delivery, how.vae_tiling)
 
     def _chosen(self, stage: Stage, request: Request) -> list[str]:
         """The components of a run of a stage that are not upstream's class."""
@@ -212,7 +215,7 @@ class StageRunner:
         inputs: Mapping[str, torch.Tensor],
         device: str,
         delivery: Delivery | None = None,
-        vae_tiling: str | None = None,
+        vae_tiling: Tiling | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         if self.mesh.size > 1:
             self.reporter.say(

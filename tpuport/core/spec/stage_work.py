@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Pixels, Tiling
 from tpuport.core.spec.request import Request
 from tpuport.errors import VideoError
 
@@ -120,8 +121,8 @@ class StageContext:
     module: Callable[[str], torch.nn.Module]
     device: str = "cpu"
     say: Callable[[str], None] = lambda text: None
-    pixels: str = "float32"
-    vae_tiling: str = "auto"
+    pixels: Pixels = Pixels.FLOAT32
+    vae_tiling: Tiling = Tiling.AUTO
     upstream: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()
     planned: bool = False
 

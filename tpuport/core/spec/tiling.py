@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tpuport.core.enums import Tiling
 from tpuport.core.reports import bytes_text
 from tpuport.errors import TpuportError
 
@@ -57,7 +58,7 @@ class TilingDecision:
     """
 
     stage: str
-    asked: str
+    asked: Tiling
     tiles: str = ""
     tiled: bool = False
     given: bool = False
@@ -67,9 +68,9 @@ class TilingDecision:
     seconds: float = 0.0
 
     @property
-    def setting(self) -> str:
+    def setting(self) -> Tiling:
         """``"on"`` or ``"off"``, as the stage's plan reads it."""
-        return "on" if self.tiled else "off"
+        return Tiling.ON if self.tiled else Tiling.OFF
 
     @property
     def form(self) -> str:
@@ -87,12 +88,12 @@ class TilingDecision:
 
         With ``on`` and ``off`` it runs whatever it takes.
         """
-        return self.limit if self.asked == "auto" else None
+        return self.limit if self.asked == Tiling.AUTO else None
 
     def line(self) -> str:
         """How it runs, for people; with bytes of a device where they are known."""
         text = f"{self.stage}: {self.form}"
-        if self.asked == "on" and not self.tiled:
+        if self.asked == Tiling.ON and not self.tiled:
             text += ", as the picture is one of upstream's tiles"
         if self.needed is not None:
             text += f", {bytes_text(self.needed)}"

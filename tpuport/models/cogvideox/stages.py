@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.enums import Task
+from tpuport.core.enums import Task, Tiling
 from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiles import in_words
@@ -303,7 +303,7 @@ def plan_decode(ctx: StageContext) -> Work:
     rows, columns = ctx.request.height, ctx.request.width
     vae = ctx.module("vae")
     axes = vae_tiles.decode_axes(vae, *z.shape[3:])
-    if ctx.vae_tiling == "on" and in_words(*axes):
+    if ctx.vae_tiling == Tiling.ON and in_words(*axes):
         ratio = int(vae.config.temporal_compression_ratio)
         made = functools.partial(vae_tiles.frames_of_chunk, ratio)
         return vae_tiles.tiled_work(z, axes, lengths, made, ctx.pixels)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.enums import Task
+from tpuport.core.enums import Task, Tiling
 from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.conditioning import (
@@ -198,7 +198,7 @@ def decode(ctx: StageContext) -> dict[str, Any]:
     with torch.no_grad():
         z = latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
         # The encoder of the same object, where it is kept, stays as it was.
-        before, vae.use_tiling = vae.use_tiling, ctx.vae_tiling == "on"
+        before, vae.use_tiling = vae.use_tiling, ctx.vae_tiling == Tiling.ON
         try:
             video = vae.decode(z).sample
         finally:

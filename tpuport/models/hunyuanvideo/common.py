@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import to_torch
+from tpuport.core.enums import Tiling
 from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiled_frames import JoinedFrames
@@ -237,7 +238,7 @@ def unscaled_latents(ctx: StageContext) -> torch.Tensor:
 
 def tiled(ctx: StageContext) -> bool:
     """Whether this run decodes in tiles: ``auto`` was decided by then."""
-    return ctx.vae_tiling == "on"
+    return ctx.vae_tiling == Tiling.ON
 
 
 def _tiles(ctx: StageContext) -> str:
