@@ -13,21 +13,18 @@ from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import print_json, say
+from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
-from tpuport.cli.shown.versions import version
 from tpuport.core.files.atomic import one_line
 from tpuport.errors import TpuportError, UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.cost.attention_case import AttentionCase
-    from tpuport.core.cost.attention_cycles import KernelCost
+    from tpuport.core.cost.attention_cycles import AttentionCost
     from tpuport.core.reports import Reporter
 
-#: A package that brings a kernel of its own, needed for nothing else.
-_OPTIONAL = "tokamax"
-_ALL = ("tpuport", "jax", "tokamax")
+_ALL = ("tpuport", "jax")
 _UNITS = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
 
 Chip = Annotated[
@@ -61,7 +58,7 @@ def bench_attention(
         list[str] | None,
         typer.Option(
             "--kernel",
-            help="tpuport, jax or tokamax; may be repeated. (default: all installed)",
+            help="tpuport or jax; may be repeated. (default: both)",
         ),
     ] = None,
 ) -> None:
@@ -101,7 +98,7 @@ def _compared(
     case: AttentionCase, names: Sequence[str], folder: Path, reporter: Reporter
 ) -> tuple[list[dict[str, Any]], list[TpuportError]]:
     """The rows of the kernels named, and the errors of those that are left out."""
-    from tpuport.core.cost.attention_cycles import kernel_cycles
+    from tpuport.core.cost.attention_cycles import attention_cost
     from tpuport.core.mesh.slices import TopologyError
 
     rows: list[dict[str, Any]] = []
@@ -112,7 +109,7 @@ def _compared(
         asked = replace(case, implementation=name)
         try:
             with reporter.timed(f"compiling {name} for {case.chip}"):
-                rows.append(row(kernel_cycles(asked, cache=folder)))
+                rows.append(row(attention_cost(asked, cache=folder)))
         except TopologyError:
             raise  # without the compiler none of them has figures
         except TpuportError as error:
@@ -130,12 +127,7 @@ def _chosen(asked: list[str] | None) -> list[str]:
     unknown = [name for name in asked or () if name not in _ALL]
     if unknown:
         raise UsageError(f"unknown kernel {unknown[0]!r}; known are: {', '.join(_ALL)}")
-    if asked:
-        return list(dict.fromkeys(asked))
-    if version(_OPTIONAL) is None:
-        say(f"{_OPTIONAL} is not installed, so its kernel is not compared")
-        return [name for name in _ALL if name != _OPTIONAL]
-    return list(_ALL)
+    return list(dict.fromkeys(asked or _ALL))
 
 
 def _say_if_stale(case: AttentionCase, reporter: Reporter) -> None:
@@ -150,7 +142,7 @@ def _say_if_stale(case: AttentionCase, reporter: Reporter) -> None:
         )
 
 
-def row(cost: KernelCost) -> dict[str, Any]:
+def row(cost: AttentionCost) -> dict[str, Any]:
     """One kernel's figures, JSON-ready."""
     return {
         "implementation": cost.case.implementation,

@@ -22,7 +22,7 @@ from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.cost.attention_case import AttentionCase
-    from tpuport.core.cost.attention_cycles import KernelCost
+    from tpuport.core.cost.attention_cycles import AttentionCost
     from tpuport.core.cost.tile_search import Tried, Tuning
     from tpuport.core.reports import Reporter
 
@@ -111,12 +111,12 @@ def _search(
     case: AttentionCase, limit: int, folder: Path, reporter: Reporter
 ) -> tuple[Tuning, dict[str, Any]]:
     from tpuport.core.cost.attention_case import fits, rule_blocks
-    from tpuport.core.cost.attention_cycles import kernel_cycles
+    from tpuport.core.cost.attention_cycles import attention_cost
     from tpuport.core.cost.tile_search import table_entry, tune
 
-    def measure(candidate: AttentionCase) -> KernelCost:
+    def measure(candidate: AttentionCase) -> AttentionCost:
         with reporter.timed(f"compiling {candidate.blocks}"):
-            return kernel_cycles(candidate, cache=folder)
+            return attention_cost(candidate, cache=folder)
 
     reporter.say(f"{case.chip}, head dim {case.head_dim}, {case.q_len} x {case.kv_len}")
     found = tune(

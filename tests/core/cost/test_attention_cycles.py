@@ -12,19 +12,11 @@ from typing import Any
 
 import pytest
 
-from tpuport.core.cost import attention_case as kernel_case
-from tpuport.core.cost import attention_cycles as kernel_cost
-from tpuport.core.cost.attention_case import (
-    IMPLEMENTATIONS,
-    AttentionCase,
-    Blocks,
-    kernel_source_hash,
-)
-from tpuport.core.cost.attention_cycles import (
-    KernelCost,
-    KernelCostError,
-    kernel_cycles,
-)
+from tpuport.core.cost import attention_case, attention_cycles, kernel_cycles
+from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
+from tpuport.core.cost.attention_cycles import AttentionCost, attention_cost
+from tpuport.core.cost.attention_kernels import build
+from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.mesh.slices import TopologyError
 from tpuport.errors import UsageError
 
@@ -48,20 +40,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cost(folder: Path) -> KernelCost:
-    return kernel_cycles(SMALL, cache=folder)
+def cost(folder: Path) -> AttentionCost:
+    return attention_cost(SMALL, cache=folder)
 
 
 @needs_libtpu
-def test_a_call_is_counted_over_its_whole_grid(cost: KernelCost) -> None:
+def test_a_call_is_counted_over_its_whole_grid(cost: AttentionCost) -> None:
     assert cost.grid == (2, 2, 4)
-    assert cost.steps == 16
+    steps = 16
     assert cost.blocks == SMALL.blocks
     assert cost.padded_scores == 2 * 1024 * 2048
     assert SMALL.scores == 2 * 1000 * 2000
     # Initialising and finishing happen in one step of four and one of four.
-    assert cost.cycles < cost.step_bundles * cost.steps + cost.program_bundles
-    assert cost.cycles > 0.7 * cost.step_bundles * cost.steps
+    assert cost.cycles < cost.step_bundles * steps + cost.bundles
+    assert cost.cycles > 0.7 * cost.step_bundles * steps
     runs = {region["runs"] for region in cost.regions}
     assert {1.0, 16.0, 4.0} <= runs
     spent = sum((r["end"] - r["start"]) * r["runs"] for r in cost.regions)
@@ -69,13 +61,13 @@ def test_a_call_is_counted_over_its_whole_grid(cost: KernelCost) -> None:
 
 
 @needs_libtpu
-def test_figures_for_a_tile_are_of_the_right_scores(cost: KernelCost) -> None:
+def test_figures_for_a_tile_are_of_the_right_scores(cost: AttentionCost) -> None:
     assert cost.bundles_per_tile == cost.step_bundles * 2**20 / (512 * 512)
     assert cost.cycles_per_tile == cost.cycles * 2**20 / SMALL.scores
 
 
 @needs_libtpu
-def test_the_units_and_the_rest_of_the_call_are_reported(cost: KernelCost) -> None:
+def test_the_units_and_the_rest_of_the_call_are_reported(cost: AttentionCost) -> None:
     assert all(0 <= share <= 1 for share in cost.utilization.values())
     assert cost.utilization[cost.busiest] == max(cost.utilization.values())
     # 2 products of [512, 64] x [64, 512]: some share of the MXU, far from all.
@@ -83,43 +75,43 @@ def test_the_units_and_the_rest_of_the_call_are_reported(cost: KernelCost) -> No
     assert cost.spills > 0
     assert cost.other_cycles > 0  # q is scaled, and all are padded
     assert cost.versions.keys() == {"jax", "jaxlib", "libtpu"}
-    assert cost.source_hash == kernel_source_hash("jax")
+    assert cost.source_hash == kernel_source_hash()
 
 
 @needs_libtpu
 def test_a_cost_is_kept_and_found_again_without_a_compile(
-    cost: KernelCost, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cost: AttentionCost, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(subprocess, "run", fail)
-    assert kernel_cycles(SMALL, cache=folder) == cost
+    assert attention_cost(SMALL, cache=folder) == cost
     with pytest.raises(AssertionError, match="compiled again"):
-        kernel_cycles(replace(SMALL, heads=3), cache=folder)
-    monkeypatch.setattr(kernel_cost, "installed_versions", lambda name: {"jax": "x"})
+        attention_cost(replace(SMALL, heads=3), cache=folder)
+    monkeypatch.setattr(kernel_cycles, "compiler_versions", lambda: {"jax": "x"})
     with pytest.raises(AssertionError, match="compiled again"):
-        kernel_cycles(SMALL, cache=folder)
+        attention_cost(SMALL, cache=folder)
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path) -> KernelCost:
-    return kernel_cycles(replace(SMALL, implementation="tpuport"), cache=folder)
+def ours(folder: Path) -> AttentionCost:
+    return attention_cost(replace(SMALL, implementation="tpuport"), cache=folder)
 
 
 @needs_libtpu
-def test_our_kernel_is_costed_beside(ours: KernelCost, cost: KernelCost) -> None:
-    assert ours.steps == 2 * 2 * 4
+def test_our_kernel_is_costed_beside(ours: AttentionCost, cost: AttentionCost) -> None:
+    assert ours.grid == (1, 2, 2, 4)
     assert ours.cycles < cost.cycles
     # A step runs a part of the program; which one tells its place.
-    assert ours.step_bundles < ours.program_bundles
+    assert ours.step_bundles < ours.bundles
 
 
 @needs_libtpu
 def test_tiles_that_a_kernel_does_not_take_are_refused_by_name() -> None:
     case = replace(SMALL, blocks=Blocks(q=512, kv=512, kv_compute=384))
-    with pytest.raises(KernelCostError, match="512/512/384 cannot be") as caught:
-        kernel_cycles(case)
+    with pytest.raises(KernelError, match="512/512/384 cannot be compiled") as caught:
+        attention_cost(case)
     assert caught.value.refused
     assert "\n" not in str(caught.value)
 
@@ -147,24 +139,23 @@ def test_jaxs_kernel_has_the_bundles_counted_by_hand(
         head_dim=head_dim,
         blocks=Blocks.parse(blocks),
     )
-    assert kernel_cycles(case).bundles_per_tile == pytest.approx(bundles, rel=0.02)
+    assert attention_cost(case).bundles_per_tile == pytest.approx(bundles, rel=0.02)
 
 
 def test_without_libtpu_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TopologyError, match="needs libtpu, the TPU compiler"):
-        kernel_cycles(SMALL)
+    with pytest.raises(TopologyError, match="v6e-1 needs libtpu, the TPU compiler"):
+        attention_cost(SMALL)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed"
-)
-@needs_libtpu
-def test_a_kernel_that_is_not_installed_is_refused() -> None:
-    with pytest.raises(KernelCostError, match="No module named 'tokamax'"):
-        kernel_cycles(replace(SMALL, implementation="tokamax"))
+@pytest.mark.parametrize("option", [{"is_causal": True}, {"dtype": "float32"}])
+def test_of_the_baseline_only_what_is_compared_is_costed(
+    option: dict[str, Any],
+) -> None:
+    with pytest.raises(NotImplementedError, match="only full attention in bfloat16"):
+        build(replace(SMALL, **option))
 
 
 @pytest.mark.parametrize("text", ["", "auto", "1/2", "1/2/x", "0/1/1", "-1/1/1"])
@@ -207,7 +198,7 @@ def test_the_hash_of_a_kernel_is_of_the_code_of_its_own_files(
     kernels = package / "kernels"
     (kernels / "attention").mkdir(parents=True)
     files = {
-        "attention/jax_splash": "from tpuport.kernels.padding import round_up\n"
+        "attention/splash": "from tpuport.kernels.padding import round_up\n"
         "from tpuport.kernels.attention.block_table import tuned_blocks\n"
         "def call(x: int) -> int:\n    return x\n",
         "attention/block_table": "one = 1\n",
@@ -216,31 +207,29 @@ def test_the_hash_of_a_kernel_is_of_the_code_of_its_own_files(
     }
     for name, text in files.items():
         (kernels / f"{name}.py").write_text(text)
-    monkeypatch.setattr(kernel_case, "_PACKAGE", package)
-    before = kernel_source_hash("jax")
+    monkeypatch.setattr(attention_case, "_PACKAGE", package)
+    before = kernel_source_hash()
 
     def changed(name: str, text: str) -> bool:
         path = kernels / f"{name}.py"
         path.write_text(text)
-        found = kernel_source_hash("jax")
+        found = kernel_source_hash()
         path.write_text(files[name])
         return found != before
 
     more = "two = 2\n"
     assert changed("padding", files["padding"] + more)
-    assert changed("attention/jax_splash", files["attention/jax_splash"] + more)
-    assert changed("attention/jax_splash", files["attention/jax_splash"][:-2] + "3\n")
+    assert changed("attention/splash", files["attention/splash"] + more)
+    assert changed("attention/splash", files["attention/splash"][:-2] + "3\n")
     assert not changed("attention/reference", more)
     assert not changed("attention/block_table", more)
     assert not changed("padding", '"""What it is."""\none: float = 1  # one\n')
-    call = files["attention/jax_splash"]
-    assert not changed("attention/jax_splash", call.replace("x: int) -> int", "x)"))
+    call = files["attention/splash"]
+    assert not changed("attention/splash", call.replace("x: int) -> int", "x)"))
     (kernels / "padding.py").unlink()
     with pytest.raises(UsageError, match="padding is missing"):
-        kernel_source_hash("jax")
-    assert IMPLEMENTATIONS["tokamax"] is None
-    assert kernel_source_hash("tokamax") is None
+        kernel_source_hash()
 
 
 def test_a_tile_is_of_a_mebi_of_scores() -> None:
-    assert math.isclose(kernel_cost.TILE, 1024 * 1024)
+    assert math.isclose(attention_cycles.TILE, 1024 * 1024)

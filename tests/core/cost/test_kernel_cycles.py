@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,13 @@ from tests.core.plan.test_search import REQUEST, measured
 from tpuport.core.cost import kernel_cycles as kernels
 from tpuport.core.cost import kernel_schedule as schedule
 from tpuport.core.cost.hlo import Instruction, parse
-from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
+from tpuport.core.cost.kernel_cycles import (
+    KernelCosts,
+    KernelError,
+    KernelsMet,
+    keep_schedules,
+)
+from tpuport.core.cost.kernel_worker import usual
 from tpuport.core.enums import Dtype
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -37,9 +45,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The requests that a kernel was compiled for; each takes 1000 cycles more."""
     requests: list[dict[str, Any]] = []
 
-    def write(self: KernelCosts, request: str, folder: Path, name: str) -> None:
-        requests.append(json.loads(request))
-        folder.mkdir(parents=True)
+    def write(folder: Path, chip: str, what: str) -> None:
+        requests.append(json.loads((folder / "request.json").read_text()))
         cost = {
             "cycles": 1000 * len(requests),
             "utilization": {"MXU": 0.5},
@@ -48,7 +55,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         }
         (folder / "cost.json").write_text(json.dumps(cost))
 
-    monkeypatch.setattr(KernelCosts, "_compile", write)
+    monkeypatch.setattr(kernels, "_run_worker", write)
     return requests
 
 
@@ -96,10 +103,8 @@ def test_the_hash_of_the_readers_is_of_each_of_them(
 
 
 def test_the_way_that_is_usual_is_part_of_the_reader() -> None:
-    found = {path.name for path in kernels._READERS}
-    assert found == {"kernel_cycles.py", "kernel_worker.py"}
     assert all(path.is_file() for path in kernels._READERS)
-    assert Path(kernels.usual.__code__.co_filename).name in found
+    assert Path(usual.__code__.co_filename) in kernels._READERS
 
 
 def test_each_stage_has_the_kernels_that_it_calls(
@@ -238,11 +243,31 @@ def test_a_kernel_by_itself_may_take_what_it_may_in_its_program(
     ]
 
 
-def test_a_failed_compile_is_told_by_what_happened() -> None:
-    lines = [
-        "Traceback (most recent call last):",
-        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory",
-        "See https://openxla.org/xla/errors/error_1001 for more details.",
-    ]
-    assert kernels._reason(lines) == lines[1]
-    assert kernels._reason(["Killed"]) == "Killed"
+@pytest.mark.parametrize(
+    ("program", "refused", "said"),
+    [
+        (
+            "open(argv[-1] + '/refused.txt', 'w').write('too\\n large')",
+            True,
+            "too large",
+        ),
+        ("sys.exit('one\\ntwo')", False, "compiling kernel k ended with 1: two"),
+    ],
+)
+def test_a_failed_compile_is_told_by_what_happened(
+    program: str,
+    refused: bool,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = subprocess.run
+
+    def instead(command: list[str], **options: Any) -> Any:
+        code = f"import sys; argv = sys.argv; {program}"
+        return run([sys.executable, "-c", code, *command], **options)
+
+    monkeypatch.setattr(subprocess, "run", instead)
+    with pytest.raises(KernelError, match=said) as caught:
+        kernels._run_worker(tmp_path, "v6e", "kernel k")
+    assert caught.value.refused == refused

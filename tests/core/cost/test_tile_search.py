@@ -14,7 +14,8 @@ from tpuport.core.cost.attention_case import (
     kernel_source_hash,
     padded,
 )
-from tpuport.core.cost.attention_cycles import KernelCost, KernelCostError
+from tpuport.core.cost.attention_cycles import AttentionCost
+from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.cost.tile_search import (
     Tried,
     Tuning,
@@ -34,18 +35,16 @@ CASE = AttentionCase(
 START = Blocks(q=1280, kv=1792, kv_compute=256)
 
 
-def cost_of(case: AttentionCase, speed: float) -> KernelCost:
+def cost_of(case: AttentionCase, speed: float) -> AttentionCost:
     blocks = case.blocks
     assert blocks is not None
     q_len, kv_len = padded(case.q_len, blocks.q), padded(case.kv_len, blocks.kv)
     cycles = speed * case.heads * q_len * kv_len / 2**20
-    return KernelCost(
+    return AttentionCost(
         case=case,
-        blocks=blocks,
-        name="made.up",
+        kernel="made.up",
         grid=(case.heads, q_len // blocks.q, kv_len // blocks.kv),
-        program_bundles=1,
-        step_bundles=speed * blocks.q * blocks.kv / 2**20,
+        bundles=1,
         cycles=cycles,
         utilization={"MXU": 0.5},
         busiest="MXU",
@@ -67,12 +66,12 @@ class Model:
         self.refused = refused
         self.asked: list[Blocks] = []
 
-    def __call__(self, case: AttentionCase) -> KernelCost:
+    def __call__(self, case: AttentionCase) -> AttentionCost:
         blocks = case.blocks
         assert blocks is not None
         self.asked.append(blocks)
         if blocks in self.refused:
-            raise KernelCostError("too large", refused=True)
+            raise KernelError("too large", refused=True)
         far = sum(
             abs(mine / theirs - 1)
             for mine, theirs in (
@@ -109,7 +108,7 @@ def test_the_search_ends_at_the_best_tiles_near_its_way() -> None:
 def test_the_padding_of_the_real_length_is_in_the_score() -> None:
     """Tiles twice as fast a score lose where the length is padded to three times."""
 
-    def measure(case: AttentionCase) -> KernelCost:
+    def measure(case: AttentionCase) -> AttentionCost:
         assert case.blocks is not None
         return cost_of(case, 500.0 if case.blocks.q > 2048 else 1000.0)
 
@@ -154,7 +153,7 @@ def test_tiles_that_the_compiler_refuses_are_passed_over_and_noted() -> None:
     noted = [t for t in found.tried if t.blocks == best]
     assert [t.refused for t in noted] == ["too large"]
     assert noted[0].as_dict() == {"blocks": str(best), "refused": "too large"}
-    with pytest.raises(KernelCostError, match="no tiles tried can be compiled: too"):
+    with pytest.raises(KernelError, match="no tiles tried can be compiled: too"):
         tune(
             CASE,
             start=START,
@@ -165,19 +164,19 @@ def test_tiles_that_the_compiler_refuses_are_passed_over_and_noted() -> None:
 
 
 def test_another_failure_ends_the_search() -> None:
-    def broken(case: AttentionCase) -> KernelCost:
-        raise KernelCostError("the compiler crashed")
+    def broken(case: AttentionCase) -> AttentionCost:
+        raise KernelError("the compiler crashed")
 
-    with pytest.raises(KernelCostError, match="the compiler crashed"):
+    with pytest.raises(KernelError, match="the compiler crashed"):
         tune(CASE, start=START, fits=lambda b: True, limit=9, measure=broken)
 
 
 def test_a_kernel_that_changes_during_the_search_ends_it() -> None:
-    def measure(case: AttentionCase) -> KernelCost:
+    def measure(case: AttentionCase) -> AttentionCost:
         cost = cost_of(case, 1000.0)
         return cost if case.blocks == START else replace(cost, source_hash="1" * 64)
 
-    with pytest.raises(KernelCostError, match="changed during the search"):
+    with pytest.raises(KernelError, match="changed during the search"):
         tune(CASE, start=START, fits=lambda b: True, limit=9, measure=measure)
 
 
@@ -257,7 +256,7 @@ def test_a_second_search_for_a_call_takes_the_place_of_the_first(
 def test_an_entry_of_another_kernel_is_known() -> None:
     entry = table_entry(tuning(), "x", 1)
     assert is_stale(entry)
-    now = kernel_source_hash("tpuport")
+    now = kernel_source_hash()
     assert not is_stale({**entry, "source_hash": now})
 
 

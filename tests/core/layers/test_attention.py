@@ -369,8 +369,7 @@ def test_records_say_once_what_a_call_runs_as() -> None:
             key=(2, 4, 11, 8),
             implementation="reference",
             reason="the score matrix is small enough to be built whole; not splash: "
-            "it is for TPU; the platform is 'cpu'; not jax: it is for TPU; the "
-            "platform is 'cpu'",
+            "it is for TPU; the platform is 'cpu'",
             split=("dp", "tp", "sp", None),
         )
     ]

@@ -39,6 +39,7 @@ def problem(case: Case, platform: str, **changes: Any) -> Problem:
 
 
 SHORT, LONG = Case(q_len=512, kv_len=512), Case(q_len=513, kv_len=512)
+WIDE = Case(q_len=513, kv_len=512, head_dim=257)
 MASKED = {"mask_shape": (1, 1, 512, 512), "mask_is_bool": True}
 
 
@@ -47,12 +48,14 @@ MASKED = {"mask_shape": (1, 1, 512, 512), "mask_is_bool": True}
     [
         (SHORT, "tpu", {}, "splash", []),
         (LONG, "tpu", {}, "splash", []),
-        (SHORT, "tpu", MASKED, "reference", ["splash", "jax"]),
-        (LONG, "tpu", MASKED, "blockwise", ["splash", "jax", "reference"]),
-        (SHORT, "cpu", {}, "reference", ["splash", "jax"]),
-        (LONG, "cpu", {}, "blockwise", ["splash", "jax", "reference"]),
-        (LONG, "cpu", {"interpret": True}, "blockwise", ["splash", "jax", "reference"]),
-        (LONG, "gpu", {}, "blockwise", ["splash", "jax", "reference"]),
+        (SHORT, "tpu", MASKED, "reference", ["splash"]),
+        (LONG, "tpu", MASKED, "blockwise", ["splash", "reference"]),
+        (SHORT, "cpu", {}, "reference", ["splash"]),
+        (LONG, "cpu", {}, "blockwise", ["splash", "reference"]),
+        (WIDE, "tpu", {}, "blockwise", ["splash", "reference"]),
+        (SHORT, "tpu", {"kv_len": (1 << 22) + 1}, "blockwise", ["splash", "reference"]),
+        (LONG, "cpu", {"interpret": True}, "blockwise", ["splash", "reference"]),
+        (LONG, "gpu", {}, "blockwise", ["splash", "reference"]),
     ],
 )
 def test_auto_takes_the_first_that_will_do(
@@ -70,7 +73,7 @@ def test_the_limit_of_small_is_the_constant() -> None:
 
 
 def test_passing_over_says_why() -> None:
-    (_, splash), _, (_, reference) = select(problem(LONG, "cpu")).passed_over
+    (_, splash), (_, reference) = select(problem(LONG, "cpu")).passed_over
     assert splash == "it is for TPU; the platform is 'cpu'"
     assert reference.startswith("513 x 512 scores per head are more than")
 
@@ -101,7 +104,7 @@ def test_a_name_that_cannot_do_it_is_an_error(
 
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(
-        UsageError, match="'flash'; known are: auto, splash, jax, reference, blockwise"
+        UsageError, match="'flash'; known are: auto, splash, reference, blockwise"
     ):
         select(problem(SHORT, "cpu"), "flash")
 
@@ -111,7 +114,7 @@ def test_every_option_reaches_the_implementation(name: str) -> None:
     case = Case(
         q_len=127, kv_len=150, heads=4, is_causal=True, lengths=(0, 99), scale=0.2
     )
-    if name not in ("splash", "jax"):
+    if name != "splash":
         case = replace(case, mask="float bhqk")
     arrays, options = inputs(case)
     got = compiled(
@@ -130,7 +133,7 @@ def test_every_option_reaches_the_implementation(name: str) -> None:
 
 def test_the_call_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    for name in ("reference", "blockwise", "splash", "jax_splash"):
+    for name in ("reference", "blockwise", "splash"):
 
         def record(q: Any, *args: Any, name: str = name, **options: Any) -> Any:
             ran.append(name)
@@ -144,8 +147,14 @@ def test_the_call_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> Non
     attention(large, large, large, platform="cpu")
     attention(large, large, large, platform="tpu")
     attention(large, large, large, platform="tpu", implementation="reference")
-    attention(large, large, large, platform="tpu", implementation="jax")
-    assert ran == ["reference", "blockwise", "splash", "reference", "jax_splash"]
+    assert ran == ["reference", "blockwise", "splash", "reference"]
+
+
+def test_an_option_that_there_is_not_is_named() -> None:
+    q: Any = jnp.ones((1, 1, 5, 8))
+    misspelt: Any = {"is_casual": True}
+    with pytest.raises(TypeError, match="attention has no option is_casual"):
+        attention(q, q, q, platform="cpu", **misspelt)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from tests.kernels.attention.oracle import Case, inputs, numpy_attention, worst
 from tests.tolerances import TOLERANCES
-from tpuport.core.cost import attention_case as kernel_case
 from tpuport.core.cost.attention_case import AttentionCase
+from tpuport.core.cost.attention_cycles import with_blocks
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention import selection
 from tpuport.kernels.attention.attention import attention, smooth_keys
@@ -37,7 +37,7 @@ def test_text_and_choice_are_the_same_thing() -> None:
     assert AttentionChoice.parse(TEXT) == EVERY
     assert str(EVERY) == TEXT
     assert AttentionChoice.parse("auto") == AttentionChoice()
-    assert str(AttentionChoice.parse("jax:k_smooth=off")) == "jax"
+    assert str(AttentionChoice.parse("splash:k_smooth=off")) == "splash"
     assert AttentionChoice.parse("auto:window=7").window == (7, 7)
     assert EVERY.plain == AttentionChoice(name="splash")
 
@@ -45,7 +45,7 @@ def test_text_and_choice_are_the_same_thing() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("flash", "'flash'; known are: auto, splash, jax, reference, blockwise"),
+        ("jax", "'jax'; known are: auto, splash, reference, blockwise"),
         ("auto:", "attention option '' in 'auto:': options are window=LEFT,RIGHT"),
         ("auto:blocks=1", "option 'blocks=1'"),
         ("auto:window", "option 'window'"),
@@ -54,16 +54,19 @@ def test_text_and_choice_are_the_same_thing() -> None:
         ("auto:k_smooth=yes", "k_smooth=yes: choose on or off"),
         ("splash:block_q=many", "block_q=many: expected a number"),
         ("splash:block_q=100", "block_q=100: must be a positive multiple of 128"),
-        ("jax:block_kv=384;block_kv_compute=256", "block_kv=384: must be a multiple"),
+        (
+            "splash:block_kv=384;block_kv_compute=256",
+            "block_kv=384: must be a multiple",
+        ),
         ("blockwise:block_q=0", "block_q=0: must be at least 1"),
         ("auto:window=1,1;window=2,2", "window appears twice"),
         (
             "reference:block_q=128",
-            "attention reference has no block_q; blockwise, splash and jax have",
+            "attention reference has no block_q; blockwise and splash have",
         ),
         (
             "blockwise:block_kv_compute=128",
-            "blockwise has no block_kv_compute; splash and jax have",
+            "blockwise has no block_kv_compute; splash has",
         ),
     ],
 )
@@ -110,13 +113,13 @@ def result(text: str) -> np.ndarray:
     return np.asarray(traced(text).lower().compile()(*arrays))
 
 
-NAMES = ["splash", "jax", "reference", "blockwise"]
+NAMES = ["splash", "reference", "blockwise"]
 OPTIONS = {
-    "window=40,60": ["splash", "reference", "blockwise"],
+    "window=40,60": NAMES,
     "k_smooth=on": NAMES,
-    "block_q=128": ["splash", "jax", "blockwise"],
-    "block_kv=128": ["splash", "jax", "blockwise"],
-    "block_kv=384;block_kv_compute=384": ["splash", "jax"],
+    "block_q=128": ["splash", "blockwise"],
+    "block_kv=128": ["splash", "blockwise"],
+    "block_kv=384;block_kv_compute=384": ["splash"],
 }
 HONOURED = [(name, option) for option, names in OPTIONS.items() for name in names]
 REFUSED = [(n, o) for o, names in OPTIONS.items() for n in NAMES if n not in names]
@@ -140,11 +143,7 @@ def test_an_option_that_an_implementation_lacks_is_refused(
     # The first that it lacks: blockwise has blocks, and no parts of them.
     blocks = "block_kv" if name == "reference" else "block_kv_compute"
     lacking = blocks if ";" in option else option.partition("=")[0]
-    # A window is no option of one implementation: which calls have one depends.
-    kind, words = (UsageError, f"attention {name} has no {lacking}; ")
-    if lacking == "window":
-        kind, words = (AttentionError, f"{name!r} cannot do this call")
-    with pytest.raises(kind, match=words):
+    with pytest.raises(UsageError, match=f"attention {name} has no {lacking}; "):
         program(f"{name}:{option}")
 
 
@@ -169,13 +168,12 @@ def problem(**changes: Any) -> Any:
 
 
 def test_blocks_that_ran_are_told() -> None:
-    chosen = select(problem(), "jax:block_q=512;block_kv=1024").blocks
+    chosen = select(problem(), "splash:block_q=512;block_kv=1024").blocks
     assert (chosen["block_q"], chosen["block_kv"]) == (512, 1024)
     assert 1024 % chosen["block_kv_compute"] == 0
-    for name in ("jax", "splash"):
-        inner = select(problem(), f"{name}:block_kv_compute=768").blocks
-        assert inner["block_kv"] % 768 == 0
-    assert select(problem(), "jax").blocks["block_q"] % 128 == 0
+    inner = select(problem(), "splash:block_kv_compute=768").blocks
+    assert inner["block_kv"] % 768 == 0
+    assert select(problem(), "splash").blocks["block_q"] % 128 == 0
     assert select(problem(platform="cpu"), "blockwise:block_q=7").blocks["block_q"] == 7
 
 
@@ -184,7 +182,6 @@ def of_length(q_len: int, kv_len: int) -> Any:
     return describe(q, k, k, platform="tpu")
 
 
-@pytest.mark.parametrize("name", ["splash", "jax"])
 @pytest.mark.parametrize(
     ("option", "lengths", "want"),
     [
@@ -200,21 +197,20 @@ def of_length(q_len: int, kv_len: int) -> Any:
     ],
 )
 def test_no_block_is_longer_than_its_tokens(
-    name: str, option: str, lengths: tuple[int, int], want: tuple[int | None, int]
+    option: str, lengths: tuple[int, int], want: tuple[int | None, int]
 ) -> None:
-    found = select(of_length(*lengths), f"{name}:{option}").blocks
+    found = select(of_length(*lengths), f"splash:{option}").blocks
     assert want[0] in (None, found["block_q"])
     assert found["block_kv"] == want[1]
     assert found["block_kv"] % found["block_kv_compute"] == 0
 
 
-@pytest.mark.parametrize("name", ["splash", "jax"])
-def test_the_blocks_that_are_told_are_those_of_the_program(name: str) -> None:
-    asked = f"{name}:block_q=8192;block_kv=65536;block_kv_compute=128"
+def test_the_blocks_that_are_told_are_those_of_the_program() -> None:
+    asked = "splash:block_q=8192;block_kv=65536;block_kv_compute=128"
     blocks = select(of_length(384, 384), asked).blocks
     assert (blocks["block_q"], blocks["block_kv"]) == (384, 384)
     text = ";".join(f"{option}={size}" for option, size in blocks.items())
-    assert program(f"{name}:{text}") == program(asked)
+    assert program(f"splash:{text}") == program(asked)
     assert "65536" not in program(asked)
 
 
@@ -227,8 +223,6 @@ LONG_PARTS = "splash:block_q=1024;block_kv=16384;block_kv_compute=16384"
         (LONG_PARTS, "scores take minutes to compile"),
         ("splash:block_q=2048;block_kv_compute=8192", "2048 queries by 8192 keys"),
         ("splash:block_kv=262144", "bytes of VMEM at head dim 64; v6e has"),
-        ("jax:block_q=8192;block_kv=2048", "8192 queries by 2048 keys in one piece"),
-        ("jax:block_q=32768;block_kv=256", "bytes of VMEM at head dim 64; v6e has"),
     ],
 )
 def test_blocks_that_no_compiler_gets_done_are_refused(text: str, message: str) -> None:
@@ -236,24 +230,26 @@ def test_blocks_that_no_compiler_gets_done_are_refused(text: str, message: str) 
     with pytest.raises(AttentionError, match=message):
         select(long, text)
     found = select(long, text, fall_back=True)
-    assert found.implementation == ("jax" if text.startswith("splash") else "splash")
-    assert message in found.passed_over[0][1]
-    assert found.blocks == select(long, found.implementation).blocks
+    assert found.implementation == "splash"
+    ((_, why),) = found.passed_over
+    assert message in why
+    assert found.blocks == select(long, "splash").blocks
+    dropped = text.partition(":")[2].replace(";", ", ")
+    assert found.notice == f"splash runs, without {dropped} ({why})"
 
 
 @pytest.mark.parametrize("length", [1, 1000, 17776, 39826, 113600])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["splash", "jax"])
 def test_a_kernels_own_blocks_are_never_refused(
-    name: str, dtype: str, head_dim: int, length: int
+    dtype: str, head_dim: int, length: int
 ) -> None:
     array = jax.ShapeDtypeStruct((1, 1, length, head_dim), dtype)
     asked = describe(array, array, array, platform="tpu")
     for chip in ("v4", "v5e", "v5p", "v6e", "v7x"):
-        own = select(asked, name, chip=chip).blocks
+        own = select(asked, "splash", chip=chip).blocks
         text = ";".join(f"{option}={size}" for option, size in own.items())
-        assert select(asked, f"{name}:{text}", chip=chip).blocks == own
+        assert select(asked, f"splash:{text}", chip=chip).blocks == own
 
 
 def test_the_next_takes_over_where_one_refuses_and_says_so() -> None:
@@ -263,15 +259,15 @@ def test_the_next_takes_over_where_one_refuses_and_says_so() -> None:
         select(masked, "splash")
     found = select(masked, "splash", fall_back=True)
     assert found.implementation == "blockwise"
-    assert [name for name, _ in found.passed_over] == ["splash", "jax", "reference"]
+    assert [name for name, _ in found.passed_over] == ["splash", "reference"]
     why = found.passed_over[0][1]
     assert found.notice == f"splash passed over ({why}); blockwise runs"
-    blocks = select(masked, "jax:block_q=128;block_kv=256", fall_back=True)
-    assert blocks.notice.startswith("jax passed over (")
+    blocks = select(masked, "splash:block_q=128;block_kv=256", fall_back=True)
+    assert blocks.notice.startswith("splash passed over (")
     assert blocks.notice.endswith("; blockwise runs, without block_q=128, block_kv=256")
     # A kernel for another platform is a mistake, not a refusal of one call.
     with pytest.raises(AttentionError, match="TPU only"):
-        select(problem(platform="cpu"), "jax", fall_back=True)
+        select(problem(platform="cpu"), "splash", fall_back=True)
 
 
 def test_smoothed_keys_have_the_mean_of_those_that_count_taken_off() -> None:
@@ -306,7 +302,7 @@ def test_auto_goes_on_without_an_option_that_nobody_has() -> None:
     problem = describe(x, x, x, platform="cpu")
     found = select(problem, "auto:block_kv_compute=128")
     assert found.implementation == "blockwise"
-    assert "without options that it does not have" in found.reason
+    assert "without options that it cannot take" in found.reason
     assert found.notice == "blockwise runs, without block_kv_compute=128"
     assert not select(problem, "auto:block_q=128").notice
 
@@ -314,22 +310,23 @@ def test_auto_goes_on_without_an_option_that_nobody_has() -> None:
 @pytest.mark.parametrize("chip", ["v6e", "v5p"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [2048, 37000, 39826, 111664, 113600])
-@pytest.mark.parametrize(("name", "ours"), [("splash", "tpuport"), ("jax", "jax")])
 def test_tiles_that_are_measured_are_those_of_a_run(
-    name: str, ours: str, length: int, head_dim: int, chip: str
+    length: int, head_dim: int, chip: str
 ) -> None:
     """Of ``tpuport bench attention``, also where tiles of the table would pad more."""
     array = jax.ShapeDtypeStruct((1, 2, length, head_dim), jnp.bfloat16)
-    run = select(describe(array, array, array, platform="tpu"), name, chip=chip).blocks
+    run = select(
+        describe(array, array, array, platform="tpu"), "splash", chip=chip
+    ).blocks
     case = AttentionCase(
-        implementation=ours,
+        implementation="tpuport",
         heads=2,
         q_len=length,
         kv_len=length,
         head_dim=head_dim,
         chip=chip,
     )
-    found = kernel_case.with_blocks(case).blocks
+    found = with_blocks(case).blocks
     assert found is not None
     tiles = (found.q, found.kv, found.kv_compute)
     assert tiles == tuple(run[f"block_{n}"] for n in ("q", "kv", "kv_compute"))

@@ -21,22 +21,16 @@ from tests.kernels.attention.oracle import (
 from tests.sweeps import swept
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.blockwise import Tiling, blockwise_attention
-from tpuport.kernels.attention.jax_splash import BlockSizes, jax_splash_attention
 from tpuport.kernels.attention.reference import reference_attention
 
 Attention = Callable[..., jax.Array]
 
 # Small blocks, so that short inputs run over several of them, the last one partial.
 SMALL = Tiling(heads=1, block_q=64, block_kv=96)
-BLOCKS = BlockSizes(q=128, kv=256, kv_compute=128)
 
-ANY_MASK: dict[str, Attention] = {
+ALL: dict[str, Attention] = {
     "reference": reference_attention,
     "blockwise": partial(blockwise_attention, tiling=SMALL),
-}
-ALL: dict[str, Attention] = {
-    **ANY_MASK,
-    "jax": partial(jax_splash_attention, interpret=True, blocks=BLOCKS),
 }
 
 # Each has a program of its own, so that one case may have several things in it.
@@ -108,21 +102,16 @@ def test_equals_the_formula_in_float64(name: str, case: Case) -> None:
     ("length", "is_causal"),
     [(129, True), (1031, False), swept(129, False), swept(1031, True)],
 )
-@pytest.mark.parametrize(
-    "attention", [blockwise_attention, partial(jax_splash_attention, interpret=True)]
-)
-def test_default_block_sizes(
-    attention: Attention, length: int, is_causal: bool
-) -> None:
+def test_default_block_sizes(length: int, is_causal: bool) -> None:
     case = Case(q_len=length, kv_len=length, batch=1, is_causal=is_causal)
     arrays, options = inputs(case)
-    got = compiled(attention, *arrays, **options)
+    got = compiled(blockwise_attention, *arrays, **options)
     want = numpy_attention(*arrays, **options)
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 
 @pytest.mark.parametrize("case", [*MASKED, *map(swept, MASKED_SWEEP)], ids=str)
-@pytest.mark.parametrize("name", ANY_MASK)
+@pytest.mark.parametrize("name", ALL)
 def test_masks_equal_the_formula_in_float64(name: str, case: Case) -> None:
     arrays, options = inputs(case)
     got = run(name, *arrays, **options)
@@ -139,8 +128,7 @@ def test_masks_equal_the_formula_in_float64(name: str, case: Case) -> None:
     ("name", "head_dim", "tolerance"),
     [
         *((name, 64, "attention bfloat16") for name in ALL),
-        ("jax", 128, "attention bfloat16 scaled q"),
-        *(swept(name, 128, "attention bfloat16 scaled q") for name in ANY_MASK),
+        *(swept(name, 128, "attention bfloat16 scaled q") for name in ALL),
     ],
 )
 def test_bfloat16_in_bfloat16_out(name: str, head_dim: int, tolerance: str) -> None:
@@ -153,7 +141,7 @@ def test_bfloat16_in_bfloat16_out(name: str, head_dim: int, tolerance: str) -> N
     assert worst(got, numpy_attention(*arrays, **options)) < TOLERANCES[tolerance]
 
 
-@pytest.mark.parametrize("name", ANY_MASK)
+@pytest.mark.parametrize("name", ALL)
 def test_bfloat16_is_rounded_once_at_the_end(name: str) -> None:
     # The best bfloat16 result is the exact one rounded. Summing in bfloat16 on the
     # way would leave more than this many entries elsewhere.
@@ -173,7 +161,7 @@ def test_without_keys_the_result_is_zero(name: str, is_causal: bool) -> None:
     assert float(np.abs(got[1]).min(axis=(0, 2)).max()) > 0
 
 
-@pytest.mark.parametrize("name", ANY_MASK)
+@pytest.mark.parametrize("name", ALL)
 def test_a_mask_of_the_lowest_float_spreads_the_weight_evenly(name: str) -> None:
     # How transformers writes masks: not -inf. torch then averages all values.
     arrays, _ = inputs(Case(q_len=5, kv_len=130))

@@ -17,7 +17,8 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from tests.kernels.attention.oracle import Case, inputs, numpy_attention
-from tpuport.kernels.attention.jax_splash import BlockSizes, jax_splash_attention
+from tpuport.core.cost.attention_case import Blocks
+from tpuport.core.cost.attention_kernels import jax_splash
 from tpuport.kernels.attention.splash import SplashBlocks, splash_attention
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -65,13 +66,11 @@ Kernels = dict[str, Callable[..., jax.Array]]
 def kernels() -> Kernels:
     """Both kernels."""
     ours = SplashBlocks(q=256, kv=256, kv_compute=128)
-    theirs = BlockSizes(q=256, kv=256, kv_compute=128)
+    theirs = Blocks(q=256, kv=256, kv_compute=128)
     ours_run = functools.partial(splash_attention, blocks=ours, interpret=True)
     return {
         "ours": jax.jit(ours_run),
-        "jax": jax.jit(
-            functools.partial(jax_splash_attention, blocks=theirs, interpret=True)
-        ),
+        "jax": jax.jit(functools.partial(jax_splash, blocks=theirs, interpret=True)),
     }
 
 

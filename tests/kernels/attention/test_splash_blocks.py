@@ -151,13 +151,13 @@ def test_refused_arrays(case: Case, message: str) -> None:
 
 def test_options_are_no_reason_to_refuse() -> None:
     arrays, _ = inputs(Case(q_len=5, kv_len=7))
-    problem = describe(*arrays, is_causal=True, platform="tpu")
-    assert splash_refusal(problem, window=(1, 2), k_smooth=True) is None
+    problem = describe(*arrays, is_causal=True, window=(1, 2), platform="tpu")
+    assert splash_refusal(problem) is None
 
 
 def test_a_window_that_reaches_backwards_is_a_mistake() -> None:
     arrays, _ = inputs(Case(q_len=5, kv_len=7))
-    with pytest.raises(ValueError, match=r"0 or more keys each way; got \(-1, 2\)"):
+    with pytest.raises(ValueError, match=r"0 or more keys to each side; got \(-1, 2\)"):
         splash_attention(*arrays, window=(-1, 2), interpret=True)
 
 

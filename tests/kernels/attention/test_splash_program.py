@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 
 import pytest
 
 from tpuport.core.cost.attention_case import AttentionCase, Blocks
-from tpuport.core.cost.attention_cycles import KernelCost, kernel_cycles
+from tpuport.core.cost.attention_cycles import AttentionCost, attention_cost
 from tpuport.kernels.attention.splash_blocks import default_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -24,13 +25,13 @@ TARGETS = {64: 1450, 128: 1700}
 @functools.cache
 def compiled(
     chip: str, head_dim: int, length: int, *, small: bool = False
-) -> KernelCost:
+) -> AttentionCost:
     """The kernel with its default tiles, or with small ones that compile quickly."""
     found = default_blocks(length, length, head_dim, chip=chip)
     blocks = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
     if small:
         blocks = Blocks(q=512, kv=512, kv_compute=256)
-    return kernel_cycles(
+    return attention_cost(
         AttentionCase(
             implementation="tpuport",
             chip=chip,
@@ -69,14 +70,14 @@ def test_bundles_of_a_long_video(head_dim: int) -> None:
 def test_compiles_for_other_chips(chip: str) -> None:
     cost = compiled(chip, 128, 1031, small=True)
     # Two heads, three blocks each way; where a chip has two cores, they share them.
-    assert cost.steps * cost.cores == 2 * 3 * 3
+    assert math.prod(cost.grid) * cost.cores == 2 * 3 * 3
 
 
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.aot)]
 )
 def test_all_options_compile_together(dtype: str) -> None:
-    cost = kernel_cycles(
+    cost = attention_cost(
         AttentionCase(
             implementation="tpuport",
             heads=4,

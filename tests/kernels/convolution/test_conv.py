@@ -244,8 +244,8 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
     assert np.abs(edged - wanted - residual).max() <= TOLERANCES["module float32"]
 
 
-def _zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, np.float32)
+def _zeros(shape: tuple[int, ...]) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
 
 
 def _edged(rows: int = 4, columns: int = 16, channels: int = 128) -> dict[str, Any]:

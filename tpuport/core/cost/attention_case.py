@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.mesh.chips import chip
 from tpuport.errors import UsageError
-from tpuport.kernels.attention import jax_splash
-from tpuport.kernels.attention.selection import splash_sizes
 from tpuport.kernels.attention.splash_blocks import (
     SplashBlocks,
     default_blocks,
@@ -19,16 +17,13 @@ from tpuport.kernels.attention.splash_blocks import (
     vmem_limit,
 )
 
-#: Implementation -> module of its kernel, or of what calls it.
-IMPLEMENTATIONS = {
-    "tpuport": "tpuport.kernels.attention.splash",
-    "jax": "tpuport.kernels.attention.jax_splash",
-    "tokamax": None,
-}
+#: Our kernel, and the one of jax that it is compared with.
+IMPLEMENTATIONS = ("tpuport", "jax")
 
 #: Of a row of registers; tiles of every kernel are multiples of it.
 _LANES = 128
 _PACKAGE = Path(__file__).parents[2]
+_KERNEL = "tpuport.kernels.attention.splash"
 _TABLE = "tpuport.kernels.attention.block_table"
 
 
@@ -69,7 +64,7 @@ class AttentionCase:
     """An attention call on one device: q [B, H, Lq, D], k and v [B, Hkv, Lk, D].
 
     Attributes:
-        implementation: ``tpuport``, ``jax`` or ``tokamax``.
+        implementation: ``tpuport`` or ``jax``.
         chip: generation, such as ``v6e``.
         batch, heads, kv_heads: of this device alone.
         q_len, kv_len, head_dim: tokens and width.
@@ -140,32 +135,6 @@ def padded(length: int, block: int) -> int:
     return -(-length // block) * block
 
 
-def with_blocks(case: AttentionCase) -> AttentionCase:
-    """The case with the tiles that a run would take, where it names none.
-
-    For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
-    less; for ``jax`` they are our rule for it, for ``tokamax`` the best of those tried.
-    """
-    if case.blocks is not None:
-        return case
-    found: Any
-    if case.implementation == "tokamax":
-        found = Blocks(q=2048, kv=2048, kv_compute=256 if case.head_dim <= 64 else 512)
-    elif case.implementation == "jax":
-        found = jax_splash.default_blocks(
-            case.q_len,
-            case.kv_len,
-            case.head_dim,
-            itemsize=case.itemsize,
-            chip=case.chip,
-        )
-    else:
-        lengths = (case.q_len, case.kv_len)
-        found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
-    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
-    return replace(case, blocks=tiles)
-
-
 def rule_blocks(case: AttentionCase) -> Blocks:
     """The tiles of tpuport's kernel by its own rule, without the table."""
 
@@ -190,23 +159,18 @@ def fits(case: AttentionCase, blocks: Blocks) -> bool:
     return needed <= vmem_limit(case.chip)
 
 
-def kernel_source_hash(implementation: str) -> str | None:
-    """Sha256 of the code of tpuport a kernel is made of; None for a kernel with none.
+def kernel_source_hash() -> str:
+    """Sha256 of the code that our splash kernel is made of.
 
     The code is that of the kernel's module and of all modules it imports from
     ``tpuport.kernels``. Comments, docstrings, annotations and the place of a module do
     not count: none of them changes a kernel.
 
     Raises:
-        UsageError: no implementation has that name, or an imported module is missing.
+        UsageError: an imported module is missing.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise UsageError(f"unknown kernel {implementation!r}")
-    module = IMPLEMENTATIONS[implementation]
-    if module is None:
-        return None
     found: dict[str, str] = {}
-    open_modules = [module]
+    open_modules = [_KERNEL]
     while open_modules:
         module = open_modules.pop()
         # Whoever measures the kernel writes the table, which is no part of the kernel.
@@ -216,7 +180,10 @@ def kernel_source_hash(implementation: str) -> str | None:
         if not path.is_file():
             raise UsageError(f"{module} is missing")
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        open_modules += _kernel_imports(tree)
+        names = (
+            n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+        )
+        open_modules += [name for name in names if name.startswith("tpuport.kernels.")]
         found[module] = ast.dump(_Code().visit(tree))
     digest = hashlib.sha256()
     for module in sorted(found, key=lambda name: name.rpartition(".")[2]):
@@ -224,27 +191,17 @@ def kernel_source_hash(implementation: str) -> str | None:
     return digest.hexdigest()
 
 
-def _kernel_imports(tree: ast.Module) -> list[str]:
-    """The modules of ``tpuport.kernels`` from which a module imports anything."""
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    names = (node.module or "" for node in imports)
-    return [name for name in names if name.startswith("tpuport.kernels.")]
-
-
 class _Code(ast.NodeTransformer):
     """A module without imports, docstrings and annotations."""
 
-    def visit_Import(self, node: ast.Import) -> None:
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         """Dropped; the imported modules count by themselves."""
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Dropped as well."""
+    visit_ImportFrom = visit_Import
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         """Docstrings are strings that nothing uses."""
-        text = isinstance(node.value, ast.Constant) and isinstance(
-            node.value.value, str
-        )
+        text = isinstance(getattr(node.value, "value", None), str)
         return None if text else self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.arg:

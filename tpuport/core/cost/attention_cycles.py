@@ -1,22 +1,15 @@
 """Cycles of an attention call on a TPU that is not there.
 
-The call is compiled in a process of its own with the compiler's dump flags, its
-schedule is read (:mod:`tpuport.core.cost.kernel_schedule`), and bundles are multiplied
-by trip counts. The result is kept in a folder under a key of all that decides it.
+The call is compiled in a process of its own (:mod:`tpuport.core.cost.kernel_cycles`)
+and its kernel's bundles are multiplied by trip counts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +18,22 @@ from tpuport.core.cost.attention_case import (
     Blocks,
     kernel_source_hash,
     padded,
-    with_blocks,
 )
-from tpuport.core.cost.kernel_schedule import (
-    KernelSchedule,
-    dump_flags,
-    read_dump,
-    reader_hash,
-)
-from tpuport.core.files.atomic import atomic_write_json, one_line
-from tpuport.core.files.sealed_json import canonical
-from tpuport.core.mesh.chips import chip
-from tpuport.core.mesh.slices import (
-    TOPOLOGY_NAMES,
-    TopologyError,
-    compile_environment,
-    parse_topology,
-)
-from tpuport.errors import TpuportError
+from tpuport.core.cost.kernel_cycles import compiler_versions, kept_cost
 
 #: Scores that "bundles per 2^20 scores" are of: a tile of 1024 x 1024.
 TILE = 1 << 20
-#: Seconds after which a compile is given up; tiles too large for VMEM can take hours
-#: until the compiler says so.
-TIMEOUT = 600
-_PACKAGES = ("jax", "jaxlib", "libtpu", "tokamax")
-_FORMAT = 1
-#: What makes a cost of a schedule, beside what reads the schedule.
-_READERS = tuple(
-    Path(__file__).with_name(f"{name}.py")
-    for name in ("attention_cycles", "attention_compile")
-)
-
-
-class KernelCostError(TpuportError):
-    """A kernel does not compile for the chip, or its schedule cannot be read.
-
-    Attributes:
-        refused: whether the kernel itself, or the compiler, refuses the case, so that
-            another block size may do; False where something else went wrong.
-    """
-
-    def __init__(self, message: str, *, refused: bool = False) -> None:
-        super().__init__(message)
-        self.refused = refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelCost:
+class AttentionCost:
     """What an attention call costs by the compiler's schedule.
 
     Attributes:
-        case: the call.
-        blocks: tiles of the kernel.
-        name: of the kernel in the compiled program.
+        case: the call, with the tiles of the kernel.
+        kernel: its name in the compiled program.
         grid: steps of one core along each axis.
-        program_bundles: length of the kernel's program.
-        step_bundles: of one grid step, in the mean over all of them: those that begin
-            or finish a row of blocks run more.
+        bundles: length of the kernel's program.
         cycles: of the whole call on one core, parts weighed by how often they run.
         utilization: unit -> share of its slots filled during ``cycles``.
         busiest: the unit with the fewest slots to spare.
@@ -91,16 +42,16 @@ class KernelCost:
         other_cycles: the compiler's estimate for the rest of the call: padding,
             transposes, scaling.
         compile_seconds: what the compile took.
-        versions: of jax, jaxlib, libtpu (and tokamax).
-        source_hash: of tpuport's part of the kernel, if it has one.
+        versions: of jax, jaxlib and libtpu.
+        source_hash: of our kernel's source.
+        conditions, regions: of the way it goes; see
+            :class:`~tpuport.core.cost.kernel_schedule.Execution`.
     """
 
     case: AttentionCase
-    blocks: Blocks
-    name: str
+    kernel: str
     grid: tuple[int, ...]
-    program_bundles: int
-    step_bundles: float
+    bundles: int
     cycles: float
     utilization: dict[str, float]
     busiest: str
@@ -110,26 +61,28 @@ class KernelCost:
     other_cycles: int
     compile_seconds: float
     versions: dict[str, str]
-    source_hash: str | None
+    source_hash: str
+    conditions: list[str] = field(default_factory=list)
     regions: list[dict[str, float]] = field(default_factory=list)
 
     @property
-    def steps(self) -> int:
-        """Grid steps of one core."""
-        count = 1
-        for size in self.grid:
-            count *= size
-        return count
+    def blocks(self) -> Blocks:
+        """Tiles of the kernel."""
+        assert self.case.blocks is not None
+        return self.case.blocks
+
+    @property
+    def step_bundles(self) -> float:
+        """Of one grid step, in the mean over all of them: those that begin or finish a
+        row of blocks run more."""
+        return self.cycles / math.prod(self.grid)
 
     @property
     def padded_scores(self) -> int:
         """Scores the kernel computes, those of padding too, on all cores."""
-        return (
-            self.case.batch
-            * self.case.heads
-            * padded(self.case.q_len, self.blocks.q)
-            * padded(self.case.kv_len, self.blocks.kv)
-        )
+        lengths = (self.case.q_len, self.blocks.q), (self.case.kv_len, self.blocks.kv)
+        each = math.prod(padded(*length) for length in lengths)
+        return self.case.batch * self.case.heads * each
 
     @property
     def bundles_per_tile(self) -> float:
@@ -141,24 +94,8 @@ class KernelCost:
         """Cycles for 2^20 scores that were asked for, in the whole call."""
         return self.cycles * self.cores / self.case.scores * TILE
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; :meth:`from_dict` reads it back."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> KernelCost:
-        """The cost that :meth:`as_dict` wrote."""
-        return cls(
-            **{
-                **data,
-                "case": AttentionCase.from_dict(data["case"]),
-                "blocks": Blocks(**data["blocks"]),
-                "grid": tuple(data["grid"]),
-            }
-        )
-
-
-def kernel_cycles(case: AttentionCase, *, cache: Path | None = None) -> KernelCost:
+def attention_cost(case: AttentionCase, *, cache: Path | None = None) -> AttentionCost:
     """Compile an attention call for its chip and read what it costs.
 
     Args:
@@ -167,144 +104,46 @@ def kernel_cycles(case: AttentionCase, *, cache: Path | None = None) -> KernelCo
 
     Raises:
         TopologyError: libtpu is not installed.
-        KernelCostError: the call is refused, or something else went wrong.
+        KernelError: the call is refused, or something else went wrong.
     """
     case = with_blocks(case)
-    versions = installed_versions(case.implementation)
-    key = hashlib.sha256(
-        canonical(
-            {
-                "format": _FORMAT,
-                "case": case.as_dict(),
-                "versions": versions,
-                "source": kernel_source_hash(case.implementation),
-                "reader": reader_hash(*_READERS),
-            }
-        )
-    ).hexdigest()
-    kept = cache / f"{key}.json" if cache is not None else None
-    if kept is not None and kept.is_file():
-        return KernelCost.from_dict(json.loads(kept.read_text(encoding="utf-8")))
-    with tempfile.TemporaryDirectory(prefix="tpuport-kernel-") as folder:
-        answer = _compile(case, Path(folder))
-        schedules = read_dump(Path(folder), case.chip, only=answer["kernels"])
-    cost = _cost(case, answer, schedules, versions)
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(kept, cost.as_dict())
-    return cost
-
-
-def installed_versions(implementation: str) -> dict[str, str]:
-    """Versions of the packages that decide what is compiled."""
-    found = {}
-    for package in _PACKAGES:
-        if package == "tokamax" and implementation != "tokamax":
-            continue
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _compile(case: AttentionCase, folder: Path) -> dict[str, Any]:
-    if importlib.util.find_spec("libtpu") is None:
-        raise TopologyError(
-            "the schedule of a TPU kernel needs libtpu, the TPU compiler, which is not "
-            "installed; it exists for Linux on x86-64 only: pip install 'jax[tpu]'"
-        )
-    name = next(name for name in TOPOLOGY_NAMES if name.startswith(case.chip))
-    variables = {
-        **compile_environment(parse_topology(name)),
-        "LIBTPU_INIT_ARGS": dump_flags(folder),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    source = kernel_source_hash()
+    request: dict[str, Any] = {
+        "chip": case.chip,
+        "case": case.as_dict(),
+        "source": source,
+        # Our kernel is given the keys that count; what jax's is given is left open.
+        "scalars": {0: case.kv_len} if case.implementation == "tpuport" else {},
     }
-    # Through env(1): the rest of the environment is handed on unread.
-    settings = [f"{name}={value}" for name, value in variables.items()]
-    command = [sys.executable, "-m", "tpuport.core.cost.attention_compile"]
-    try:
-        done = subprocess.run(
-            ["env", *settings, *command],
-            input=json.dumps(case.as_dict()),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise KernelCostError(
-            f"{describe(case)} took more than {TIMEOUT} s to compile", refused=True
-        ) from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        last = one_line(done.stderr.strip().splitlines()[-1:] or "no message")
-        raise KernelCostError(
-            f"compiling {describe(case)} ended with {done.returncode}: {last}"
-        )
-    answer: dict[str, Any] = json.loads(lines[-1])
-    if "error" in answer:
-        raise KernelCostError(
-            f"{describe(case)} cannot be compiled: {one_line(answer['text'])[:400]}",
-            refused=True,
-        )
-    return answer
-
-
-def _cost(
-    case: AttentionCase,
-    answer: dict[str, Any],
-    schedules: dict[str, KernelSchedule],
-    versions: dict[str, str],
-) -> KernelCost:
-
-    names = [name for name in answer["kernels"] if name in schedules]
-    if len(names) != 1:
-        raise KernelCostError(
-            f"{describe(case)} was compiled to {len(names)} kernels "
-            f"({', '.join(answer['kernels']) or 'none'}); one is expected"
-        )
-    schedule = schedules[names[0]]
-    # Of what stays open, the dearest way.
-    way = schedule.executions(scalars=_operands(case))[-1]
-    grid = way.grid
-    steps = math.prod(grid)
-    assert case.blocks is not None  # chosen by kernel_cycles
-    # Two cores share a grid where one of its axes lets them.
-    cores = chip(case.chip).cores
-    if cores > 1 and tuple(grid) in map(tuple, answer["grids"]):
-        cores = 1
-    return KernelCost(
-        case=case,
-        blocks=case.blocks,
-        name=names[0],
-        grid=grid,
-        program_bundles=schedule.bundles,
-        step_bundles=way.cycles / steps,
-        cycles=way.cycles,
-        utilization=way.utilization,
-        busiest=way.busiest,
-        spills=way.used["VSTORE:SPILL"] / steps,
-        fills=way.used["VLOAD:FILL"] / steps,
-        cores=cores,
-        other_cycles=answer["other_cycles"],
-        compile_seconds=answer["compile_seconds"],
-        versions=versions,
-        source_hash=kernel_source_hash(case.implementation),
-        regions=[asdict(region) for region in way.regions],
+    with ExitStack() as stack:
+        if cache is None:
+            made = tempfile.TemporaryDirectory(prefix="tpuport-kernel-")
+            cache = Path(stack.enter_context(made))
+        found, _ = kept_cost(request, cache, describe(case), keep_schedule=False)
+    grid, versions = tuple(found.pop("grid")), compiler_versions()
+    return AttentionCost(
+        case=case, grid=grid, versions=versions, source_hash=source, **found
     )
 
 
-def _operands(case: AttentionCase) -> dict[int, int]:
-    """What the kernel's scalar operands hold, by position.
+def with_blocks(case: AttentionCase) -> AttentionCase:
+    """The case with the tiles that a run would take, where it names none.
 
-    The kernel of tpuport is given the keys that count. What others are given is left
-    open.
+    For ``tpuport`` those are of the block table, or by the kernel's rule where they pad
+    less; for ``jax`` they are our rule for it.
     """
-    if case.implementation != "tpuport":
-        return {}
-    return {0: case.kv_len}
+    if case.blocks is not None:
+        return case
+    if case.implementation == "jax":
+        from tpuport.core.cost.attention_kernels import jax_blocks
+
+        return replace(case, blocks=jax_blocks(case))
+    from tpuport.kernels.attention.selection import splash_sizes
+
+    lengths = (case.q_len, case.kv_len)
+    found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
+    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+    return replace(case, blocks=tiles)
 
 
 def describe(case: AttentionCase) -> str:

@@ -23,8 +23,8 @@ ELEMENTWISE = (
     "tpuport_norm_tokens",
     "tpuport_sides",
 )
-#: Implementations that run as a kernel; the others are products in the trace.
-KERNELS = ("jax", "splash")
+#: The implementation that runs as a kernel; the others are products in the trace.
+KERNEL = "splash"
 
 
 def model_flops(jaxpr: Any, records: Sequence[AttentionRecord]) -> float:
@@ -34,7 +34,7 @@ def model_flops(jaxpr: Any, records: Sequence[AttentionRecord]) -> float:
         jaxpr: ``traced.jaxpr``.
         records: what its attention calls run as.
     """
-    kernels = [r for r in records if r.implementation in KERNELS]
+    kernels = [r for r in records if r.implementation == KERNEL]
     return _walk(jaxpr.jaxpr, 1.0, lambda eqn: _kernel_flops(eqn, kernels))
 
 

@@ -1,8 +1,9 @@
 """What the Pallas kernels of a compiled program take, from their own schedules.
 
 The compiler estimates nothing for a kernel. Each distinct one is compiled once more by
-itself, in a process whose libtpu writes schedules down, and its cycles are counted from
-the bundles and the trip counts of its loops. Results are kept on disk.
+itself, in a process whose libtpu writes schedules down (libtpu reads its flags once),
+and its cycles are counted from the bundles and the trip counts of its loops. What is
+found is kept on disk under a hash of all that decides it.
 """
 
 from __future__ import annotations
@@ -18,30 +19,43 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.cost.account import MXU, VECTOR, KernelCost
 from tpuport.core.cost.hlo import Array, Instruction
-from tpuport.core.cost.kernel_schedule import Execution, dump_flags, reader_hash
+from tpuport.core.cost.kernel_schedule import dump_flags, reader_hash
+from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.chips import Chip
-from tpuport.core.mesh.slices import compile_environment, smallest_of
+from tpuport.core.mesh.slices import check_libtpu, compile_environment, smallest_of
 from tpuport.core.reports import Reporter
 from tpuport.errors import TpuportError
 
 #: Raised when the meaning of what is kept on disk changes.
-_FORMAT = 3
+_FORMAT = 4
 #: What makes a cost of a schedule, beside what reads the schedule.
 _READERS = tuple(
     Path(__file__).with_name(f"{name}.py")
-    for name in ("kernel_cycles", "kernel_worker")
+    for name in ("kernel_worker", "attention_kernels")
 )
-_TIMEOUT_SECONDS = 560
+#: After which a compile is given up; tiles too large for VMEM can take hours until the
+#: compiler says so.
+_TIMEOUT_SECONDS = 600
 _MATRIX_UNIT = "MXU"
 
 
 class KernelError(TpuportError):
-    """The schedule of a kernel could not be had."""
+    """The schedule of a kernel could not be had.
+
+    Attributes:
+        refused: whether the kernel itself, or the compiler, refuses it, so that another
+            block size may do; False where something else went wrong.
+    """
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +68,7 @@ class KernelUse:
         cost: of one call.
         utilization: unit -> share of its slots that is filled.
         folder: where its schedule is kept.
-        conditions: on data, as assumed by :func:`usual`.
+        conditions: on data, as assumed by ``kernel_worker.usual``.
     """
 
     key: str
@@ -107,88 +121,34 @@ class KernelCosts:
         Raises:
             KernelError: it does not compile by itself, or its schedule is not read.
         """
-        request = self._request(instruction, operands)
-        text = json.dumps(request, sort_keys=True)
-        key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        if key not in self._known:
-            folder = self._cache / key
-            if not (folder / "cost.json").is_file():
-                what = f"reading the schedule of kernel {instruction.name}"
-                with self._reporter.timed(what):
-                    self._compile(text, folder, instruction.name)
-            self._known[key] = self._read(key, folder, instruction.name)
-        return self._known[key]
-
-    def _request(
-        self, instruction: Instruction, operands: Sequence[Instruction]
-    ) -> dict[str, Any]:
-        """All that the kernel's schedule, and what is read in it, depend on."""
-        return {
-            "format": _FORMAT,
-            "libtpu": version("libtpu"),
+        request = {
             "chip": self._chip.name,
-            "reader": reader_hash(*_READERS),
             "config": instruction.config["custom_call_config"],
             "scoped": _scoped(instruction.config),
             "operands": [_listed(a) for o in operands for a in o.arrays],
             "results": [_listed(a) for a in instruction.arrays],
         }
+        asked = json.dumps(request, sort_keys=True)
+        if asked not in self._known:
+            name = instruction.name
+            found, folder = kept_cost(
+                request, self._cache, f"kernel {name}", self._reporter
+            )
+            self._known[asked] = self._read(found, folder, name)
+        return self._known[asked]
 
-    def _compile(self, request: str, folder: Path, name: str) -> None:
-        self._cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._cache) as temporary:
-            work = Path(temporary) / "kernel"
-            (work / "schedule").mkdir(parents=True)
-            (work / "request.json").write_text(request)
-            variables = {
-                **compile_environment(smallest_of(self._chip.name)),
-                "LIBTPU_INIT_ARGS": dump_flags(work / "schedule"),
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            }
-            # env(1) adds to what this process was started with.
-            command = [
-                "env",
-                *(f"{name}={value}" for name, value in variables.items()),
-                sys.executable,
-                "-m",
-                "tpuport.core.cost.kernel_worker",
-                str(work),
-            ]
-            try:
-                done = subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    timeout=_TIMEOUT_SECONDS,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise KernelError(f"kernel {name} was not compiled: {error}") from error
-            if done.returncode or not (work / "cost.json").is_file():
-                lines = done.stderr.strip().splitlines() or ["no message"]
-                raise KernelError(f"kernel {name} by itself: {_reason(lines)}")
-            try:
-                os.replace(work, folder)
-            except OSError:
-                # Another process may have kept the same schedule meanwhile.
-                if not (folder / "cost.json").is_file():
-                    raise
-
-    def _read(self, key: str, folder: Path, name: str) -> KernelUse:
-        found = json.loads((folder / "cost.json").read_text())
-        utilization = found["utilization"]
+    def _read(self, found: dict[str, Any], folder: Path, name: str) -> KernelUse:
         cycles = float(found["cycles"])
-        busy = utilization.get(_MATRIX_UNIT, 0.0)
+        busy = found["utilization"].get(_MATRIX_UNIT, 0.0)
         return KernelUse(
-            key=key,
+            key=folder.name,
             name=re.sub(r"[.\d]+$", "", name),
             cost=KernelCost(
                 cycles=cycles,
                 bound=MXU if found["busiest"] == _MATRIX_UNIT else VECTOR,
                 flops=busy * cycles * self._chip.flops_per_cycle,
             ),
-            utilization=utilization,
+            utilization=found["utilization"],
             folder=folder,
             conditions=tuple(found["conditions"]),
         )
@@ -223,12 +183,91 @@ def keep_schedules(uses: Iterable[KernelUse], folder: Path) -> list[str]:
     return names
 
 
-def usual(ways: Sequence[Execution]) -> Execution:
-    """The way that a call is taken to go, of all that its data may make it go.
+def compiler_versions() -> dict[str, str]:
+    """Of the installed packages that decide what is compiled."""
+    packages = ("jax", "jaxlib", "libtpu")
+    return {name: version(name) for name in packages if find_spec(name)}
 
-    The dearest one: what is in the data skips nothing.
+
+def kept_cost(
+    request: Mapping[str, Any],
+    cache: Path,
+    what: str,
+    reporter: Reporter | None = None,
+    *,
+    keep_schedule: bool = True,
+) -> tuple[dict[str, Any], Path]:
+    """What the worker finds of a kernel, and the folder that keeps the finding.
+
+    Args:
+        request: what to compile, and for which chip: a custom call, or an attention
+            ``case``; all that the schedule depends on, but for compiler and reader.
+        cache: where folders are; named by the hash of the request.
+        what: the kernel, in words.
+        reporter: told while the kernel is compiled.
+        keep_schedule: keep the compiler's schedule beside what is found.
+
+    Raises:
+        TopologyError: libtpu is not installed.
+        KernelError: the kernel is refused, or something else went wrong.
     """
-    return max(ways, key=lambda way: way.cycles)
+    versions, reader = compiler_versions(), reader_hash(*_READERS)
+    whole = {**request, "format": _FORMAT, "versions": versions, "reader": reader}
+    text = json.dumps(whole, sort_keys=True)
+    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
+    cost = folder / "cost.json"
+    if not cost.is_file():
+        check_libtpu(smallest_of(request["chip"]))
+        cache.mkdir(parents=True, exist_ok=True)
+        with (
+            (reporter or Reporter()).timed(f"reading the schedule of {what}"),
+            tempfile.TemporaryDirectory(dir=cache) as temporary,
+        ):
+            work = Path(temporary) / "kernel"
+            (work / "schedule").mkdir(parents=True)
+            (work / "request.json").write_text(text)
+            _run_worker(work, request["chip"], what)
+            if not keep_schedule:
+                shutil.rmtree(work / "schedule")
+            try:
+                os.replace(work, folder)
+            except OSError:
+                # Another process may have kept the same schedule meanwhile.
+                if not cost.is_file():
+                    raise
+    return json.loads(cost.read_text()), folder
+
+
+def _run_worker(work: Path, chip_name: str, what: str) -> None:
+    """Have the request in a folder answered there, in a process of its own."""
+    variables = {
+        **compile_environment(smallest_of(chip_name)),
+        "LIBTPU_INIT_ARGS": dump_flags(work / "schedule"),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    # env(1) adds to what this process was started with.
+    settings = (f"{name}={value}" for name, value in variables.items())
+    worker = (sys.executable, "-m", "tpuport.core.cost.kernel_worker", str(work))
+    try:
+        done = subprocess.run(
+            ["env", *settings, *worker],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KernelError(
+            f"{what} took more than {_TIMEOUT_SECONDS} s to compile", refused=True
+        ) from error
+    refused = work / "refused.txt"
+    if refused.is_file():
+        why = one_line(refused.read_text())[:400]
+        raise KernelError(f"{what} cannot be compiled: {why}", refused=True)
+    if done.returncode or not (work / "cost.json").is_file():
+        last = one_line((done.stderr.strip().splitlines() or ["no message"])[-1])
+        raise KernelError(f"compiling {what} ended with {done.returncode}: {last}")
 
 
 def _listed(array: Array) -> list[Any]:
@@ -243,9 +282,3 @@ def _scoped(config: Mapping[str, Any]) -> list[dict[str, str]]:
     return [
         {**given, "offset": "0"} for given in config.get("scoped_memory_configs", ())
     ]
-
-
-def _reason(lines: Sequence[str]) -> str:
-    """The line of a traceback that says what happened; links may follow it."""
-    said = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return said[-1] if said else lines[-1]

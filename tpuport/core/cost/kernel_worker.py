@@ -2,25 +2,35 @@
 
 Run as ``python -m tpuport.core.cost.kernel_worker FOLDER`` by
 :mod:`tpuport.core.cost.kernel_cycles`, which puts ``request.json`` into the folder and
-makes libtpu write its schedules to ``FOLDER/schedule``. Writes ``cost.json``.
+makes libtpu write its schedules to ``FOLDER/schedule``. Writes ``cost.json``, or
+``refused.txt`` where the kernel or the compiler refuses what was asked.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tpuport.core.cost.attention_case import AttentionCase
 from tpuport.core.cost.hlo import parse
-from tpuport.core.cost.kernel_cycles import usual
-from tpuport.core.cost.kernel_schedule import read_dump
+from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
+from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import smallest_of, topology_devices
 
+Built = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
+"""A function and the arrays that it is compiled for."""
+
+_ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _DTYPES = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -36,46 +46,98 @@ _DTYPES = {
 def main(folder: Path) -> None:
     """Compile the kernel of a request and write what its schedule says."""
     request = json.loads((folder / "request.json").read_text())
-    # A kernel runs on one chip: of which slice makes no difference to its schedule.
-    topology = smallest_of(request["chip"])
-    name = _compile(request, topology_devices(topology)[0])
-    schedules = read_dump(folder / "schedule", topology.chip)
-    kernel = schedules[name]
-    way = usual(kernel.executions())
-    (folder / "cost.json").write_text(
-        json.dumps(
-            {
-                "cycles": way.cycles,
-                "busiest": way.busiest,
-                "utilization": way.utilization,
-                "grid": list(way.grid),
-                "bundles": kernel.bundles,
-                "conditions": [
-                    f"{'' if value else 'not '}({text})"
-                    for text, value in way.conditions
-                ],
-                "regions": [
-                    {"start": r.start, "end": r.end, "depth": r.depth, "runs": r.runs}
-                    for r in way.regions
-                ],
-            },
-            indent=1,
-        )
-    )
+    try:
+        names, rest = _compile(request)
+    except Exception as error:  # the kernel's refusals and the compiler's own
+        (folder / "refused.txt").write_text(str(error))
+        return
+    if len(names) != 1:
+        found = ", ".join(names) or "none"
+        raise ScheduleError(f"compiled to {len(names)} kernels ({found}), not to one")
+    schedule = read_dump(folder / "schedule", request["chip"], only=names)[names[0]]
+    scalars = {int(n): value for n, value in request.get("scalars", {}).items()}
+    way = usual(schedule.executions(scalars=scalars))
+    # Two cores share a grid where one of its axes lets them.
+    shared = way.grid not in rest.pop("grids")
+    cost = {
+        "kernel": names[0],
+        "grid": way.grid,
+        "cores": chip(request["chip"]).cores if shared else 1,
+        "bundles": schedule.bundles,
+        "cycles": way.cycles,
+        "busiest": way.busiest,
+        "utilization": way.utilization,
+        "spills": way.used.get("VSTORE:SPILL", 0.0) / way.steps,
+        "fills": way.used.get("VLOAD:FILL", 0.0) / way.steps,
+        "conditions": [
+            f"{'' if value else 'not '}({text})" for text, value in way.conditions
+        ],
+        "regions": [
+            {"start": r.start, "end": r.end, "depth": r.depth, "runs": r.runs}
+            for r in way.regions
+        ],
+        **rest,
+    }
+    (folder / "cost.json").write_text(json.dumps(cost, indent=1))
     for path in (folder / "schedule").iterdir():
-        if f"-{name}-" not in path.name:
+        if f"-{names[0]}-" not in path.name:
             path.unlink()
 
 
-def _compile(request: dict[str, Any], device: Any) -> str:
-    """Compile the custom call alone; returns its name in the program."""
+def usual(ways: Sequence[Execution]) -> Execution:
+    """The way that a call is taken to go, of all that its data may make it go.
 
-    mesh = Mesh(np.array([device]), ("x",))
+    The dearest one: what is in the data skips nothing.
+    """
+    return max(ways, key=lambda way: way.cycles)
+
+
+def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Compile for one device of the chip.
+
+    Returns:
+        the names of the kernels in the compiled program, and ``grids`` (of its Pallas
+        kernels, whole: before two cores share one), ``other_cycles`` (the compiler's
+        estimate for all else), ``compile_seconds``.
+    """
+    # A kernel runs on one chip: of which slice makes no difference to its schedule.
+    device = topology_devices(smallest_of(request["chip"]))[0]
+    mesh = Mesh(np.array([device]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
+    build = _attention if "case" in request else _custom_call
+    run, arrays = build(request)
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
+    started = time.perf_counter()
+    # Kernels that ask what chip they are for are told by the mesh, not by this machine.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(run).trace(*placed)
+        compiled = traced.lower().compile()
+    seconds = time.perf_counter() - started
+    text = compiled.as_text()
+    return [
+        instruction.name
+        for computation in parse(text).computations.values()
+        for instruction in computation.instructions
+        if instruction.target == "tpu_custom_call"
+    ], {
+        "grids": list(_grids(traced.jaxpr.jaxpr)),
+        "other_cycles": sum(map(int, _ESTIMATE.findall(text))),
+        "compile_seconds": seconds,
+    }
 
-    def struct(dtype: str, shape: list[int], **placed: Any) -> jax.ShapeDtypeStruct:
-        kind = jax.numpy.dtype(_DTYPES[dtype])
-        return jax.ShapeDtypeStruct(tuple(shape), kind, **placed)
+
+def _attention(request: dict[str, Any]) -> Built:
+    """A call of one of the attention kernels that are compared."""
+    from tpuport.core.cost.attention_kernels import build
+
+    return build(AttentionCase.from_dict(request["case"]))
+
+
+def _custom_call(request: dict[str, Any]) -> Built:
+    """A custom call as a compiled program has it."""
+
+    def struct(dtype: str, shape: list[int]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(_DTYPES[dtype]))
 
     call = jax.ffi.ffi_call(
         "tpu_custom_call",
@@ -88,14 +150,17 @@ def _compile(request: dict[str, Any], device: Any) -> str:
             }
         ),
     )
-    operands = [struct(*operand, sharding=whole) for operand in request["operands"]]
-    compiled = jax.jit(lambda *args: call(*args)).lower(*operands).compile()
-    program = parse(compiled.as_text())
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            if instruction.target == "tpu_custom_call":
-                return instruction.name
-    raise RuntimeError("the kernel is not in its own program")
+    return (lambda *args: call(*args)), [struct(*o) for o in request["operands"]]
+
+
+def _grids(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """The grids of all Pallas kernels in a program, those of every branch."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield tuple(equation.params["grid_mapping"].grid)
+        else:
+            for inner in jaxprs_in_params(equation.params):
+                yield from _grids(inner)
 
 
 if __name__ == "__main__":

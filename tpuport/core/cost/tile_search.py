@@ -20,11 +20,8 @@ from tpuport.core.cost.attention_case import (
     kernel_source_hash,
     padded,
 )
-from tpuport.core.cost.attention_cycles import (
-    KernelCost,
-    KernelCostError,
-    kernel_cycles,
-)
+from tpuport.core.cost.attention_cycles import AttentionCost
+from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.block_table import bucket, read_entries
@@ -38,7 +35,7 @@ COMPUTES = (128, 256, 384, 512, 1024)
 #: not made up for by faster tiles.
 MORE_PADDING = 0.05
 
-Measure = Callable[[AttentionCase], KernelCost]
+Measure = Callable[[AttentionCase], AttentionCost]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +70,7 @@ class Tuning:
         exhausted: whether the search ended by itself and not at its limit.
     """
 
-    best: KernelCost
+    best: AttentionCost
     start: Blocks
     tried: tuple[Tried, ...]
     exhausted: bool
@@ -85,8 +82,7 @@ def tune(
     start: Blocks,
     fits: Callable[[Blocks], bool],
     limit: int,
-    measure: Measure | None = None,
-    cache: Path | None = None,
+    measure: Measure,
     on_tried: Callable[[Tried], None] = lambda tried: None,
 ) -> Tuning:
     """Search the tiles with the fewest cycles for a call.
@@ -101,23 +97,21 @@ def tune(
         start: where to begin.
         fits: whether tiles are legal and fit VMEM; asked before a compile.
         limit: candidates to compile at most.
-        measure: what costs a candidate; :func:`kernel_cycles` where None.
-        cache: folder that keeps costs.
+        measure: what costs a candidate.
         on_tried: called after each candidate.
 
     Raises:
-        KernelCostError: no candidate compiles.
+        KernelError: no candidate compiles.
     """
-    ask = measure or (lambda candidate: kernel_cycles(candidate, cache=cache))
     tried: dict[Blocks, Tried] = {}
-    best: KernelCost | None = None
+    best: AttentionCost | None = None
     exhausted = True
 
     def attempt(blocks: Blocks) -> None:
         nonlocal best
         try:
-            cost = ask(replace(case, blocks=blocks))
-        except KernelCostError as error:
+            cost = measure(replace(case, blocks=blocks))
+        except KernelError as error:
             if not error.refused:
                 raise
             found = Tried(blocks=blocks, refused=one_line(error)[:200])
@@ -128,7 +122,7 @@ def tune(
                 bundles_per_tile=cost.bundles_per_tile,
             )
             if best is not None and best.source_hash != cost.source_hash:
-                raise KernelCostError(
+                raise KernelError(
                     "the kernel's source changed during the search; start again"
                 )
             if best is None or cost.cycles < best.cycles:
@@ -153,7 +147,7 @@ def tune(
         improved = best is not None and (before is None or best.cycles < before)
     if best is None:
         reasons = "; ".join(str(t.refused) for t in tried.values())
-        raise KernelCostError(f"no tiles tried can be compiled: {reasons}")
+        raise KernelError(f"no tiles tried can be compiled: {reasons}")
     return Tuning(
         best=best, start=start, tried=tuple(tried.values()), exhausted=exhausted
     )
@@ -250,7 +244,7 @@ def case_of(entry: dict[str, Any]) -> AttentionCase:
 
 def is_stale(entry: dict[str, Any]) -> bool:
     """Whether an entry was found with another source of the kernel."""
-    return bool(entry.get("source_hash") != kernel_source_hash("tpuport"))
+    return bool(entry.get("source_hash") != kernel_source_hash())
 
 
 def write_entry(table: Path, entry: dict[str, Any]) -> None:

@@ -196,28 +196,6 @@ def keys_within(chunk: int, length: int, window: tuple[int, int] | None) -> int:
     return min(chunk + left, length) + right
 
 
-def ring_refusal(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    has_lengths: bool,
-    platform: str,
-    choice: AttentionChoice,
-    chip: str | None,
-) -> str | None:
-    """Why :func:`ring_attention` cannot do a call, or None if it can.
-
-    The arguments are its own; anything with ``shape`` and ``dtype`` will do for arrays.
-    """
-    from tpuport.kernels.attention.chunked import chunk_problem, chunked_refusal
-    from tpuport.kernels.attention.selection import select
-
-    problem = chunk_problem(q, k, v, has_lengths=has_lengths, platform=platform)
-    selection = select(problem, choice, chip=chip, fall_back=True)
-    return chunked_refusal(selection, choice.window)
-
-
 def _smooth(ring: Ring, k: jax.Array, lengths: jax.Array) -> jax.Array:
     """``k`` less the mean of all keys of the group that count.
 

@@ -24,7 +24,6 @@ from tpuport.core.layers.ring import (
     gathered_attention,
     keys_within,
     ring_attention,
-    ring_refusal,
     too_short,
 )
 from tpuport.core.tracing.context import AttentionRecord
@@ -349,7 +348,7 @@ def _record(
     way = why = None
     keys = length if feature_major else kv_len
     if degrees.ring > 1:
-        way, why = PASSED, _not_passed(context, count, queries, head_dim, q.dtype)
+        way, why = PASSED, _not_passed(context, queries, head_dim, q.dtype)
         keys = queries
         if why is not None:
             way, keys = GATHERED, keys_within(queries, length, choice.window)
@@ -393,22 +392,11 @@ def _record(
     return record
 
 
-def _not_passed(
-    context: Any, count: int, queries: int, head_dim: int, dtype: Any
-) -> str | None:
+def _not_passed(context: Any, queries: int, head_dim: int, dtype: Any) -> str | None:
     """Why keys do not go round a ring, if they do not."""
-    import jax
+    from tpuport.kernels.attention.chunked import chunked_refusal
 
-    chunk = jax.ShapeDtypeStruct((count, 1, head_dim, queries), dtype)
-    refusal = ring_refusal(
-        chunk,
-        chunk,
-        chunk,
-        has_lengths=True,
-        platform=context.platform,
-        choice=context.implementation,
-        chip=context.chip,
-    )
+    refusal = chunked_refusal(context.implementation)
     if refusal is None and context.chip is not None:
-        refusal = too_short(queries, head_dim, chunk.dtype.itemsize, context.chip)
+        refusal = too_short(queries, head_dim, dtype.itemsize, context.chip)
     return refusal

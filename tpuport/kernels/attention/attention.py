@@ -7,19 +7,23 @@ D head dim of queries and keys, Dv head dim of values.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack, cast
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from tpuport.kernels.attention.blockwise import blockwise_attention, default_tiling
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
-from tpuport.kernels.attention.jax_splash import jax_splash_attention
-from tpuport.kernels.attention.problem import describe, describe_feature_major
+from tpuport.kernels.attention.problem import (
+    KeyOptions,
+    Options,
+    describe,
+    describe_feature_major,
+)
 from tpuport.kernels.attention.reference import reference_attention
 from tpuport.kernels.attention.selection import (
     DEFAULT_CHIP,
     as_choice,
-    jax_tiles,
     select,
     splash_tiles,
 )
@@ -27,31 +31,23 @@ from tpuport.kernels.attention.splash import splash_attention, splash_feature_ma
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
     fall_back: bool = False,
     interpret: bool = False,
-) -> jax.Array:
+    **options: Unpack[Options],
+) -> Float[Array, "b h lq dv"]:
     """softmax(scale q k^T + mask) v, exactly; see ``reference_attention``.
 
     Args:
         q: of shape [B, H, Lq, D].
         k: of shape [B, Hkv, Lk, D]; Hkv divides H.
         v: of shape [B, Hkv, Lk, Dv].
-        mask: bool (True = may attend) or float (added to the scores), of four dims,
-            each 1 or that of [B, H, Lq, Lk].
-        is_causal: query i sees keys 0..i (aligned top left); combines with ``mask``.
-        scale: factor of the scores; None means 1/sqrt(D).
-        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
         platform: "tpu", "cpu", ...: where the program will run. It is not looked up,
             because a program may be compiled for a device that is not attached.
         implementation: an :class:`AttentionChoice` or its text, such as "auto" or
@@ -59,6 +55,7 @@ def attention(
         chip: such as "v6e", for the choice of blocks.
         fall_back: see ``select``.
         interpret: run Pallas kernels interpreted; others ignore it.
+        **options: see :class:`Options`.
 
     Returns:
         of shape [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
@@ -70,88 +67,44 @@ def attention(
         UsageError: no implementation has that name.
     """
     choice = as_choice(implementation)
+    window = choice.window
     problem = describe(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        kv_lengths=kv_lengths,
-        window=choice.window,
-        platform=platform,
-        interpret=interpret,
+        q, k, v, platform=platform, interpret=interpret, window=window, **options
     )
     selection = select(problem, choice, chip=chip, fall_back=fall_back)
-    blocks = selection.blocks
     if choice.k_smooth:
-        k = smooth_keys(k, kv_lengths)
+        k = smooth_keys(k, options.get("kv_lengths"))
     if selection.implementation == "splash":
         return splash_attention(
             q,
             k,
             v,
-            is_causal=is_causal,
-            scale=scale,
-            kv_lengths=kv_lengths,
-            window=choice.window,
-            blocks=splash_tiles(blocks),
+            blocks=splash_tiles(selection.blocks),
             chip=chip or DEFAULT_CHIP,
             platform=platform,
             interpret=interpret,
-        )
-    if selection.implementation == "jax":
-        return jax_splash_attention(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            scale=scale,
-            kv_lengths=kv_lengths,
-            blocks=jax_tiles(blocks),
-            platform=platform,
-            interpret=interpret,
+            window=window,
+            **options,
         )
     if selection.implementation == "reference":
-        return reference_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            kv_lengths=kv_lengths,
-            window=choice.window,
-        )
+        return reference_attention(q, k, v, window=window, **options)
     tiling = None
     if choice.blocks:
-        tiling = replace(default_tiling(problem), **blocks)
-    return blockwise_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        kv_lengths=kv_lengths,
-        window=choice.window,
-        tiling=tiling,
-    )
+        tiling = replace(default_tiling(problem), **selection.blocks)
+    return blockwise_attention(q, k, v, tiling=tiling, window=window, **options)
 
 
 def attention_feature_major(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
-    kv_len: int | None = None,
-    kv_lengths: jax.Array | None = None,
-    hidden: bool = False,
-    scale: float | None = None,
     platform: str,
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
     interpret: bool = False,
-) -> jax.Array:
+    **options: Unpack[KeyOptions],
+) -> Float[Array, "b h dv lq"]:
     """``attention`` on arrays with the head dim before the tokens.
 
     That is how a product of weights and tokens gives them and how our kernel takes
@@ -162,9 +115,7 @@ def attention_feature_major(
         q: of shape [B, H, D, Lq].
         k: of shape [B, Hkv, D, Lk].
         v: of shape [B, Hkv, Dv, Lk].
-        kv_len: only keys before this index count; None for all.
-        kv_lengths: integers of shape [B], at most ``kv_len``; see ``attention``.
-        hidden: the caller has made ``v`` zero at the keys that do not count.
+        **options: see :class:`KeyOptions`; key lengths are at most ``kv_len``.
 
     The other arguments and the errors are those of ``attention``.
 
@@ -176,10 +127,10 @@ def attention_feature_major(
         q,
         k,
         v,
-        kv_lengths=kv_lengths,
-        window=choice.window,
         platform=platform,
         interpret=interpret,
+        window=choice.window,
+        **options,
     )
     selection = select(problem, choice, chip=chip, fall_back=True)
     if selection.implementation == "splash":
@@ -187,33 +138,33 @@ def attention_feature_major(
             q,
             k,
             v,
-            scale=scale,
-            window=choice.window,
-            kv_len=kv_len,
-            kv_lengths=kv_lengths,
-            hidden=hidden,
             k_smooth=choice.k_smooth,
             blocks=splash_tiles(selection.blocks),
             chip=chip or DEFAULT_CHIP,
             platform=platform,
             interpret=interpret,
+            window=choice.window,
+            **options,
         )
+    kv_len = options.pop("kv_len", None)
+    options.pop("hidden", None)
     out = attention(
         q.swapaxes(2, 3),
         k[..., :kv_len].swapaxes(2, 3),
         v[..., :kv_len].swapaxes(2, 3),
-        scale=scale,
-        kv_lengths=kv_lengths,
         platform=platform,
         implementation=choice,
         chip=chip,
         fall_back=True,
         interpret=interpret,
+        **cast(Options, options),
     )
     return out.swapaxes(2, 3)
 
 
-def smooth_keys(k: jax.Array, kv_lengths: jax.Array | None) -> jax.Array:
+def smooth_keys(
+    k: Float[Array, "b hkv lk d"], kv_lengths: Int[Array, " b"] | None
+) -> Float[Array, "b hkv lk d"]:
     """``k`` less the mean of the keys that count, per batch item and head.
 
     Every score of a query changes by the same number, so the softmax does not change;

@@ -10,32 +10,18 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tpuport.kernels.attention.splash_blocks import SplashBlocks
 
 _KEYS = ("chip", "head_dim", "q_len", "kv_len", "blocks", "measured", "tried")
 TABLE = Path(__file__).with_name("blocks.json")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TunedBlocks:
-    """Tiles and why they were chosen.
-
-    Attributes:
-        q, kv, kv_compute: tokens.
-        reason: what was tried, in a line.
-    """
-
-    q: int
-    kv: int
-    kv_compute: int
-    reason: str
-
-
 def tuned_blocks(
     chip: str, head_dim: int, q_len: int, kv_len: int, *, table: Path = TABLE
-) -> TunedBlocks | None:
+) -> SplashBlocks | None:
     """The best tiles found for a call, or None where none were looked for.
 
     Args:
@@ -51,7 +37,7 @@ def tuned_blocks(
     if entry is None:
         return None
     q, kv, kv_compute = entry["blocks"]
-    return TunedBlocks(q=q, kv=kv, kv_compute=kv_compute, reason=_reason(entry))
+    return SplashBlocks(q=q, kv=kv, kv_compute=kv_compute)
 
 
 def find_entry(
@@ -91,11 +77,3 @@ def read_entries(table: Path) -> tuple[dict[str, Any], ...]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{table} is not a table of blocks: {error!r}") from error
     return entries
-
-
-def _reason(entry: dict[str, Any]) -> str:
-    measured = entry["measured"]
-    return (
-        f"fewest cycles of {len(entry['tried'])} tiles compiled for "
-        f"{measured['q_len']} x {measured['kv_len']}"
-    )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from tpuport.kernels.attention.masking import (
     LOWEST,
@@ -20,7 +22,7 @@ from tpuport.kernels.attention.masking import (
     group_mask,
     mask_scores,
 )
-from tpuport.kernels.attention.problem import Problem, describe, resolve_scale
+from tpuport.kernels.attention.problem import Options, Problem, describe
 from tpuport.kernels.attention.reference import Sums, matmul_precision, normalised
 from tpuport.kernels.padding import ceil_div
 
@@ -70,17 +72,14 @@ def default_tiling(problem: Problem) -> Tiling:
 
 
 def blockwise_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
-    window: tuple[int, int] | None = None,
     tiling: Tiling | None = None,
-) -> jax.Array:
+    window: tuple[int, int] | None = None,
+    **options: Unpack[Options],
+) -> Float[Array, "b h lq dv"]:
     """Same contract, arguments and errors as ``reference_attention``.
 
     The softmax is summed up over key blocks with a running maximum; the result is
@@ -99,79 +98,46 @@ def blockwise_attention(
     Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3; Rabe and
     Staats 2021 (arXiv:2112.05682).
     """
-    problem = describe(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        kv_lengths=kv_lengths,
-        window=window,
-    )
+    problem = describe(q, k, v, window=window, **options)
 
     def finish(state: State) -> tuple[jax.Array]:
         _, total, summed = state
         return (normalised(summed, total).astype(q.dtype),)
 
     out = jnp.zeros((*q.shape[:3], problem.v_dim), q.dtype)
-    (out,) = _run(
-        problem,
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        kv_lengths=kv_lengths,
-        tiling=tiling,
-        outs=(out,),
-        finish=finish,
-    )
+    (out,) = _run(problem, (q, k, v), options, tiling, (out,), finish)
     return out
 
 
 def blockwise_sums(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
     tiling: Tiling | None = None,
+    window: tuple[int, int] | None = None,
+    **options: Unpack[Options],
 ) -> Sums:
     """What ``blockwise_attention`` divides; same arguments and errors."""
-    problem = describe(q, k, v, kv_lengths=kv_lengths)
+    problem = describe(q, k, v, window=window, **options)
     highest = jnp.full((*q.shape[:3], 1), LOWEST, jnp.float32)
     summed = jnp.zeros((*q.shape[:3], problem.v_dim), jnp.float32)
+    outs = (highest, jnp.zeros_like(highest), summed)
     highest, total, summed = _run(
-        problem,
-        q,
-        k,
-        v,
-        mask=None,
-        scale=scale,
-        kv_lengths=kv_lengths,
-        tiling=tiling,
-        outs=(highest, jnp.zeros_like(highest), summed),
-        finish=lambda state: state,
+        problem, (q, k, v), options, tiling, outs, lambda state: state
     )
     return highest, total, summed
 
 
 def _run(
     problem: Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    mask: jax.Array | None,
-    scale: float | None,
-    kv_lengths: jax.Array | None,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    options: Options,
     tiling: Tiling | None,
     outs: tuple[jax.Array, ...],
     finish: Callable[[State], tuple[jax.Array, ...]],
 ) -> tuple[jax.Array, ...]:
     """``outs`` [B, H, Lq, ..] with what ``finish`` makes of each tile's sums."""
-    is_causal, window = problem.is_causal, problem.window
     shapes = [out.shape for out in outs]
     if 0 in shapes[-1] or problem.kv_len == 0:
         return outs
@@ -180,113 +146,163 @@ def _run(
         raise ValueError(
             f"a tile of {tiling.heads} heads does not divide {problem.kv_heads}"
         )
-    block_q = min(tiling.block_q, problem.q_len)
-    block_kv = min(tiling.block_kv, problem.kv_len)
-    head_tiles = problem.kv_heads // tiling.heads
-    q_blocks = ceil_div(problem.q_len, block_q)
-    kv_blocks = ceil_div(problem.kv_len, block_kv)
-    precision = matmul_precision(q.dtype)
-    factor = resolve_scale(scale, problem.head_dim)
-
-    heads, groups, rows = tiling.heads, problem.groups, block_q
-    grouped_shape = (problem.batch, problem.kv_heads, groups, problem.q_len)
-    q = q.reshape(*grouped_shape, problem.head_dim)
-    outs = tuple(out.reshape(*grouped_shape, out.shape[-1]) for out in outs)
+    tiling = replace(
+        tiling,
+        block_q=min(tiling.block_q, problem.q_len),
+        block_kv=min(tiling.block_kv, problem.kv_len),
+    )
+    q, k, v = arrays
+    grouped = (problem.batch, problem.kv_heads, problem.groups, problem.q_len)
+    q = q.reshape(*grouped, problem.head_dim)
+    outs = tuple(out.reshape(*grouped, out.shape[-1]) for out in outs)
+    mask = options.get("mask")
     if mask is not None:
         mask = group_mask(mask, problem.kv_heads)
+    call = _Call(
+        problem=problem,
+        tiling=tiling,
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        kv_lengths=options.get("kv_lengths"),
+    )
+    kv_blocks = ceil_div(problem.kv_len, tiling.block_kv)
 
     def one_tile(
-        outs: tuple[jax.Array, ...], tile: jax.Array
+        outs: tuple[jax.Array, ...], number: jax.Array
     ) -> tuple[tuple[jax.Array, ...], None]:
-        q_block = tile % q_blocks
-        b = tile // (q_blocks * head_tiles)
-        h = tile // q_blocks % head_tiles * heads
-        q_start = jnp.minimum(q_block * block_q, problem.q_len - block_q)
-        q_ids = q_start + jnp.arange(rows)
-        lengths = (
-            None if kv_lengths is None else lax.dynamic_slice(kv_lengths, (b,), (1,))
-        )
-        q_tile = lax.dynamic_slice(
-            q, (b, h, 0, q_start, 0), (1, heads, groups, rows, problem.head_dim)
-        )
-
-        def attend(state: State, kv_block: jax.Array) -> State:
-            highest, total, summed = state
-            first = kv_block * block_kv
-            k_start = jnp.minimum(first, problem.kv_len - block_kv)
-            k_ids = k_start + jnp.arange(block_kv)
-            k_tile = lax.dynamic_slice(
-                k, (b, h, k_start, 0), (1, heads, block_kv, problem.head_dim)
-            )
-            v_tile = lax.dynamic_slice(
-                v, (b, h, k_start, 0), (1, heads, block_kv, problem.v_dim)
-            )
-            allowed = allowed_pairs(
-                q_ids, k_ids, is_causal=is_causal, kv_lengths=lengths, window=window
-            )
-            if problem.kv_len % block_kv:
-                # The last block was moved back over keys already counted.
-                fresh = (k_ids >= first)[None, None, None, None]
-                allowed = fresh if allowed is None else allowed & fresh
-            mask_tile = None
-            if mask is not None:
-                mask_tile = _slice_mask(
-                    mask,
-                    (b, h, 0, q_start, k_start),
-                    (1, heads, groups, rows, block_kv),
-                )
-            scores = jnp.einsum(
-                "bhgqd,bhkd->bhgqk",
-                q_tile,
-                k_tile,
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            scores = mask_scores(scores * factor, mask=mask_tile, allowed=allowed)
-            new = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
-            weights = jnp.exp(scores - new)
-            shrink = jnp.exp(highest - new)
-            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            summed = summed * shrink + jnp.einsum(
-                "bhgqk,bhkd->bhgqd",
-                weights,
-                v_tile.astype(jnp.float32),
-                precision=precision,
-            )
-            return new, total, summed
-
-        def one_block(state: State, kv_block: jax.Array) -> tuple[State, None]:
-            first = kv_block * block_kv
-            conditions = []
-            if is_causal:
-                conditions.append(first <= q_ids[-1])
-            if window is not None:
-                conditions.append(first <= q_ids[-1] + window[1])
-                conditions.append(first + block_kv > q_ids[0] - window[0])
-            if lengths is not None:
-                conditions.append(first < lengths[0])
-            if not conditions:
-                return attend(state, kv_block), None
-            needed = functools.reduce(jnp.logical_and, conditions)
-            skip = lambda state, _: state  # noqa: E731
-            return lax.cond(needed, attend, skip, state, kv_block), None
-
-        shape = (1, heads, groups, rows)
-        empty: State = (
-            jnp.full((*shape, 1), LOWEST, jnp.float32),
-            jnp.zeros((*shape, 1), jnp.float32),
-            jnp.zeros((*shape, problem.v_dim), jnp.float32),
-        )
-        state, _ = lax.scan(one_block, empty, jnp.arange(kv_blocks))
-        at = (b, h, 0, q_start, 0)
+        tile = call.tile(number)
+        state, _ = lax.scan(tile.add_block, tile.empty(), jnp.arange(kv_blocks))
         return tuple(
-            lax.dynamic_update_slice(out, done, at)
+            lax.dynamic_update_slice(out, done, (*tile.at, 0))
             for out, done in zip(outs, finish(state), strict=True)
         ), None
 
-    tiles = jnp.arange(problem.batch * head_tiles * q_blocks)
-    outs, _ = lax.scan(one_tile, outs, tiles)
+    outs, _ = lax.scan(one_tile, outs, jnp.arange(call.tiles))
     return tuple(x.reshape(shape) for x, shape in zip(outs, shapes, strict=True))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class _Call:
+    """A call as its tiles see it: q [B, Hkv, G, Lq, D], a mask of five dims too."""
+
+    problem: Problem
+    tiling: Tiling
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array | None
+    kv_lengths: jax.Array | None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tiles along the key/value heads of a batch item, and along the queries."""
+        problem, tiling = self.problem, self.tiling
+        queries = ceil_div(problem.q_len, tiling.block_q)
+        return problem.kv_heads // tiling.heads, queries
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries in all."""
+        heads, queries = self.counts
+        return self.problem.batch * heads * queries
+
+    def tile(self, number: jax.Array) -> _Tile:
+        """The tile of that number."""
+        problem, tiling = self.problem, self.tiling
+        heads, queries = self.counts
+        q_block = number % queries
+        b = number // (queries * heads)
+        h = number // queries % heads * tiling.heads
+        q_start = jnp.minimum(q_block * tiling.block_q, problem.q_len - tiling.block_q)
+        q_ids = q_start + jnp.arange(tiling.block_q)
+        lengths = None
+        if self.kv_lengths is not None:
+            lengths = lax.dynamic_slice(self.kv_lengths, (b,), (1,))
+        at = (b, h, 0, q_start)
+        rows = (1, tiling.heads, problem.groups, tiling.block_q)
+        q = lax.dynamic_slice(self.q, (*at, 0), (*rows, problem.head_dim))
+        return _Tile(call=self, at=at, rows=rows, q=q, q_ids=q_ids, lengths=lengths)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class _Tile:
+    """Some queries of some heads of a batch item, which meet the keys block by block.
+
+    ``at`` is where the tile begins, ``rows`` its sizes: batch, heads, groups, queries.
+    """
+
+    call: _Call
+    at: tuple[jax.Array, jax.Array, int, jax.Array]
+    rows: tuple[int, int, int, int]
+    q: jax.Array
+    q_ids: jax.Array
+    lengths: jax.Array | None
+
+    def empty(self) -> State:
+        """The sums over no key."""
+        return (
+            jnp.full((*self.rows, 1), LOWEST, jnp.float32),
+            jnp.zeros((*self.rows, 1), jnp.float32),
+            jnp.zeros((*self.rows, self.call.problem.v_dim), jnp.float32),
+        )
+
+    def add_block(self, state: State, kv_block: jax.Array) -> tuple[State, None]:
+        """The sums with a block of keys more; left out where no query sees any."""
+        problem, q_ids = self.call.problem, self.q_ids
+        block_kv = self.call.tiling.block_kv
+        first = kv_block * block_kv
+        conditions = []
+        if problem.is_causal:
+            conditions.append(first <= q_ids[-1])
+        if problem.window is not None:
+            left, right = problem.window
+            conditions.append(first <= q_ids[-1] + right)
+            conditions.append(first + block_kv > q_ids[0] - left)
+        if self.lengths is not None:
+            conditions.append(first < self.lengths[0])
+        if not conditions:
+            return self._attend(state, kv_block), None
+        needed = functools.reduce(jnp.logical_and, conditions)
+        skip = lambda state, _: state  # noqa: E731
+        return lax.cond(needed, self._attend, skip, state, kv_block), None
+
+    def _attend(self, state: State, kv_block: jax.Array) -> State:
+        call, problem = self.call, self.call.problem
+        block_kv = call.tiling.block_kv
+        highest, total, summed = state
+        first = kv_block * block_kv
+        k_start = jnp.minimum(first, problem.kv_len - block_kv)
+        k_ids = k_start + jnp.arange(block_kv)
+        at, size = (*self.at[:2], k_start, 0), (1, self.rows[1], block_kv)
+        k = lax.dynamic_slice(call.k, at, (*size, problem.head_dim))
+        v = lax.dynamic_slice(call.v, at, (*size, problem.v_dim))
+        allowed = allowed_pairs(self.q_ids, k_ids, problem, self.lengths)
+        if problem.kv_len % block_kv:
+            # The last block was moved back over keys already counted.
+            fresh = (k_ids >= first)[None, None, None, None]
+            allowed = fresh if allowed is None else allowed & fresh
+        mask = None
+        if call.mask is not None:
+            mask = _slice_mask(call.mask, (*self.at, k_start), (*self.rows, block_kv))
+        precision = matmul_precision(call.q.dtype)
+        scores = jnp.einsum(
+            "bhgqd,bhkd->bhgqk",
+            self.q,
+            k,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        scores = mask_scores(scores * problem.scale, mask=mask, allowed=allowed)
+        new = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - new)
+        shrink = jnp.exp(highest - new)
+        total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+        summed = summed * shrink + jnp.einsum(
+            "bhgqk,bhkd->bhgqd", weights, v.astype(jnp.float32), precision=precision
+        )
+        return new, total, summed
 
 
 def _even_block(length: int, largest: int) -> int:

@@ -1,6 +1,6 @@
 """What the user asked of attention: an implementation and its options, as text.
 
-``auto``, ``jax:block_q=2048;block_kv=2048``, ``splash:window=1024,1024;k_smooth=on``:
+``auto``, ``blockwise:block_q=256``, ``splash:window=1024,1024;k_smooth=on``:
 a name, then after a colon ``name=value`` pairs between semicolons.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from tpuport.errors import UsageError
 
 AUTO = "auto"
-NAMES = (AUTO, "splash", "jax", "reference", "blockwise")
+NAMES = (AUTO, "splash", "reference", "blockwise")
 """What ``--attention`` takes in front of the colon."""
 
 
@@ -60,7 +60,7 @@ class AttentionChoice:
                 raise UsageError(
                     f"attention {self.name} has no {option}; {in_words(owners)} {has}"
                 )
-        kernel = self.name in (AUTO, "splash", "jax")
+        kernel = self.name in (AUTO, "splash")
         for name, size in self.blocks.items():
             if size < 1 or (kernel and size % 128):
                 raise UsageError(
@@ -105,15 +105,15 @@ class AttentionChoice:
         for part in rest.split(";") if colon else ():
             key, equals, value = part.partition("=")
             key = key.strip()
-            if key not in _PARSERS or not equals:
+            if key not in _OPTIONS or not equals:
                 raise UsageError(
                     f"attention option {part!r} in {text!r}: options are "
-                    + ", ".join(f"{k}={v}" for k, v in _FORMS.items())
+                    + ", ".join(f"{k}={form}" for k, (form, _) in _OPTIONS.items())
                     + ", separated by ';'"
                 )
             if key in values:
                 raise UsageError(f"attention option {key} appears twice in {text!r}")
-            values[key] = _PARSERS[key](key, value.strip())
+            values[key] = _OPTIONS[key][1](key, value.strip())
         return cls(name=name.strip(), **values)
 
     def __str__(self) -> str:
@@ -163,21 +163,13 @@ def _size(key: str, value: str) -> int:
 
 #: Who has an option that is not everybody's.
 _OWNERS: Mapping[str, tuple[str, ...]] = {
-    "block_q": ("blockwise", "splash", "jax"),
-    "block_kv": ("blockwise", "splash", "jax"),
-    "block_kv_compute": ("splash", "jax"),
+    "block_q": ("blockwise", "splash"),
+    "block_kv": ("blockwise", "splash"),
+    "block_kv_compute": ("splash",),
 }
-_FORMS: Mapping[str, str] = {
-    "window": "LEFT,RIGHT",
-    "k_smooth": "on|off",
-    "block_q": "N",
-    "block_kv": "N",
-    "block_kv_compute": "N",
-}
-_PARSERS: Mapping[str, Callable[[str, str], Any]] = {
-    "window": _window,
-    "k_smooth": _switch,
-    "block_q": _size,
-    "block_kv": _size,
-    "block_kv_compute": _size,
+#: Option -> how its value looks, and what reads it.
+_OPTIONS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
+    "window": ("LEFT,RIGHT", _window),
+    "k_smooth": ("on|off", _switch),
+    **dict.fromkeys(_OWNERS, ("N", _size)),
 }

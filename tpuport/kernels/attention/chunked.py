@@ -15,20 +15,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from tpuport.errors import AttentionError
 from tpuport.kernels.attention.blockwise import blockwise_sums, default_tiling
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
 from tpuport.kernels.attention.masking import LOWEST
-from tpuport.kernels.attention.problem import Problem, describe_feature_major
+from tpuport.kernels.attention.problem import describe_feature_major
 from tpuport.kernels.attention.reference import combined, normalised, reference_sums
 from tpuport.kernels.attention.selection import (
     DEFAULT_CHIP,
-    Selection,
     as_choice,
     select,
     splash_tiles,
@@ -42,6 +42,7 @@ Sums = Any
 """A pytree of float32 arrays; what is in it is the implementation's own."""
 
 
+@runtime_checkable
 class Chunked(Protocol):
     """Queries that meet chunks of keys, all of one size."""
 
@@ -67,19 +68,17 @@ class Chunked(Protocol):
         """[B, H, Dv, Lq], in the dtype of the queries; 0 where no key counted."""
 
 
-def chunked_refusal(selection: Selection, window: tuple[int, int] | None) -> str | None:
-    """Why what was selected cannot take keys in chunks, or None if it can."""
-    if window is not None:
+def chunked_refusal(choice: AttentionChoice) -> str | None:
+    """Why attention by a choice cannot take keys in chunks, or None if it can."""
+    if choice.window is not None:
         return "a window needs to know where a chunk's keys are"
-    if selection.implementation not in ("splash", "reference", "blockwise"):
-        return f"{selection.implementation} does not give its sums"
     return None
 
 
 def chunked_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
     has_lengths: bool,
     scale: float | None = None,
@@ -99,17 +98,23 @@ def chunked_attention(
     The other arguments are those of ``attention_feature_major``.
 
     Raises:
-        AttentionError: the implementation that takes this call does not give its sums,
-            or a window was asked for.
+        AttentionError: a window was asked for.
         ValueError: shapes or dtypes that do not fit together.
     """
     choice = as_choice(implementation)
-    problem = chunk_problem(
-        q, k, v, has_lengths=has_lengths, platform=platform, interpret=interpret
+    if refusal := chunked_refusal(choice):
+        raise AttentionError(f"attention on keys in chunks: {refusal}")
+    lengths: Any = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
+    problem = describe_feature_major(
+        q,
+        k,
+        v,
+        kv_lengths=lengths if has_lengths else None,
+        scale=scale,
+        platform=platform,
+        interpret=interpret,
     )
     selection = select(problem, choice, chip=chip, fall_back=True)
-    if refusal := chunked_refusal(selection, choice.window):
-        raise AttentionError(f"attention on keys in chunks: {refusal}")
     if selection.implementation != "splash":
         sums: _Adder = reference_sums
         if selection.implementation == "blockwise":
@@ -119,7 +124,7 @@ def chunked_attention(
             sums = functools.partial(blockwise_sums, tiling=tiling)
         return _Formula(q=q.swapaxes(2, 3), v_dim=problem.v_dim, scale=scale, sums=sums)
     blocks = splash_tiles(selection.blocks)
-    q, factor = with_factor(q, scale)
+    q, factor = with_factor(q, problem.scale)
     chip = chip or DEFAULT_CHIP
     plan = splash_plan(problem, blocks, factor, chip=chip, partial=True)
     return _Kernel(
@@ -127,21 +132,6 @@ def chunked_attention(
         q=pad_dim(q, 2, padded_dim(problem.head_dim)),
         v_dim=problem.v_dim,
         vmem_limit=vmem_limit(chip) + RESERVED,
-        interpret=interpret,
-    )
-
-
-def chunk_problem(
-    q: Any, k: Any, v: Any, *, has_lengths: bool, platform: str, interpret: bool = False
-) -> Problem:
-    """The problem of one chunk; anything with ``shape`` and ``dtype`` will do."""
-    lengths = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
-    return describe_feature_major(
-        q,
-        k,
-        v,
-        kv_lengths=lengths if has_lengths else None,
-        platform=platform,
         interpret=interpret,
     )
 

@@ -6,9 +6,11 @@ Letters: B batch, Hkv key/value heads, G query heads per key/value head, L token
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float32, Int, Shaped
+
+from tpuport.kernels.attention.problem import Problem
 
 # The running maximum starts here and not at -inf, so that a row without any allowed
 # key gives exp(-inf - LOWEST) = 0 instead of exp(-inf + inf) = NaN. It is the lowest
@@ -17,7 +19,9 @@ import numpy as np
 LOWEST = float(np.finfo(np.float32).min)
 
 
-def group_mask(mask: jax.Array, kv_heads: int) -> jax.Array:
+def group_mask(
+    mask: Shaped[Array, "b h lq lk"], kv_heads: int
+) -> Shaped[Array, "b hkv g lq lk"]:
     """A mask of shape [B|1, H|1, Lq|1, Lk|1] as [B|1, Hkv|1, G|1, Lq|1, Lk|1]."""
     batch, heads, q_len, kv_len = mask.shape
     split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
@@ -25,11 +29,11 @@ def group_mask(mask: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def mask_scores(
-    scores: jax.Array,
+    scores: Float32[Array, "b hkv g lq lk"],
     *,
-    mask: jax.Array | None = None,
-    allowed: jax.Array | None = None,
-) -> jax.Array:
+    mask: Shaped[Array, "#b #hkv #g #lq #lk"] | None = None,
+    allowed: Bool[Array, "#b #hkv #g #lq #lk"] | None = None,
+) -> Float32[Array, "b hkv g lq lk"]:
     """The scores with a mask applied; nothing is materialised beyond the scores.
 
     Args:
@@ -45,30 +49,27 @@ def mask_scores(
 
 
 def allowed_pairs(
-    q_ids: jax.Array,
-    k_ids: jax.Array,
-    *,
-    is_causal: bool,
-    kv_lengths: jax.Array | None,
-    window: tuple[int, int] | None = None,
-) -> jax.Array | None:
+    q_ids: Int[Array, " lq"],
+    k_ids: Int[Array, " lk"],
+    problem: Problem,
+    kv_lengths: Int[Array, " b"] | None,
+) -> Bool[Array, "_ 1 1 _ lk"] | None:
     """Which pairs causality, lengths and window allow; None where they allow all.
 
     Args:
         q_ids: positions of the queries, of shape [Lq].
         k_ids: positions of the keys, of shape [Lk].
-        is_causal: torch's ``tril``, aligned top left also for Lq != Lk.
+        problem: causal or not, and with which window.
         kv_lengths: integers of shape [B]; keys from there on are not allowed.
-        window: (left, right): query i sees keys i - left .. i + right.
 
     Returns:
         bool, of shape [B|1, 1, 1, Lq|1, Lk].
     """
     allowed = None
-    if is_causal:
+    if problem.is_causal:
         allowed = (k_ids <= q_ids[:, None])[None, None, None]
-    if window is not None:
-        left, right = window
+    if problem.window is not None:
+        left, right = problem.window
         ahead = k_ids - q_ids[:, None]
         near = ((ahead >= -left) & (ahead <= right))[None, None, None]
         allowed = near if allowed is None else allowed & near

@@ -8,10 +8,41 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+
+class Options(TypedDict, total=False):
+    """What a call of attention may have beside q, k and v.
+
+    Keys:
+        mask: bool (True = may attend) or float (added to the scores), of four dims,
+            each 1 or that of [B, H, Lq, Lk].
+        is_causal: query i sees keys 0..i (aligned top left); combines with ``mask``.
+        scale: factor of the scores; None means 1/sqrt(D).
+        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
+    """
+
+    mask: Shaped[Array, "_ _ _ _"] | None
+    is_causal: bool
+    scale: float | None
+    kv_lengths: Int[Array, " b"] | None
+
+
+class KeyOptions(Options, total=False):
+    """Of arrays with the head dim before the tokens.
+
+    Keys:
+        kv_len: only keys before this index count; None for all.
+        hidden: the caller has made ``v`` zero at the keys that do not count, so that
+            nothing needs to be done about them.
+    """
+
+    kv_len: int | None
+    hidden: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +50,7 @@ class Problem:
     """What an implementation needs to know to accept or refuse a call.
 
     ``dtype`` is the name of the common dtype of q, k and v. ``mask_shape`` is None
-    without a mask, ``mask_is_bool`` then False.
+    without a mask, ``mask_is_bool`` then False. ``scale`` is the factor of the scores.
     """
 
     batch: int
@@ -35,6 +66,7 @@ class Problem:
     is_causal: bool = False
     has_lengths: bool = False
     window: tuple[int, int] | None = None
+    scale: float
     platform: str = "cpu"
     interpret: bool = False
 
@@ -54,12 +86,10 @@ def describe(
     k: Any,
     v: Any,
     *,
-    mask: Any = None,
-    is_causal: bool = False,
-    kv_lengths: Any = None,
     window: tuple[int, int] | None = None,
     platform: str = "cpu",
     interpret: bool = False,
+    **options: Unpack[Options],
 ) -> Problem:
     """The problem of a call; anything with ``shape`` and ``dtype`` will do.
 
@@ -67,17 +97,19 @@ def describe(
         q: of shape [B, H, Lq, D].
         k: of shape [B, Hkv, Lk, D].
         v: of shape [B, Hkv, Lk, Dv].
-        mask: None, or bool or float of four dims, each 1 or that of [B, H, Lq, Lk].
-        is_causal: whether query i may only see keys 0..i.
-        kv_lengths: None, or integers of shape [B].
-        window: None, or how many keys to the left and right of its own index a query
-            sees.
+        window: (left, right): query i sees keys i - left .. i + right; combines with
+            the options.
         platform: "tpu", "cpu", ...: where the program will run.
         interpret: whether Pallas kernels are interpreted rather than compiled.
+        **options: see :class:`Options`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together; the message has them.
+        TypeError: there is no such option.
     """
+    if unknown := options.keys() - Options.__optional_keys__:
+        raise TypeError(f"attention has no option {', '.join(sorted(unknown))}")
+    mask, kv_lengths = options.get("mask"), options.get("kv_lengths")
     shapes = f"q {_show(q)}, k {_show(k)}, v {_show(v)}"
     if not (len(q.shape) == len(k.shape) == len(v.shape) == 4):
         raise ValueError(f"attention takes arrays of 4 dims; got {shapes}")
@@ -121,15 +153,25 @@ def describe(
         dtype=jnp.dtype(q.dtype).name,
         mask_shape=None if mask is None else tuple(mask.shape),
         mask_is_bool=mask is not None and mask.dtype == jnp.bool_,
-        is_causal=is_causal,
+        is_causal=options.get("is_causal", False),
         has_lengths=kv_lengths is not None,
         window=window,
+        scale=resolve_scale(options.get("scale"), head_dim),
         platform=platform,
         interpret=interpret,
     )
 
 
-def describe_feature_major(q: Any, k: Any, v: Any, **options: Any) -> Problem:
+def describe_feature_major(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    window: tuple[int, int] | None = None,
+    platform: str = "cpu",
+    interpret: bool = False,
+    **options: Unpack[KeyOptions],
+) -> Problem:
     """``describe`` of arrays whose head dim comes before the tokens: [B, H, D, L].
 
     Raises:
@@ -141,7 +183,17 @@ def describe_feature_major(q: Any, k: Any, v: Any, **options: Any) -> Problem:
             return x
         return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
 
-    return describe(turned(q), turned(k), turned(v), **options)
+    options.pop("kv_len", None)
+    options.pop("hidden", None)
+    return describe(
+        turned(q),
+        turned(k),
+        turned(v),
+        window=window,
+        platform=platform,
+        interpret=interpret,
+        **cast(Options, options),
+    )
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

@@ -6,9 +6,11 @@ queries, Lk keys), D head dim of queries and keys, Dv head dim of values.
 
 from __future__ import annotations
 
-import jax
+from typing import Unpack
+
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from tpuport.kernels.attention.masking import (
     LOWEST,
@@ -16,11 +18,13 @@ from tpuport.kernels.attention.masking import (
     group_mask,
     mask_scores,
 )
-from tpuport.kernels.attention.problem import describe, resolve_scale
+from tpuport.kernels.attention.problem import Options, describe
 
 # (running maximum [B, H, Lq, 1], sum of weights [B, H, Lq, 1], weighted sum of values
 # [B, H, Lq, Dv]), all float32. The maximum is ``LOWEST`` where no key is allowed.
-Sums = tuple[jax.Array, jax.Array, jax.Array]
+Sums = tuple[
+    Float32[Array, "b h lq 1"], Float32[Array, "b h lq 1"], Float32[Array, "b h lq dv"]
+]
 
 
 def matmul_precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -34,16 +38,13 @@ def matmul_precision(dtype: jnp.dtype) -> lax.Precision | None:
 
 
 def reference_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
     window: tuple[int, int] | None = None,
-) -> jax.Array:
+    **options: Unpack[Options],
+) -> Float[Array, "b h lq dv"]:
     """softmax(scale q k^T + mask) v, the contract of torch's SDPA kept whole.
 
     Scores, softmax and sums are float32. A query that may attend to no key gives 0.
@@ -54,13 +55,9 @@ def reference_attention(
         q: of shape [B, H, Lq, D].
         k: of shape [B, Hkv, Lk, D].
         v: of shape [B, Hkv, Lk, Dv].
-        mask: bool (True = may attend) or float (added to the scores), of four dims,
-            each 1 or that of [B, H, Lq, Lk].
-        is_causal: query i sees keys 0..i (aligned top left); combines with ``mask``.
-        scale: factor of the scores; None means 1/sqrt(D).
-        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
         window: (left, right): query i sees keys i - left .. i + right; combines with
-            the others.
+            the options.
+        **options: see :class:`Options`.
 
     Returns:
         of shape [B, H, Lq, Dv], in the dtype of ``q``.
@@ -71,40 +68,21 @@ def reference_attention(
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; the options are those
     of ``torch.nn.functional.scaled_dot_product_attention``.
     """
-    _, total, summed = reference_sums(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        kv_lengths=kv_lengths,
-        window=window,
-    )
+    _, total, summed = reference_sums(q, k, v, window=window, **options)
     return normalised(summed, total).astype(q.dtype)
 
 
 def reference_sums(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    kv_lengths: jax.Array | None = None,
     window: tuple[int, int] | None = None,
+    **options: Unpack[Options],
 ) -> Sums:
     """What ``reference_attention`` divides; same arguments and errors."""
-    problem = describe(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        kv_lengths=kv_lengths,
-        window=window,
-    )
+    problem = describe(q, k, v, window=window, **options)
+    mask = options.get("mask")
     precision = matmul_precision(q.dtype)
     grouped = q.reshape(
         problem.batch, problem.kv_heads, problem.groups, problem.q_len, problem.head_dim
@@ -117,14 +95,13 @@ def reference_sums(
         preferred_element_type=jnp.float32,
     )
     scores = mask_scores(
-        scores * resolve_scale(scale, problem.head_dim),
+        scores * problem.scale,
         mask=None if mask is None else group_mask(mask, problem.kv_heads),
         allowed=allowed_pairs(
             jnp.arange(problem.q_len),
             jnp.arange(problem.kv_len),
-            is_causal=is_causal,
-            kv_lengths=kv_lengths,
-            window=window,
+            problem,
+            options.get("kv_lengths"),
         ),
     )
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST)
@@ -150,7 +127,9 @@ def combined(one: Sums, other: Sums) -> Sums:
     return highest, total, summed
 
 
-def normalised(summed: jax.Array, total: jax.Array) -> jax.Array:
+def normalised(
+    summed: Float32[Array, "*n dv"], total: Float32[Array, "*n 1"]
+) -> Float32[Array, "*n dv"]:
     """``summed / total``, and 0 where no key was allowed, that is ``total`` is 0.
 
     Args:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from tpuport.errors import AttentionError
-from tpuport.kernels.attention import jax_splash, splash
-from tpuport.kernels.attention.block_table import TunedBlocks, tuned_blocks
+from tpuport.kernels.attention.block_table import tuned_blocks
 from tpuport.kernels.attention.blockwise import default_tiling
 from tpuport.kernels.attention.choice import AUTO, AttentionChoice
-from tpuport.kernels.attention.jax_splash import jax_splash_refusal
 from tpuport.kernels.attention.problem import Problem
 from tpuport.kernels.attention.splash import splash_refusal
+from tpuport.kernels.attention.splash_blocks import SplashBlocks, default_blocks
 from tpuport.kernels.padding import round_up
 
 # Scores per head up to which "auto" takes the formula as it is. Measured on two CPU
@@ -33,7 +32,6 @@ DEFAULT_CHIP = "v6e"
 """Whose blocks are taken where the chip is not known."""
 
 Blocks = Mapping[str, int]
-Sizes = TunedBlocks | splash.SplashBlocks | jax_splash.BlockSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,89 +99,27 @@ def _two_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> str | N
     return None
 
 
-def _jax_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    why = jax_splash_refusal(problem)
-    if why is not None or not choice.blocks:
-        return why
-    tiles = jax_tiles(_jax_blocks(problem, choice, chip))
-    size = jax_splash.vmem_bytes(
-        tiles,
-        problem.head_dim,
-        problem.v_dim,
-        itemsize=jnp.dtype(problem.dtype).itemsize,
-    )
-    limit = jax_splash.vmem_limit(chip)
-    if size > limit:
-        return (
-            f"{tiles} take {size} bytes of VMEM at head dim {problem.head_dim}; "
-            f"{chip} has {limit} for them"
-        )
-    # All parts of a block of keys are written out.
-    return _too_long(tiles.q, tiles.kv)
-
-
 def _splash_refusal(problem: Problem, choice: AttentionChoice, chip: str) -> str | None:
-    why = splash_refusal(
-        problem, window=problem.window, k_smooth=choice.k_smooth, chip=chip
-    )
+    why = splash_refusal(problem, chip=chip)
     if why is not None or not choice.blocks:
         return why
     tiles = splash_tiles(_splash_blocks(problem, choice, chip))
-    return splash_refusal(problem, blocks=tiles, chip=chip) or _too_long(
-        tiles.q, tiles.kv_step
-    )
-
-
-def _too_long(queries: int, keys: int) -> str | None:
-    """Why a program that writes out so many scores is not compiled, or None."""
-    if queries * keys <= MOST_SCORES_AT_ONCE:
-        return None
+    why = splash_refusal(problem, blocks=tiles, chip=chip)
+    if why is not None or tiles.q * tiles.kv_step <= MOST_SCORES_AT_ONCE:
+        return why
     return (
-        f"with these blocks it writes out {queries} queries by {keys} keys in one "
-        f"piece; more than {MOST_SCORES_AT_ONCE} scores take minutes to compile. "
+        f"with these blocks it writes out {tiles.q} queries by {tiles.kv_step} keys in "
+        f"one piece; more than {MOST_SCORES_AT_ONCE} scores take minutes to compile. "
         "Take smaller blocks"
     )
 
 
-def splash_tiles(blocks: Blocks) -> splash.SplashBlocks:
-    return splash.SplashBlocks(
+def splash_tiles(blocks: Blocks) -> SplashBlocks:
+    return SplashBlocks(
         q=blocks["block_q"],
         kv=blocks["block_kv"],
         kv_compute=blocks["block_kv_compute"],
     )
-
-
-def jax_tiles(blocks: Blocks) -> jax_splash.BlockSizes:
-    return jax_splash.BlockSizes(
-        q=blocks["block_q"],
-        kv=blocks["block_kv"],
-        kv_compute=blocks["block_kv_compute"],
-    )
-
-
-def _kernel_blocks(
-    problem: Problem, given: AttentionChoice, default: Blocks
-) -> dict[str, int]:
-    """``default`` with what was given, no longer than the tokens there are.
-
-    Of block_kv and block_kv_compute the one that was not given is made to fit.
-    """
-    if not given.blocks:
-        return dict(default)
-    kv = given.block_kv or default["block_kv"]
-    inner = given.block_kv_compute or default["block_kv_compute"]
-    if given.block_kv_compute is None:
-        kv = min(kv, _covering(problem.kv_len))
-        inner = max(n for n in range(128, min(kv, inner) + 1, 128) if kv % n == 0)
-    else:
-        inner = min(inner, _covering(problem.kv_len))
-        kv = min(round_up(kv, inner), round_up(problem.kv_len, inner))
-    q = given.block_q or default["block_q"]
-    return {
-        "block_q": min(q, _covering(problem.q_len)),
-        "block_kv": kv,
-        "block_kv_compute": inner,
-    }
 
 
 def _covering(length: int) -> int:
@@ -199,22 +135,20 @@ def _covering(length: int) -> int:
 
 def splash_sizes(
     q_len: int, kv_len: int, head_dim: int, *, chip: str, dtype: str
-) -> Sizes:
+) -> SplashBlocks:
     """The tiles that our kernel takes where none are named: of the table, or its rule.
 
     Found at another length of the bucket, tiles of the table may fit these lengths
     worse than those of the rule; then the rule's are taken.
     """
 
-    def padded(blocks: Sizes) -> int:
+    def padded(blocks: SplashBlocks) -> int:
         """Scores of a head with whole blocks."""
         lengths = ((q_len, blocks.q), (kv_len, blocks.kv))
         return math.prod(round_up(length, block) for length, block in lengths)
 
     itemsize = jnp.dtype(dtype).itemsize
-    found: Sizes = splash.default_blocks(
-        q_len, kv_len, head_dim, chip=chip, itemsize=itemsize
-    )
+    found = default_blocks(q_len, kv_len, head_dim, chip=chip, itemsize=itemsize)
     if dtype == "bfloat16":
         tuned = tuned_blocks(chip, head_dim, q_len, kv_len)
         if tuned is not None and padded(tuned) <= padded(found):
@@ -223,28 +157,23 @@ def splash_sizes(
 
 
 def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
+    """What was given, and the kernel's own for the rest; none beyond the tokens.
+
+    Of block_kv and block_kv_compute the one that was not given is made to fit.
+    """
     lengths = (problem.q_len, problem.kv_len)
-    found = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
-    return _kernel_blocks(problem, choice, _named_sizes(found))
-
-
-def _jax_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
-    found = jax_splash.default_blocks(
-        problem.q_len,
-        problem.kv_len,
-        problem.head_dim,
-        itemsize=jnp.dtype(problem.dtype).itemsize,
-        chip=chip,
-    )
-    return _kernel_blocks(problem, choice, _named_sizes(found))
-
-
-def _named_sizes(found: Sizes) -> dict[str, int]:
-    return {
-        "block_q": found.q,
-        "block_kv": found.kv,
-        "block_kv_compute": found.kv_compute,
-    }
+    own = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
+    q, kv, inner = own.q, own.kv, own.kv_compute
+    if choice.blocks:
+        q = min(choice.block_q or q, _covering(problem.q_len))
+        kv, most = choice.block_kv or kv, _covering(problem.kv_len)
+        if choice.block_kv_compute is None:
+            kv = min(kv, most)
+            inner = max(n for n in range(128, min(kv, inner) + 1, 128) if kv % n == 0)
+        else:
+            inner = min(choice.block_kv_compute, most)
+            kv = min(round_up(kv, inner), round_up(problem.kv_len, inner))
+    return {"block_q": q, "block_kv": kv, "block_kv_compute": inner}
 
 
 def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
@@ -270,14 +199,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         refusal=_splash_refusal,
         auto_refusal=_not_on_tpu,
         blocks=_splash_blocks,
-        platform="tpu",
-    ),
-    Implementation(
-        name="jax",
-        reason="jax's fused TPU kernel takes this call",
-        refusal=_jax_refusal,
-        auto_refusal=_not_on_tpu,
-        blocks=_jax_blocks,
         platform="tpu",
     ),
     Implementation(
@@ -317,42 +238,41 @@ def select(
         AttentionError: the named implementation cannot do it exactly.
         UsageError: no implementation has that name.
     """
-    choice = as_choice(implementation)
-    asked = choice
+    asked = as_choice(implementation)
     chip = chip or DEFAULT_CHIP
     passed_over: list[tuple[str, str]] = []
-    if choice.name != AUTO:
-        found = _named(choice.name)
-        why = found.refusal(problem, choice, chip)
+    # Where nobody has an option that was given, somebody has the call without it.
+    plain = AttentionChoice(window=asked.window, k_smooth=asked.k_smooth)
+    choices = dict.fromkeys((asked, plain))
+    if asked.name != AUTO:
+        named = next(one for one in IMPLEMENTATIONS if one.name == asked.name)
+        why = named.refusal(problem, asked, chip)
         if why is None:
             return Selection(
-                implementation=found.name,
+                implementation=named.name,
                 reason="asked for by name",
-                blocks=found.blocks(problem, choice, chip),
+                blocks=named.blocks(problem, asked, chip),
             )
-        here = found.platform in (None, problem.platform)
+        here = named.platform in (None, problem.platform)
         if not (fall_back and here):
             raise AttentionError(
-                f"attention implementation {choice.name!r} cannot do this call: "
+                f"attention implementation {asked.name!r} cannot do this call: "
                 f"{why}. Use {AUTO!r} or another one."
             )
-        passed_over.append((found.name, why))
+        passed_over.append((named.name, why))
         # Its blocks are nobody else's.
-        choice = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
-    # Where nobody has an option that was given, somebody has the call without it.
-    plain = AttentionChoice(window=choice.window, k_smooth=choice.k_smooth)
-    for given in dict.fromkeys((choice, plain)):
+        del choices[asked]
+    for given in choices:
         for candidate in IMPLEMENTATIONS:
+            if candidate.name == asked.name and not asked.blocks:
+                continue  # it has refused this very call
             why = candidate.auto_refusal(problem) or candidate.refusal(
                 problem, given, chip
             )
-            names = {name for name, _ in passed_over}
-            if candidate.name in names and given == choice:
-                continue
             if why is None:
                 reason = candidate.reason
-                if given != choice:
-                    reason += ", without options that it does not have"
+                if given.blocks != asked.blocks:
+                    reason += ", without options that it cannot take"
                 return Selection(
                     implementation=candidate.name,
                     reason=reason,
@@ -360,7 +280,7 @@ def select(
                     blocks=candidate.blocks(problem, given, chip),
                     notice=_notice(asked, given, candidate.name, passed_over),
                 )
-            if candidate.name not in names:
+            if candidate.name not in {name for name, _ in passed_over}:
                 passed_over.append((candidate.name, why))
     raise AttentionError(
         "no attention implementation can do this call: "
@@ -376,11 +296,11 @@ def _notice(
 ) -> str:
     """What became of the user's choice, where ``runs`` with ``given`` is not it."""
     dropped = "" if given.only_some_have else asked.only_some_have
-    without = f", without {dropped}" if dropped else ""
-    if asked.name != AUTO:
-        name, why = passed_over[0]
-        return f"{name} passed over ({why}); {runs} runs{without}"
-    return f"{runs} runs{without}" if dropped else ""
+    said = f"{runs} runs" + (f", without {dropped}" if dropped else "")
+    if asked.name == AUTO:
+        return said if dropped else ""
+    name, why = passed_over[0]
+    return f"{said} ({why})" if runs == name else f"{name} passed over ({why}); {said}"
 
 
 def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
@@ -388,7 +308,3 @@ def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
     if isinstance(implementation, AttentionChoice):
         return implementation
     return AttentionChoice(name=implementation)
-
-
-def _named(name: str) -> Implementation:
-    return next(one for one in IMPLEMENTATIONS if one.name == name)

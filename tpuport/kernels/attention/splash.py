@@ -10,14 +10,17 @@ its arrays are brought into the shapes that the kernel takes, and back.
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from tpuport.kernels.attention.problem import (
+    KeyOptions,
+    Options,
     Problem,
     describe_feature_major,
-    resolve_scale,
 )
 from tpuport.kernels.attention.splash_blocks import (
     RESERVED,
@@ -31,16 +34,6 @@ from tpuport.kernels.attention.splash_blocks import (
 from tpuport.kernels.attention.splash_kernel import Plan, run
 from tpuport.kernels.padding import ceil_div, pad_dim
 
-__all__ = [
-    "SplashBlocks",
-    "default_blocks",
-    "splash_attention",
-    "splash_feature_major",
-    "splash_plan",
-    "splash_refusal",
-    "vmem_bytes",
-]
-
 LOG2_E = math.log2(math.e)
 # Beyond this the contraction takes more than two passes of the matrix unit and the
 # blocks get small; nothing was measured there.
@@ -51,14 +44,10 @@ MOST_KEYS = 1 << 22
 def splash_refusal(
     problem: Problem,
     *,
-    window: tuple[int, int] | None = None,
-    k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
     chip: str = "v6e",
 ) -> str | None:
     """Why the kernel cannot do this exactly, or None if it can.
-
-    ``window`` and ``k_smooth`` never are the reason: the kernel does both.
 
     Raises:
         ValueError: an unknown chip.
@@ -103,21 +92,18 @@ def splash_refusal(
 
 
 def splash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
     *,
-    mask: jax.Array | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
     window: tuple[int, int] | None = None,
-    kv_lengths: jax.Array | None = None,
     k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
     chip: str = "v6e",
     platform: str = "tpu",
     interpret: bool = False,
-) -> jax.Array:
+    **options: Unpack[Options],
+) -> Float[Array, "b h lq dv"]:
     """Same contract as ``reference_attention`` for what it does not refuse.
 
     Args:
@@ -125,17 +111,15 @@ def splash_attention(
             float32 products.
         k: of shape [B, Hkv, Lk, D]; Hkv divides H.
         v: of shape [B, Hkv, Lk, Dv].
-        mask: refused unless None.
-        scale: factor of the scores; None means 1/sqrt(D).
-        is_causal: query i sees keys 0..i (aligned top left); combines with ``window``.
-        window: (left, right): query i sees keys i - left .. i + right.
-        kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
+        window: (left, right): query i sees keys i - left .. i + right; combines with
+            the options.
         k_smooth: subtract from each key the mean of the keys that count, which leaves
             the softmax as it is and makes scores smaller. Keys are rounded once more.
         blocks: tiles; None means ``default_blocks``.
         chip: what the program is for: "v5e", "v5p", "v6e", "v7x".
         platform: where the program will run; only "tpu" unless ``interpret``.
         interpret: run the kernel's program op by op, on any platform.
+        **options: see :class:`Options`; a mask is refused.
 
     Returns:
         of shape [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
@@ -149,47 +133,37 @@ def splash_attention(
         q.swapaxes(2, 3),
         k.swapaxes(2, 3),
         v.swapaxes(2, 3),
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
         window=window,
-        kv_lengths=kv_lengths,
         k_smooth=k_smooth,
         blocks=blocks,
         chip=chip,
         platform=platform,
         interpret=interpret,
+        **options,
     )
     return out.swapaxes(2, 3)
 
 
 def splash_feature_major(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
-    mask: jax.Array | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
     window: tuple[int, int] | None = None,
-    kv_len: int | None = None,
-    kv_lengths: jax.Array | None = None,
-    hidden: bool = False,
     k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
     chip: str = "v6e",
     platform: str = "tpu",
     interpret: bool = False,
-) -> jax.Array:
+    **options: Unpack[KeyOptions],
+) -> Float[Array, "b h dv lq"]:
     """``splash_attention`` on arrays as the kernel takes them, head dim before tokens.
 
     Args:
         q: of shape [B, H, D, Lq].
         k: of shape [B, Hkv, D, Lk].
         v: of shape [B, Hkv, Dv, Lk].
-        kv_len: only keys before this index count; None for all.
-        hidden: the caller has made ``v`` zero at the keys that do not count, so that
-            nothing needs to be done about them.
+        **options: see :class:`KeyOptions`.
 
     The other arguments and the errors are those of ``splash_attention``. Arrays whose
     head dim is a multiple of 16 and whose keys fill whole blocks are not copied.
@@ -198,20 +172,9 @@ def splash_feature_major(
         of shape [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
     """
     problem = describe_feature_major(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        kv_lengths=kv_lengths,
-        platform=platform,
-        interpret=interpret,
+        q, k, v, window=window, platform=platform, interpret=interpret, **options
     )
-    if window is not None and min(window) < 0:
-        raise ValueError(f"a window reaches 0 or more keys each way; got {window}")
-    if refusal := splash_refusal(
-        problem, window=window, k_smooth=k_smooth, blocks=blocks, chip=chip
-    ):
+    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
         raise NotImplementedError(refusal)
     blocks = blocks or default_blocks(
         problem.q_len,
@@ -220,17 +183,11 @@ def splash_feature_major(
         chip=chip,
         itemsize=_itemsize(problem),
     )
-    q, factor = with_factor(q, scale)
+    q, factor = with_factor(q, problem.scale)
+    kv_len = options.get("kv_len")
     kv_len = problem.kv_len if kv_len is None else kv_len
-    k, v, lengths = _hide_keys(k, v, kv_lengths, kv_len, hidden, k_smooth)
-    plan = splash_plan(
-        problem,
-        blocks,
-        factor,
-        chip=chip,
-        window=window,
-        kv_len=kv_len,
-    )
+    k, v, lengths = _hide_keys(k, v, options, kv_len, k_smooth)
+    plan = splash_plan(problem, blocks, factor, chip=chip, kv_len=kv_len)
     depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
     keys = plan.kv_blocks * blocks.kv
     # The last block of queries may be short: what the kernel makes of the rest of it
@@ -247,13 +204,13 @@ def splash_feature_major(
     return out[:, :, : problem.v_dim]
 
 
-def with_factor(q: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
+def with_factor(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
     """q [B, H, D, Lq] and what its scores are multiplied by to be exponents of 2.
 
     The factor is above 0, since the kernel takes the maximum of the scores before. A
     sign goes to ``q``, and so does a scale of 0.
     """
-    factor = resolve_scale(scale, q.shape[2]) * LOG2_E
+    factor = scale * LOG2_E
     if factor > 0:
         return q, factor
     return (q * 0, 1.0) if factor == 0 else (-q, -factor)
@@ -265,12 +222,11 @@ def splash_plan(
     factor: float,
     *,
     chip: str,
-    window: tuple[int, int] | None = None,
     kv_len: int | None = None,
     partial: bool = False,
 ) -> Plan:
     """The static part of a call; see :class:`Plan`. ``kv_len`` None counts all keys."""
-    left, right = window or (None, None)
+    left, right = problem.window or (None, None)
     if problem.is_causal:
         right = 0
     # A window that reaches over everything is none.
@@ -297,13 +253,13 @@ def splash_plan(
 def _hide_keys(
     k: jax.Array,
     v: jax.Array,
-    kv_lengths: jax.Array | None,
+    options: KeyOptions,
     kv_len: int,
-    hidden: bool,
     k_smooth: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """k, v that is 0 where a key does not count, and how many keys count."""
     batch, _, _, size = k.shape
+    kv_lengths = options.get("kv_lengths")
     if kv_lengths is None:
         lengths = jnp.full((batch,), kv_len, jnp.int32)
     else:
@@ -315,7 +271,7 @@ def _hide_keys(
         total = jnp.sum(counted, 3, keepdims=True, dtype=jnp.float32)
         mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
         k = (k.astype(jnp.float32) - mean).astype(k.dtype)
-    if not (all_count or hidden):
+    if not (all_count or options.get("hidden")):
         v = jnp.where(counts, v, 0)
     return k, v, lengths
 

@@ -49,6 +49,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int32
 
 from tpuport.kernels.attention.masking import LOWEST
 from tpuport.kernels.attention.reference import matmul_precision
@@ -121,15 +122,15 @@ class Plan:
 
 def run(
     plan: Plan,
-    lengths: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    lengths: Int32[Array, " b"],
+    q: Float[Array, "b h d lq"],
+    k: Float[Array, "b hkv d lk"],
+    v: Float[Array, "b hkv dv lk"],
     *,
-    state: jax.Array | None = None,
+    state: Float32[Array, "b h sums lq"] | None = None,
     vmem_limit: int,
     interpret: bool,
-) -> jax.Array:
+) -> Float[Array, "b h _ lq"]:
     """Attention, transposed.
 
     Args:
@@ -161,23 +162,7 @@ def run(
     def q_map(b: Any, h: Any, i: Any, j: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, 0, i
 
-    def kv_map(*args: Any) -> tuple[Any, ...]:
-        b, h, i, j, _, first, last = args
-        head = h if plan.groups == 1 else lax.div(h, jnp.int32(plan.groups))
-        at = b * plan.q_blocks + i
-        block = j if plan.left is None else first[at] + j
-        if plan.has_lengths or plan.left is not None or plan.right is not None:
-            # Steps past the last block stay on it: nothing is fetched for them.
-            block = jnp.minimum(block, jnp.maximum(last[at], 0))
-        return b, head, 0, block
-
-    size = blocks.kv_compute
-    parts = blocks.kv_step // size
-    tiles = parts * (blocks.q // blocks.q_compute)
-
-    def vmem(count: int, rows: int, columns: int, dtype: Any) -> list[Any]:
-        return [pltpu.VMEM((rows, columns), dtype) for _ in range(count)]
-
+    kv_map = functools.partial(_kv_map, plan)
     scores = batch * heads * q_len * plan.steps * blocks.kv
     out = pl.BlockSpec((None, None, rows, blocks.q), q_map)
     out_shape = jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype)
@@ -201,14 +186,7 @@ def run(
                 *in_state,
             ],
             out_specs=out,
-            scratch_shapes=[
-                pltpu.VMEM((rows + SUM_ROWS, blocks.q), jnp.float32),
-                [pltpu.VMEM((SUBLANES, blocks.q), jnp.float32) for _ in range(3)],
-                vmem(tiles, size, blocks.q_compute, jnp.float32),
-                vmem(parts, size, depth, k.dtype),
-                vmem(parts, rows + COUNT_ROWS, size, v.dtype),
-                pltpu.VMEM((depth, LANES), k.dtype),
-            ],
+            scratch_shapes=_scratch(blocks, depth, rows, k.dtype),
         ),
         out_shape=out_shape,
         input_output_aliases=aliases,
@@ -233,13 +211,48 @@ def run(
     )(*operands)
 
 
-def empty_state(batch: int, heads: int, rows: int, q_len: int) -> jax.Array:
+def _kv_map(plan: Plan, *args: Any) -> tuple[Any, ...]:
+    """The block of keys that a step of the grid takes."""
+    b, h, i, j, _, first, last = args
+    head = h if plan.groups == 1 else lax.div(h, jnp.int32(plan.groups))
+    at = b * plan.q_blocks + i
+    block = j if plan.left is None else first[at] + j
+    if plan.has_lengths or plan.left is not None or plan.right is not None:
+        # Steps past the last block stay on it: nothing is fetched for them.
+        block = jnp.minimum(block, jnp.maximum(last[at], 0))
+    return b, head, 0, block
+
+
+def _scratch(blocks: SplashBlocks, depth: int, rows: int, dtype: Any) -> list[Any]:
+    """VMEM for sums, maxima, scores, turned keys, values with their count, one key."""
+    size = blocks.kv_compute
+    parts = blocks.kv_step // size
+    tiles = parts * (blocks.q // blocks.q_compute)
+
+    def vmem(count: int, rows: int, columns: int, dtype: Any) -> list[Any]:
+        return [pltpu.VMEM((rows, columns), dtype) for _ in range(count)]
+
+    return [
+        pltpu.VMEM((rows + SUM_ROWS, blocks.q), jnp.float32),
+        vmem(3, SUBLANES, blocks.q, jnp.float32),
+        vmem(tiles, size, blocks.q_compute, jnp.float32),
+        vmem(parts, size, depth, dtype),
+        vmem(parts, rows + COUNT_ROWS, size, dtype),
+        pltpu.VMEM((depth, LANES), dtype),
+    ]
+
+
+def empty_state(
+    batch: int, heads: int, rows: int, q_len: int
+) -> Float32[Array, "b h sums lq"]:
     """The state before any key, for ``rows`` rows of values."""
     state = jnp.zeros((batch, heads, rows + SUM_ROWS, q_len), jnp.float32)
     return state.at[:, :, rows + HIGHEST_ROW].set(LOWEST)
 
 
-def divided(state: jax.Array, rows: int) -> jax.Array:
+def divided(
+    state: Float32[Array, "b h sums lq"], rows: int
+) -> Float32[Array, "b h dv lq"]:
     """What a state amounts to, float32 [B, H, rows, Lq]; 0 where no key counted."""
     total = state[:, :, rows + TOTAL_ROW : rows + TOTAL_ROW + 1]
     return state[:, :, :rows] * _inverse(total)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
 from tpuport.kernels.convolution.conv_kernel import (
     FULL,
@@ -102,14 +103,14 @@ def output_parts(
 
 
 def video_convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
+    x: Float[Array, "n _ _ p c"],
+    weight: Float[Array, "k _ _ _ o"],
+    bias: Float[Array, " o"] | None,
     columns: int,
     *,
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[Array, "n t y x o"]:
     """Convolve a padded video.
 
     Args:
@@ -166,13 +167,13 @@ def video_convolution(
 
 
 def edged_convolution(
-    x: jax.Array,
-    before: jax.Array | None,
+    x: Float[Array, "n t _ _ c"],
+    before: Float[Array, "_ _ _ _ _"] | None,
     sides: tuple[jax.Array, jax.Array],
-    ends: jax.Array | None,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None = None,
+    ends: Float[Array, "_ _ _ _ _"] | None,
+    weight: Float[Array, "k _ _ _ o"],
+    bias: Float[Array, " o"] | None,
+    residual: Float[Array, "_ _ _ _ _"] | None = None,
     shortcut: tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: int = 1,
@@ -180,7 +181,7 @@ def edged_convolution(
     real: Real | None = None,
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[Array, "n _ y x o"]:
     """Convolve a video whose surroundings come as arrays of their own.
 
     The same as :func:`video_convolution` of all put together, without the copy.

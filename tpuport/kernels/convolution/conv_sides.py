@@ -16,18 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
 
 from tpuport.kernels.convolution.conv_kernel import LANES, TILE_ROWS
 from tpuport.kernels.padding import pad_dim
 
 
 def outer_columns(
-    x: jax.Array,
-    before: jax.Array | None,
+    x: Shaped[Array, "n t y x c"],
+    before: Shaped[Array, "n l y x c"] | None,
     *,
     vmem_limit: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Shaped[Array, "n lt y2 c"], Shaped[Array, "n lt y2 c"]]:
     """The first and the last column, with a row of zeros above and below.
 
     Args:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32
 
 from tpuport.kernels.phantoms import Real, told
 
@@ -32,12 +33,12 @@ def rows_per_step(rows: int, columns: int, channels: int) -> int:
 
 
 def channel_moments(
-    x: jax.Array,
+    x: Float[Array, "n t y x c"],
     real: Real | None = None,
     *,
     vmem_limit: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float32[Array, "n c"], Float32[Array, "n c"]]:
     """Mean of every channel, and the sum of squares about it.
 
     Args:
@@ -142,17 +143,17 @@ def _moments_body(*refs: Any, some: tuple[bool, bool]) -> None:
 
 
 def apply_norm(
-    x: jax.Array,
-    mean: jax.Array,
-    scale: jax.Array,
-    shift: jax.Array,
-    modulation: jax.Array | None = None,
+    x: Float[Array, "n t y x c"],
+    mean: Float32[Array, "n c"],
+    scale: Float32[Array, "n c"],
+    shift: Float32[Array, "n c"],
+    modulation: Float[Array, "_ _ _ _ _"] | None = None,
     *,
     silu: bool,
     kept: int = 0,
     vmem_limit: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "n t y x c"], Float[Array, "n kept y x c"] | None]:
     """``(x - mean) * scale + shift``, modulated, through SiLU.
 
     Args:
