@@ -33,8 +33,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
 
 from tests.processes import Once
+
+# The shapes and dtypes that kernels are annotated with are checked in every test.
+install_import_hook("tpuport.kernels", "beartype.beartype")
 
 #: The files that take most of a minute or more, longest first.
 LONGEST = (

@@ -1,4 +1,4 @@
-"""Test processes: what they share, and those that start with the libraries imported.
+"""Test processes: what they share, those that start quickly, and those for TPUs.
 
 Imports take longer than most of what the tests run in processes of their own. Such a
 process is a fork of one that has imported those libraries and done nothing else: no
@@ -7,6 +7,8 @@ device and no compiler was asked for, so that both read the environment given he
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import multiprocessing
 import os
 import runpy
@@ -17,6 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 #: ``once(name, make)``: a folder that the first test process to ask for it makes.
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -120,3 +125,50 @@ def _run(
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     exec(compile(program, "<string>", "exec"), vars(module))
+
+
+# ------------------------------------------------- the TPU compiler, once a process
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: What jax.experimental.topologies and libtpu want where there is no TPU. The last but
+#: one lets two compilers run on one machine; none of the flags that make CPU programs
+#: quick to compile (``conftest.py``) reaches the compiler for TPUs.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+}
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+def run_program(
+    program: str, *args: str, timeout: float = 600, **variables: str
+) -> list[str]:
+    """The lines that a program prints, with the tests' modules on its path.
+
+    ``variables`` are of the environment, and win over ``ENVIRONMENT``.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = run_python(
+        ["-c", program, *args],
+        environment=os.environ | ENVIRONMENT | {"PYTHONPATH": path} | variables,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def run_json(
+    program: str, *args: str, timeout: float = 600, **variables: str
+) -> dict[str, Any]:
+    """The document in the last line that a program prints."""
+    lines = run_program(program, *args, timeout=timeout, **variables)
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found

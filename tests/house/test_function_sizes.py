@@ -27,7 +27,6 @@ LONG = {
     "tpuport/core/layers/attention.py:split_attention",
     "tpuport/core/layers/sequence_parallel.py:sequence_attention",
     "tpuport/core/layers/video_layers.py:convolve",
-    "tpuport/core/run/stage_calls.py:StageRun.batch",
     "tpuport/kernels/attention/splash_kernel.py:run",
     "tpuport/kernels/convolution/conv.py:edged_convolution",
     "tpuport/kernels/norms/video_norm.py:apply_norm",

@@ -63,9 +63,6 @@ HEAVY = {
     "transformers",
 }
 
-#: What runs in a process of its own, or beside it: it needs jax as it is imported.
-WORKERS = {"tpuport.core.cost.attention_kernels", "tpuport.core.cost.kernel_worker"}
-
 MODELS = sorted(
     path.parent.name for path in (ROOT / "tpuport/models").glob("*/plugin.py")
 )

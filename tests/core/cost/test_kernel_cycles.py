@@ -24,6 +24,7 @@ from tpuport.core.cost.kernel_cycles import (
     keep_schedules,
 )
 from tpuport.core.cost.kernel_worker import usual
+from tpuport.core.enums import Dtype
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import parse_topology, smallest_of
@@ -31,6 +32,7 @@ from tpuport.core.plan import planner
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.planner import Planner
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 
 READERS = ("bundles", "scalar_logic", "kernel_schedule")
@@ -183,7 +185,10 @@ def small(
         "ask": None,
     }
     return Small(
-        **known, dtype="bfloat16", cache=tmp_path / "cache", dump=tmp_path / "dump"
+        **known,
+        settings=RunSettings(dtype=Dtype.BFLOAT16),
+        cache=tmp_path / "cache",
+        dump=tmp_path / "dump",
     )
 
 

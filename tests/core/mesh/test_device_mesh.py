@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_json
+from tests.processes import needs_libtpu, run_json
 from tpuport.core.cost.network import Network
 from tpuport.core.layers.sequence_parallel import Degrees, degrees
 from tpuport.core.mesh.chips import chip

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_json
+from tests.processes import needs_libtpu, run_json
 from tpuport.core.mesh.slices import compile_environment, parse_topology
 
 pytestmark = needs_libtpu

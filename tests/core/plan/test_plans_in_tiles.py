@@ -12,6 +12,7 @@ from tests.core.plan.test_search import GIB, REQUEST, measured
 from tests.core.spec.toys import Heard
 from tpuport.cli.shown.plan_text import text
 from tpuport.core.cost.kernel_cycles import KernelCosts
+from tpuport.core.enums import Dtype, Tiling
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import parse_topology
@@ -19,6 +20,7 @@ from tpuport.core.plan import planner
 from tpuport.core.plan.abstract_programs import weighed
 from tpuport.core.plan.plan import Plan
 from tpuport.core.plan.planner import Planner
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 
 
@@ -56,11 +58,12 @@ class Made(Planner):
                     forget=lambda: None,
                 )
 
+        asked = self.settings.vae_tiling
         tiling = TilingDecision(
             stage="decode",
-            asked=self.vae_tiling,
+            asked=asked,
             tiles=self.tiles,
-            tiled=self.vae_tiling == "on",
+            tiled=asked == "on",
             limit=self.chip.hbm_usable_bytes,
         )
         self._decided((yield from weighed(tiling, form, self.say)))
@@ -89,9 +92,8 @@ def made(
         "ask": None,
     }
     heard = Heard()
-    asker = Made(
-        **known, dtype="bfloat16", cache=tmp_path, vae_tiling=asked, reporter=heard
-    )
+    settings = RunSettings(dtype=Dtype.BFLOAT16, vae_tiling=Tiling(asked))
+    asker = Made(**known, cache=tmp_path, settings=settings, reporter=heard)
     monkeypatch.setattr(Made, "gib", gib, raising=False)
     monkeypatch.setattr(Made, "tiles", tiles, raising=False)
     return asker.plan(MeshSpec(dp=4), request=REQUEST, stages=["decode"]), heard.lines

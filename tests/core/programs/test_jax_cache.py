@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_program
+from tests.processes import needs_libtpu, run_program
 from tpuport.core.mesh.slices import compile_environment, parse_topology
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache, uncached

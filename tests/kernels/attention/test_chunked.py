@@ -73,7 +73,7 @@ def in_chunks(
     q, k, v = (x.swapaxes(2, 3) for x in arrays)
     order = order or range(k.shape[3] // CHUNK)
     k, v = (
-        np.concatenate([x[..., n * CHUNK : (n + 1) * CHUNK] for n in order], 3)
+        jnp.concatenate([x[..., n * CHUNK : (n + 1) * CHUNK] for n in order], 3)
         for x in (k, v)
     )
     if kv_lengths is not None:
@@ -125,7 +125,8 @@ def test_bfloat16(implementation: str) -> None:
     # Op by op where a product is of bfloat16 in float32, which the compiler for CPUs
     # has not.
     call = operator.call if implementation == "reference" else compiled
-    got = in_chunks(arrays, implementation=implementation, call=call)
+    placed = [jnp.asarray(x) for x in arrays]
+    got = in_chunks(placed, implementation=implementation, call=call)
     assert got.dtype == jnp.bfloat16
     assert worst(got, numpy_attention(*arrays)) < TOLERANCES["attention bfloat16"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_program
+from tests.processes import needs_libtpu, run_program
 
 PROGRAM = """
 import jax, jax.numpy as jnp

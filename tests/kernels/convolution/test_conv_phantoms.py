@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.convolution.test_conv import LIMIT, SEVERAL, _case, _edged, _expected
+from tests.processes import needs_libtpu, run_json
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
-from tests.tpu_process import needs_libtpu, run_json
 from tpuport.kernels.convolution import conv
 from tpuport.kernels.convolution.conv import block_rows, edged_convolution
 from tpuport.kernels.convolution.conv_kernel import pitch_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu_process import ENVIRONMENT, ROOT, needs_libtpu, run_json
+from tests.processes import ENVIRONMENT, ROOT, needs_libtpu, run_json
 
 __all__ = ["ENVIRONMENT", "ROOT"]
 

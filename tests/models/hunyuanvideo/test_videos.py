@@ -283,7 +283,7 @@ def test_tiled_decode_is_upstreams(
         ours = session.generate(vae_tiling="on", **video.options())
         whole = session.generate(vae_tiling="off", **video.options())
     record(name).check(ours.frames, ours.latents)
-    # 4 x 6 latents in two tiles of as many sizes; whole, in one.
-    assert len(ours.report.stages[2].compiles) == 2
+    # 4 x 6 latents in four tiles of as many sizes; whole, in one.
+    assert len(ours.report.stages[2].compiles) == 4
     assert len(whole.report.stages[2].compiles) == 1
     assert np.abs(ours.frames - whole.frames).max() > ATOL

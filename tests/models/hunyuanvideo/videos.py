@@ -25,7 +25,7 @@ SHORT = {**SHAPE, "num_frames": 5, "num_inference_steps": 2}
 #: From an image, whose size is that of SHAPE: decode is compiled once.
 LENGTH = {"num_frames": 9, "num_inference_steps": 2}
 
-#: Settings of ``enable_tiling``: small videos take several tiles.
+#: Settings of ``enable_tiling``: small videos take four tiles.
 TILES = {
     "tile_sample_min_height": 64,
     "tile_sample_min_width": 64,

@@ -19,7 +19,9 @@ from tpuport.core.cost.attention_case import (
     kernel_source_hash,
     padded,
 )
+from tpuport.core.cost.attention_kernels import jax_blocks
 from tpuport.core.cost.kernel_cycles import compiler_versions, kept_cost
+from tpuport.kernels.attention.selection import splash_sizes
 
 #: Scores that "bundles per 2^20 scores" are of: a tile of 1024 x 1024.
 TILE = 1 << 20
@@ -135,10 +137,7 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
     if case.blocks is not None:
         return case
     if case.implementation == "jax":
-        from tpuport.core.cost.attention_kernels import jax_blocks
-
         return replace(case, blocks=jax_blocks(case))
-    from tpuport.kernels.attention.selection import splash_sizes
 
     lengths = (case.q_len, case.kv_len)
     found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)

@@ -22,6 +22,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpuport.core.cost.attention_case import AttentionCase
+from tpuport.core.cost.attention_kernels import build
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
 from tpuport.core.mesh.chips import chip
@@ -128,8 +129,6 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 def _attention(request: dict[str, Any]) -> Built:
     """A call of one of the attention kernels that are compared."""
-    from tpuport.core.cost.attention_kernels import build
-
     return build(AttentionCase.from_dict(request["case"]))
 
 

@@ -127,112 +127,78 @@ class StageRun:
         Returns:
             What the work finishes with; frames only where no sink took them.
         """
-
-        timing, limit = self.timing, self.limit
-        pending: deque[_Pending] = deque()
-        outputs: list[Any] = []
-        carry = constants = None
+        flight = _Flight(run=self, stage=stage, work=work, first_video=first_video)
         placed_on: Any = None
-        steady_from: float | None = None
-
-        def settle(keep: int) -> None:
-            while len(pending) > keep:
-                ended = pending.popleft()
-                jax.block_until_ready(ended.output)
-                if self.memory is not None:
-                    number = self.done + ended.number
-                    self.memory.ended(stage.name, number, ended.program, ended.ready)
-                if work.watch is not None:
-                    work.watch(ended.number, ended.output)
-                if work.frames is not None:
-                    fetched = jax.device_get(ended.output)
-                    made = work.frames(ended.number, fetched)
-                    if made is not None:
-                        self._take(stage, first_video, made, fetched)
-                elif work.to_host:
-                    outputs[ended.number] = jax.device_get(ended.output)
-
-        def pause() -> None:
-            """End what runs; what follows is none of the calls' time."""
-            nonlocal steady_from
-            settle(0)
-            jax.block_until_ready(carry)
-            if steady_from is not None:
-                timing.steady += time.perf_counter() - steady_from
-                steady_from = None
-
+        constants: Any = None
         for index, call in enumerate(work.calls):
             program = stage.programs[call.program]
-            loaded = load(self.components, stage, program.component, timing)
+            loaded = load(self.components, stage, program.component, self.timing)
             if placed_on is None:
-                carry, constants = place((work.carry, work.constants), loaded)
+                flight.carry, constants = place((work.carry, work.constants), loaded)
                 placed_on = loaded.replicated
             elif call.fresh:
                 # What was placed first may be gone: programs donate their carry.
-                carry = place(work.carry, loaded)
-            inputs = place(call.inputs, loaded)
-            args = (carry, constants, inputs)
-            names = [call.program, *(work.programs if index == 0 else ())]
-            if self.trace.recording and not all(
-                self.programs.is_ready(stage.name, name, args) for name in names
-            ):
-                pause()
-                self.trace.stop()
+                flight.carry = place(work.carry, loaded)
+            args = (flight.carry, constants, place(call.inputs, loaded))
+            self._stop_recording_before(flight, call.program, index, args)
             if index == 0:
                 for name in work.programs:
                     self._ready(stage, name, loaded, args)
             ready, fresh = self._ready(stage, call.program, loaded, args)
-            new = fresh > 0 or id(ready) in self._new
-            self._new.discard(id(ready))
-            if new and steady_from is not None:
-                # A new program in mid-stage: what ran so far is settled first, so
-                # that its time is not counted as this program's first call.
-                settle(0)
-                timing.steady += time.perf_counter() - steady_from - fresh
-                steady_from = None
-            first = new or (index == 0 and self.done == 0)
-            steady = not first and id(ready) in self._ran
-            self._ran.add(id(ready))
+            first, steady = self._kind(flight, ready, fresh, index)
             if self.trace.turns(steady):
                 # What ran before ends outside of the recording.
-                pause()
+                flight.pause()
                 self.trace.turn()
             called = time.perf_counter()
             with self.trace.call(call.program, self.done + index):
-                carry, output = ready.call(loaded.weights, carry, constants, inputs)
-            pending.append(_Pending(index, call.program, ready, output))
-            timing.in_flight = max(timing.in_flight, len(pending))
-            outputs.append(None if work.frames is not None else output)
-            # Only what is pending holds the output now, or a fetched one would stay.
-            del output
-            if first:
-                settle(0)
-                jax.block_until_ready(carry)
-                timing.first += time.perf_counter() - called
-            else:
-                if steady_from is None:
-                    steady_from = called
-                timing.steady_calls += 1
-                if len(pending) == limit and not jax.tree.leaves(pending[0].output):
-                    # A call without an output is waited for by its carry, and of
-                    # those only the last is left: the others were donated.
-                    jax.block_until_ready(carry)
-                    settle(0)
-                settle(limit - 1)
+                flight.carry, output = ready.call(loaded.weights, *args)
+            flight.dispatched(_Pending(index, call.program, ready, output))
+            # Only what is pending holds these now, or fetched ones would stay.
+            del output, args
+            flight.wait(called, first)
             self.reporter.advanced(stage.name, self.done + index + 1, self.total)
-        settle(0)
-        jax.block_until_ready(carry)
-        if steady_from is not None:
-            timing.steady += time.perf_counter() - steady_from
+        flight.pause()
         self.done += work.total
         if work.frames is not None:
-            return {**work.finish(carry, []), **self.delivery.collected()}
-        finished = work.finish(carry, outputs)
-        outputs.clear()
+            return {**work.finish(flight.carry, []), **self.delivery.collected()}
+        finished = work.finish(flight.carry, flight.outputs)
+        flight.outputs.clear()
         if "frames" in finished:
-            self._take(stage, first_video, finished.pop("frames"), None)
+            self.take(stage, first_video, finished.pop("frames"), None)
             finished |= self.delivery.collected()
         return finished
+
+    def _stop_recording_before(
+        self, flight: _Flight, program: str, index: int, args: tuple[Any, Any, Any]
+    ) -> None:
+        """End a recording before a call that makes programs ready."""
+        if not self.trace.recording:
+            return
+        names = [program, *(flight.work.programs if index == 0 else ())]
+        stage = flight.stage.name
+        if not all(self.programs.is_ready(stage, name, args) for name in names):
+            flight.pause()
+            self.trace.stop()
+
+    def _kind(
+        self, flight: _Flight, ready: Ready, fresh: float, index: int
+    ) -> tuple[bool, bool]:
+        """Whether a call is its program's first one, and whether it is a steady one.
+
+        Args:
+            fresh: seconds that making its program ready just took.
+        """
+        new = fresh > 0 or id(ready) in self._new
+        self._new.discard(id(ready))
+        if new:
+            # A new program in mid-stage: what ran so far is settled first, so that its
+            # time is not counted as this program's first call.
+            flight.settle_before(fresh)
+        first = new or (index == 0 and self.done == 0)
+        steady = not first and id(ready) in self._ran
+        self._ran.add(id(ready))
+        return first, steady
 
     def weigh(
         self, programs: Programs, stage: Stage, work: Work, room: int
@@ -269,7 +235,8 @@ class StageRun:
             return error.bytes
         return max(sizes) or None
 
-    def _take(self, stage: Stage, first_video: int, made: Any, output: Any) -> None:
+    def take(self, stage: Stage, first_video: int, made: Any, output: Any) -> None:
+        """Hand frames to whoever takes them, and tell how many there are."""
         self._frames += self.delivery.take(first_video, made, output)
         total = self.request.num_frames * self.request.batches
         self.reporter.delivered(stage.name, self._frames, total)
@@ -362,3 +329,91 @@ def walk(
         carry, output = made(call, loaded, args)
         outputs.append(output)
     return carry, outputs
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """The calls of one batch that were dispatched, and the clock of the steady ones.
+
+    Attributes:
+        run: whose calls they are.
+        stage, work, first_video: as :meth:`StageRun.batch` takes them.
+        carry: what the last call gave; ``None`` before the first.
+        outputs: of every call; ``None`` where frames are taken from one.
+    """
+
+    run: StageRun
+    stage: Stage
+    work: Work
+    first_video: int
+    carry: Any = None
+    outputs: list[Any] = field(default_factory=list)
+    _pending: deque[_Pending] = field(default_factory=deque)
+    _steady_from: float | None = None
+
+    def dispatched(self, call: _Pending) -> None:
+        """A call is under way."""
+        self._pending.append(call)
+        timing = self.run.timing
+        timing.in_flight = max(timing.in_flight, len(self._pending))
+        self.outputs.append(None if self.work.frames is not None else call.output)
+
+    def wait(self, called: float, first: bool) -> None:
+        """Wait for the calls before, as far as the limit asks for.
+
+        Args:
+            called: when the last call was dispatched.
+            first: whether it was its program's first; it is waited for then.
+        """
+        timing, limit = self.run.timing, self.run.limit
+        if first:
+            self._settle(0)
+            jax.block_until_ready(self.carry)
+            timing.first += time.perf_counter() - called
+            return
+        if self._steady_from is None:
+            self._steady_from = called
+        timing.steady_calls += 1
+        if len(self._pending) == limit and not jax.tree.leaves(self._pending[0].output):
+            # A call without an output is waited for by its carry, and of those only
+            # the last is left: the others were donated.
+            jax.block_until_ready(self.carry)
+            self._settle(0)
+        self._settle(limit - 1)
+
+    def pause(self) -> None:
+        """End what runs; what follows is none of the calls' time."""
+        self._settle(0)
+        jax.block_until_ready(self.carry)
+        self._stop_clock(0)
+
+    def settle_before(self, fresh: float) -> None:
+        """End steady calls under way; ``fresh`` seconds went to making a program."""
+        if self._steady_from is not None:
+            self._settle(0)
+            self._stop_clock(fresh)
+
+    def _stop_clock(self, less: float) -> None:
+        if self._steady_from is not None:
+            elapsed = time.perf_counter() - self._steady_from
+            self.run.timing.steady += elapsed - less
+            self._steady_from = None
+
+    def _settle(self, keep: int) -> None:
+        """Wait for all but the last ``keep`` calls, and hand on what they made."""
+        work, run = self.work, self.run
+        while len(self._pending) > keep:
+            ended = self._pending.popleft()
+            jax.block_until_ready(ended.output)
+            if run.memory is not None:
+                number = run.done + ended.number
+                run.memory.ended(self.stage.name, number, ended.program, ended.ready)
+            if work.watch is not None:
+                work.watch(ended.number, ended.output)
+            if work.frames is not None:
+                fetched = jax.device_get(ended.output)
+                made = work.frames(ended.number, fetched)
+                if made is not None:
+                    run.take(self.stage, self.first_video, made, fetched)
+            elif work.to_host:
+                self.outputs[ended.number] = jax.device_get(ended.output)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.models.cogvideox.vae.test_tpu import CONFIG
+from tests.processes import needs_libtpu, run_json
 from tests.tolerances import TOLERANCES
-from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.layers import video_layers as video
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT

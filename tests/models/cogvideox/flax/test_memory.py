@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_json
+from tests.processes import needs_libtpu, run_json
 
 PROGRAM = r"""
 import json, sys

@@ -16,8 +16,8 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 from diffusers.models.upsampling import CogVideoXUpsample3D
 
+from tests.processes import needs_libtpu, run_json
 from tests.tolerances import TOLERANCES
-from tests.tpu_process import needs_libtpu, run_json
 from tpuport.core.layers import video_layers as video
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT

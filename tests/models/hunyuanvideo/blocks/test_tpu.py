@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu_process import needs_libtpu, run_program
+from tests.processes import needs_libtpu, run_program
 
 PROGRAM = r"""
 import json, math, re, sys
