@@ -130,9 +130,9 @@ def port(
     model: str = DEFAULT_MODEL,
     mesh: MeshLike = None,
     *,
-    attention: str = "auto",
-    sharding: str = "default",
-    blocks: str = "native",
+    attention: str | None = None,
+    sharding: str | None = None,
+    blocks: str | None = None,
 ) -> PortedProgram:
     """A torch module as a compiled JAX program with a plugin's patches and rules.
 

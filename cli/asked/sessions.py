@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,12 @@ from tpuport.errors import AttentionError, MeshError, UsageError
 from tpuport.kernels.attention.choice import AUTO
 from tpuport.plugins import get_port
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 if TYPE_CHECKING:
     from tpuport.core.programs.built_folder import BuiltFolder
     from tpuport.core.run.session import Session
+    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 def known_variant(port: ModelPort, settings: Settings) -> Variant | None:
@@ -136,6 +141,32 @@ def open_session(
         guidance_scale=settings.guidance_scale,
         reporter=reporter,
     )
+
+
+@contextlib.contextmanager
+def configs_of(
+    settings: Settings, cache: Path, reporter: Reporter
+) -> Iterator[tuple[ModelPort, Variant, Checkpoint]]:
+    """The checkpoint to plan or to compile for; its weights are not needed.
+
+    Without --weights the configs of a published variant are enough. Of --weights
+    nothing but the configs and tokenizers is read.
+    """
+    from tpuport.core.plan.config_checkpoint import config_checkpoint, hub_configs
+
+    port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
+    variant = known_variant(port, settings)
+    if settings.weights is None and variant is not None and variant.repo_id:
+        form = port.form_of(variant)
+        with config_checkpoint(form, variant, cache, reporter.say) as checkpoint:
+            yield form, variant, checkpoint
+        return
+    weights = settings.weights
+    named = weights not in (None, "", "demo")
+    if named and _HUB_ID.fullmatch(str(weights)) and not Path(str(weights)).exists():
+        weights = hub_configs(port, str(weights), reporter.say)
+    settings = replace(settings, weights=weights, cache_dir=cache)
+    yield api.find_checkpoint(port, settings, reporter)
 
 
 def say_imports(reporter: Reporter) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuport import api
-from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.absent_chips import prepare_topology
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
@@ -22,8 +21,8 @@ from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
+    configs_of,
     in_words,
-    known_variant,
     make_request,
     open_session,
     source_of,
@@ -37,7 +36,6 @@ from tpuport.core.enums import Dtype, Place
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.choices import choices, with_chosen
-from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.rules import check_folder
 from tpuport.errors import UsageError
@@ -224,27 +222,12 @@ def _session(
 def _absent(
     settings: Settings, topology: Topology, cache: Path, reporter: Reporter
 ) -> Iterator[Session]:
-    """A session whose devices are described only: it can make requests, not run them.
-
-    Without --weights a published variant is compiled from its config.
-    """
+    """A session on devices that are described only: it makes requests, runs nothing."""
     from tpuport.core.mesh.slices import topology_devices
-    from tpuport.core.plan.config_checkpoint import config_checkpoint
     from tpuport.core.run.session import Session
-    from tpuport.plugins import get_port
 
     devices = topology_devices(topology)
-    settings = replace(settings, cache_dir=cache)
-    port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
-    variant = known_variant(port, settings)
-    with contextlib.ExitStack() as stack:
-        if settings.weights is None and variant is not None and variant.repo_id:
-            form = port.form_of(variant)
-            checkpoint = stack.enter_context(
-                config_checkpoint(form, variant, cache, reporter.say)
-            )
-        else:
-            form, variant, checkpoint = api.find_checkpoint(port, settings, reporter)
+    with configs_of(settings, cache, reporter) as (form, variant, checkpoint):
         form = with_chosen(form, settings.implementations)
         mesh = api.make_mesh(
             form,
@@ -259,5 +242,5 @@ def _absent(
             cache_dir=None,
             dtype=settings.dtype or Dtype(variant.dtype),
         )
-        session = Session(form, variant, checkpoint, mesh, asked, reporter)
-        yield stack.enter_context(session)
+        with Session(form, variant, checkpoint, mesh, asked, reporter) as session:
+            yield session

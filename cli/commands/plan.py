@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuport import api
-from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.absent_chips import prepare_topology
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
@@ -20,7 +15,7 @@ from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
-    known_variant,
+    configs_of,
     request_of,
     say_imports,
     source_of,
@@ -39,14 +34,11 @@ if TYPE_CHECKING:
     from tpuport.core.plan.plan import Plan
     from tpuport.core.plan.planner import Planner
     from tpuport.core.reports import Reporter
-    from tpuport.core.spec.model_port import ModelPort
     from tpuport.core.spec.request import Request
     from tpuport.core.spec.requests import Requests
     from tpuport.core.spec.variant import Variant
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 ALL = "all"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 #: Where the length of the text counts, this is what is planned for.
 PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
@@ -198,7 +190,7 @@ def _plan(
     from tpuport.core.plan.search import advise, rank
 
     cache = cache_folder(settings.cache_dir)
-    with _checkpoint(settings, cache, reporter) as (form, variant, checkpoint):
+    with configs_of(settings, cache, reporter) as (form, variant, checkpoint):
         source = _source(settings, variant)
 
         def ask(requests: Requests) -> Request:
@@ -265,29 +257,3 @@ def _source(settings: Settings, variant: Variant) -> Source | None:
     height = settings.height or variant.height
     width = settings.width or variant.width
     return read_image(np.full((height, width, 3), 128, np.uint8))
-
-
-@contextlib.contextmanager
-def _checkpoint(
-    settings: Settings, cache: Path, reporter: Reporter
-) -> Iterator[tuple[ModelPort, Variant, Checkpoint]]:
-    """The checkpoint to plan for; of a published variant only its configs are needed.
-
-    Of --weights nothing but the configs and tokenizers is read.
-    """
-    from tpuport.core.plan.config_checkpoint import config_checkpoint, hub_configs
-    from tpuport.plugins import get_port
-
-    port = get_port(settings.model or DEFAULT_MODEL)
-    variant = known_variant(port, settings)
-    if settings.weights is None and variant is not None and variant.repo_id:
-        form = port.form_of(variant)
-        with config_checkpoint(form, variant, cache, reporter.say) as checkpoint:
-            yield form, variant, checkpoint
-        return
-    weights: str | Path | None = settings.weights
-    named = weights not in (None, "", "demo")
-    if named and _HUB_ID.fullmatch(str(weights)) and not Path(str(weights)).exists():
-        weights = hub_configs(port, str(weights), reporter.say)
-    settings = replace(settings, weights=weights, cache_dir=cache)
-    yield api.find_checkpoint(port, settings, reporter)

@@ -42,7 +42,7 @@ def test_the_key_of_a_file(tmp_path: Path) -> None:
     file.write_text("vae: flax\n")
     assert parse("--config", file).implementations == {"vae": "flax"}
     assert parse("--config", file, "--vae", "torchax").vae == "torchax"
-    assert parse().implementations == {}
+    assert parse().implementations == {"vae": "torchax"}
 
 
 @pytest.mark.parametrize(

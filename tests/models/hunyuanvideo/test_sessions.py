@@ -139,7 +139,7 @@ def test_cached_steps_are_programs_compiled_before_the_first_step(
             assert programs(made.report.stages[1]) == ["step_full", "step_cached"]
             # Compiled in warm-up: no step of the run waits for a compiler.
             assert made.report.stages[1].steady_calls == 19
-            assert made.request.step_cache.startswith(text)
+            assert str(made.request.step_cache).startswith(text)
             found[cache] = compare(made.frames, exact.frames)
         after = session.generate(SHORT, **steps)
     assert all(40 < quality.psnr < 80 for quality in found.values())

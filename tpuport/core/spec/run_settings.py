@@ -139,28 +139,18 @@ inside = partial(setting, panel=INSIDE, commands="GEND")
 class Asked:
     """What to make, as it was asked for; ``None`` is left to the variant.
 
-    From Python, prompts, images and videos may be more than the command line can say.
+    The help of each flag says what the field does. From Python there is more to say of:
 
     Attributes:
-        prompt: one, or several.
+        prompt: one, or several for one batch.
         negative_prompt: one for all, or one for each.
-        height, width: in pixels.
-        num_frames: frames of the video.
         fps: recorded with the result; the model does not see it.
-        num_inference_steps: denoising steps.
-        guidance_scale: at most 1 turns guidance off.
         seed: one (one generator for the batch) or one per video.
-        image: to start from, for image to video: a path, a PIL image or a uint8 array
-            [Y, X, 3]; or a list with one for each video.
-        video: to start from, for video to video: a path, a list of PIL images or a
-            uint8 array [F, Y, X, 3]; its first ``num_frames`` frames are used.
-        strength: share of the steps that video to video runs.
-        resolution, aspect_ratio: a size class such as ``"480p"`` and a ratio such as
-            ``"16:9"``, in place of height and width, for models that have them; as a
-            value, (height, width).
-        step_cache: such as ``"deepcache"`` or ``"taylorseer:interval=3"``; faster, and
-            no longer exact. See docs/step-caching.md.
-        options: settings that only this model has.
+        image: a path, a PIL image or a uint8 array [Y, X, 3]; or a list with one for
+            each video.
+        video: a path, a list of PIL images or a uint8 array [F, Y, X, 3]; its first
+            ``num_frames`` frames are used.
+        aspect_ratio: also (height, width).
     """
 
     prompt: tuple[str, ...] = what(
@@ -258,38 +248,15 @@ class Asked:
 class RunSettings:
     """How to run, whatever is made; ``None`` is left to the devices or the variant.
 
+    The help of each flag says what the field does. From Python there is more to say of:
+
     Attributes:
-        model: the name of an installed model plugin; ``None`` for the default one.
-        variant: whose defaults and rules hold. Without it the checkpoint tells.
-        weights: a folder in the diffusers layout, or a hub id. Without it the demo
-            checkpoint (random weights) is used, or the variant's published weights
-            when ``variant`` names one.
-        mesh: ``"dp=2,tp=4"``, a mapping, or (dp, sp, tp); one axis may be -1. Without
-            it: one device on CPU, all of them on TPU.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``. Without it: float32 on
-            CPU, the variant's dtype elsewhere.
-        attention: ``"auto"``, or the name of an attention implementation and its
-            options.
-        sharding: a layout of the weights that the plugin offers beside ``"default"``,
-            such as ``"replicated-out"``.
-        blocks: ``"native"`` for blocks written for the chip where the model has them,
-            on upstream's weights; ``"upstream"`` for upstream's own everywhere.
-        vae: the implementation of the autoencoder: ``"torchax"`` for upstream's class,
-            or another that the model has, such as ``"flax"``; see docs/vae.md.
-        vae_tiling: whether decode runs in overlapping tiles, as after upstream's
-            ``vae.enable_tiling()``: ``"on"``, ``"off"``, or ``"auto"`` for where the
-            device would not hold it otherwise; see docs/vae.md.
-        encode_on: ``"device"``, or ``"host"`` for upstream's text encoder on the CPU.
-        backend: ``"tpuport"``, or ``"diffusers"`` for plain upstream code.
-        cache_dir: in place of the user's cache folder.
-        compile_cache: keep compiled programs there.
-        executables: a folder that ``tpuport compile`` made; see docs/compile.md.
-        memory_report: note the bytes in use and their peak after each call, in the
-            report of each stage (``memory``); see docs/debugging.md.
-        profile: folder for a trace of calls in steady state, one for each stage.
-        profile_calls: how many calls of a stage are in it; ``None`` for
-            :data:`PROFILED_CALLS`.
-        no_jit: the stages that run op by op, for debugging.
+        weights: a hub id, or a folder in the diffusers layout.
+        mesh: also a mapping, or (dp, sp, tp).
+        dtype: also torch's, jax's or NumPy's own.
+        compile_cache: keep compiled programs in ``cache_dir``.
+        profile_calls: ``None`` for :data:`PROFILED_CALLS`.
+        no_jit: the stage that runs op by op, or several.
         keep_loaded: keep weights on the devices between calls of ``generate``.
     """
 
