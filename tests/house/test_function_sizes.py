@@ -41,9 +41,6 @@ LONG = {
     "cli/commands/generate.py:_generate",
     "cli/commands/plan.py:plan",
     "tpuport/api.py:load",
-    "tpuport/core/layers/attention.py:split_attention",
-    "tpuport/core/layers/sequence_parallel.py:sequence_attention",
-    "tpuport/core/layers/video_layers.py:convolve",
     "tpuport/core/run/executor.py:Executor.run",
     "tpuport/core/run/session.py:Session.generate",
     "tpuport/core/run/stage_calls.py:StageRun.batch",
@@ -53,12 +50,8 @@ LONG = {
     "tpuport/kernels/attention/jax_splash.py:jax_splash_attention",
     "tpuport/kernels/attention/splash.py:splash_feature_major",
     "tpuport/kernels/attention/splash_kernel.py:run",
-    "tpuport/kernels/convolution/conv.py:edged_convolution",
-    "tpuport/kernels/norms/video_norm.py:apply_norm",
 }
 WIDE = {
-    "tpuport/core/layers/ring.py:gathered_attention",
-    "tpuport/core/layers/ring.py:ring_attention",
     "tpuport/core/run/request_builder.py:RequestBuilder.request",
     "tpuport/core/run/session.py:Session.__init__",
     "tpuport/core/run/session.py:Session.generate",
@@ -68,9 +61,6 @@ WIDE = {
     "tpuport/kernels/attention/jax_splash.py:jax_splash_attention",
     "tpuport/kernels/attention/splash.py:splash_attention",
     "tpuport/kernels/attention/splash.py:splash_feature_major",
-    "tpuport/kernels/convolution/conv.py:_call",
-    "tpuport/kernels/convolution/conv.py:edged_convolution",
-    "tpuport/kernels/convolution/conv_kernel.py:edged_body",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
