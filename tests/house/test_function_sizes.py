@@ -24,21 +24,11 @@ KERNELS = {
 #: What is still too large. The list only shrinks: a name that is no longer too large
 #: has to go.
 LONG = {
-    "tpuport/core/layers/attention.py:split_attention",
-    "tpuport/core/layers/sequence_parallel.py:sequence_attention",
-    "tpuport/core/layers/video_layers.py:convolve",
     "tpuport/kernels/attention/splash_kernel.py:run",
-    "tpuport/kernels/convolution/conv.py:edged_convolution",
-    "tpuport/kernels/norms/video_norm.py:apply_norm",
 }
 WIDE = {
-    "tpuport/core/layers/ring.py:gathered_attention",
-    "tpuport/core/layers/ring.py:ring_attention",
     "tpuport/kernels/attention/splash.py:splash_attention",
     "tpuport/kernels/attention/splash.py:splash_feature_major",
-    "tpuport/kernels/convolution/conv.py:_call",
-    "tpuport/kernels/convolution/conv.py:edged_convolution",
-    "tpuport/kernels/convolution/conv_kernel.py:edged_body",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -265,7 +265,11 @@ def _options(chip: Chip) -> dict[str, Any]:
 
 
 def _convolution(chip: Chip, shape: Shape, mesh: Any) -> Forms:
-    from tpuport.kernels.convolution.conv import edged_convolution, video_convolution
+    from tpuport.kernels.convolution.conv import (
+        EdgedVideo,
+        edged_convolution,
+        video_convolution,
+    )
     from tpuport.kernels.convolution.conv_kernel import pitch_of
 
     array, options = _arrays(mesh), _options(chip)
@@ -274,8 +278,11 @@ def _convolution(chip: Chip, shape: Shape, mesh: Any) -> Forms:
     side = array(1, frames + 2, rows + 2, inputs)
     ends = array(1, frames + 2, 2, columns, inputs)
 
-    def edged(x: Any, before: Any, left: Any, right: Any, *more: Any) -> Any:
-        return edged_convolution(x, before, (left, right), *more, **options)
+    def edged(
+        x: Any, before: Any, left: Any, right: Any, ends: Any, *weights: Any
+    ) -> Any:
+        video = EdgedVideo(x, before, (left, right), ends)
+        return edged_convolution(video, *weights, **options)
 
     def padded(x: Any, weight: Any, bias: Any) -> Any:
         return video_convolution(x, weight, bias, columns, **options)
@@ -289,7 +296,7 @@ def _convolution(chip: Chip, shape: Shape, mesh: Any) -> Forms:
 
 
 def _enlarged(chip: Chip, shape: Shape, mesh: Any) -> Forms:
-    from tpuport.kernels.convolution.conv import edged_convolution
+    from tpuport.kernels.convolution.conv import EdgedVideo, edged_convolution
 
     array, channels = _arrays(mesh), shape.inputs
     small = (1, shape.frames, shape.rows // 2, shape.columns // 2, channels)
@@ -297,8 +304,8 @@ def _enlarged(chip: Chip, shape: Shape, mesh: Any) -> Forms:
     weights = [array(1, 3, 3, channels, channels), array(channels, dtype="float32")]
 
     def run(x: Any, left: Any, right: Any, *weights: Any) -> Any:
-        given = (x, None, (left, right), None, *weights)
-        return edged_convolution(*given, scale=2, **_options(chip))
+        video = EdgedVideo(x, None, (left, right), None)
+        return edged_convolution(video, *weights, scale=2, **_options(chip))
 
     return {"in place": (run, [array(*small), side, side, *weights])}
 

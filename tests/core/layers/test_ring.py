@@ -17,7 +17,12 @@ from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core import compat
 from tpuport.core.layers import ring
-from tpuport.core.layers.ring import Ring, ring_attention, too_short
+from tpuport.core.layers.ring import (
+    AttentionOptions,
+    Ring,
+    ring_attention,
+    too_short,
+)
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -272,11 +277,9 @@ def test_our_kernel_in_a_ring(ring_size: int, groups: list[list[int]]) -> None:
             v,
             kv_len=tokens,
             lengths=jnp.asarray(lengths[:1]),
-            scale=None,
-            platform="cpu",
-            choice=SPLASH,
-            chip=None,
-            interpret=True,
+            options=AttentionOptions(
+                scale=None, platform="cpu", choice=SPLASH, chip=None, interpret=True
+            ),
         )
 
     spec = PartitionSpec(None, None, None, "sp")

@@ -16,6 +16,7 @@ from tests.tolerances import TOLERANCES
 from tpuport.kernels.convolution import conv
 from tpuport.kernels.convolution.conv import (
     MARGIN_BYTES,
+    EdgedVideo,
     block_rows,
     edged_convolution,
     output_parts,
@@ -53,12 +54,20 @@ def _expected(
     return np.asarray(out) + np.asarray(bias)
 
 
-def run(*arrays: Any, **options: Any) -> jax.Array:
+def edged(**given: Any) -> jax.Array:
+    """``edged_convolution`` of the parts of its video by name."""
+    parts = {name: given.pop(name) for name in EdgedVideo._fields if name in given}
+    return edged_convolution(EdgedVideo(**parts), **given)
+
+
+def run(
+    x: Any, before: Any, sides: Any, ends: Any, *arrays: Any, **options: Any
+) -> jax.Array:
     """``edged_convolution`` of interpreted kernels, as one program."""
     call = functools.partial(
-        conv.edged_convolution, **{"vmem_limit": LIMIT, **options}, interpret=True
+        edged_convolution, **{"vmem_limit": LIMIT, **options}, interpret=True
     )
-    return jax.jit(call)(*arrays)
+    return jax.jit(call)(EdgedVideo(x, before, sides, ends), *arrays)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,7 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
         whole, kernel, bias, columns, vmem_limit=limit, interpret=True
     )
     assert np.abs(padded - wanted).max() <= TOLERANCES["module float32"]
-    edged = run(
+    beside = run(
         inner[:, 2:],
         inner[:, :2],
         (whole[..., 0, :], whole[..., columns + 1, :]),
@@ -241,7 +250,7 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
         residual.astype(np.float32),
         vmem_limit=limit,
     )
-    assert np.abs(edged - wanted - residual).max() <= TOLERANCES["module float32"]
+    assert np.abs(beside - wanted - residual).max() <= TOLERANCES["module float32"]
 
 
 def _zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -279,7 +288,7 @@ def test_with_surroundings_too_what_it_cannot_do_is_refused(
     sizes: dict[str, int], change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=message):
-        edged_convolution(**_edged(**sizes) | change)
+        edged(**_edged(**sizes) | change)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +308,7 @@ def test_surroundings_that_do_not_fit_are_named(
     change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        edged_convolution(**_edged() | change)
+        edged(**_edged() | change)
 
 
 def test_frames_before_a_kernel_of_one_frame_are_refused() -> None:
@@ -309,8 +318,8 @@ def test_frames_before_a_kernel_of_one_frame_are_refused() -> None:
         "ends": _zeros((1, 2, 2, 16, 128)),
     }
     with pytest.raises(ValueError, match="before of"):
-        edged_convolution(**given)
-    assert edged_convolution(**given | {"before": None}).shape == (1, 2, 4, 16, 128)
+        edged(**given)
+    assert edged(**given | {"before": None}).shape == (1, 2, 4, 16, 128)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +367,7 @@ def test_a_shortcut_is_added_before_the_result_is_rounded(
         "weight": kernel,
         "bias": bias,
     }
-    call = functools.partial(edged_convolution, vmem_limit=LIMIT, interpret=True)
+    call = functools.partial(edged, vmem_limit=LIMIT, interpret=True)
     found = jax.jit(call)(**given, shortcut=(short, matrix))
     exact = [np.asarray(a, np.float32) for a in (whole, kernel, short, matrix)]
     wanted = _expected(exact[0], exact[1], bias, columns) + exact[2] @ exact[3]
@@ -417,7 +426,7 @@ def test_a_video_is_enlarged_on_the_way(
 
 def test_more_than_one_frame_is_not_enlarged() -> None:
     with pytest.raises(NotImplementedError, match="3 frames, enlarged 2 times"):
-        edged_convolution(**_edged(), scale=2)
+        edged(**_edged(), scale=2)
 
 
 SEVERAL = {

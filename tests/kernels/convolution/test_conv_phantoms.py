@@ -14,12 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.convolution.test_conv import LIMIT, SEVERAL, _case, _edged, _expected
+from tests.kernels.convolution.test_conv import (
+    LIMIT,
+    SEVERAL,
+    _case,
+    _edged,
+    _expected,
+    edged,
+)
 from tests.processes import needs_libtpu, run_json
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.convolution import conv
-from tpuport.kernels.convolution.conv import block_rows, edged_convolution
+from tpuport.kernels.convolution.conv import block_rows
 from tpuport.kernels.convolution.conv_kernel import pitch_of
 
 #: Of the result: three tiles of them, or one and a half before it is enlarged.
@@ -107,7 +114,7 @@ class Form:
                 n if any_ else side
                 for n, side, any_ in zip(real, sides, some, strict=True)
             ]
-            return conv.edged_convolution(
+            return edged(
                 **given,
                 weight=self.kernel,
                 bias=self.bias,
@@ -185,7 +192,7 @@ def test_one_side_may_be_even(
 def test_a_number_for_every_device_is_that_of_the_side() -> None:
     for real in ((3, 16), (4, 15)):
         with pytest.raises(ValueError, match="for every device"):
-            edged_convolution(**_edged(), real=real)
+            edged(**_edged(), real=real)
 
 
 PROGRAM = r"""
@@ -194,7 +201,7 @@ import jax, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpuport.core.mesh.chips import CHIPS
-from tpuport.kernels.convolution.conv import edged_convolution
+from tpuport.kernels.convolution.conv import EdgedVideo, edged_convolution
 
 devices = topologies.get_topology_desc(topology_name="v6e:2x4", platform="tpu").devices
 mesh = Mesh(np.array(devices[:1]), ("one",))
@@ -214,16 +221,15 @@ for taps, outputs, scale, dtype in (*forms, (3, 128, 1, "float32")):
         "before": array(1, lag, 90, 22, 128) if lag else None,
         "sides": (side, side),
         "ends": array(1, 2 + lag, 2, 22, 128),
-        "weight": array(taps, 3, 3, 128, outputs),
     }
+    weight = array(taps, 3, 3, 128, outputs)
 
-    def run(given, real):
-        return edged_convolution(
-            **given, bias=None, scale=scale, real=(real[0], real[1]), vmem_limit=limit
-        )
+    def run(given, weight, real):
+        video = EdgedVideo(**given, real=(real[0], real[1]))
+        return edged_convolution(video, weight, None, scale=scale, vmem_limit=limit)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(run).trace(given, array(2, dtype="int32"))
+        traced = jax.jit(run).trace(given, weight, array(2, dtype="int32"))
     text = traced.lower().compile().as_text()
     kernels.append(text.count('custom_call_target="tpu_custom_call"'))
 print(json.dumps({"kernels": kernels}))

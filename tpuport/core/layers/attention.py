@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core import compat
@@ -199,41 +199,9 @@ def split_attention(
     Returns:
         of shape [B, H, Lq, Dv].
     """
-    import jax
     import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
 
     from tpuport.kernels.attention.attention import attention
-
-    def kernel(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        mask: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-    ) -> jax.Array:
-        run = functools.partial(
-            attention,
-            mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            platform=context.platform,
-            implementation=choice,
-            chip=context.chip,
-            fall_back=True,
-        )
-        if frames is None:
-            return run(q, k, v, kv_lengths=lengths)
-
-        def one_frame(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
-            q, end = frame
-            seen = jnp.broadcast_to(end, q.shape[:1])
-            if lengths is not None:
-                seen = jnp.minimum(seen, lengths)
-            return run(q, k, v, kv_lengths=seen)
-
-        ends = (jnp.arange(frames, dtype=jnp.int32) + 1) * frame_tokens
-        return jax.lax.map(one_frame, (q, ends))
 
     choice = context.implementation
     if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
@@ -241,20 +209,118 @@ def split_attention(
         choice = replace(choice, window=None)
     # Frames of one token are rows of the causal triangle, which kernels do at once.
     is_causal = is_causal or frame_tokens == 1
+    batch, heads, length = q.shape[:3]
+    kernel = functools.partial(
+        attention,
+        is_causal=is_causal,
+        scale=scale,
+        platform=context.platform,
+        implementation=choice,
+        chip=context.chip,
+        fall_back=True,
+    )
+    run: Callable[..., jax.Array] = functools.partial(_whole, kernel)
     frames = None
     if frame_tokens is not None and not is_causal:
-        frames = q.shape[2] // frame_tokens
-        q = q.reshape(*q.shape[:2], frames, frame_tokens, q.shape[3])
+        frames = length // frame_tokens
+        q = q.reshape(batch, heads, frames, frame_tokens, q.shape[3])
         q = jnp.moveaxis(q, 2, 0)
+        run = functools.partial(_by_frames, kernel, frame_tokens)
+    split = _split(context, q, k, placed=is_causal or choice.window is not None)
+    each = q.shape[-2]
+    if split.queries[2]:
+        padding = ((0, -each % _sizes(context)[split.queries[2]]), (0, 0))
+        q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
+        if mask is not None and mask.shape[2] > 1:
+            mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
+    _record(
+        context,
+        choice,
+        (q, k, v, mask, lengths),
+        length=length,
+        is_causal=is_causal,
+        frame_tokens=frame_tokens,
+        split=split,
+    )
+    if context.mesh is not None and context.mesh.size > 1:
+        # Also where nothing is split: a compiler cannot partition a TPU kernel.
+        out = _mapped(context, run, (q, k, v, mask, lengths), split)[..., :each, :]
+    else:
+        out = run(q, k, v, mask, lengths)
+    if frames is None:
+        return out
+    return jnp.moveaxis(out, 0, 2).reshape(batch, heads, length, out.shape[-1])
 
-    sizes = dict(context.mesh.shape) if context.mesh is not None else {}
-    policy = context.attention
+
+def _whole(
+    kernel: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """``kernel`` on all queries at once."""
+    return kernel(q, k, v, mask=mask, kv_lengths=lengths)
+
+
+def _by_frames(
+    kernel: Callable[..., jax.Array],
+    frame_tokens: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """``kernel`` on the queries of one frame after the other.
+
+    ``q`` has frames in front; ``k`` and ``v`` have the tokens of all of them.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def one_frame(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, end = frame
+        seen = jnp.broadcast_to(end, q.shape[:1])
+        if lengths is not None:
+            seen = jnp.minimum(seen, lengths)
+        return kernel(q, k, v, mask=mask, kv_lengths=seen)
+
+    ends = (jnp.arange(len(q), dtype=jnp.int32) + 1) * frame_tokens
+    return jax.lax.map(one_frame, (q, ends))
+
+
+def _sizes(context: OpContext) -> dict[str, int]:
+    """Devices along each axis of the mesh."""
+    return dict(context.mesh.shape) if context.mesh is not None else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Split:
+    """The axes of the mesh that split items, heads, tokens and features.
+
+    Attributes:
+        queries: of queries and of the result.
+        keys: of keys and values.
+    """
+
+    queries: tuple[str | None, str | None, str | None, None]
+    keys: tuple[str | None, str | None, None, None]
+
+
+def _split(context: OpContext, q: jax.Array, k: jax.Array, *, placed: bool) -> _Split:
+    """How queries [..., B, H, L, D], with frames in front or not, are split.
+
+    ``placed`` is whether a query needs its position.
+    """
+    sizes, policy = _sizes(context), context.attention
 
     def axis(name: str | None, *counts: int) -> str | None:
         size = sizes.get(name, 1) if name else 1
         return name if size > 1 and all(n % size == 0 for n in counts) else None
 
-    batch, heads, length = q.shape[-4:-1]
+    batch, heads = q.shape[-4:-2]
     batch_axis = axis(policy.batch, batch)
     head_axis = axis(policy.heads, heads)
     # One key head serves all queries and is handed whole to every device.
@@ -264,68 +330,58 @@ def split_attention(
     # A causal row, or one with a window, needs its position, which a slice of the
     # queries does not carry. A slice of each frame needs none: every device gets its
     # part of all of them.
-    placed = is_causal or choice.window is not None
     sequence_axis = None if placed else axis(policy.sequence)
-    if sequence_axis:
-        padding = ((0, -length % sizes[sequence_axis]), (0, 0))
-        q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
-        if mask is not None and mask.shape[2] > 1:
-            mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
-    split = (batch_axis, head_axis, sequence_axis, None)
-    kv_split = (batch_axis, kv_head_axis, None, None)
-    _record(
-        context,
-        choice,
-        (q, k, v, mask, lengths),
-        length=length * (frames or 1),
-        is_causal=is_causal,
-        frame_tokens=frame_tokens,
-        split=split,
-        kv_split=kv_split,
+    return _Split(
+        queries=(batch_axis, head_axis, sequence_axis, None),
+        keys=(batch_axis, kv_head_axis, None, None),
     )
-    if context.mesh is not None and context.mesh.size > 1:
-        # Also where nothing is split: a compiler cannot partition a TPU kernel.
-        q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split)
-        arrays = {"q": q, "k": k, "v": v}
-        specs = {"q": q_spec, "k": PartitionSpec(*kv_split)}
-        specs["v"] = specs["k"]
-        if mask is not None:
-            arrays["mask"] = mask
-            specs["mask"] = PartitionSpec(
-                *(a if n > 1 else None for a, n in zip(split, mask.shape, strict=True))
-            )
-        if lengths is not None:
-            arrays["lengths"] = lengths
-            specs["lengths"] = PartitionSpec(batch_axis)
-        out = compat.shard_map(
-            lambda arrays: kernel(**arrays),
-            mesh=context.mesh,
-            in_specs=(specs,),
-            out_specs=q_spec,
-        )(arrays)[..., :length, :]
-    else:
-        out = kernel(q, k, v, mask, lengths)
-    if frames is None:
-        return out
-    shape = (batch, heads, length * frames, out.shape[-1])
-    return jnp.moveaxis(out, 0, 2).reshape(shape)
+
+
+#: q, k, v, the mask and the key lengths; q may have frames in front.
+_Arrays = tuple[
+    "jax.Array", "jax.Array", "jax.Array", "jax.Array | None", "jax.Array | None"
+]
+
+
+def _mapped(
+    context: OpContext, run: Callable[..., jax.Array], arrays: _Arrays, split: _Split
+) -> jax.Array:
+    """``run`` on each device's part of the arrays that are given."""
+    from jax.sharding import PartitionSpec
+
+    q, k, v, mask, lengths = arrays
+    q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split.queries)
+    given = {"q": q, "k": k, "v": v}
+    specs = {"q": q_spec, "k": PartitionSpec(*split.keys)}
+    specs["v"] = specs["k"]
+    if mask is not None:
+        given["mask"] = mask
+        whole = zip(split.queries, mask.shape, strict=True)
+        specs["mask"] = PartitionSpec(*(a if n > 1 else None for a, n in whole))
+    if lengths is not None:
+        given["lengths"] = lengths
+        specs["lengths"] = PartitionSpec(split.queries[0])
+    return compat.shard_map(
+        lambda given: run(**given),
+        mesh=context.mesh,
+        in_specs=(specs,),
+        out_specs=q_spec,
+    )(given)
 
 
 def _record(
     context: OpContext,
     choice: AttentionChoice,
-    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None],
+    arrays: _Arrays,
     *,
     length: int,
     is_causal: bool,
     frame_tokens: int | None,
-    split: tuple[str | None, ...],
-    kv_split: tuple[str | None, ...],
+    split: _Split,
 ) -> None:
     """Note what this call runs as, once per distinct call.
 
-    ``arrays`` are q, k, v, the mask and the key lengths as they are split; q may have
-    frames in front. ``length`` is that of all queries without padding.
+    ``arrays`` are as they are split; ``length`` is that of all queries without padding.
     """
     import jax
 
@@ -333,7 +389,7 @@ def _record(
     from tpuport.kernels.attention.selection import select
 
     q, k, v, mask, lengths = arrays
-    sizes = dict(context.mesh.shape) if context.mesh is not None else {}
+    sizes = _sizes(context)
 
     def local(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         shape = tuple(
@@ -347,12 +403,12 @@ def _record(
     counted = end if lengths is not None or q.ndim > 4 else None
     selection = select(
         describe(
-            local(q, split),
-            local(k, kv_split),
-            local(v, kv_split),
-            mask=None if mask is None else local(mask, split),
+            local(q, split.queries),
+            local(k, split.keys),
+            local(v, split.keys),
+            mask=None if mask is None else local(mask, split.queries),
             is_causal=is_causal,
-            kv_lengths=None if counted is None else local(counted, split[:1]),
+            kv_lengths=None if counted is None else local(counted, split.queries[:1]),
             window=choice.window,
             platform=context.platform,
             interpret=False,
@@ -369,7 +425,7 @@ def _record(
         key=tuple(k.shape),
         implementation=selection.implementation,
         reason=reason,
-        split=split,
+        split=split.queries,
         key_lengths=lengths is not None,
         frame_tokens=frame_tokens,
         blocks=dict(selection.blocks),

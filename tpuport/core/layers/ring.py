@@ -37,6 +37,25 @@ PASSED, GATHERED = "passed", "gathered"
 """The ways in which devices of a group meet keys that are not their own."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How the attention of a device runs: as ``attention`` has them.
+
+    Attributes:
+        scale: of the scores; None means 1/sqrt(D).
+        platform: what programs are for.
+        choice: the implementation and what it is told.
+        chip: the kind of chip; ``None`` where there is none.
+        interpret: run kernels on the CPU, for tests.
+    """
+
+    scale: float | None
+    platform: str
+    choice: AttentionChoice
+    chip: str | None
+    interpret: bool = False
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ring:
     """The devices of a mesh axis that share heads.
@@ -94,11 +113,7 @@ def ring_attention(
     *,
     kv_len: int,
     lengths: jax.Array | None,
-    scale: float | None,
-    platform: str,
-    choice: AttentionChoice,
-    chip: str | None,
-    interpret: bool = False,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Attention of a device's queries on the keys of its group, passed round.
 
@@ -108,14 +123,13 @@ def ring_attention(
             zero in ``v``.
         kv_len: tokens of the group that count come before this one.
         lengths: integers [H], at most ``kv_len``: how many count of each.
-        scale: of the scores; None means 1/sqrt(D).
-        platform, choice, chip, interpret: as ``attention`` has them.
+        options: how it runs.
 
     Returns:
         of the shape and dtype of ``q``; 0 where no key counts.
 
     Raises:
-        AttentionError: ``choice`` does not take keys in chunks.
+        AttentionError: the implementation does not take keys in chunks.
     """
     import jax
     import jax.numpy as jnp
@@ -126,18 +140,18 @@ def ring_attention(
     all_count = lengths is None and kv_len == chunk * ring.size
     if lengths is None:
         lengths = jnp.full((q.shape[0],), kv_len, jnp.int32)
-    if choice.k_smooth:
+    if options.choice.k_smooth:
         k = _smooth(ring, k, lengths)
     attention = chunked_attention(
         q,
         k,
         v,
         has_lengths=not all_count,
-        scale=scale,
-        platform=platform,
-        implementation=choice,
-        chip=chip,
-        interpret=interpret,
+        scale=options.scale,
+        platform=options.platform,
+        implementation=options.choice,
+        chip=options.chip,
+        interpret=options.interpret,
     )
 
     def meet(sums: Any, kv: Any, turn: Any) -> Any:
@@ -219,11 +233,7 @@ def gathered_attention(
     *,
     kv_len: int,
     lengths: jax.Array | None,
-    scale: float | None,
-    platform: str,
-    choice: AttentionChoice,
-    chip: str | None,
-    interpret: bool = False,
+    options: AttentionOptions,
 ) -> jax.Array:
     """The same with all keys of the group at once; windows are taken too.
 
@@ -241,12 +251,13 @@ def gathered_attention(
     run = functools.partial(
         attention_feature_major,
         hidden=True,
-        scale=scale,
-        platform=platform,
-        chip=chip,
-        interpret=interpret,
+        scale=options.scale,
+        platform=options.platform,
+        chip=options.chip,
+        interpret=options.interpret,
     )
     k, v = ring.gather(k), ring.gather(v)
+    choice = options.choice
     window = choice.window
     if window is None:
         return run(q, k, v, kv_len=kv_len, kv_lengths=lengths, implementation=choice)

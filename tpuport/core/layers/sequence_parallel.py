@@ -12,6 +12,7 @@ and keys and values go round the group (``ring.py``).
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,18 +21,17 @@ from tpuport.core import compat
 from tpuport.core.layers.ring import (
     GATHERED,
     PASSED,
+    AttentionOptions,
     Ring,
     gathered_attention,
     keys_within,
     ring_attention,
     too_short,
 )
-from tpuport.core.tracing.context import AttentionRecord
+from tpuport.core.tracing.context import Active, AttentionRecord, OpContext
 
 if TYPE_CHECKING:
     import jax
-
-    from tpuport.core.tracing.context import Active
 
 #: Tokens of a slice on a TPU: a lane of a vector register holds one.
 TPU_TOKENS = 128
@@ -171,110 +171,42 @@ def sequence_attention(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from tpuport.kernels.padding import pad_dim, round_up
-
     context = active.context
-    policy = context.attention
-    tokens = 3 if feature_major else 2
-    batch, heads = q.shape[:2]
-    batch_axis, head_axis, local = _placed(active, batch, heads)
-    sequence_axis = policy.sequence if active.axis_size(policy.sequence) > 1 else None
-    count = math.prod(local)
-    split = degrees_of(active, batch, heads)
-    folded = round_up(count, split.ulysses)
-    each = folded // split.ulysses
-
-    if kv_lengths is None:
-        kv_lengths = jnp.full((batch,), kv_len, jnp.int32)
-        has_lengths = False
-    else:
-        has_lengths = True
-    queries = q.shape[tokens] // split.ring if sequence_axis else q.shape[tokens]
+    has_lengths = kv_lengths is not None
+    exchange = _Exchange.of(active, *q.shape[:2], feature_major=feature_major)
     record = _record(
-        active,
-        q,
-        kv_len=kv_len,
-        has_lengths=has_lengths,
-        split=(batch_axis, head_axis, sequence_axis, None),
-        degrees=split,
-        local=(each if sequence_axis else count, queries),
-        feature_major=feature_major,
+        active, q, kv_len=kv_len, has_lengths=has_lengths, exchange=exchange
     )
-
-    def run(
-        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None
-    ) -> jax.Array:
-        return _kernel(
-            context,
-            q,
-            k,
-            v,
-            kv_len=kv_len,
-            lengths=lengths,
-            scale=scale,
-            feature_major=feature_major,
-        )
+    run = functools.partial(
+        _kernel, context, kv_len=kv_len, scale=scale, feature_major=feature_major
+    )
 
     def on_device(
         q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        if sequence_axis is None:
-            return run(q, k, v, lengths if has_lengths else None)
-        place = jax.lax.axis_index(sequence_axis)
-        groups = split.exchanges
-
-        def exchange(x: jax.Array) -> jax.Array:
-            """Of [ulysses, ...] every device of the group gets its row from each."""
-            return jax.lax.all_to_all(x, sequence_axis, 0, 0, axis_index_groups=groups)
-
-        def to_heads(x: jax.Array) -> jax.Array:
-            """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
-            x = pad_dim(x.reshape(count, 1, *x.shape[2:]), 0, folded)
-            if split.ulysses == 1:
-                return x
-            parts = exchange(x.reshape(split.ulysses, each, *x.shape[1:]))
-            # Side by side: whole tiles of memory move, nothing within them.
-            return jnp.concatenate(list(parts), tokens)
-
-        def to_tokens(x: jax.Array) -> jax.Array:
-            """The way back."""
-            if split.ulysses > 1:
-                parts = jnp.stack(jnp.split(x, split.ulysses, tokens))
-                x = exchange(parts).reshape(folded, 1, *parts.shape[3:])
-            return x[:count].reshape(*local, *x.shape[2:])
-
-        mine = None
-        if has_lengths:
-            every = pad_dim(jnp.repeat(lengths, local[1]), 0, folded)
-            start = place % split.ulysses * each
-            mine = jax.lax.dynamic_slice_in_dim(every, start, each)
-        q, k, v = (to_heads(x) for x in (q, k, v))
-        if split.ring == 1:
-            return to_tokens(run(q, k, v, mine))
+        if exchange.axis is None:
+            return run(q, k, v, lengths=lengths if has_lengths else None)
+        place = jax.lax.axis_index(exchange.axis)
+        mine = exchange.lengths(lengths, place) if has_lengths else None
+        q, k, v = (exchange.to_heads(x) for x in (q, k, v))
+        if exchange.degrees.ring == 1:
+            return exchange.to_tokens(run(q, k, v, lengths=mine))
         if not feature_major:
             q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
         together = ring_attention if record.ring_keys == PASSED else gathered_attention
-        out = together(
-            Ring(axis=sequence_axis, groups=split.rings, rank=place // split.ulysses),
-            q,
-            k,
-            v,
-            kv_len=kv_len,
-            lengths=mine,
-            scale=scale,
-            platform=context.platform,
-            choice=context.implementation,
-            chip=context.chip,
-        )
-        return to_tokens(out if feature_major else out.swapaxes(2, 3))
+        ring, options = exchange.ring(place), _options(context, scale)
+        out = together(ring, q, k, v, kv_len=kv_len, lengths=mine, options=options)
+        return exchange.to_tokens(out if feature_major else out.swapaxes(2, 3))
 
     mesh = context.mesh
     if mesh is None or mesh.size == 1:
-        return run(q, k, v, kv_lengths if has_lengths else None)
-    dims = [batch_axis, head_axis, None, None]
-    dims[tokens] = sequence_axis
+        return run(q, k, v, lengths=kv_lengths)
+    if kv_lengths is None:
+        kv_lengths = jnp.full(q.shape[:1], kv_len, jnp.int32)
+    dims: list[str | None] = [*exchange.split[:2], None, None]
+    dims[exchange.tokens] = exchange.axis
     spec = PartitionSpec(*dims)
-    lengths_spec = PartitionSpec(batch_axis)
+    lengths_spec = PartitionSpec(dims[0])
     out: jax.Array = compat.shard_map(
         on_device,
         mesh=mesh,
@@ -284,8 +216,113 @@ def sequence_attention(
     return out
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Exchange:
+    """How devices of the sequence axis exchange tokens for heads, and back.
+
+    Attributes:
+        split: the axes of the mesh that split items, heads, tokens and features.
+        degrees: by heads, and by queries.
+        local: items and heads of a device before the exchange.
+        tokens: the dim of tokens.
+    """
+
+    split: tuple[str | None, str | None, str | None, None]
+    degrees: Degrees
+    local: tuple[int, int]
+    tokens: int
+
+    @classmethod
+    def of(
+        cls, active: Active, batch: int, heads: int, *, feature_major: bool
+    ) -> _Exchange:
+        """The exchange for so many items and heads."""
+        batch_axis, head_axis, local = _placed(active, batch, heads)
+        sequence = active.context.attention.sequence
+        axis = sequence if active.axis_size(sequence) > 1 else None
+        return cls(
+            split=(batch_axis, head_axis, axis, None),
+            degrees=degrees_of(active, batch, heads),
+            local=local,
+            tokens=3 if feature_major else 2,
+        )
+
+    @property
+    def axis(self) -> str | None:
+        """Of the mesh; ``None`` where tokens are not split."""
+        return self.split[2]
+
+    @property
+    def count(self) -> int:
+        """Heads of all items of a device, before the exchange."""
+        return math.prod(self.local)
+
+    @property
+    def each(self) -> int:
+        """Heads of a device after the exchange, padded ones too."""
+        return -(-self.count // self.degrees.ulysses)
+
+    def to_heads(self, x: jax.Array) -> jax.Array:
+        """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
+        import jax.numpy as jnp
+
+        x = self._padded(x.reshape(self.count, 1, *x.shape[2:]))
+        ways = self.degrees.ulysses
+        if ways == 1:
+            return x
+        parts = self._exchanged(x.reshape(ways, self.each, *x.shape[1:]))
+        # Side by side: whole tiles of memory move, nothing within them.
+        return jnp.concatenate(list(parts), self.tokens)
+
+    def to_tokens(self, x: jax.Array) -> jax.Array:
+        """The way back."""
+        import jax.numpy as jnp
+
+        ways = self.degrees.ulysses
+        if ways > 1:
+            parts = jnp.stack(jnp.split(x, ways, self.tokens))
+            x = self._exchanged(parts).reshape(ways * self.each, 1, *parts.shape[3:])
+        return x[: self.count].reshape(*self.local, *x.shape[2:])
+
+    def lengths(self, lengths: jax.Array, place: jax.Array) -> jax.Array:
+        """Of every head that the device at ``place`` has, from those of its items."""
+        import jax
+        import jax.numpy as jnp
+
+        every = self._padded(jnp.repeat(lengths, self.local[1]))
+        start = place % self.degrees.ulysses * self.each
+        return jax.lax.dynamic_slice_in_dim(every, start, self.each)
+
+    def ring(self, place: jax.Array) -> Ring:
+        """The devices that share the heads of the one at ``place``."""
+        assert self.axis is not None
+        rank = place // self.degrees.ulysses
+        return Ring(axis=self.axis, groups=self.degrees.rings, rank=rank)
+
+    def _padded(self, x: jax.Array) -> jax.Array:
+        from tpuport.kernels.padding import pad_dim
+
+        return pad_dim(x, 0, self.degrees.ulysses * self.each)
+
+    def _exchanged(self, x: jax.Array) -> jax.Array:
+        """Of [ulysses, ...] every device of the group gets its row from each."""
+        import jax
+
+        groups = self.degrees.exchanges
+        return jax.lax.all_to_all(x, self.axis, 0, 0, axis_index_groups=groups)
+
+
+def _options(context: OpContext, scale: float | None) -> AttentionOptions:
+    return AttentionOptions(
+        scale=scale,
+        platform=context.platform,
+        choice=context.implementation,
+        chip=context.chip,
+    )
+
+
 def _kernel(
-    context: Any,
+    context: OpContext,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -329,24 +366,20 @@ def _record(
     *,
     kv_len: int,
     has_lengths: bool,
-    split: tuple[str | None, ...],
-    degrees: Degrees,
-    local: tuple[int, int],
-    feature_major: bool,
+    exchange: _Exchange,
 ) -> AttentionRecord:
-    """Note what this call runs as; ``local`` are heads and queries of a device."""
+    """Note what this call runs as."""
     import jax
 
     from tpuport.kernels.attention.problem import describe
     from tpuport.kernels.attention.selection import select
 
-    context = active.context
-    tokens = 3 if feature_major else 2
-    head_dim, length = q.shape[5 - tokens], q.shape[tokens]
+    context, degrees = active.context, exchange.degrees
+    head_dim, length = q.shape[5 - exchange.tokens], q.shape[exchange.tokens]
     choice = context.implementation
-    count, queries = local
+    count, queries = exchange.each, length // degrees.ring
     way = why = None
-    keys = length if feature_major else kv_len
+    keys = length if exchange.tokens == 3 else kv_len
     if degrees.ring > 1:
         way, why = PASSED, _not_passed(context, queries, head_dim, q.dtype)
         keys = queries
@@ -375,7 +408,7 @@ def _record(
         key=shape,
         implementation=selection.implementation,
         reason=reason,
-        split=split,
+        split=exchange.split,
         key_lengths=has_lengths,
         blocks=dict(selection.blocks),
         window=choice.window,
@@ -392,7 +425,9 @@ def _record(
     return record
 
 
-def _not_passed(context: Any, queries: int, head_dim: int, dtype: Any) -> str | None:
+def _not_passed(
+    context: OpContext, queries: int, head_dim: int, dtype: Any
+) -> str | None:
     """Why keys do not go round a ring, if they do not."""
     from tpuport.kernels.attention.chunked import chunked_refusal
 

@@ -70,60 +70,73 @@ def convolve(
     """
     import jax.numpy as jnp
 
-    from tpuport.kernels.convolution.conv import edged_convolution, video_convolution
-    from tpuport.kernels.convolution.conv_kernel import pitch_of
+    from tpuport.kernels.convolution.conv import EdgedVideo, edged_convolution
 
     options = kernel_options(context)
     weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
     space = context.space
-    sides: tuple[jax.Array, jax.Array] | None = None
-    ends: jax.Array | None = None
+    video: EdgedVideo | None = None
     copied = ""
-    in_place = dict(options)
     if space is not None:
-        in_place["real"] = _real(space, x)
         try:
-            sides, ends = _edges(space, x, before, options)
+            edges = _edges(space, x, before, options)
+            video = EdgedVideo(x, before, *edges, real=_real(space, x))
         except NotImplementedError as error:
             # Another number of channels: the other form copies the video.
             copied = str(error)
     if shortcut is not None:
-        if sides is not None and _fits(shortcut[0]):
+        if video is not None and _fits(shortcut[0]):
             short, matrix, more = shortcut
             both = more.astype(jnp.float32)
             both = both if bias is None else both + bias.astype(jnp.float32)
             added = (short, matrix.reshape(matrix.shape[:2]).T)
             # Where both do not fit into VMEM, one after the other may.
             with contextlib.suppress(NotImplementedError):
-                out = edged_convolution(
-                    x, before, sides, ends, weight, both, shortcut=added, **in_place
-                )
+                out = edged_convolution(video, weight, both, shortcut=added, **options)
                 # It and the convolution of one element.
                 note(context, KERNEL)
                 note(context, KERNEL)
                 return out
         residual = pointwise(context, *shortcut)
-    if sides is not None:
+    if video is not None:
         try:
-            out = edged_convolution(
-                x, before, sides, ends, weight, bias, residual, **in_place
-            )
+            out = edged_convolution(video, weight, bias, residual, **options)
             note(context, KERNEL)
             return out
         except NotImplementedError as error:
             copied = str(error)
     whole = x if before is None else jnp.concatenate([before, x], axis=1)
+    out = _padded_convolution(context, whole, weight, bias)
+    note(context, f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
+    return out if residual is None else out + residual
+
+
+def _padded_convolution(
+    context: OpContext, x: jax.Array, weight: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """A convolution of a padded copy of [B, T + K - 1, Y, X, C].
+
+    Args:
+        context: tells of neighbours, whose rows and columns come in the copy.
+        x: with the frames before it.
+        weight: [K, 3, 3, C, O].
+        bias: [O], or ``None``.
+    """
+    import jax.numpy as jnp
+
+    from tpuport.kernels.convolution.conv import video_convolution
+    from tpuport.kernels.convolution.conv_kernel import pitch_of
+
     columns = x.shape[3]
     pads = [(0, 0)] * 5
-    if space is None:
+    if context.space is None:
         pads[2] = (1, 1)
         pads[3] = (1, pitch_of(columns) - columns - 1)
     else:
-        whole = space.halo(whole, _DIMS, (1, 1), (1, 1))
+        x = context.space.halo(x, _DIMS, (1, 1), (1, 1))
         pads[3] = (0, pitch_of(columns) - columns - 2)
-    out = video_convolution(jnp.pad(whole, pads), weight, bias, columns, **options)
-    note(context, f"{KERNEL}, of a padded copy" if copied else KERNEL, copied)
-    return out if residual is None else out + residual
+    padded = jnp.pad(x, pads)
+    return video_convolution(padded, weight, bias, columns, **kernel_options(context))
 
 
 def enlarged_convolution(
@@ -151,15 +164,15 @@ def enlarged_convolution(
     """
     import jax.numpy as jnp
 
-    from tpuport.kernels.convolution.conv import edged_convolution
+    from tpuport.kernels.convolution.conv import EdgedVideo, edged_convolution
 
     options, space = kernel_options(context), context.space
     if space is None:
         raise NotImplementedError("enlarging without a split in space")
-    sides, ends = _edges(space, x, None, options)
+    edges = _edges(space, x, None, options)
+    video = EdgedVideo(x, None, *edges, real=_real(space, x))
     kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
-    options |= {"scale": 2, "copies": copies, "real": _real(space, x)}
-    out = edged_convolution(x, None, sides, ends, kernel, bias, **options)
+    out = edged_convolution(video, kernel, bias, scale=2, copies=copies, **options)
     note(context, KERNEL)
     return out
 
@@ -167,7 +180,7 @@ def enlarged_convolution(
 def _edges(
     space: Space, x: jax.Array, before: jax.Array | None, options: dict[str, Any]
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
-    """``sides`` and ``ends`` of :func:`edged_convolution`: zeros beyond the picture.
+    """``sides`` and ``ends`` of an ``EdgedVideo``: zeros beyond the picture.
 
     Args:
         x, before: of this device, with anything in phantom rows and columns.

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,6 @@ def video_convolution(
     out = _call(
         functools.partial(padded_body, case=case),
         case,
-        blocks,
         [(x, spec)],
         pad_dim(weight, 3, case.channels),
         bias,
@@ -166,11 +165,33 @@ def video_convolution(
     return out[:, :, :rows, :, :outputs]
 
 
+class EdgedVideo(NamedTuple):
+    """A video whose surroundings are arrays of their own.
+
+    Y and X are rows and columns of ``x``, before it is enlarged.
+
+    Attributes:
+        x: [N, T, Y, X, C].
+        before: [N, K - 1, Y, X, C], the frames before it; ``None`` with K = 1.
+        sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, C]
+            each; the rows above the first and below the last have some as well.
+        ends: [N, T + K - 1, 2, X, C], the row above the first and the one below the
+            last; ``None`` for zeros.
+        real: how many rows and columns of ``x`` belong to the picture. Those after are
+            zeros to it, whatever is in them, here and in ``before`` and ``ends``; of
+            ``sides``, and of rows in ``ends``, what is beyond the picture is zeros.
+            ``None`` for all of both.
+    """
+
+    x: jax.Array
+    before: jax.Array | None
+    sides: tuple[jax.Array, jax.Array]
+    ends: jax.Array | None
+    real: Real | None = None
+
+
 def edged_convolution(
-    x: Float[Array, "n t _ _ c"],
-    before: Float[Array, "_ _ _ _ _"] | None,
-    sides: tuple[jax.Array, jax.Array],
-    ends: Float[Array, "_ _ _ _ _"] | None,
+    video: EdgedVideo,
     weight: Float[Array, "k _ _ _ o"],
     bias: Float[Array, " o"] | None,
     residual: Float[Array, "_ _ _ _ _"] | None = None,
@@ -178,33 +199,23 @@ def edged_convolution(
     *,
     scale: int = 1,
     copies: int = 1,
-    real: Real | None = None,
     vmem_limit: int,
     interpret: bool = False,
-) -> Float[Array, "n _ y x o"]:
+) -> Float[Array, "_ _ y x o"]:
     """Convolve a video whose surroundings come as arrays of their own.
 
     The same as :func:`video_convolution` of all put together, without the copy.
 
     Args:
-        x: [N, T, Y, X, C].
-        before: [N, K - 1, Y, X, C], the frames before it; ``None`` with K = 1.
-        sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, C]
-            each; the rows above the first and below the last have some as well.
-        ends: [N, T + K - 1, 2, X, C], the row above the first and the one below the
-            last; ``None`` for zeros.
+        video: what is convolved, [N, T, Y, X, C], with what lies around it.
         weight, bias, vmem_limit, interpret: as for :func:`video_convolution`.
         residual: [N, T, Y, X, O], added before the result is rounded.
         shortcut: [N, T, Y, X, I] and a matrix [I, O], whose product is added so; X is a
             multiple of 16 and I of 128.
         scale: 2 to repeat every row and column of the video, as nearest neighbours do,
             before it is convolved; Y and X, here and below, are those of the result.
-            ``x``, ``sides`` and ``ends`` have half as many, K is 1.
+            ``video`` has half as many, K is 1.
         copies: how often each frame of the result is written, one after the other.
-        real: how many rows and columns of ``x`` belong to the picture. Those after are
-            zeros to it, whatever is in them, here and in ``before`` and ``ends``; of
-            ``sides``, and of rows in ``ends``, what is beyond the picture is zeros.
-            ``None`` for all of both.
 
     Returns:
         [N, copies T, Y, X, O]; of phantom rows and columns anything.
@@ -213,18 +224,72 @@ def edged_convolution(
         ValueError, NotImplementedError: as :func:`video_convolution`; also C is no
             multiple of 128, or no block of rows divides Y.
     """
+    x = video.x
+    _, _, height, width, channels = x.shape
+    outputs = weight.shape[4]
+    some, counted = told(video.real, (height, width))
+    case = _edged_case(x, weight, shortcut, scale, vmem_limit)
+    case = replace(case, copies=copies, some=some)
+    # So few channels would leave rows of lanes next to empty.
+    few = case.packed and outputs <= PLANES
+    alone = residual is None and shortcut is None and copies == 1
+    planar = few and alone and (case.block % PLANES == 0 or case.block == case.rows)
+    if planar:
+        case = replace(case, planes=outputs)
+    _check_edged(video, weight, residual, shortcut, case)
+    inputs = _edged_inputs(video, case)
+    onto = None
+    if residual is not None:
+        residual = pad_dim(residual, 4, case.outputs)
+        # Each block of it is read before the result's is written.
+        onto = len(inputs) if copies == 1 else None
+        inputs.append((residual, _made(replace(case, copies=1))))
+    if shortcut is not None:
+        inputs += _shortcut(*shortcut, case)
+    inputs += [(n, pl.BlockSpec(memory_space=pltpu.SMEM)) for n in counted]
+    narrow = (case.block // 2 + 4, round_up(width, TILE_ROWS), channels)
+    out = _call(
+        functools.partial(
+            edged_body,
+            case=case,
+            has_ends=video.ends is not None,
+            has_residual=residual is not None,
+        ),
+        case,
+        inputs,
+        weight,
+        bias,
+        scratch=[
+            *[pltpu.VMEM(narrow, x.dtype)] * (scale - 1),
+            pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
+        ],
+        onto=onto,
+        vmem_limit=vmem_limit,
+        interpret=interpret,
+    )
+    return jnp.moveaxis(out, 2, 4) if planar else out[..., :outputs]
+
+
+def _edged_case(
+    x: jax.Array,
+    weight: jax.Array,
+    shortcut: tuple[jax.Array, jax.Array] | None,
+    scale: int,
+    vmem_limit: int,
+) -> Case:
+    """Sizes of a convolution of ``x``, each frame written once as it is.
+
+    Raises:
+        NotImplementedError: another kernel size, or more VMEM than there is.
+    """
     count, frames, height, width, channels = x.shape
     rows, columns = scale * height, scale * width
     taps, *_, outputs = weight.shape
-    lag = taps - 1
     # Whole input rows.
     block = scale * block_rows(height, scale * pitch_of(columns), channels)
-    some, counted = told(real, (height, width))
-    short = 0
-    if shortcut is not None:
-        given = block * columns + outputs
-        short = 2 * given * shortcut[0].shape[4] * x.dtype.itemsize
-    case = Case(
+    deep = 0 if shortcut is None else shortcut[0].shape[4]
+    short = 2 * (block * columns + outputs) * deep * x.dtype.itemsize
+    return Case(
         count=count,
         frames=frames,
         rows=rows,
@@ -236,44 +301,59 @@ def edged_convolution(
         parts=_parts(rows, columns, weight, x.dtype.itemsize, vmem_limit - short),
         packed=taps == 3 and outputs <= GROUP,
         scale=scale,
-        copies=copies,
-        some=some,
+        deep=deep,
     )
-    # So few channels would leave rows of lanes next to empty.
-    few = case.packed and outputs <= PLANES
-    alone = residual is None and shortcut is None and copies == 1
-    planar = few and alone and (case.block % PLANES == 0 or case.block == rows)
-    if planar:
-        case = replace(case, planes=outputs)
+
+
+def _check_edged(
+    video: EdgedVideo,
+    weight: jax.Array,
+    residual: jax.Array | None,
+    shortcut: tuple[jax.Array, jax.Array] | None,
+    case: Case,
+) -> None:
+    """What :func:`edged_convolution` refuses."""
+    x, outputs = video.x, weight.shape[4]
+    count, frames, height, width, channels = x.shape
+    rows, columns, lag = case.rows, case.columns, case.taps - 1
     if channels % LANES:
         raise NotImplementedError(f"{channels} channels")
-    if shortcut is not None and (columns % TILE_ROWS or shortcut[0].shape[4] % LANES):
-        wide = shortcut[0].shape[4]
-        raise NotImplementedError(f"a shortcut of {columns} columns, {wide} channels")
-    if scale not in (1, 2) or (scale == 2 and taps > 1):
-        raise NotImplementedError(f"{taps} frames, enlarged {scale} times")
+    if shortcut is not None and (columns % TILE_ROWS or case.deep % LANES):
+        raise NotImplementedError(
+            f"a shortcut of {columns} columns, {case.deep} channels"
+        )
+    if case.scale not in (1, 2) or (case.scale == 2 and lag):
+        raise NotImplementedError(f"{case.taps} frames, enlarged {case.scale} times")
     if rows % case.block:
         raise NotImplementedError(f"{rows} rows in blocks of {case.block}")
     side = (count, frames + lag, height + 2, channels)
     wanted: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
-        "left": (sides[0], side),
-        "right": (sides[1], side),
+        "left": (video.sides[0], side),
+        "right": (video.sides[1], side),
     }
-    if ends is not None:
-        wanted["ends"] = (ends, (count, frames + lag, 2, width, channels))
-    if before is not None or lag:
-        wanted["before"] = (before, (count, lag, *x.shape[2:]))
+    if video.ends is not None:
+        wanted["ends"] = (video.ends, (count, frames + lag, 2, width, channels))
+    if video.before is not None or lag:
+        wanted["before"] = (video.before, (count, lag, *x.shape[2:]))
     if residual is not None:
         wanted["residual"] = (residual, (count, frames, rows, columns, outputs))
     if shortcut is not None:
-        deep = shortcut[0].shape[4]
-        wanted["shortcut"] = (shortcut[0], (count, frames, rows, columns, deep))
-        wanted["matrix"] = (shortcut[1], (deep, outputs))
+        short = (count, frames, rows, columns, case.deep)
+        wanted["shortcut"] = (shortcut[0], short)
+        wanted["matrix"] = (shortcut[1], (case.deep, outputs))
     for name, (array, shape) in wanted.items():
         if array is None or array.shape != shape:
             found = None if array is None else array.shape
             raise ValueError(f"{name} of {found}; with {x.shape} it is {shape}")
-    sizes = (1, 1, min(case.block // scale + 2, height), width, channels)
+
+
+def _edged_inputs(
+    video: EdgedVideo, case: Case
+) -> list[tuple[jax.Array, pl.BlockSpec]]:
+    """The video and what lies around it, as a step of the kernel reads them."""
+    x, lag = video.x, case.taps - 1
+    _, _, height, width, channels = x.shape
+    sizes = (1, 1, min(case.block // case.scale + 2, height), width, channels)
     window = tuple(map(pl.Element, sizes))
 
     def rows_of(time: Callable[[Any], Any]) -> pl.BlockSpec:
@@ -281,52 +361,21 @@ def edged_convolution(
             window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
-    narrow, onto = round_up(width, TILE_ROWS), None
     # Of sides a step has the whole frame: rows that begin anywhere in a tile can be
     # read from VMEM, as words, but not be copied to it.
     line = (1, 1, height + 2, channels)
     beside = pl.BlockSpec(line, lambda o, n, y, t: (n, t, 0, 0))
     inputs = [
         (x, rows_of(lambda t: jnp.maximum(t - lag, 0))),
-        *((side.astype(jnp.float32), beside) for side in sides),
+        *((side.astype(jnp.float32), beside) for side in video.sides),
     ]
-    if ends is not None:
+    if video.ends is not None:
         both = (1, 1, 2, width, channels)
-        inputs.append((ends, pl.BlockSpec(both, lambda o, n, y, t: (n, t, 0, 0, 0))))
-    if before is not None:
-        inputs.append((before, rows_of(lambda t: jnp.minimum(t, lag - 1))))
-    if residual is not None:
-        residual = pad_dim(residual, 4, case.outputs)
-        # Each block of it is read before the result's is written.
-        onto = len(inputs) if copies == 1 else None
-        inputs.append((residual, _made(replace(case, copies=1))))
-    if shortcut is not None:
-        inputs += _shortcut(*shortcut, case)
-    inputs += [(n, pl.BlockSpec(memory_space=pltpu.SMEM)) for n in counted]
-    out = _call(
-        functools.partial(
-            edged_body,
-            case=case,
-            has_ends=ends is not None,
-            has_before=before is not None,
-            has_residual=residual is not None,
-            has_shortcut=shortcut is not None,
-        ),
-        case,
-        rows // case.block,
-        inputs,
-        weight,
-        bias,
-        scratch=[
-            *[pltpu.VMEM((block // 2 + 4, narrow, channels), x.dtype)] * (scale - 1),
-            pltpu.VMEM((whole_rows(case), case.pitch, channels), x.dtype),
-        ],
-        shortcut=0 if shortcut is None else shortcut[0].shape[4],
-        onto=onto,
-        vmem_limit=vmem_limit,
-        interpret=interpret,
-    )
-    return jnp.moveaxis(out, 2, 4) if planar else out[..., :outputs]
+        ends = pl.BlockSpec(both, lambda o, n, y, t: (n, t, 0, 0, 0))
+        inputs.append((video.ends, ends))
+    if video.before is not None and lag:
+        inputs.append((video.before, rows_of(lambda t: jnp.minimum(t, lag - 1))))
+    return inputs
 
 
 def _parts(
@@ -369,23 +418,21 @@ def _shortcut(
 def _call(
     body: Callable[..., None],
     case: Case,
-    blocks: int,
     inputs: list[tuple[jax.Array, pl.BlockSpec]],
     weight: jax.Array,
     bias: jax.Array | None,
     *,
     scratch: list[Any],
-    shortcut: int = 0,
     onto: int | None = None,
     vmem_limit: int,
     interpret: bool,
 ) -> jax.Array:
     """The kernel over (parts of the outputs, videos, blocks of rows, frames).
 
-    ``shortcut`` is how many channels a shortcut has; ``onto`` which of the inputs the
-    result may overwrite.
+    ``onto`` is which of the inputs the result may overwrite.
     """
     dtype = inputs[0][0].dtype
+    blocks = ceil_div(case.rows, case.block)
     real = weight.shape[4]
     if bias is None:
         bias = jnp.zeros(weight.shape[4], jnp.float32)
@@ -428,7 +475,7 @@ def _call(
             flops=2
             * (math.prod(made[:-1]) // case.copies)
             * real
-            * (9 * case.taps * case.channels + shortcut),
+            * (9 * case.taps * case.channels + case.deep),
             transcendentals=0,
             bytes_accessed=sum(a.nbytes for a, _ in (*whole, *inputs))
             + math.prod(planes if case.planes else made) * dtype.itemsize,

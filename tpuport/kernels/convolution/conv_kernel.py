@@ -44,7 +44,7 @@ class Case:
     many real ones there are where each is written as a plane of rows and columns, else
     none; ``scale`` how often rows and columns of the input are repeated, 1 or 2;
     ``copies`` how often a frame is written; ``some`` whether rows and columns of the
-    input may be phantoms.
+    input may be phantoms; ``deep`` how many channels a shortcut has, 0 without one.
     """
 
     count: int
@@ -61,6 +61,7 @@ class Case:
     scale: int = 1
     copies: int = 1
     some: tuple[bool, bool] = (False, False)
+    deep: int = 0
 
     @property
     def pitch(self) -> int:
@@ -117,9 +118,7 @@ def edged_body(
     *refs: Any,
     case: Case,
     has_ends: bool,
-    has_before: bool,
     has_residual: bool,
-    has_shortcut: bool,
 ) -> None:
     """One frame of one block of rows, put together from its parts."""
     *extra, whole_ref = refs
@@ -127,10 +126,10 @@ def edged_body(
     *extra, out_ref, first_ref, sums_ref = extra
     real_ref = extra.pop() if any(case.some) else None
     ends_ref = extra.pop(0) if has_ends else None
-    before_ref = extra.pop(0) if has_before else None
+    before_ref = extra.pop(0) if case.taps > 1 else None
     added_refs = (
         extra.pop(0) if has_residual else None,
-        (extra[0], extra[1]) if has_shortcut else None,
+        (extra[0], extra[1]) if case.deep else None,
     )
     around = (left_ref, right_ref, ends_ref, before_ref, real_ref)
     _put_together(x_ref, around, narrow_ref, whole_ref, case)

@@ -184,33 +184,18 @@ def apply_norm(
     if modulation is None:
         repeats, block = 1, rows_per_step(rows, columns, channels)
     else:
-        times, lines = modulation.shape[1:3]
-        wanted = (count, times, lines, columns, 2 * channels)
-        if modulation.shape != wanted or rows % lines:
-            raise ValueError(f"modulation {modulation.shape} of {x.shape}")
-        repeats = rows // lines
-        several = rows_per_step(lines, repeats * columns, channels)
+        several, spec = _modulation_spec(x, modulation)
+        repeats = rows // modulation.shape[2]
         block = several * repeats
-        in_specs.append(
-            pl.BlockSpec(
-                (1, 1, several, columns, 2 * channels),
-                lambda n, t, y: (n, latent_frame(t, frames, times), y, 0, 0),
-            )
-        )
+        in_specs.append(spec)
         arguments.append(modulation)
     whole = pl.BlockSpec(
         (1, 1, block, columns, channels), lambda n, t, y: (n, t, y, 0, 0)
     )
     first = frames - kept
-
-    def place(n: Any, t: Any, y: Any) -> tuple[Any, ...]:
-        # One place until the first of them: nothing is written back before.
-        late = t >= first
-        return n, jnp.where(late, t - first, 0), jnp.where(late, y, 0), 0, 0
-
     shapes = [x.shape, (count, kept, rows, columns, channels)]
-    specs = [whole, pl.BlockSpec(whole.block_shape, place)]
-    outputs = 2 if kept else 1
+    specs = [whole, _kept_spec(whole.block_shape, first)]
+    outputs, over = (2, "arbitrary") if kept else (1, "parallel")
     found = pl.pallas_call(
         functools.partial(
             _apply_body,
@@ -224,10 +209,7 @@ def apply_norm(
         out_specs=specs[:outputs],
         out_shape=[jax.ShapeDtypeStruct(s, x.dtype) for s in shapes[:outputs]],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(
-                "parallel",
-                *["arbitrary" if kept else "parallel"] * 2,
-            ),
+            dimension_semantics=("parallel", over, over),
             vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=pl.CostEstimate(
@@ -239,6 +221,35 @@ def apply_norm(
         name="tpuport_norm",
     )(*arguments, x)
     return found[0], found[1] if kept else None
+
+
+def _modulation_spec(x: jax.Array, modulation: jax.Array) -> tuple[int, pl.BlockSpec]:
+    """Rows of the modulation that a step reads, and the block of them.
+
+    Raises:
+        ValueError: the modulation does not fit.
+    """
+    count, frames, rows, columns, channels = x.shape
+    times, lines = modulation.shape[1:3]
+    wanted = (count, times, lines, columns, 2 * channels)
+    if modulation.shape != wanted or rows % lines:
+        raise ValueError(f"modulation {modulation.shape} of {x.shape}")
+    several = rows_per_step(lines, rows // lines * columns, channels)
+    return several, pl.BlockSpec(
+        (1, 1, several, columns, 2 * channels),
+        lambda n, t, y: (n, latent_frame(t, frames, times), y, 0, 0),
+    )
+
+
+def _kept_spec(shape: Any, first: int) -> pl.BlockSpec:
+    """Blocks of the frames from ``first`` on, as an array of their own."""
+
+    def place(n: Any, t: Any, y: Any) -> tuple[Any, ...]:
+        # One place until the first of them: nothing is written back before.
+        late = t >= first
+        return n, jnp.where(late, t - first, 0), jnp.where(late, y, 0), 0, 0
+
+    return pl.BlockSpec(shape, place)
 
 
 def latent_frame(t: Any, frames: int, times: int) -> Any:
