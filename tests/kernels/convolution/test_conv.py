@@ -56,6 +56,9 @@ def _expected(
 
 def edged(**given: Any) -> jax.Array:
     """``edged_convolution`` of the parts of its video by name."""
+    given = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, given
+    )
     parts = {name: given.pop(name) for name in EdgedVideo._fields if name in given}
     return edged_convolution(EdgedVideo(**parts), **given)
 
@@ -237,7 +240,10 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
     inner = whole[:, :, 1:-1, 1 : columns + 1]
     wanted = _expected(x, weight, bias, columns)
     padded = video_convolution(
-        whole, kernel, bias, columns, vmem_limit=limit, interpret=True
+        *map(jnp.asarray, (whole, kernel, bias)),
+        columns,
+        vmem_limit=limit,
+        interpret=True,
     )
     assert np.abs(padded - wanted).max() <= TOLERANCES["module float32"]
     beside = run(
