@@ -32,9 +32,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 from tests.processes import Once
+
+# Shapes of arrays are checked in tests alone, from here on: nothing of tpuport is
+# imported yet.
+jaxtyping.install_import_hook(["tpuport.core.layers"], "beartype.beartype")
 
 #: The files that take most of a minute or more, longest first.
 LONGEST = (
