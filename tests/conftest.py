@@ -37,8 +37,9 @@ from jaxtyping import install_import_hook
 
 from tests.processes import Once
 
-# The shapes and dtypes that kernels are annotated with are checked in every test.
-install_import_hook("tpuport.kernels", "beartype.beartype")
+# Shapes of arrays are checked in tests alone, from here on: nothing of tpuport is
+# imported yet.
+install_import_hook(["tpuport.core.layers", "tpuport.kernels"], "beartype.beartype")
 
 #: The files that take most of a minute or more, longest first.
 LONGEST = (

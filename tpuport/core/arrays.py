@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from jax import Array
+    from torch import Tensor
+else:
+    # jaxtyping then checks shape and dtype alone, and neither jax nor torch need be
+    # imported.
+    Array = Tensor = Any
 
 
 def dtype_name(dtype: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import token_norms
 from tpuport.core.layers.joint_sequence import JointSequence
-from tpuport.core.layers.token_norms import HeadNorm
+from tpuport.core.layers.token_norms import HeadNorm, layer_norm
 
 #: Tokens of three devices, all but the last four of which count.
 TOKENS, COUNTED = 384, 380
@@ -104,3 +105,12 @@ def test_each_token_is_turned_by_its_own_angle(
 
     plain, kernel = both(monkeypatch, run)
     assert np.abs(plain - kernel).max() <= TOLERANCES["norm float32"]
+
+
+def test_shapes_of_arrays_are_checked_in_tests() -> None:
+    x, weight = jnp.zeros((2, 4)), jnp.ones(4)
+    assert layer_norm(x, weight, None, 1e-6).shape == x.shape
+    with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'weight'"):
+        layer_norm(x, jnp.ones(1), None, 1e-6)
+    with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'x'"):
+        layer_norm(x.astype(jnp.int32), weight, None, 1e-6)

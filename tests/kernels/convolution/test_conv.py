@@ -54,11 +54,16 @@ def _expected(
     return np.asarray(out) + np.asarray(bias)
 
 
+def on_device(tree: Any) -> Any:
+    """jax arrays in place of NumPy's, as kernels are annotated."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
+    )
+
+
 def edged(**given: Any) -> jax.Array:
     """``edged_convolution`` of the parts of its video by name."""
-    given = jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, given
-    )
+    given = on_device(given)
     parts = {name: given.pop(name) for name in EdgedVideo._fields if name in given}
     return edged_convolution(EdgedVideo(**parts), **given)
 
@@ -67,9 +72,8 @@ def run(
     x: Any, before: Any, sides: Any, ends: Any, *arrays: Any, **options: Any
 ) -> jax.Array:
     """``edged_convolution`` of interpreted kernels, as one program."""
-    call = functools.partial(
-        edged_convolution, **{"vmem_limit": LIMIT, **options}, interpret=True
-    )
+    options = on_device({"vmem_limit": LIMIT, **options})
+    call = functools.partial(edged_convolution, **options, interpret=True)
     return jax.jit(call)(EdgedVideo(x, before, sides, ends), *arrays)
 
 

@@ -1,6 +1,8 @@
 """One override of ``scaled_dot_product_attention``, and how it is split over a mesh.
 
-Legend: B batch, H heads, L tokens (Lq queries, Lk keys), D head dim.
+Legend: B batch, H heads (Hk of keys), L tokens (Lq queries, Lk keys), D head dim (Dv
+of values). Sizes with letters of their own, such as Lv and Dk, need not fit together
+yet: the kernels refuse those that do not, in words.
 
 The contract is torch's, whole: boolean and additive masks that broadcast, ``is_causal``
 aligned to the top left, ``scale``, grouped heads, any number of leading dims, and a row
@@ -16,14 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float, Int, Shaped
+
 from tpuport.core import compat
+from tpuport.core.arrays import Array
 from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.errors import AttentionError, UsageError
 
 if TYPE_CHECKING:
-    import jax
-
     from tpuport.kernels.attention.choice import AttentionChoice
 
 
@@ -45,8 +48,17 @@ def check_implementation(choice: AttentionChoice, platform: str) -> AttentionCho
 
 
 def _four_dims(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[int, ...]]:
+    query: Float[Array, ...],
+    key: Float[Array, ...],
+    value: Float[Array, ...],
+    mask: Shaped[Array, ...] | None,
+) -> tuple[
+    Float[Array, "b h lq d"],
+    Float[Array, "b hk lk dk"],
+    Float[Array, "b hv lv dv"],
+    Shaped[Array, "bm hm m n"] | None,
+    tuple[int, ...],
+]:
     """q, k, v and the mask as four dims, and the leading dims of the result.
 
     The dims before the last three broadcast, as in torch, and are made one. The third
@@ -69,10 +81,10 @@ def _four_dims(
     leading = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     batch = leading or (1,)
 
-    def lift(x: jax.Array) -> jax.Array:
+    def lift(x: Array) -> Array:
         return x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
 
-    def flatten(x: jax.Array) -> jax.Array:
+    def flatten(x: Array) -> Array:
         x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
         return x.reshape((math.prod(batch), *x.shape[-3:]))
 
@@ -87,8 +99,14 @@ def _four_dims(
 
 
 def _match_heads(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, enable_gqa: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q: Float[Array, "b _ lq d"],
+    k: Float[Array, "b _ lk dk"],
+    v: Float[Array, "b _ lv dv"],
+    *,
+    enable_gqa: bool,
+) -> tuple[
+    Float[Array, "b h lq d"], Float[Array, "b hk lk dk"], Float[Array, "b hk lv dv"]
+]:
     """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] where Hkv divides H.
 
     Raises:
@@ -114,8 +132,8 @@ def _match_heads(
 
 
 def _check(
-    query: jax.Array,
-    mask: jax.Array | None,
+    query: Float[Array, ...],
+    mask: Shaped[Array, ...] | None,
     dropout_p: float,
     is_causal: bool,
 ) -> None:
@@ -142,15 +160,15 @@ def _check(
 
 def scaled_dot_product_attention(
     context: OpContext,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    attn_mask: jax.Array | None = None,
+    query: Float[Array, ...],
+    key: Float[Array, ...],
+    value: Float[Array, ...],
+    attn_mask: Shaped[Array, ...] | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> jax.Array:
+) -> Float[Array, ...]:
     """Attention of [..., H, Lq, D] queries on [..., Hkv, Lk, D] keys.
 
     Returns [..., H, Lq, Dv] in the dtype of ``query``.
@@ -174,16 +192,16 @@ def scaled_dot_product_attention(
 
 def split_attention(
     context: OpContext,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None = None,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hk lk dk"],
+    v: Float[Array, "b hk lv dv"],
+    mask: Shaped[Array, "bm hm m n"] | None = None,
     *,
     is_causal: bool = False,
     scale: float | None,
-    lengths: jax.Array | None = None,
+    lengths: Int[Array, "b"] | None = None,
     frame_tokens: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "b h lq dv"]:
     """Run the kernel on each device's part of q.
 
     Args:
@@ -219,7 +237,7 @@ def split_attention(
         chip=context.chip,
         fall_back=True,
     )
-    run: Callable[..., jax.Array] = functools.partial(_whole, kernel)
+    run: Callable[..., Array] = functools.partial(_whole, kernel)
     frames = None
     if frame_tokens is not None and not is_causal:
         frames = length // frame_tokens
@@ -253,34 +271,34 @@ def split_attention(
 
 
 def _whole(
-    kernel: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None = None,
-    lengths: jax.Array | None = None,
-) -> jax.Array:
+    kernel: Callable[..., Array],
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hk lk d"],
+    v: Float[Array, "b hk lk dv"],
+    mask: Shaped[Array, "#b #h #lq #lk"] | None = None,
+    lengths: Int[Array, "b"] | None = None,
+) -> Float[Array, "b h lq dv"]:
     """``kernel`` on all queries at once."""
     return kernel(q, k, v, mask=mask, kv_lengths=lengths)
 
 
 def _by_frames(
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[..., Array],
     frame_tokens: int,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None = None,
-    lengths: jax.Array | None = None,
-) -> jax.Array:
-    """``kernel`` on the queries of one frame after the other.
+    q: Float[Array, "f b h n d"],
+    k: Float[Array, "b hk lk d"],
+    v: Float[Array, "b hk lk dv"],
+    mask: Shaped[Array, "#b #h #n #lk"] | None = None,
+    lengths: Int[Array, "b"] | None = None,
+) -> Float[Array, "f b h n dv"]:
+    """``kernel`` on the queries of one of F frames of N tokens after the other.
 
-    ``q`` has frames in front; ``k`` and ``v`` have the tokens of all of them.
+    ``k`` and ``v`` have the tokens of all frames.
     """
     import jax
     import jax.numpy as jnp
 
-    def one_frame(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def one_frame(frame: tuple[Array, Array]) -> Array:
         q, end = frame
         seen = jnp.broadcast_to(end, q.shape[:1])
         if lengths is not None:
@@ -309,7 +327,13 @@ class _Split:
     keys: tuple[str | None, str | None, None, None]
 
 
-def _split(context: OpContext, q: jax.Array, k: jax.Array, *, placed: bool) -> _Split:
+def _split(
+    context: OpContext,
+    q: Float[Array, "... b h lq d"],
+    k: Float[Array, "b hk lk dk"],
+    *,
+    placed: bool,
+) -> _Split:
     """How queries [..., B, H, L, D], with frames in front or not, are split.
 
     ``placed`` is whether a query needs its position.
@@ -339,13 +363,17 @@ def _split(context: OpContext, q: jax.Array, k: jax.Array, *, placed: bool) -> _
 
 #: q, k, v, the mask and the key lengths; q may have frames in front.
 _Arrays = tuple[
-    "jax.Array", "jax.Array", "jax.Array", "jax.Array | None", "jax.Array | None"
+    Float[Array, "... b h lq d"],
+    Float[Array, "b hk lk dk"],
+    Float[Array, "b hk lv dv"],
+    Shaped[Array, "bm hm m n"] | None,
+    Int[Array, "b"] | None,
 ]
 
 
 def _mapped(
-    context: OpContext, run: Callable[..., jax.Array], arrays: _Arrays, split: _Split
-) -> jax.Array:
+    context: OpContext, run: Callable[..., Array], arrays: _Arrays, split: _Split
+) -> Float[Array, ...]:
     """``run`` on each device's part of the arrays that are given."""
     from jax.sharding import PartitionSpec
 
@@ -391,7 +419,7 @@ def _record(
     q, k, v, mask, lengths = arrays
     sizes = _sizes(context)
 
-    def local(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    def local(x: Array, axes: tuple[str | None, ...]) -> Array:
         shape = tuple(
             n // (sizes[a] if a else 1) if n > 1 else n
             for n, a in zip(x.shape[-len(axes) :], axes, strict=True)

@@ -12,26 +12,25 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxtyping import Float, Shaped
+
+from tpuport.core.arrays import Array, Tensor
 from tpuport.core.layers.attention import split_attention
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 
-if TYPE_CHECKING:
-    import jax
-    import torch
-
 
 def length_attention(
     context: OpContext,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    key_lengths: jax.Array | None = None,
+    query: Float[Array, ...],
+    key: Float[Array, ...],
+    value: Float[Array, ...],
+    key_lengths: Shaped[Array, ...] | None = None,
     frame_tokens: int | None = None,
     scale: float | None = None,
-) -> jax.Array:
+) -> Float[Array, "b h lq dv"]:
     """``torch.ops.tpuport.attention`` on JAX arrays; see :func:`define_attention_op`.
 
     Frames are mapped over one after the other, so that memory is that of one frame's
@@ -95,13 +94,13 @@ def _check_lengths(
 
 
 def eager_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_lengths: torch.Tensor | None = None,
+    query: Float[Tensor, ...],
+    key: Float[Tensor, ...],
+    value: Float[Tensor, ...],
+    key_lengths: Shaped[Tensor, ...] | None = None,
     frame_tokens: int | None = None,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> Float[Tensor, "b h lq dv"]:
     """``torch.ops.tpuport.attention`` in plain torch, by masks; for comparisons.
 
     Raises:

@@ -5,22 +5,20 @@ Letters: E width, F inner width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from jaxtyping import Float, Float32
 
+from tpuport.core.arrays import Array
 from tpuport.core.layers.joint_sequence import JointSequence, dense
-
-if TYPE_CHECKING:
-    import jax
 
 
 def gelu_dense(
     sequence: JointSequence,
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
+    x: Float[Array, "*lead e"],
+    weight: Float[Array, "f e"],
+    bias: Float[Array, "f"] | None,
     *,
     tanh: bool = True,
-) -> jax.Array:
+) -> Float[Array, "*lead f"]:
     """A linear layer and GELU, the first half of a feed-forward layer.
 
     Args:
@@ -43,12 +41,12 @@ def gelu_dense(
 
 def feed_forward(
     sequence: JointSequence,
-    x: jax.Array,
-    first: tuple[jax.Array, jax.Array | None],
-    last: tuple[jax.Array, jax.Array | None],
+    x: Float[Array, "*lead e"],
+    first: tuple[Float[Array, "f e"], Float[Array, "f"] | None],
+    last: tuple[Float[Array, "e f"], Float[Array, "e"] | None],
     *,
     tanh: bool = True,
-) -> jax.Array:
+) -> Float32[Array, "*lead e"]:
     """Two linear layers with GELU between them.
 
     Args:

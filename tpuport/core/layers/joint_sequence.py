@@ -1,6 +1,7 @@
 """Transformer blocks on one joint sequence, in the layouts that a TPU wants.
 
-Letters: B batch, L tokens with padding, E width, H heads, D head dim.
+Letters: B batch, L tokens with padding, E width, H heads, D head dim, F another width;
+M and N are L and D, or D and L where features come before tokens.
 
 Upstream keeps text and video tokens apart and joins and parts them in every block,
 holds pairs of rotary elements next to each other, and turns arrays around every
@@ -16,6 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Bool, Float, Float32, Int, Shaped
+
+from tpuport.core.arrays import Array
 from tpuport.core.layers.sequence_parallel import (
     degrees_of,
     padded_length,
@@ -23,8 +27,6 @@ from tpuport.core.layers.sequence_parallel import (
 )
 
 if TYPE_CHECKING:
-    import jax
-
     from tpuport.core.tracing.context import Active
 
 
@@ -94,17 +96,17 @@ class JointSequence:
         """
         return self.active.axis_size(self.active.context.attention.heads) > 1
 
-    def split(self, x: jax.Array) -> jax.Array:
+    def split(self, x: Shaped[Array, "b l *rest"]) -> Shaped[Array, "b l *rest"]:
         """``x`` [B, L, ...] with its tokens split over the sequence axis."""
         if not self.divided:
             return self.whole(x)
         return self._constrain(x, self.active.context.attention.sequence)
 
-    def whole(self, x: jax.Array) -> jax.Array:
+    def whole(self, x: Shaped[Array, "b l *rest"]) -> Shaped[Array, "b l *rest"]:
         """``x`` [B, L, ...] with all its tokens on every device of the axis."""
         return self._constrain(x, None)
 
-    def pad(self, x: jax.Array) -> jax.Array:
+    def pad(self, x: Shaped[Array, "b _ e"]) -> Shaped[Array, "b l e"]:
         """[B, tokens, E] with zeros for padding, split.
 
         What makes ``x`` runs whole on every device: a partitioner that joins tokens of
@@ -131,7 +133,7 @@ class JointSequence:
             sequence if sizes(sequence) > 1 else None,
         )
 
-    def is_text(self) -> jax.Array:
+    def is_text(self) -> Bool[Array, "l"]:
         """Which tokens are text, bool [L]."""
         import jax.numpy as jnp
 
@@ -139,7 +141,9 @@ class JointSequence:
         first, end = self.text_places
         return (index >= first) & (index < end)
 
-    def choose(self, text: jax.Array, video: jax.Array) -> jax.Array:
+    def choose(
+        self, text: Float[Array, "b e"], video: Float[Array, "b e"]
+    ) -> Float[Array, "b _ e"]:
         """[B, L, E] with a row for all text tokens and one for all others.
 
         Args:
@@ -152,7 +156,9 @@ class JointSequence:
             return video[:, None]
         return jnp.where(self.is_text()[:, None], text[:, None], video[:, None])
 
-    def _constrain(self, x: jax.Array, axis: str | None) -> jax.Array:
+    def _constrain(
+        self, x: Shaped[Array, "b l *rest"], axis: str | None
+    ) -> Shaped[Array, "b l *rest"]:
         from tpuport.core.tracing.ported_module import constrain
 
         policy = self.active.context.attention
@@ -164,12 +170,12 @@ class JointSequence:
 
 def gated(
     sequence: JointSequence,
-    x: jax.Array,
-    update: jax.Array,
+    x: Float[Array, "b l e"],
+    update: Float[Array, "b l e"],
     *,
-    text: jax.Array,
-    video: jax.Array,
-) -> jax.Array:
+    text: Float[Array, "b e"],
+    video: Float[Array, "b e"],
+) -> Float[Array, "b l e"]:
     """``x + gate * update`` with a gate [B, E] for text and one for video tokens."""
     import jax.numpy as jnp
 
@@ -180,11 +186,11 @@ def gated(
 
 def to_heads(
     sequence: JointSequence,
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
+    x: Float[Array, "b l e"],
+    weight: Float[Array, "hd e"],
+    bias: Float[Array, "hd"] | None,
     head_dim: int,
-) -> jax.Array:
+) -> Float32[Array, "b h m n"]:
     """A projection of [B, L, E] to heads, in float32.
 
     Args:
@@ -211,12 +217,12 @@ def to_heads(
 
 def dense(
     sequence: JointSequence,
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
+    x: Float[Array, "*lead e"],
+    weight: Float[Array, "f e"],
+    bias: Float[Array, "f"] | None,
     *,
     row_parallel: bool = False,
-) -> jax.Array:
+) -> Float32[Array, "*lead f"]:
     """A linear layer that is not rounded, for what is computed next in float32.
 
     Args:
@@ -243,10 +249,10 @@ def dense(
 
 def from_heads(
     sequence: JointSequence,
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-) -> jax.Array:
+    x: Float[Array, "b h m n"],
+    weight: Float[Array, "e hd"],
+    bias: Float[Array, "e"] | None,
+) -> Float[Array, "b l e"]:
     """The projection [B, L, E] of what attention gave.
 
     Args:
@@ -272,8 +278,10 @@ def from_heads(
 
 
 def rotary_tables(
-    sequence: JointSequence, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    sequence: JointSequence,
+    cos: Float[Array, "tokens d"],
+    sin: Float[Array, "tokens d"],
+) -> tuple[Float32[Array, "m n"], Float32[Array, "m n"]]:
     """Tables for all tokens, in the order of halves; text and padding do not turn.
 
     Args:
@@ -287,7 +295,7 @@ def rotary_tables(
 
     from tpuport.core.tracing.ported_module import constrain
 
-    def table(x: jax.Array, rest: float) -> jax.Array:
+    def table(x: Float[Array, "tokens d"], rest: float) -> Float32[Array, "m n"]:
         x = constrain(sequence.active.context.mesh, x.astype(jnp.float32), None, None)
         halves = x.reshape(x.shape[0], -1, 2).swapaxes(1, 2).reshape(x.shape)
         before = sequence.text if sequence.text_first else 0
@@ -301,13 +309,13 @@ def rotary_tables(
 
 def attend(
     sequence: JointSequence,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h m n"],
+    k: Float[Array, "b h m n"],
+    v: Float[Array, "b h m n"],
     dtype: Any,
     *,
-    kv_lengths: jax.Array | None = None,
-) -> jax.Array:
+    kv_lengths: Int[Array, "b"] | None = None,
+) -> Float[Array, "b h m n"]:
     """Attention of all tokens on those that are no padding.
 
     Args:

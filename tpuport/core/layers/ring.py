@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float, Int
+
+from tpuport.core.arrays import Array
 from tpuport.core.mesh.chips import chip as chip_named
 
 if TYPE_CHECKING:
-    import jax
-
     from tpuport.kernels.attention.choice import AttentionChoice
 
 #: Chunks up to which the rounds of a ring are written out.
@@ -68,7 +69,7 @@ class Ring:
 
     axis: str
     groups: Sequence[Sequence[int]]
-    rank: jax.Array
+    rank: Int[Array, ""]
 
     @property
     def size(self) -> int:
@@ -84,18 +85,18 @@ class Ring:
         ]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def total(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """The sum over the group."""
         import jax
 
-        out: jax.Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
+        out: Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
         return out
 
-    def gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: Float[Array, "h 1 d c"]) -> Float[Array, "h 1 d l"]:
         """All tokens of the group, in order."""
         import jax
 
-        out: jax.Array = jax.lax.all_gather(
+        out: Array = jax.lax.all_gather(
             x, self.axis, axis=3, axis_index_groups=self._lists, tiled=True
         )
         return out
@@ -107,14 +108,14 @@ class Ring:
 
 def ring_attention(
     ring: Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "h 1 d c"],
+    k: Float[Array, "h 1 d c"],
+    v: Float[Array, "h 1 d c"],
     *,
     kv_len: int,
-    lengths: jax.Array | None,
+    lengths: Int[Array, "h"] | None,
     options: AttentionOptions,
-) -> jax.Array:
+) -> Float[Array, "h 1 d c"]:
     """Attention of a device's queries on the keys of its group, passed round.
 
     Args:
@@ -210,7 +211,9 @@ def keys_within(chunk: int, length: int, window: tuple[int, int] | None) -> int:
     return min(chunk + left, length) + right
 
 
-def _smooth(ring: Ring, k: jax.Array, lengths: jax.Array) -> jax.Array:
+def _smooth(
+    ring: Ring, k: Float[Array, "h 1 d c"], lengths: Int[Array, "h"]
+) -> Float[Array, "h 1 d c"]:
     """``k`` less the mean of all keys of the group that count.
 
     All chunks must lose the same vector: only that leaves the softmax as it is.
@@ -227,14 +230,14 @@ def _smooth(ring: Ring, k: jax.Array, lengths: jax.Array) -> jax.Array:
 
 def gathered_attention(
     ring: Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "h 1 d c"],
+    k: Float[Array, "h 1 d c"],
+    v: Float[Array, "h 1 d c"],
     *,
     kv_len: int,
-    lengths: jax.Array | None,
+    lengths: Int[Array, "h"] | None,
     options: AttentionOptions,
-) -> jax.Array:
+) -> Float[Array, "h 1 d c"]:
     """The same with all keys of the group at once; windows are taken too.
 
     With a window only the keys within its reach are met. How far they begin before the
@@ -275,15 +278,20 @@ def gathered_attention(
     kinds = sorted(set(ahead))
 
     def near(
-        before: int, q: jax.Array, k: jax.Array, v: jax.Array, n: jax.Array
-    ) -> Any:
+        before: int,
+        q: Float[Array, "h 1 d c"],
+        k: Float[Array, "h 1 d n"],
+        v: Float[Array, "h 1 d n"],
+        lengths: Int[Array, "h"],
+    ) -> Float[Array, "h 1 d c"]:
         # Query i of the device is at i + before among these keys, before <= left.
         seen = (left - before, right + before)
-        return run(q, k, v, kv_lengths=n, implementation=replace(choice, window=seen))
+        near_choice = replace(choice, window=seen)
+        return run(q, k, v, kv_lengths=lengths, implementation=near_choice)
 
     start = jnp.asarray(starts)[ring.rank]
     k, v = (jax.lax.dynamic_slice_in_dim(x, start, reach, 3) for x in (k, v))
-    out: jax.Array = jax.lax.switch(
+    out: Array = jax.lax.switch(
         jnp.asarray([kinds.index(one) for one in ahead])[ring.rank],
         [functools.partial(near, one) for one in kinds],
         q,

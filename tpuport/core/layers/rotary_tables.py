@@ -8,12 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+from jaxtyping import Float
 
-    Tables = tuple[np.ndarray, np.ndarray]
+Tables = tuple[Float[np.ndarray, "l d"], Float[np.ndarray, "l d"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

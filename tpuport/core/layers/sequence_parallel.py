@@ -1,7 +1,7 @@
 """Attention of one padded sequence whose tokens are split over the mesh.
 
 Letters: B batch, H heads, L tokens with padding, D head dim, S devices on the sequence
-axis.
+axis; M and N are L and D, or D and L where features come before tokens.
 
 Around the kernel tokens are exchanged for heads: with an all-to-all every device gets
 all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads
@@ -15,9 +15,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jaxtyping import Float, Int, Shaped
 
 from tpuport.core import compat
+from tpuport.core.arrays import Array
 from tpuport.core.layers.ring import (
     GATHERED,
     PASSED,
@@ -29,9 +32,6 @@ from tpuport.core.layers.ring import (
     too_short,
 )
 from tpuport.core.tracing.context import Active, AttentionRecord, OpContext
-
-if TYPE_CHECKING:
-    import jax
 
 #: Tokens of a slice on a TPU: a lane of a vector register holds one.
 TPU_TOKENS = 128
@@ -141,15 +141,15 @@ def padded_length(
 
 def sequence_attention(
     active: Active,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h m n"],
+    k: Float[Array, "b h m n"],
+    v: Float[Array, "b h m n"],
     *,
     kv_len: int,
-    kv_lengths: jax.Array | None = None,
+    kv_lengths: Int[Array, "b"] | None = None,
     scale: float | None = None,
     feature_major: bool,
-) -> jax.Array:
+) -> Float[Array, "b h m n"]:
     """Attention of all tokens on those that count.
 
     Args:
@@ -182,8 +182,11 @@ def sequence_attention(
     )
 
     def on_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
-    ) -> jax.Array:
+        q: Float[Array, "b h m n"],
+        k: Float[Array, "b h m n"],
+        v: Float[Array, "b h m n"],
+        lengths: Int[Array, "b"],
+    ) -> Float[Array, "b h m n"]:
         if exchange.axis is None:
             return run(q, k, v, lengths=lengths if has_lengths else None)
         place = jax.lax.axis_index(exchange.axis)
@@ -207,7 +210,7 @@ def sequence_attention(
     dims[exchange.tokens] = exchange.axis
     spec = PartitionSpec(*dims)
     lengths_spec = PartitionSpec(dims[0])
-    out: jax.Array = compat.shard_map(
+    out: Array = compat.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(spec, spec, spec, lengths_spec),
@@ -262,7 +265,7 @@ class _Exchange:
         """Heads of a device after the exchange, padded ones too."""
         return -(-self.count // self.degrees.ulysses)
 
-    def to_heads(self, x: jax.Array) -> jax.Array:
+    def to_heads(self, x: Float[Array, "b h _ _"]) -> Float[Array, "heads 1 _ _"]:
         """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
         import jax.numpy as jnp
 
@@ -274,7 +277,7 @@ class _Exchange:
         # Side by side: whole tiles of memory move, nothing within them.
         return jnp.concatenate(list(parts), self.tokens)
 
-    def to_tokens(self, x: jax.Array) -> jax.Array:
+    def to_tokens(self, x: Float[Array, "heads 1 _ _"]) -> Float[Array, "b h _ _"]:
         """The way back."""
         import jax.numpy as jnp
 
@@ -284,7 +287,9 @@ class _Exchange:
             x = self._exchanged(parts).reshape(ways * self.each, 1, *parts.shape[3:])
         return x[: self.count].reshape(*self.local, *x.shape[2:])
 
-    def lengths(self, lengths: jax.Array, place: jax.Array) -> jax.Array:
+    def lengths(
+        self, lengths: Int[Array, "b"], place: Int[Array, ""]
+    ) -> Int[Array, "heads"]:
         """Of every head that the device at ``place`` has, from those of its items."""
         import jax
         import jax.numpy as jnp
@@ -293,18 +298,20 @@ class _Exchange:
         start = place % self.degrees.ulysses * self.each
         return jax.lax.dynamic_slice_in_dim(every, start, self.each)
 
-    def ring(self, place: jax.Array) -> Ring:
+    def ring(self, place: Int[Array, ""]) -> Ring:
         """The devices that share the heads of the one at ``place``."""
         assert self.axis is not None
         rank = place // self.degrees.ulysses
         return Ring(axis=self.axis, groups=self.degrees.rings, rank=rank)
 
-    def _padded(self, x: jax.Array) -> jax.Array:
+    def _padded(self, x: Shaped[Array, "_ *rest"]) -> Shaped[Array, "_ *rest"]:
         from tpuport.kernels.padding import pad_dim
 
         return pad_dim(x, 0, self.degrees.ulysses * self.each)
 
-    def _exchanged(self, x: jax.Array) -> jax.Array:
+    def _exchanged(
+        self, x: Float[Array, "ulysses *rest"]
+    ) -> Float[Array, "ulysses *rest"]:
         """Of [ulysses, ...] every device of the group gets its row from each."""
         import jax
 
@@ -323,15 +330,15 @@ def _options(context: OpContext, scale: float | None) -> AttentionOptions:
 
 def _kernel(
     context: OpContext,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b h m n"],
+    k: Float[Array, "b h m n"],
+    v: Float[Array, "b h m n"],
     *,
     kv_len: int,
-    lengths: jax.Array | None,
+    lengths: Int[Array, "b"] | None,
     scale: float | None,
     feature_major: bool,
-) -> jax.Array:
+) -> Float[Array, "b h m n"]:
     from tpuport.kernels.attention.attention import attention, attention_feature_major
 
     if feature_major:
@@ -362,7 +369,7 @@ def _kernel(
 
 def _record(
     active: Active,
-    q: jax.Array,
+    q: Float[Array, "b h m n"],
     *,
     kv_len: int,
     has_lengths: bool,

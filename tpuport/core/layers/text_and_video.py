@@ -1,7 +1,8 @@
 """Two streams of tokens, with weights of their own, that meet in attention.
 
 Letters: B batch, L tokens of the joint sequence with padding, T tokens of text,
-H heads, D head dim.
+H heads, D head dim; M and N are L and D, or D and L where features come before tokens,
+TM and TN those of the text by itself.
 
 The joint sequence is split over the sequence axis and has places for the text after the
 video. The text by itself, a few hundred tokens, is whole on every device: what it goes
@@ -13,17 +14,21 @@ most T tokens per device, and after it they are read out again.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
 
 from tpuport.core import compat
+from tpuport.core.arrays import Array
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 
-if TYPE_CHECKING:
-    import jax
-
-Heads = tuple["jax.Array", "jax.Array", "jax.Array"]
+Heads = tuple[Float[Array, "b h m n"], Float[Array, "b h m n"], Float[Array, "b h m n"]]
 """Queries, keys and values."""
+TextHeads = tuple[
+    Float[Array, "b h tm tn"], Float[Array, "b h tm tn"], Float[Array, "b h tm tn"]
+]
+"""The same of the text by itself."""
 
 
 def text_alone(sequence: JointSequence) -> JointSequence:
@@ -32,8 +37,11 @@ def text_alone(sequence: JointSequence) -> JointSequence:
 
 
 def put_text(
-    sequence: JointSequence, x: jax.Array, text: jax.Array, dim: int
-) -> jax.Array:
+    sequence: JointSequence,
+    x: Float[Array, "b *dims"],
+    text: Float[Array, "b ..."],
+    dim: int,
+) -> Float[Array, "b *dims"]:
     """``x`` with ``text`` in the places of the text.
 
     Args:
@@ -47,7 +55,7 @@ def put_text(
 
     count, start = sequence.text, sequence.length - sequence.text
 
-    def on_device(x: jax.Array, text: jax.Array) -> jax.Array:
+    def on_device(x: Array, text: Array) -> Array:
         width = min(count, x.shape[dim])
         window, first = _window(sequence, x.shape[dim], width)
         # The first token of the window is this one of the text.
@@ -70,7 +78,9 @@ def put_text(
     return _mapped(sequence, on_device, (x, text), dim, out_split=True)
 
 
-def take_text(sequence: JointSequence, x: jax.Array, dim: int) -> jax.Array:
+def take_text(
+    sequence: JointSequence, x: Float[Array, "b ..."], dim: int
+) -> Float[Array, "b ..."]:
     """What ``x`` has in the places of the text, whole on every device.
 
     Args:
@@ -86,7 +96,7 @@ def take_text(sequence: JointSequence, x: jax.Array, dim: int) -> jax.Array:
     if axis is None:
         return jax.lax.slice_in_dim(x, start, start + count, axis=dim)
 
-    def on_device(x: jax.Array) -> jax.Array:
+    def on_device(x: Array) -> Array:
         width = min(count, x.shape[dim])
         window, first = _window(sequence, x.shape[dim], width)
         shift = first + window - start
@@ -110,10 +120,10 @@ def take_text(sequence: JointSequence, x: jax.Array, dim: int) -> jax.Array:
 def attend_streams(
     sequence: JointSequence,
     video: Heads,
-    text: Heads,
-    lengths: jax.Array,
+    text: TextHeads,
+    lengths: Int[Array, "b"],
     dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "b h m n"], Float[Array, "b h tm tn"]]:
     """Attention of the tokens of both streams on all that count.
 
     Args:
@@ -134,7 +144,7 @@ def attend_streams(
     dim = 3 if sequence.feature_major else 2
     count = sequence.length - sequence.text
 
-    def counted(v: jax.Array, counts: jax.Array) -> jax.Array:
+    def counted(v: Float[Array, "b h _ _"], counts: Bool[Array, "#b _"]) -> Array:
         """Zeros for tokens that are no keys; ``counts`` is [1 or B, tokens]."""
         return jnp.where(jnp.expand_dims(counts, (1, 5 - dim)), v, 0)
 
@@ -159,7 +169,7 @@ def attend_streams(
     return out, take_text(sequence, out, dim)
 
 
-def _others(x: jax.Array, dim: int) -> tuple[int, ...]:
+def _others(x: Array, dim: int) -> tuple[int, ...]:
     """All dims but one."""
     return tuple(d for d in range(x.ndim) if d != dim)
 
@@ -188,18 +198,18 @@ def _window(sequence: JointSequence, local: int, width: int) -> tuple[Any, Any]:
 def _mapped(
     sequence: JointSequence,
     run: Any,
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple[Float[Array, "b ..."], ...],
     dim: int,
     *,
     out_split: bool,
-) -> jax.Array:
+) -> Float[Array, "b ..."]:
     """``run`` on every device; the first of ``arrays`` is split along its tokens."""
     from jax.sharding import PartitionSpec
 
     active = sequence.active
     mesh, policy = active.context.mesh, active.context.attention
     if mesh is None or mesh.size == 1:
-        out: jax.Array = run(*arrays)
+        out: Array = run(*arrays)
         return out
     first = arrays[0]
 
@@ -216,7 +226,7 @@ def _mapped(
         return PartitionSpec(*dims)
 
     split, whole = spec(_sequence_axis(sequence)), spec(None)
-    mapped: jax.Array = compat.shard_map(
+    mapped: Array = compat.shard_map(
         run,
         mesh=mesh,
         in_specs=(split, *(whole for _ in arrays[1:])),

@@ -9,10 +9,10 @@ Legend: R rows, L text tokens, E width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from jaxtyping import Bool, Float, Shaped
+
+from tpuport.core.arrays import Tensor
 
 
 def bucket_length(tokens: int, buckets: Sequence[int], limit: int) -> int:
@@ -24,8 +24,8 @@ def bucket_length(tokens: int, buckets: Sequence[int], limit: int) -> int:
 
 
 def trim(
-    embeds: torch.Tensor, mask: torch.Tensor, buckets: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    embeds: Float[Tensor, "r l e"], mask: Shaped[Tensor, "r l"], buckets: Sequence[int]
+) -> tuple[Float[Tensor, "r n e"], Bool[Tensor, "r n"]]:
     """Valid tokens first, in order, and no more padding than a bucket needs.
 
     Args:

@@ -1,6 +1,7 @@
 """Norms of transformer blocks on a joint sequence.
 
-Letters: B batch, L tokens with padding, E width, H heads, D head dim.
+Letters: B batch, L tokens with padding, E width, H heads, D head dim; M and N are L and
+D, or D and L where features come before tokens.
 
 Statistics, modulation and rotation are in float32 and rounded once. On a TPU they run
 as kernels that read the tokens once (``tpuport/kernels/norms/token_norm.py``), each
@@ -14,16 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float, Float32, Shaped
+
 from tpuport.core import compat
+from tpuport.core.arrays import Array
 from tpuport.core.tracing.kernel_options import kernel_options
 
 if TYPE_CHECKING:
-    import jax
-
     from tpuport.core.layers.joint_sequence import JointSequence
 
+#: Shift and scale of each item, in either order.
+Pair = tuple[Float[Array, "b e"], Float[Array, "b e"]]
+#: What heads are turned by: cos and sin.
+Tables = tuple[Float[Array, "m n"], Float[Array, "m n"]]
 
-def normalise(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
+
+def normalise(
+    x: Float[Array, "*dims"], eps: float, axis: int = -1
+) -> Float32[Array, "*dims"]:
     """``x`` less its mean, over its standard deviation, in float32.
 
     Two passes, so that a mean far from 0 costs no digits.
@@ -38,8 +47,11 @@ def normalise(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
 
 
 def layer_norm(
-    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float
-) -> jax.Array:
+    x: Float[Array, "*lead e"],
+    weight: Float[Array, "e"] | None,
+    bias: Float[Array, "e"] | None,
+    eps: float,
+) -> Float32[Array, "*lead e"]:
     """A layer norm over the last dim, in float32; ``weight`` and ``bias`` are [E]."""
     import jax.numpy as jnp
 
@@ -49,19 +61,16 @@ def layer_norm(
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
-Pair = tuple["jax.Array", "jax.Array"]
-
-
 def modulated_norm(
     sequence: JointSequence,
-    x: jax.Array,
+    x: Float[Array, "b l e"],
     *,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
+    weight: Float[Array, "e"] | None,
+    bias: Float[Array, "e"] | None,
     eps: float,
-    text: tuple[jax.Array, jax.Array],
-    video: tuple[jax.Array, jax.Array],
-) -> jax.Array:
+    text: Pair,
+    video: Pair,
+) -> Float[Array, "b l e"]:
     """A layer norm and ``y * (1 + scale) + shift``, as one scale and one shift.
 
     Args:
@@ -77,7 +86,7 @@ def modulated_norm(
     """
     import jax.numpy as jnp
 
-    def folded(shift: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def folded(shift: Array, scale: Array) -> Pair:
         scale = 1 + scale.astype(jnp.float32)
         shift = shift.astype(jnp.float32)
         if bias is not None:
@@ -109,8 +118,12 @@ def has_kernels(sequence: JointSequence) -> bool:
 
 
 def _modulated_by_kernel(
-    sequence: JointSequence, x: jax.Array, eps: float, video: Pair, text: Pair
-) -> jax.Array:
+    sequence: JointSequence,
+    x: Float[Array, "b l e"],
+    eps: float,
+    video: Pair,
+    text: Pair,
+) -> Float[Array, "b l e"]:
     """The same by the kernel; shift and scale of each kind of tokens, float32 [B, E].
 
     Raises:
@@ -146,11 +159,11 @@ def _modulated_by_kernel(
 
 def on_devices(
     sequence: JointSequence,
-    run: Callable[..., jax.Array],
-    arrays: tuple[jax.Array, ...],
+    run: Callable[..., Array],
+    arrays: tuple[Shaped[Array, ...], ...],
     split: tuple[tuple[str | None, ...], ...],
     result: tuple[str | None, ...],
-) -> jax.Array:
+) -> Float[Array, ...]:
     """``run`` on each device's part of the arrays.
 
     Args:
@@ -165,7 +178,7 @@ def on_devices(
     mesh = sequence.active.context.mesh
     if mesh is None or mesh.size == 1:
         return run(*arrays)
-    out: jax.Array = compat.shard_map(
+    out: Array = compat.shard_map(
         run,
         mesh=mesh,
         in_specs=tuple(PartitionSpec(*axes) for axes in split),
@@ -184,19 +197,19 @@ class HeadNorm:
         centre: take the mean off; without it this is an RMS norm.
     """
 
-    weight: jax.Array | None
-    bias: jax.Array | None
+    weight: Float[Array, "d"] | None
+    bias: Float[Array, "d"] | None
     eps: float
     centre: bool = True
 
 
 def turned(
     sequence: JointSequence,
-    x: jax.Array,
+    x: Float[Array, "b h m n"],
     norm: HeadNorm | None,
-    tables: tuple[jax.Array, jax.Array] | None,
+    tables: Tables | None,
     dtype: Any,
-) -> jax.Array:
+) -> Float[Array, "b h m n"]:
     """Queries or keys: normed and rotated in float32, rounded once.
 
     Both halves of the head dim go their own way up to the end, so that no float32 array
@@ -230,11 +243,11 @@ def turned(
         power = jnp.mean(jnp.square(wide - mean), axis, keepdims=True)
         inverse = jax.lax.rsqrt(power + norm.eps)
 
-    def along(vector: jax.Array, half: int) -> jax.Array:
+    def along(vector: Array, half: int) -> Array:
         part = jnp.split(vector.astype(jnp.float32), 2)[half]
         return part[:, None] if sequence.feature_major else part
 
-    def normed(part: jax.Array, half: int) -> jax.Array:
+    def normed(part: Array, half: int) -> Array:
         out = (part.astype(jnp.float32) - mean) * inverse
         if norm is not None and norm.weight is not None:
             out = out * along(norm.weight, half)
@@ -254,8 +267,11 @@ def turned(
 
 
 def _turned_by_kernel(
-    sequence: JointSequence, x: jax.Array, norm: HeadNorm, tables: Pair | None
-) -> jax.Array:
+    sequence: JointSequence,
+    x: Float[Array, "b h d l"],
+    norm: HeadNorm,
+    tables: tuple[Float[Array, "d l"], Float[Array, "d l"]] | None,
+) -> Float[Array, "b h d l"]:
     """The same by the kernel, of ``x`` [B, H, D, L] in the dtype of the result.
 
     Raises:

@@ -3,8 +3,9 @@
 Native forms of upstream's blocks are made of these. Arrays are channels-last, as the
 kernels want them; what upstream holds as [B, C, T, Y, X] is the same memory.
 
-Legend: B batch, T frames, Y rows, X columns of this device, C input channels, O output
-channels, K frames of a kernel; t, y, x frames, rows and columns of latents, Z channels.
+Legend: B batch, T frames, Y rows, X columns of this device, C input channels (I of a
+shortcut), O output channels, K frames of a kernel; t, y, x frames, rows and columns of
+latents, Z channels of them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float, Float32
+
+from tpuport.core.arrays import Array
 from tpuport.core.mesh.halos import passed
 from tpuport.core.tracing.convolution_notes import note
 from tpuport.core.tracing.kernel_options import kernel_options
 
 if TYPE_CHECKING:
-    import jax
-
     from tpuport.core.mesh.spatial_split import Space
     from tpuport.core.tracing.context import OpContext
     from tpuport.kernels.phantoms import Real
@@ -44,13 +46,16 @@ def has_kernels(context: OpContext) -> bool:
 
 def convolve(
     context: OpContext,
-    x: jax.Array,
-    before: jax.Array | None,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None = None,
-    shortcut: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-) -> jax.Array:
+    x: Float[Array, "b t y x c"],
+    before: Float[Array, "b lag y x c"] | None,
+    weight: Float[Array, "o c k 3 3"],
+    bias: Float[Array, "o"] | None,
+    residual: Float[Array, "b t y x o"] | None = None,
+    shortcut: tuple[
+        Float[Array, "b t y x i"], Float[Array, "o i 1 1 1"], Float[Array, "o"]
+    ]
+    | None = None,
+) -> Float[Array, "b t y x o"]:
     """A convolution with zeros around the picture, and frames before it.
 
     Args:
@@ -112,8 +117,11 @@ def convolve(
 
 
 def _padded_convolution(
-    context: OpContext, x: jax.Array, weight: jax.Array, bias: jax.Array | None
-) -> jax.Array:
+    context: OpContext,
+    x: Float[Array, "b _ y x c"],
+    weight: Float[Array, "k 3 3 c o"],
+    bias: Float[Array, "o"] | None,
+) -> Float[Array, "b t y x o"]:
     """A convolution of a padded copy of [B, T + K - 1, Y, X, C].
 
     Args:
@@ -141,11 +149,11 @@ def _padded_convolution(
 
 def enlarged_convolution(
     context: OpContext,
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
+    x: Float[Array, "b t y x c"],
+    weight: Float[Array, "o c 3 3"],
+    bias: Float[Array, "o"] | None,
     copies: int = 1,
-) -> jax.Array:
+) -> Float[Array, "b {copies}*t 2*y 2*x o"]:
     """Twice the rows and columns by nearest neighbours, then a convolution of frames.
 
     The enlarged video is never in memory.
@@ -178,8 +186,14 @@ def enlarged_convolution(
 
 
 def _edges(
-    space: Space, x: jax.Array, before: jax.Array | None, options: dict[str, Any]
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    space: Space,
+    x: Float[Array, "b t y x c"],
+    before: Float[Array, "b lag y x c"] | None,
+    options: dict[str, Any],
+) -> tuple[
+    tuple[Float[Array, "b lag_t y+2 c"], Float[Array, "b lag_t y+2 c"]],
+    Float[Array, "b lag_t 2 x c"] | None,
+]:
     """``sides`` and ``ends`` of an ``EdgedVideo``: zeros beyond the picture.
 
     Args:
@@ -193,7 +207,7 @@ def _edges(
     columns = space.columns
     outer = outer_columns(x, before, **options)
 
-    def exchanged(*sides: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exchanged(*sides: Array) -> tuple[Array, Array]:
         left, right = passed(columns, *sides)
         if not columns.even:
             # The device after this one may have none.
@@ -204,7 +218,7 @@ def _edges(
         return exchanged(*outer), None
     parts = [x] if before is None else [before, x]
 
-    def row(at: int) -> jax.Array:
+    def row(at: int) -> Array:
         place = at % x.shape[2]
         pieces = [jax.lax.slice_in_dim(p, place, place + 1, axis=2) for p in parts]
         return jnp.concatenate(pieces, axis=1)
@@ -226,19 +240,22 @@ def _edges(
     return (left, right), ends
 
 
-def _real(space: Space, x: jax.Array) -> Real:
+def _real(space: Space, x: Float[Array, "b t y x c"]) -> Real:
     """How many rows and columns of [B, T, Y, X, C] are no phantoms."""
     return space.rows.count(x.shape[2]), space.columns.count(x.shape[3])
 
 
-def _fits(x: jax.Array) -> bool:
+def _fits(x: Float[Array, "b t y x i"]) -> bool:
     """Whether [B, T, Y, X, I] is whole tiles, for a product within the kernel."""
     return x.shape[3] % TILE_ROWS == 0 and x.shape[4] % LANES == 0
 
 
 def pointwise(
-    context: OpContext, x: jax.Array, weight: jax.Array, bias: jax.Array
-) -> jax.Array:
+    context: OpContext,
+    x: Float[Array, "b t y x i"],
+    weight: Float[Array, "o i 1 1 1"],
+    bias: Float[Array, "o"],
+) -> Float[Array, "b t y x o"]:
     """A convolution of one element, [O, I, 1, 1, 1], of [B, T, Y, X, I]."""
     import jax.numpy as jnp
 
@@ -258,16 +275,16 @@ def pointwise(
 
 def group_norm(
     context: OpContext,
-    x: jax.Array,
+    x: Float[Array, "b t y x c"],
     groups: int,
-    weight: jax.Array,
-    bias: jax.Array,
+    weight: Float[Array, "c"],
+    bias: Float[Array, "c"],
     eps: float,
-    modulation: jax.Array | None = None,
+    modulation: Float[Array, "b _ _ x 2*c"] | None = None,
     *,
     silu: bool,
     kept: int = 0,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[Array, "b t y x c"], Float[Array, "b {kept} y x c"] | None]:
     """Group norm of the whole picture, modulated, through SiLU; float32 until the end.
 
     Args:
@@ -310,8 +327,8 @@ def group_norm(
 
 
 def _channel_statistics(
-    context: OpContext, x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    context: OpContext, x: Float[Array, "b t y x c"]
+) -> tuple[Float32[Array, "b c"], Float32[Array, "b c"]]:
     """Mean and variance of every channel over all devices, float32 [B, C] each."""
     import jax
     import jax.numpy as jnp
@@ -343,11 +360,11 @@ def _channel_statistics(
 
 
 def modulation_maps(
-    latents: jax.Array,
+    latents: Float[Array, "b t y x z"],
     columns: int,
-    weights: tuple[jax.Array, jax.Array],
-    biases: tuple[jax.Array, jax.Array],
-) -> jax.Array:
+    weights: tuple[Float[Array, "c z 1 1 1"], Float[Array, "c z 1 1 1"]],
+    biases: tuple[Float[Array, "c"], Float[Array, "c"]],
+) -> Float[Array, "b t y {columns} 2*c"]:
     """Factors and summands of a spatial norm, as wide as the video.
 
     Pointwise products of latents enlarged by nearest neighbour: enlarging copies
