@@ -39,7 +39,10 @@ from tests.processes import Once
 
 # Shapes of arrays are checked in tests alone, from here on: nothing of tpuport is
 # imported yet.
-jaxtyping.install_import_hook(["tpuport.core.layers"], "beartype.beartype")
+jaxtyping.install_import_hook(
+    ["tpuport.core.layers", "tpuport.kernels.convolution", "tpuport.kernels.norms"],
+    "beartype.beartype",
+)
 
 #: The files that take most of a minute or more, longest first.
 LONGEST = (

@@ -54,8 +54,16 @@ def _expected(
     return np.asarray(out) + np.asarray(bias)
 
 
+def on_jax(tree: Any) -> Any:
+    """NumPy's arrays in it as JAX's, which is what kernels take."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
+    )
+
+
 def edged(**given: Any) -> jax.Array:
     """``edged_convolution`` of the parts of its video by name."""
+    given = on_jax(given)
     parts = {name: given.pop(name) for name in EdgedVideo._fields if name in given}
     return edged_convolution(EdgedVideo(**parts), **given)
 
@@ -65,7 +73,7 @@ def run(
 ) -> jax.Array:
     """``edged_convolution`` of interpreted kernels, as one program."""
     call = functools.partial(
-        edged_convolution, **{"vmem_limit": LIMIT, **options}, interpret=True
+        edged_convolution, **{"vmem_limit": LIMIT, **on_jax(options)}, interpret=True
     )
     return jax.jit(call)(EdgedVideo(x, before, sides, ends), *arrays)
 
@@ -237,7 +245,7 @@ def test_where_vmem_is_short_outputs_are_made_in_parts(
     inner = whole[:, :, 1:-1, 1 : columns + 1]
     wanted = _expected(x, weight, bias, columns)
     padded = video_convolution(
-        whole, kernel, bias, columns, vmem_limit=limit, interpret=True
+        *on_jax((whole, kernel, bias)), columns, vmem_limit=limit, interpret=True
     )
     assert np.abs(padded - wanted).max() <= TOLERANCES["module float32"]
     beside = run(
@@ -335,7 +343,9 @@ def test_a_padded_video_that_does_not_fit_is_refused(
     shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match="3 columns"):
-        video_convolution(_zeros(shape), _zeros(weight), None, 3, vmem_limit=LIMIT)
+        video_convolution(
+            *on_jax((_zeros(shape), _zeros(weight))), None, 3, vmem_limit=LIMIT
+        )
 
 
 @pytest.mark.parametrize(

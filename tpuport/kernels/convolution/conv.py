@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float
 
 from tpuport.kernels.convolution.conv_kernel import (
     FULL,
@@ -102,14 +103,14 @@ def output_parts(
 
 
 def video_convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
+    x: Float[jax.Array, "n _ _ p _"],
+    weight: Float[jax.Array, "k _ _ c o"],
+    bias: Float[jax.Array, "o"] | None,
     columns: int,
     *,
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "n t y {columns} o"]:
     """Convolve a padded video.
 
     Args:
@@ -182,25 +183,26 @@ class EdgedVideo(NamedTuple):
             ``None`` for all of both.
     """
 
-    x: jax.Array
-    before: jax.Array | None
-    sides: tuple[jax.Array, jax.Array]
-    ends: jax.Array | None
+    x: Float[jax.Array, "n t y x c"]
+    before: Float[jax.Array, "n k-1 y x c"] | None
+    sides: tuple[Float[jax.Array, "n t+k-1 y+2 c"], Float[jax.Array, "n t+k-1 y+2 c"]]
+    ends: Float[jax.Array, "n t+k-1 2 x c"] | None
     real: Real | None = None
 
 
 def edged_convolution(
     video: EdgedVideo,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None = None,
-    shortcut: tuple[jax.Array, jax.Array] | None = None,
+    weight: Float[jax.Array, "k _ _ c o"],
+    bias: Float[jax.Array, "o"] | None,
+    residual: Float[jax.Array, "n t y x _"] | None = None,
+    shortcut: tuple[Float[jax.Array, "n t y x _"], Float[jax.Array, "_ o"]]
+    | None = None,
     *,
     scale: int = 1,
     copies: int = 1,
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "n _ y x o"]:
     """Convolve a video whose surroundings come as arrays of their own.
 
     The same as :func:`video_convolution` of all put together, without the copy.
@@ -270,9 +272,9 @@ def edged_convolution(
 
 
 def _edged_case(
-    x: jax.Array,
-    weight: jax.Array,
-    shortcut: tuple[jax.Array, jax.Array] | None,
+    x: Float[jax.Array, "n t y x c"],
+    weight: Float[jax.Array, "k _ _ _ o"],
+    shortcut: tuple[Float[jax.Array, "_ _ _ _ i"], Float[jax.Array, "_ o"]] | None,
     scale: int,
     vmem_limit: int,
 ) -> Case:
@@ -306,9 +308,9 @@ def _edged_case(
 
 def _check_edged(
     video: EdgedVideo,
-    weight: jax.Array,
-    residual: jax.Array | None,
-    shortcut: tuple[jax.Array, jax.Array] | None,
+    weight: Float[jax.Array, "k _ _ c o"],
+    residual: Float[jax.Array, "n t y x _"] | None,
+    shortcut: tuple[Float[jax.Array, "n t y x _"], Float[jax.Array, "_ o"]] | None,
     case: Case,
 ) -> None:
     """What :func:`edged_convolution` refuses."""
@@ -378,7 +380,11 @@ def _edged_inputs(
 
 
 def _parts(
-    rows: int, columns: int, weight: jax.Array, itemsize: int, vmem_limit: int
+    rows: int,
+    columns: int,
+    weight: Float[jax.Array, "k _ _ c o"],
+    itemsize: int,
+    vmem_limit: int,
 ) -> int:
     taps, *sides, channels, outputs = weight.shape
     if taps not in (1, 3) or sides != [3, 3]:
@@ -401,7 +407,7 @@ def _made(case: Case) -> pl.BlockSpec:
 
 
 def _shortcut(
-    x: jax.Array, matrix: jax.Array, case: Case
+    x: Float[jax.Array, "n t y x i"], matrix: Float[jax.Array, "i o"], case: Case
 ) -> list[tuple[jax.Array, pl.BlockSpec]]:
     """The rows of the output's frame, and the matrix's part."""
     deep, lag = x.shape[4], case.taps - 1
@@ -418,8 +424,8 @@ def _call(
     body: Callable[..., None],
     case: Case,
     inputs: list[tuple[jax.Array, pl.BlockSpec]],
-    weight: jax.Array,
-    bias: jax.Array | None,
+    weight: Float[jax.Array, "k 3 3 c o"],
+    bias: Float[jax.Array, "o"] | None,
     *,
     scratch: list[Any],
     onto: int | None = None,
@@ -485,7 +491,9 @@ def _call(
     )(*(array for array, _ in (*whole, *inputs)))
 
 
-def _flat(weight: jax.Array, case: Case) -> jax.Array:
+def _flat(
+    weight: Float[jax.Array, "k 3 3 c o"], case: Case
+) -> Float[jax.Array, "times deep lanes"]:
     """[K, 3, 3, C, O] as [times, 9 C, lanes]: the taps of a time together.
 
     Of few output channels all times side by side, or the first two, and the third

@@ -16,18 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Float32, Shaped
 
 from tpuport.kernels.convolution.conv_kernel import LANES, TILE_ROWS
 from tpuport.kernels.padding import pad_dim
 
 
 def outer_columns(
-    x: jax.Array,
-    before: jax.Array | None,
+    x: Shaped[jax.Array, "n t y x c"],
+    before: Shaped[jax.Array, "n l y x c"] | None,
     *,
     vmem_limit: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[jax.Array, "n lt y+2 c"], Float[jax.Array, "n lt y+2 c"]]:
     """The first and the last column, with a row of zeros above and below.
 
     Args:
@@ -121,7 +122,7 @@ def _body(*refs: Any, lag: int, last: int) -> None:
     early(functools.partial(write, inputs[2:]))
 
 
-def _column(ref: Any, at: int) -> jax.Array:
+def _column(ref: Any, at: int) -> Float32[jax.Array, "y lanes"]:
     """Column ``at`` of [1, 1, Y, W, lanes]: [Y, lanes] in float32."""
     _, _, rows, wide, channels = ref.shape
     flat = ref.at[0, 0].reshape(rows * wide, channels)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Float32, Int32
 
 #: Tokens of a block are whole lanes, features of a head whole sublanes in either dtype.
 LANES, SUBLANES = 128, 16
@@ -58,16 +59,16 @@ def tokens_per_block(tokens: int, token_bytes: int, vmem_limit: int) -> int:
 
 
 def modulated_layer_norm(
-    x: jax.Array,
-    factors: jax.Array,
-    summands: jax.Array,
-    first: jax.Array,
+    x: Float[jax.Array, "b e l"],
+    factors: Float32[jax.Array, "b 2 e"],
+    summands: Float32[jax.Array, "b 2 e"],
+    first: Int32[jax.Array, "1"],
     *,
     eps: float,
     marked: tuple[int, int] = (0, 0),
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "b e l"]:
     """A layer norm over the features, then a factor and a summand for each.
 
     Args:
@@ -195,16 +196,16 @@ def _modulated_body(
 
 
 def head_norm_rotary(
-    x: jax.Array,
-    vectors: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    x: Float[jax.Array, "b h d l"],
+    vectors: Float32[jax.Array, "2 d"],
+    cos: Float32[jax.Array, "d l"],
+    sin: Float32[jax.Array, "d l"],
     *,
     eps: float,
     centre: bool,
     vmem_limit: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "b h d l"]:
     """A norm over the features of every head, then a rotation by halves of them.
 
     Args:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Float32, Shaped
 
 from tpuport.kernels.phantoms import Real, told
 
@@ -32,12 +33,12 @@ def rows_per_step(rows: int, columns: int, channels: int) -> int:
 
 
 def channel_moments(
-    x: jax.Array,
+    x: Float[jax.Array, "n t y x c"],
     real: Real | None = None,
     *,
     vmem_limit: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float32[jax.Array, "n c"], Float32[jax.Array, "n c"]]:
     """Mean of every channel, and the sum of squares about it.
 
     Args:
@@ -91,8 +92,15 @@ def channel_moments(
 
 
 def joined(
-    counts: jax.Array, means: jax.Array, spreads: jax.Array, axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    counts: Shaped[jax.Array, "..."],
+    means: Float32[jax.Array, "*parts"],
+    spreads: Float32[jax.Array, "*parts"],
+    axes: tuple[int, ...],
+) -> tuple[
+    Float32[jax.Array, "*whole"],
+    Float32[jax.Array, "*whole"],
+    Float32[jax.Array, "*whole"],
+]:
     """Count, mean and sum of squares about it of the parts along ``axes`` together.
 
     Chan's formula (Chan, Golub and LeVeque 1979). A part of no elements counts for
@@ -142,17 +150,17 @@ def _moments_body(*refs: Any, some: tuple[bool, bool]) -> None:
 
 
 def apply_norm(
-    x: jax.Array,
-    mean: jax.Array,
-    scale: jax.Array,
-    shift: jax.Array,
-    modulation: jax.Array | None = None,
+    x: Float[jax.Array, "n t y x c"],
+    mean: Float32[jax.Array, "n c"],
+    scale: Float32[jax.Array, "n c"],
+    shift: Float32[jax.Array, "n c"],
+    modulation: Float[jax.Array, "_ _ _ _ _"] | None = None,
     *,
     silu: bool,
     kept: int = 0,
     vmem_limit: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Float[jax.Array, "n t y x c"], Float[jax.Array, "n {kept} y x c"] | None]:
     """``(x - mean) * scale + shift``, modulated, through SiLU.
 
     Args:
@@ -222,7 +230,9 @@ def apply_norm(
     return found[0], found[1] if kept else None
 
 
-def _modulation_spec(x: jax.Array, modulation: jax.Array) -> tuple[int, pl.BlockSpec]:
+def _modulation_spec(
+    x: Float[jax.Array, "n t y x c"], modulation: Float[jax.Array, "_ _ _ _ _"]
+) -> tuple[int, pl.BlockSpec]:
     """Rows of the modulation that a step reads, and the block of them.
 
     Raises:
