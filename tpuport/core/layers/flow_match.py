@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from jaxtyping import Float32
+from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class FlowSchedule:
         deltas: sigma of the next step minus sigma of this one, float32 of shape [N].
     """
 
-    timesteps: Float32[np.ndarray, "n"]
-    next_timesteps: Float32[np.ndarray, "n"]
-    deltas: Float32[np.ndarray, "n"]
+    timesteps: np.ndarray
+    next_timesteps: np.ndarray
+    deltas: np.ndarray
 
 
 def make_flow_schedule(
@@ -46,6 +46,8 @@ def make_flow_schedule(
     Raises:
         UsageError: the config asks for noise in every step, or for dynamic shifting.
     """
+    import numpy as np
+
     for name in ("stochastic_sampling", "use_dynamic_shifting"):
         if config.get(name):
             raise UsageError(f"the scheduler's config has {name}, which is not ported")

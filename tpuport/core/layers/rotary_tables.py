@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from jaxtyping import Float
+if TYPE_CHECKING:
+    import numpy as np
 
-Tables = tuple[Float[np.ndarray, "l d"], Float[np.ndarray, "l d"]]
+    Tables = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

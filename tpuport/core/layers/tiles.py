@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from jaxtyping import Float32
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Span(NamedTuple):
@@ -179,24 +179,20 @@ def in_words(rows: Axis, columns: Axis) -> str:
     )
 
 
-def fading(
-    extent: int,
-) -> tuple[Float32[np.ndarray, "{extent}"], Float32[np.ndarray, "{extent}"]]:
+def fading(extent: int) -> tuple[np.ndarray, np.ndarray]:
     """The shares of what comes after and of what was before, float32 [extent] each.
 
     Of element y they are ``y / extent`` and ``1 - y / extent``, computed in float64.
     Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
     """
+    import numpy as np
+
     share = np.arange(extent) / extent
     return share.astype(np.float32), (1 - share).astype(np.float32)
 
 
 def fade(
-    before: Float32[np.ndarray, "b c ..."],
-    after: Float32[np.ndarray, "b c ..."],
-    extent: int,
-    dim: int,
-    dtype: Any = None,
+    before: np.ndarray, after: np.ndarray, extent: int, dim: int, dtype: Any = None
 ) -> None:
     """Fade from the end of ``before`` into the start of ``after``, in place.
 
@@ -210,6 +206,8 @@ def fade(
         dtype: in which upstream blends: that of its tiles. Both products and their sum
             are rounded to it, the shares are not. float32 without it.
     """
+    import numpy as np
+
     extent = min(before.shape[dim], after.shape[dim], extent)
     if extent <= 0:
         return
@@ -248,7 +246,7 @@ class Piece(NamedTuple):
         ends_row: whether no tile is missing of these frames.
     """
 
-    values: Float32[np.ndarray, "b c f h w"]
+    values: np.ndarray
     place: tuple[slice, slice, slice]
     ends_row: bool
 
@@ -280,6 +278,8 @@ class TileJoin:
             ValueError: there are more outputs than tiles, or it has not the shape that
                 the plan counts on.
         """
+        import numpy as np
+
         if self._count == len(self._tiles):
             raise ValueError(f"more outputs than the {len(self._tiles)} tiles")
         index = self._tiles[self._count].index
@@ -321,7 +321,7 @@ class _Seams:
 
     def blend(
         self,
-        tile: Float32[np.ndarray, "b c f h w"],
+        tile: np.ndarray,
         index: tuple[int, int, int],
         spans: list[Span],
         dtype: Any,
