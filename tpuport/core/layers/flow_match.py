@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tpuport.core.arrays import Float32, HostArray
 from tpuport.errors import UsageError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +25,9 @@ class FlowSchedule:
         deltas: sigma of the next step minus sigma of this one, float32 of shape [N].
     """
 
-    timesteps: np.ndarray
-    next_timesteps: np.ndarray
-    deltas: np.ndarray
+    timesteps: Float32[HostArray, "n"]
+    next_timesteps: Float32[HostArray, "n"]
+    deltas: Float32[HostArray, "n"]
 
 
 def make_flow_schedule(

@@ -8,12 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+from tpuport.core.arrays import Float, HostArray
 
-    Tables = tuple[np.ndarray, np.ndarray]
+Tables = tuple[Float[HostArray, "l d"], Float[HostArray, "l d"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tpuport.core.arrays import Float32, HostArray
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -179,7 +181,9 @@ def in_words(rows: Axis, columns: Axis) -> str:
     )
 
 
-def fading(extent: int) -> tuple[np.ndarray, np.ndarray]:
+def fading(
+    extent: int,
+) -> tuple[Float32[HostArray, "{extent}"], Float32[HostArray, "{extent}"]]:
     """The shares of what comes after and of what was before, float32 [extent] each.
 
     Of element y they are ``y / extent`` and ``1 - y / extent``, computed in float64.
@@ -192,7 +196,11 @@ def fading(extent: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fade(
-    before: np.ndarray, after: np.ndarray, extent: int, dim: int, dtype: Any = None
+    before: Float32[HostArray, "b c ..."],
+    after: Float32[HostArray, "b c ..."],
+    extent: int,
+    dim: int,
+    dtype: Any = None,
 ) -> None:
     """Fade from the end of ``before`` into the start of ``after``, in place.
 
@@ -246,7 +254,7 @@ class Piece(NamedTuple):
         ends_row: whether no tile is missing of these frames.
     """
 
-    values: np.ndarray
+    values: Float32[HostArray, "b c f h w"]
     place: tuple[slice, slice, slice]
     ends_row: bool
 
@@ -321,7 +329,7 @@ class _Seams:
 
     def blend(
         self,
-        tile: np.ndarray,
+        tile: Float32[HostArray, "b c f h w"],
         index: tuple[int, int, int],
         spans: list[Span],
         dtype: Any,
