@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from jax import Array
+    from jaxtyping import Bool, Float, Float32, Int, Shaped
+    from numpy import ndarray as HostArray
     from torch import Tensor
 else:
-    # jaxtyping then checks shape and dtype alone, and neither jax nor torch need be
-    # imported.
-    Array = Tensor = Any
+    # Shape and dtype alone are checked: neither jax nor torch need be imported.
+    Array = HostArray = Tensor = Any
+    if "jaxtyping" in sys.modules:
+        from jaxtyping import Bool, Float, Float32, Int, Shaped
+    else:
+        # Nobody checks, and the import takes half as long as ``tpuport --help``.
+        class _Unchecked:
+            def __class_getitem__(cls, of: tuple[Any, str]) -> Any:
+                return Any
+
+        Bool = Float = Float32 = Int = Shaped = _Unchecked
 
 
 def dtype_name(dtype: Any) -> str:

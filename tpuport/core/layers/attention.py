@@ -18,10 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float, Int, Shaped
-
 from tpuport.core import compat
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Float, Int, Shaped
 from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.errors import AttentionError, UsageError

@@ -14,9 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Float, Shaped
-
-from tpuport.core.arrays import Array, Tensor
+from tpuport.core.arrays import Array, Float, Shaped, Tensor
 from tpuport.core.layers.attention import split_attention
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride

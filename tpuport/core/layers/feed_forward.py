@@ -5,9 +5,7 @@ Letters: E width, F inner width.
 
 from __future__ import annotations
 
-from jaxtyping import Float, Float32
-
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.layers.joint_sequence import JointSequence, dense
 
 

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float32
-
+from tpuport.core.arrays import Float32, HostArray
 from tpuport.errors import UsageError
 
 
@@ -27,9 +25,9 @@ class FlowSchedule:
         deltas: sigma of the next step minus sigma of this one, float32 of shape [N].
     """
 
-    timesteps: Float32[np.ndarray, "n"]
-    next_timesteps: Float32[np.ndarray, "n"]
-    deltas: Float32[np.ndarray, "n"]
+    timesteps: Float32[HostArray, "n"]
+    next_timesteps: Float32[HostArray, "n"]
+    deltas: Float32[HostArray, "n"]
 
 
 def make_flow_schedule(
@@ -46,6 +44,8 @@ def make_flow_schedule(
     Raises:
         UsageError: the config asks for noise in every step, or for dynamic shifting.
     """
+    import numpy as np
+
     for name in ("stochastic_sampling", "use_dynamic_shifting"):
         if config.get(name):
             raise UsageError(f"the scheduler's config has {name}, which is not ported")

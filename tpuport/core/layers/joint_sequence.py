@@ -17,9 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Bool, Float, Float32, Int, Shaped
-
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Bool, Float, Float32, Int, Shaped
 from tpuport.core.layers.sequence_parallel import (
     degrees_of,
     padded_length,

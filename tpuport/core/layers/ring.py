@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float, Int
-
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Float, Int
 from tpuport.core.mesh.chips import chip as chip_named
 
 if TYPE_CHECKING:

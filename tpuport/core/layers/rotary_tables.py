@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Float
+from tpuport.core.arrays import Float, HostArray
 
-Tables = tuple[Float[np.ndarray, "l d"], Float[np.ndarray, "l d"]]
+Tables = tuple[Float[HostArray, "l d"], Float[HostArray, "l d"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Float, Int, Shaped
-
 from tpuport.core import compat
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Float, Int, Shaped
 from tpuport.core.layers.ring import (
     GATHERED,
     PASSED,

@@ -16,10 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Bool, Float, Int
-
 from tpuport.core import compat
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 

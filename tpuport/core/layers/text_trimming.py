@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxtyping import Bool, Float, Shaped
-
-from tpuport.core.arrays import Tensor
+from tpuport.core.arrays import Bool, Float, Shaped, Tensor
 
 
 def bucket_length(tokens: int, buckets: Sequence[int], limit: int) -> int:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from jaxtyping import Float32
+from tpuport.core.arrays import Float32, HostArray
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Span(NamedTuple):
@@ -170,19 +172,21 @@ def in_words(rows: Axis, columns: Axis) -> str:
 
 def fading(
     extent: int,
-) -> tuple[Float32[np.ndarray, "{extent}"], Float32[np.ndarray, "{extent}"]]:
+) -> tuple[Float32[HostArray, "{extent}"], Float32[HostArray, "{extent}"]]:
     """The shares of what comes after and of what was before, float32 [extent] each.
 
     Of element y they are ``y / extent`` and ``1 - y / extent``, computed in float64.
     Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
     """
+    import numpy as np
+
     share = np.arange(extent) / extent
     return share.astype(np.float32), (1 - share).astype(np.float32)
 
 
 def fade(
-    before: Float32[np.ndarray, "b c ..."],
-    after: Float32[np.ndarray, "b c ..."],
+    before: Float32[HostArray, "b c ..."],
+    after: Float32[HostArray, "b c ..."],
     extent: int,
     dim: int,
     dtype: Any = None,
@@ -199,6 +203,8 @@ def fade(
         dtype: in which upstream blends: that of its tiles. Both products and their sum
             are rounded to it, the shares are not. float32 without it.
     """
+    import numpy as np
+
     extent = min(before.shape[dim], after.shape[dim], extent)
     if extent <= 0:
         return
@@ -237,7 +243,7 @@ class Piece(NamedTuple):
         ends_row: whether no tile is missing of these frames.
     """
 
-    values: Float32[np.ndarray, "b c f h w"]
+    values: Float32[HostArray, "b c f h w"]
     place: tuple[slice, slice, slice]
     ends_row: bool
 
@@ -269,6 +275,8 @@ class TileJoin:
             ValueError: there are more outputs than tiles, or it has not the shape that
                 the plan counts on.
         """
+        import numpy as np
+
         if self._count == len(self._tiles):
             raise ValueError(f"more outputs than the {len(self._tiles)} tiles")
         index = self._tiles[self._count].index
@@ -310,7 +318,7 @@ class _Seams:
 
     def blend(
         self,
-        tile: Float32[np.ndarray, "b c f h w"],
+        tile: Float32[HostArray, "b c f h w"],
         index: tuple[int, int, int],
         spans: list[Span],
         dtype: Any,

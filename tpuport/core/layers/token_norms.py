@@ -15,10 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float, Float32, Shaped
-
 from tpuport.core import compat
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Float, Float32, Shaped
 from tpuport.core.tracing.kernel_options import kernel_options
 
 if TYPE_CHECKING:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float, Float32
-
-from tpuport.core.arrays import Array
+from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.mesh.halos import passed
 from tpuport.core.tracing.convolution_notes import note
 from tpuport.core.tracing.kernel_options import kernel_options
