@@ -101,7 +101,7 @@ def test_a_kernel_that_refuses_is_named_and_the_others_are_shown(
 def test_tiles_that_were_found_for_another_kernel_are_said_to_be(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpuport.core.cost import tile_search
+    from tpuport.kernels.attention import block_table
 
     entry = {
         "chip": "v6e",
@@ -113,7 +113,7 @@ def test_tiles_that_were_found_for_another_kernel_are_said_to_be(
         "tried": [],
         "source_hash": "of another",
     }
-    monkeypatch.setattr(tile_search, "read_entries", lambda table: (entry,))
+    monkeypatch.setattr(block_table, "read_entries", lambda table: (entry,))
     asked = ("bench", "attention", *SMALL, "--kernel", "tpuport", "--json")
     ran = cli(*asked, "--cache-dir", folder)
     assert ran.code == 0, ran.err

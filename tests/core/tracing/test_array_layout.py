@@ -78,7 +78,8 @@ def test_kernels_of_convolutions_have_their_outputs_along_the_lanes(
     given: Any = Slice()
     seen: list[Any] = []
     monkeypatch.setattr(
-        "jax.experimental.layout.Format", lambda *parts: seen.append(parts) or "format"
+        "tpuport.core.tracing.array_layout.Format",
+        lambda *parts: seen.append(parts) or "format",
     )
     found = in_order(shape, given)
     if order is None:

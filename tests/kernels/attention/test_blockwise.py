@@ -135,7 +135,7 @@ def test_the_result_does_not_depend_on_the_tiling(
 
 
 def test_a_tiling_that_does_not_fit_is_refused() -> None:
-    arrays, _ = inputs(Case(q_len=5, kv_len=5, heads=3, kv_heads=3))
+    arrays = map(jnp.asarray, inputs(Case(q_len=5, kv_len=5, heads=3, kv_heads=3))[0])
     with pytest.raises(ValueError, match="2 heads does not divide 3"):
         blockwise_attention(*arrays, tiling=Tiling(heads=2, block_q=5, block_kv=5))
     with pytest.raises(ValueError, match="block_q=0"):

@@ -132,7 +132,7 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refused_calls(options: dict[str, Any], message: str) -> None:
     arrays, _ = inputs(Case(q_len=5, kv_len=7))
     with pytest.raises(NotImplementedError, match=message):
-        splash_attention(*arrays, **{"interpret": True, **options})
+        splash_attention(*map(jnp.asarray, arrays), **{"interpret": True, **options})
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_refused_calls(options: dict[str, Any], message: str) -> None:
 def test_refused_arrays(case: Case, message: str) -> None:
     arrays, _ = inputs(case)
     with pytest.raises(NotImplementedError, match=message):
-        splash_attention(*arrays, interpret=True)
+        splash_attention(*map(jnp.asarray, arrays), interpret=True)
 
 
 def test_options_are_no_reason_to_refuse() -> None:
@@ -158,7 +158,7 @@ def test_options_are_no_reason_to_refuse() -> None:
 def test_a_window_that_reaches_backwards_is_a_mistake() -> None:
     arrays, _ = inputs(Case(q_len=5, kv_len=7))
     with pytest.raises(ValueError, match=r"0 or more keys to each side; got \(-1, 2\)"):
-        splash_attention(*arrays, window=(-1, 2), interpret=True)
+        splash_attention(*map(jnp.asarray, arrays), window=(-1, 2), interpret=True)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tpuport.models.hunyuanvideo.patches import (
     MODULE,
     UPSTREAM,
     VideoGrid,
+    named,
     text_tokens,
 )
 
@@ -315,7 +316,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             video, text = block(video, text, temb, lengths, sequence, tables)
         return grid.output(finish(self, sequence, video, temb, grid))
 
-    return forward
+    return named(original, forward)
 
 
 def halves(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tpuport.models.hunyuanvideo.native import (
     parameters,
     refuse_kwargs,
 )
-from tpuport.models.hunyuanvideo.patches import VideoGrid
+from tpuport.models.hunyuanvideo.patches import VideoGrid, named
 from tpuport.models.hunyuanvideo.patches_13b import LINK, MODULE, UPSTREAM
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             video, text = block(video, text, *given)
         return grid.output(finish(self, sequence, video, temb, grid))
 
-    return forward
+    return named(original, forward)
 
 
 _REASON = (

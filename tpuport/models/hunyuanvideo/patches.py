@@ -11,6 +11,7 @@ said), N video tokens, S = N + L, C channels, T/Y/X latent frames/rows/columns.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -300,13 +301,28 @@ def _forward(
     return grid.output(grid.unpatchify(video))
 
 
+def named(
+    original: Callable[..., Any], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``forward``, called by name whichever way ``original``'s arguments are given."""
+    signature = inspect.signature(original)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        by_position = signature.bind_partial(self, *args).arguments
+        by_position.pop("self")
+        return forward(self, **by_position, **kwargs)
+
+    return call
+
+
 def with_lora_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
     """What a patch wraps a forward in, as upstream decorates its own: for LoRAs."""
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         from diffusers.utils import apply_lora_scale
 
-        patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(forward)
+        by_name = named(original, forward)
+        patched: Callable[..., Any] = apply_lora_scale("attention_kwargs")(by_name)
         return patched
 
     return wrapped
