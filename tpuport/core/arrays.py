@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from jax import Array
-    from jaxtyping import Bool, Float, Float32, Int, Shaped
-    from numpy import ndarray as HostArray
-    from torch import Tensor
+    from jax import Array as Array
+    from jaxtyping import Bool as Bool
+    from jaxtyping import Float as Float
+    from jaxtyping import Float32 as Float32
+    from jaxtyping import Int as Int
+    from jaxtyping import Shaped as Shaped
+    from torch import Tensor as Tensor
+
+    HostArray = np.ndarray
 else:
     # Shape and dtype alone are checked: neither jax nor torch need be imported.
     Array = HostArray = Tensor = Any

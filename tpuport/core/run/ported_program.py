@@ -148,7 +148,11 @@ class PortedProgram:
         return torch_pytree.tree_unflatten(results, found["tree"])
 
     def _make(
-        self, method: str, tree: Any, is_tensor: tuple[bool, ...], static: tuple
+        self,
+        method: str,
+        tree: Any,
+        is_tensor: tuple[bool, ...],
+        static: tuple[Any, ...],
     ) -> tuple[Any, dict[str, Any]]:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
