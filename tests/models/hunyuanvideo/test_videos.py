@@ -149,10 +149,10 @@ def test_a_record_tells_what_is_wrong_at_one_pixel(
 # -------------------------------------------------------------------- the videos
 
 
-def made(
+def make_and_check(
     name: str, sessions: Callable[..., Any], record: Callable[[str], Record]
 ) -> Any:
-    """What a session makes, which is what is recorded."""
+    """What a session makes, held to upstream's record of the same request."""
     video = VIDEOS[name]
     ours = sessions(video.checkpoint).generate(**video.options())
     record(name).check(ours.frames, ours.latents)
@@ -161,7 +161,7 @@ def made(
 
 @pytest.mark.parametrize("glyphs", ["glyphs", "no-glyphs"])
 def test_text_to_video(glyphs: str, sessions: Any, record: Any) -> None:
-    made(f"hunyuanvideo-1.5-{glyphs}", sessions, record)
+    make_and_check(f"hunyuanvideo-1.5-{glyphs}", sessions, record)
 
 
 @pytest.mark.parametrize("form", ["1.5", "13b"])
@@ -184,7 +184,7 @@ def test_two_videos_with_texts_of_other_lengths(
     seeds: str, sessions: Any, record: Any
 ) -> None:
     name = f"hunyuanvideo-1.5-two-videos-{seeds}"
-    ours = made(name, sessions, record)
+    ours = make_and_check(name, sessions, record)
     if seeds == "two-seeds":
         video = VIDEOS[name]
         alone = {**video.asked, "prompt": PROMPT, "seed": video.options()["seed"][0]}
@@ -195,13 +195,13 @@ def test_two_videos_with_texts_of_other_lengths(
 def test_image_to_video_takes_its_size_from_the_image(
     sessions: Any, record: Any
 ) -> None:
-    ours = made("hunyuanvideo-1.5-image", sessions, record)
+    ours = make_and_check("hunyuanvideo-1.5-image", sessions, record)
     # A size class of 64 x 64 pixels in the shape of 140 x 80.
     assert ours.frames.shape[2:4] == (48, 80)
 
 
 def test_two_videos_from_one_image(sessions: Any, record: Any) -> None:
-    made("hunyuanvideo-1.5-image-two-videos", sessions, record)
+    make_and_check("hunyuanvideo-1.5-image-two-videos", sessions, record)
 
 
 def test_two_images_make_what_each_makes_alone(sessions: Any) -> None:
@@ -216,13 +216,13 @@ def test_two_images_make_what_each_makes_alone(sessions: Any) -> None:
 def test_without_guidance_the_negative_prompt_is_not_run(
     sessions: Any, record: Any
 ) -> None:
-    ours = made("hunyuanvideo-1.5-no-guidance", sessions, record)
+    ours = make_and_check("hunyuanvideo-1.5-no-guidance", sessions, record)
     (step,) = [r for r in ours.report.stages[1].attention if r["query"][2] > 60][:1]
     assert step["query"][0] == 1
 
 
 def test_flow_shift_and_steps_off_the_defaults(sessions: Any, record: Any) -> None:
-    made("hunyuanvideo-1.5-flow-shift", sessions, record)
+    make_and_check("hunyuanvideo-1.5-flow-shift", sessions, record)
 
 
 def test_embeddings_and_latents_in_place_of_prompts_and_a_seed(
@@ -244,16 +244,16 @@ def test_embeddings_and_latents_in_place_of_prompts_and_a_seed(
 def test_13b_with_its_guidance_as_an_input(
     scale: int, sessions: Any, record: Any
 ) -> None:
-    made(f"hunyuanvideo-13b-guidance-{scale}", sessions, record)
+    make_and_check(f"hunyuanvideo-13b-guidance-{scale}", sessions, record)
 
 
 def test_13b_with_true_guidance_and_two_videos(sessions: Any, record: Any) -> None:
-    made("hunyuanvideo-13b-true-guidance", sessions, record)
+    make_and_check("hunyuanvideo-13b-true-guidance", sessions, record)
 
 
 def test_meanflow_takes_the_next_time_as_well(sessions: Any, record: Any) -> None:
     """The step-distilled form: two times, no guidance, from an image."""
-    made("hunyuanvideo-1.5-step-distilled", sessions, record)
+    make_and_check("hunyuanvideo-1.5-step-distilled", sessions, record)
     session, image = sessions("step-distilled"), picture()
     with pytest.raises(UsageError, match="distilled to 4, 8, 12 steps"):
         session.generate(PROMPT, image=image, num_inference_steps=5)
