@@ -21,16 +21,6 @@ KERNELS = {
     "tpuport/kernels/convolution/conv_kernel.py:_put_together",
 }
 
-#: What is still too large. The list only shrinks: a name that is no longer too large
-#: has to go.
-LONG = {
-    "tpuport/kernels/attention/splash_kernel.py:run",
-}
-WIDE = {
-    "tpuport/kernels/attention/splash.py:splash_attention",
-    "tpuport/kernels/attention/splash.py:splash_feature_major",
-}
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -65,12 +55,12 @@ def found() -> Iterator[tuple[str, Function]]:
 
 def test_no_function_is_long() -> None:
     long = {name for name, function in found() if lines(function) > MOST_LINES}
-    assert long - KERNELS == LONG
+    assert long <= KERNELS
 
 
 def test_no_function_has_many_parameters() -> None:
     wide = {name for name, f in found() if parameters(f) > MOST_PARAMETERS}
-    assert wide - DOORS == WIDE
+    assert wide <= DOORS
 
 
 def test_what_is_excepted_is_there() -> None:

@@ -277,6 +277,8 @@ def test_smoothed_keys_have_the_mean_of_those_that_count_taken_off() -> None:
     np.testing.assert_allclose(smooth[1].mean(axis=1), 0, atol=1e-5)
     np.testing.assert_allclose(smooth_keys(k, None)[0].mean(axis=1), 0, atol=1e-5)
     assert np.isfinite(smooth_keys(k, jnp.asarray([0, 9]))).all()
+    turned = smooth_keys(k.swapaxes(2, 3), jnp.asarray([2, 5]), axis=3)
+    np.testing.assert_allclose(turned.swapaxes(2, 3), smooth, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["auto", "blockwise"])

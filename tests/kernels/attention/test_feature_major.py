@@ -17,6 +17,7 @@ from tests.kernels.attention.oracle import (
 )
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.attention import attention_feature_major
+from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.kernels.attention.splash import SplashBlocks, splash_feature_major
 
 LN_2 = math.log(2)
@@ -48,10 +49,18 @@ def test_keys_that_the_caller_has_hidden() -> None:
     assert worst(got, want) < TOLERANCES["attention float32"]
 
 
-@pytest.mark.parametrize("implementation", ["splash", "reference", "blockwise"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        *("splash", "reference", "blockwise"),
+        AttentionChoice(name="splash", k_smooth=True),
+        AttentionChoice(name="reference", k_smooth=True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kv_len", [None, 300])
 def test_every_implementation_counts_the_same_keys(
-    implementation: str, kv_len: int | None
+    implementation: str | AttentionChoice, kv_len: int | None
 ) -> None:
     (q, k, v), _ = inputs(Case(q_len=129, kv_len=400))
     want = numpy_attention(q, k[:, :, :kv_len], v[:, :, :kv_len])

@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from tpuport.core.cost.attention_case import AttentionCase, Blocks
+from tpuport.kernels.attention.attention import smooth_keys
 from tpuport.kernels.attention.splash import splash_attention
 from tpuport.kernels.attention.splash_blocks import SplashBlocks
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
@@ -56,11 +57,10 @@ def build(
     def ours(q: Any, k: Any, v: Any, lengths: Any = None) -> jax.Array:
         return splash_attention(
             q,
-            k,
+            smooth_keys(k, lengths) if case.k_smooth else k,
             v,
             is_causal=case.is_causal,
             window=case.window,
-            k_smooth=case.k_smooth,
             kv_lengths=lengths,
             blocks=SplashBlocks(**asdict(blocks)),
             chip=case.chip,

@@ -7,8 +7,9 @@ D head dim of queries and keys, Dv head dim of values.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Unpack, cast
+from typing import Literal, Unpack, cast
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -133,12 +134,14 @@ def attention_feature_major(
         **options,
     )
     selection = select(problem, choice, chip=chip, fall_back=True)
+    if choice.k_smooth:
+        k = smooth_keys(k, _counted(k.shape[3], options), axis=3)
+        choice = replace(choice, k_smooth=False)
     if selection.implementation == "splash":
         return splash_feature_major(
             q,
             k,
             v,
-            k_smooth=choice.k_smooth,
             blocks=splash_tiles(selection.blocks),
             chip=chip or DEFAULT_CHIP,
             platform=platform,
@@ -162,27 +165,40 @@ def attention_feature_major(
     return out.swapaxes(2, 3)
 
 
+def _counted(size: int, options: KeyOptions) -> jax.Array | None:
+    """How many of ``size`` keys count, integers that broadcast to [B]; None for all."""
+    kv_lengths, kv_len = options.get("kv_lengths"), options.get("kv_len")
+    if kv_len is None or kv_len == size:
+        return kv_lengths
+    if kv_lengths is None:
+        return jnp.full((1,), kv_len)
+    return jnp.minimum(kv_lengths, kv_len)
+
+
 def smooth_keys(
-    k: Float[Array, "b hkv lk d"], kv_lengths: Int[Array, " b"] | None
-) -> Float[Array, "b hkv lk d"]:
+    k: Float[Array, "b hkv _ _"],
+    kv_lengths: Int[Array, " _"] | None,
+    axis: Literal[2, 3] = 2,
+) -> Float[Array, "b hkv _ _"]:
     """``k`` less the mean of the keys that count, per batch item and head.
 
     Every score of a query changes by the same number, so the softmax does not change;
     scores that are nearer 0 are rounded less in low precision.
 
     Args:
-        k: of shape [B, Hkv, Lk, D].
-        kv_lengths: integers of shape [B]; the keys that count are those before.
+        k: of shape [B, Hkv, Lk, D], or [B, Hkv, D, Lk] with ``axis=3``.
+        kv_lengths: integers of shape [B] or [1]; the keys before them count.
+        axis: of the keys.
 
     Source: Zhang et al. 2024 (arXiv:2410.02367), section 4.2.
     """
     wide = k.astype(jnp.float32)
     if kv_lengths is None:
-        mean = jnp.mean(wide, axis=2, keepdims=True)
+        mean = jnp.mean(wide, axis=axis, keepdims=True)
     else:
-        counts = jnp.arange(k.shape[2]) < kv_lengths[:, None]
-        weights = counts[:, None, :, None]
-        number = jnp.maximum(jnp.minimum(kv_lengths, k.shape[2]), 1)
-        total = jnp.sum(jnp.where(weights, wide, 0.0), axis=2, keepdims=True)
-        mean = total / number[:, None, None, None]
+        size = k.shape[axis]
+        number = jnp.clip(kv_lengths, 0, size)[:, None, None, None]
+        index = jax.lax.broadcasted_iota(jnp.int32, k.shape, axis)
+        total = jnp.sum(jnp.where(index < number, wide, 0.0), axis=axis, keepdims=True)
+        mean = total / jnp.maximum(number, 1)
     return (wide - mean).astype(k.dtype)

@@ -97,7 +97,6 @@ def splash_attention(
     v: Float[Array, "b hkv lk dv"],
     *,
     window: tuple[int, int] | None = None,
-    k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
     chip: str = "v6e",
     platform: str = "tpu",
@@ -113,8 +112,6 @@ def splash_attention(
         v: of shape [B, Hkv, Lk, Dv].
         window: (left, right): query i sees keys i - left .. i + right; combines with
             the options.
-        k_smooth: subtract from each key the mean of the keys that count, which leaves
-            the softmax as it is and makes scores smaller. Keys are rounded once more.
         blocks: tiles; None means ``default_blocks``.
         chip: what the program is for: "v5e", "v5p", "v6e", "v7x".
         platform: where the program will run; only "tpu" unless ``interpret``.
@@ -134,7 +131,6 @@ def splash_attention(
         k.swapaxes(2, 3),
         v.swapaxes(2, 3),
         window=window,
-        k_smooth=k_smooth,
         blocks=blocks,
         chip=chip,
         platform=platform,
@@ -150,7 +146,6 @@ def splash_feature_major(
     v: Float[Array, "b hkv dv lk"],
     *,
     window: tuple[int, int] | None = None,
-    k_smooth: bool = False,
     blocks: SplashBlocks | None = None,
     chip: str = "v6e",
     platform: str = "tpu",
@@ -186,7 +181,7 @@ def splash_feature_major(
     q, factor = with_factor(q, problem.scale)
     kv_len = options.get("kv_len")
     kv_len = problem.kv_len if kv_len is None else kv_len
-    k, v, lengths = _hide_keys(k, v, options, kv_len, k_smooth)
+    v, lengths = _hide_values(v, options, kv_len)
     plan = splash_plan(problem, blocks, factor, chip=chip, kv_len=kv_len)
     depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
     keys = plan.kv_blocks * blocks.kv
@@ -250,30 +245,21 @@ def splash_plan(
     )
 
 
-def _hide_keys(
-    k: jax.Array,
-    v: jax.Array,
-    options: KeyOptions,
-    kv_len: int,
-    k_smooth: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """k, v that is 0 where a key does not count, and how many keys count."""
-    batch, _, _, size = k.shape
+def _hide_values(
+    v: jax.Array, options: KeyOptions, kv_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """v [B, Hkv, Dv, Lk] that is 0 where a key does not count, and how many count."""
+    batch, _, _, size = v.shape
     kv_lengths = options.get("kv_lengths")
     if kv_lengths is None:
         lengths = jnp.full((batch,), kv_len, jnp.int32)
     else:
         lengths = jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
     all_count = kv_lengths is None and kv_len == size
-    counts = (jnp.arange(size) < lengths[:, None])[:, None, None, :]
-    if k_smooth:
-        counted = k if all_count else jnp.where(counts, k, 0)
-        total = jnp.sum(counted, 3, keepdims=True, dtype=jnp.float32)
-        mean = total / jnp.maximum(lengths, 1)[:, None, None, None]
-        k = (k.astype(jnp.float32) - mean).astype(k.dtype)
     if not (all_count or options.get("hidden")):
+        counts = (jnp.arange(size) < lengths[:, None])[:, None, None, :]
         v = jnp.where(counts, v, 0)
-    return k, v, lengths
+    return v, lengths
 
 
 def _itemsize(problem: Problem) -> int:

@@ -151,19 +151,12 @@ def run(
     blocks = plan.blocks
     batch, heads, depth, q_len = q.shape
     rows = v.shape[2]
-    # What a step asks of its place is looked up: scalar divisions are slow.
-    first = jnp.asarray(plan.first_blocks())
-    # -1 where no key counts.
-    counted = (lengths - 1)[:, None] // blocks.kv
-    last = jnp.minimum(jnp.asarray(plan.last_blocks()), counted)
-    first = jnp.clip(first, 0, jnp.maximum(last, 0)).reshape(-1)
-    last = last.reshape(-1)
+    first, last = _block_range(plan, lengths)
 
     def q_map(b: Any, h: Any, i: Any, j: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, 0, i
 
     kv_map = functools.partial(_kv_map, plan)
-    scores = batch * heads * q_len * plan.steps * blocks.kv
     out = pl.BlockSpec((None, None, rows, blocks.q), q_map)
     out_shape = jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype)
     operands, aliases = [lengths, first, last, q, k, v], {}
@@ -198,17 +191,35 @@ def run(
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * scores * (depth + rows + COUNT_ROWS),
-            transcendentals=scores,
-            bytes_accessed=(
-                2 * q.size + (k.size + v.size) * plan.groups * plan.q_blocks
-            )
-            * q.dtype.itemsize,
-        ),
+        cost_estimate=_cost(plan, q, k, v),
         interpret=interpret,
         name=NAME,
     )(*operands)
+
+
+def _block_range(plan: Plan, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first and last key block of each query block, int32 [B * q_blocks].
+
+    A step of the grid looks them up, because scalar divisions are slow.
+    """
+    first = jnp.asarray(plan.first_blocks())
+    # -1 where no key counts.
+    counted = (lengths - 1)[:, None] // plan.blocks.kv
+    last = jnp.minimum(jnp.asarray(plan.last_blocks()), counted)
+    first = jnp.clip(first, 0, jnp.maximum(last, 0))
+    return first.reshape(-1), last.reshape(-1)
+
+
+def _cost(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> pl.CostEstimate:
+    """What XLA's scheduler is told of a call's work."""
+    batch, heads, depth, q_len = q.shape
+    scores = batch * heads * q_len * plan.steps * plan.blocks.kv
+    values = 2 * q.size + (k.size + v.size) * plan.groups * plan.q_blocks
+    return pl.CostEstimate(
+        flops=2 * scores * (depth + v.shape[2] + COUNT_ROWS),
+        transcendentals=scores,
+        bytes_accessed=values * q.dtype.itemsize,
+    )
 
 
 def _kv_map(plan: Plan, *args: Any) -> tuple[Any, ...]:
