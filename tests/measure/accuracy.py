@@ -40,7 +40,8 @@ from tpuport.models.hunyuanvideo import demo
 from tpuport.models.hunyuanvideo.vae import plan_decode
 
 STEPS = {"num_inference_steps": 4}
-SHAPE = {"height": 64, "width": 96, "num_frames": 9, **STEPS}
+SIZE = {"height": 64, "width": 96}
+SHAPE = {**SIZE, "num_frames": 9, **STEPS}
 #: (dp, sp, tp); dp = 2 splits the guidance pair.
 MESHES = ((2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 8, 1))
 WITHOUT_PAIR = ((1, 1, 8), (1, 2, 4), (1, 8, 1))
@@ -130,6 +131,7 @@ def cogvideox_videos(root: Path) -> Iterator[Video]:
             folder,
             video=cogvideox_v2v.images(video),
             use_dynamic_cfg=form == "5b",
+            **SIZE,
             **edit,
         )
         yield Video(
