@@ -91,8 +91,9 @@ def test_a_chunk_of_whole_blocks_is_not_padded(chunk: int, head_dim: int) -> Non
     assert chunk % blocks.q == chunk % blocks.kv == 0
 
 
-def test_keys_come_in_whole_parts_at_any_length() -> None:
-    for length in range(129, 40000, 97):
+@pytest.mark.parametrize("step", [991, pytest.param(97, marks=pytest.mark.sweep)])
+def test_keys_come_in_whole_parts_at_any_length(step: int) -> None:
+    for length in range(129, 40000, step):
         blocks = default_blocks(length, length, 128)
         assert blocks.kv_compute in (256, 384), length
 
