@@ -85,105 +85,43 @@ class Chip:
         return {**asdict(self), "clock_hz": self.clock_hz}
 
 
+_NAMES = ("v4", "v5e", "v5p", "v6e", "v7x")
+#: An attribute of all chips in a line, in the order of ``_NAMES``.
+_TABLE: dict[str, tuple[Any, ...]] = {
+    "title": ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e (Trillium)", "TPU7x (Ironwood)"),
+    "device_kinds": (
+        ("TPU v4",),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+        ("TPU7x",),
+    ),
+    "devices_per_chip": (1, 1, 1, 1, 2),
+    "cores": (2, 1, 2, 1, 1),
+    "peak_flops": (275e12, 197e12, 459e12, 918e12, 2307e12 / 2),
+    "flops_per_cycle": (
+        2 * 4 * 128 * 128 * 2,  # 1.05 GHz
+        4 * 128 * 128 * 2,  # 1.50 GHz
+        2 * 4 * 128 * 128 * 2,  # 1.75 GHz
+        2 * 256 * 256 * 2 * 2,  # 1.75 GHz
+        2 * 256 * 256 * 2 * 2,  # 2.20 GHz
+    ),
+    "hbm_bytes": tuple(size * GIB for size in (32, 16, 95, 32, 96)),
+    "hbm_usable_bytes": tuple(
+        int(size * GIB) for size in (30.75, 15.75, 95.74, 31.25, 94.75)
+    ),
+    "hbm_bandwidth": (1228e9, 819e9, 2765e9, 1638e9, 7380e9 / 2),
+    "vmem_bytes": tuple(size * MIB for size in (16, 128, 64, 128, 64)),
+    "mxu_size": (128, 128, 128, 256, 256),
+    "mxus": (4, 4, 4, 2, 2),
+    "ici_links": (6, 4, 6, 4, 6),
+    "ici_link_bandwidth": (4.5e10, 4.5e10, 9e10, 9e10, 9e10),
+    "ici_dims": (3, 2, 3, 2, 3),
+    "ring_size": (4, 16, 4, 16, 4),
+}
 CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="v4",
-            title="TPU v4",
-            device_kinds=("TPU v4",),
-            devices_per_chip=1,
-            cores=2,
-            peak_flops=275e12,
-            flops_per_cycle=2 * 4 * 128 * 128 * 2,  # 1.05 GHz
-            hbm_bytes=32 * GIB,
-            hbm_usable_bytes=int(30.75 * GIB),
-            hbm_bandwidth=1228e9,
-            vmem_bytes=16 * MIB,
-            mxu_size=128,
-            mxus=4,
-            ici_links=6,
-            ici_link_bandwidth=4.5e10,
-            ici_dims=3,
-            ring_size=4,
-        ),
-        Chip(
-            name="v5e",
-            title="TPU v5e",
-            device_kinds=("TPU v5 lite", "TPU v5e"),
-            devices_per_chip=1,
-            cores=1,
-            peak_flops=197e12,
-            flops_per_cycle=4 * 128 * 128 * 2,  # 1.50 GHz
-            hbm_bytes=16 * GIB,
-            hbm_usable_bytes=int(15.75 * GIB),
-            hbm_bandwidth=819e9,
-            vmem_bytes=128 * MIB,
-            mxu_size=128,
-            mxus=4,
-            ici_links=4,
-            ici_link_bandwidth=4.5e10,
-            ici_dims=2,
-            ring_size=16,
-        ),
-        Chip(
-            name="v5p",
-            title="TPU v5p",
-            device_kinds=("TPU v5", "TPU v5p"),
-            devices_per_chip=1,
-            cores=2,
-            peak_flops=459e12,
-            flops_per_cycle=2 * 4 * 128 * 128 * 2,  # 1.75 GHz
-            hbm_bytes=95 * GIB,
-            hbm_usable_bytes=int(95.74 * GIB),
-            hbm_bandwidth=2765e9,
-            vmem_bytes=64 * MIB,
-            mxu_size=128,
-            mxus=4,
-            ici_links=6,
-            ici_link_bandwidth=9e10,
-            ici_dims=3,
-            ring_size=4,
-        ),
-        Chip(
-            name="v6e",
-            title="TPU v6e (Trillium)",
-            device_kinds=("TPU v6 lite", "TPU v6e"),
-            devices_per_chip=1,
-            cores=1,
-            peak_flops=918e12,
-            flops_per_cycle=2 * 256 * 256 * 2 * 2,  # 1.75 GHz
-            hbm_bytes=32 * GIB,
-            hbm_usable_bytes=int(31.25 * GIB),
-            hbm_bandwidth=1638e9,
-            vmem_bytes=128 * MIB,
-            mxu_size=256,
-            mxus=2,
-            ici_links=4,
-            ici_link_bandwidth=9e10,
-            ici_dims=2,
-            ring_size=16,
-        ),
-        Chip(
-            name="v7x",
-            title="TPU7x (Ironwood)",
-            device_kinds=("TPU7x",),
-            devices_per_chip=2,
-            cores=1,
-            peak_flops=2307e12 / 2,
-            flops_per_cycle=2 * 256 * 256 * 2 * 2,  # 2.20 GHz
-            hbm_bytes=96 * GIB,
-            hbm_usable_bytes=int(94.75 * GIB),
-            hbm_bandwidth=7380e9 / 2,
-            vmem_bytes=64 * MIB,
-            mxu_size=256,
-            mxus=2,
-            ici_links=6,
-            ici_link_bandwidth=9e10,
-            ici_dims=3,
-            ring_size=4,
-        ),
-    )
+    name: Chip(name=name, **dict(zip(_TABLE, column, strict=True)))
+    for name, column in zip(_NAMES, zip(*_TABLE.values(), strict=True), strict=True)
 }
 
 
