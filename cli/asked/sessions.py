@@ -58,7 +58,7 @@ def check_early(settings: Settings) -> Known:
         MissingWeightsError, MissingArtifactError: a folder named is not there.
         ArtifactError: --executables are for other settings.
     """
-    port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
+    port = get_port(settings.model or DEFAULT_MODEL)
     variant = known_variant(port, settings)
     known = Known(
         settings=settings,

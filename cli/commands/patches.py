@@ -18,7 +18,6 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import plural, print_json
 from tpuport.cli.shown.versions import version
 from tpuport.core.files.atomic import one_line
-from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
@@ -114,6 +113,8 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
 
     Patches that one kind of blocks has alone are among them and say so.
     """
+    from tpuport.core.layers.model_runtime import EVERYWHERE
+
     found: dict[Patch | OpOverride, Entry] = {}
 
     def add(

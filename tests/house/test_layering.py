@@ -302,18 +302,16 @@ def test_kernels_are_jax_only() -> None:
 #: What must start quickly: importing any of these imports no other module at its top
 #: that needs torch or jax.
 LIGHT_ROOMS = {("core", room) for room in (HALL, "mesh", "files", "spec")}
-#: Modules in Flax, which the plugin imports when one of them is asked for.
-HEAVY_OF_MODELS = {
-    f"tpuport.models.cogvideox.flax_{name}" for name in ("blocks", "layers", "vae")
-}
 
 
 def light() -> set[str]:
     """The modules that must start quickly, and what they import at the top."""
 
     def is_light(source: Source) -> bool:
-        if source.name in HEAVY_OF_MODELS:
+        if source.layer == "patches":
             return False
+        if source.layer == "models":  # a plugin names what needs torch or jax
+            return source.name.endswith(".plugin")
         if source.layer in ROOMS and source.layer != "cli":
             return room_of(source.name) in LIGHT_ROOMS
         return True

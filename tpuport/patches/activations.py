@@ -7,13 +7,13 @@ torch evaluates it in float32 and rounds the result. In float32 nothing changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-
-if TYPE_CHECKING:
-    import jax
 
 
 def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
@@ -28,9 +28,6 @@ def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
 
     Source: ATen/native/cpu/Activation.cpp, ``GeluKernelImpl``.
     """
-    import jax
-    import jax.numpy as jnp
-
     wide = jax.nn.gelu(input.astype(jnp.float32), approximate=approximate == "tanh")
     return wide.astype(input.dtype)
 

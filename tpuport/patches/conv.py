@@ -11,16 +11,19 @@ Legend: N batch, C input channels, O output channels, T frames, Y rows, X column
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from torchax.ops.jaten import _aten_convolution
 
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT, convolve, has_kernels
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note, passed_over
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
-
-if TYPE_CHECKING:
-    import jax
+from tpuport.kernels.convolution.conv import video_convolution
+from tpuport.kernels.convolution.conv_kernel import pitch_of
 
 
 def _is_three_dimensional(
@@ -53,9 +56,6 @@ def convolution_by_taps(
     ``stride`` and ``dilation`` must be 1 in the first place. Source of the contract:
     ``torch.nn.functional.conv3d``.
     """
-    import jax
-    import jax.numpy as jnp
-
     count, channels, _, rows, columns = input.shape
     outputs, _, taps, *kernel = weight.shape
     pad_t, *pad = padding
@@ -96,9 +96,6 @@ def plain_convolution(
     Rounded once, after the bias. Source of the contract: ``torch.nn.functional.conv3d``
     and its like over one and two axes.
     """
-    import jax
-    import jax.numpy as jnp
-
     letters = "TYX"[3 - (weight.ndim - 2) :]
     out = jax.lax.conv_general_dilated(
         input,
@@ -132,11 +129,6 @@ def video_kernel(
     Raises:
         NotImplementedError: the kernel cannot.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.convolution.conv import video_convolution
-    from tpuport.kernels.convolution.conv_kernel import pitch_of
-
     if not has_kernels(context):
         raise NotImplementedError("a kernel on a mesh, without a split")
     if weight.shape[-2:] != (3, 3):
@@ -171,8 +163,6 @@ def pointwise(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> ja
 
     As such it compiles in a fraction of the time of a convolution.
     """
-    import jax.numpy as jnp
-
     flat = weight.reshape(weight.shape[:2])
     out = jnp.einsum("nc...,oc->no...", input, flat, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -200,8 +190,6 @@ def _beyond(
 
 
 def _make(context: OpContext) -> Callable[..., Any]:
-    from torchax.ops.jaten import _aten_convolution
-
     platform, space = context.platform, context.space
 
     def convolution(

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.mesh.spatial_split import Space
 
 
 def _trailing_axes(
@@ -48,8 +47,6 @@ def layer_norm(
     Raises:
         ValueError: the trailing dims of ``input`` are not ``normalized_shape``.
     """
-    import jax.numpy as jnp
-
     axes = _trailing_axes("layer_norm", input, normalized_shape)
     x = input.astype(jnp.float32)
     centred = x - jnp.mean(x, axis=axes, keepdims=True)
@@ -79,8 +76,6 @@ def group_norm(
     Raises:
         ValueError: ``num_groups`` does not divide C.
     """
-    import jax.numpy as jnp
-
     batch, channels, *rest = input.shape
     if channels % num_groups:
         raise ValueError(f"group_norm: {channels} channels in {num_groups} groups")
@@ -105,8 +100,6 @@ def _moments(
     First of every channel, which leaves the channels along the lanes where they are,
     and then of each group, by the law of total variance.
     """
-    import jax.numpy as jnp
-
     batch, channels = input.shape[:2]
     axes = tuple(range(2, input.ndim))
     if space is not None:
@@ -136,8 +129,6 @@ def _native_group_norm(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``aten.native_group_norm``: (output, mean [N, G], reciprocal std [N, G])."""
-    import jax.numpy as jnp
-
     mean, variance = _moments(input, group, space)
     out = group_norm(input, group, weight, bias, eps, space=space)
     return out, mean, 1 / jnp.sqrt(variance + eps)
@@ -151,8 +142,6 @@ def _native_layer_norm(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``aten.native_layer_norm``: (output, mean, reciprocal std)."""
-    import jax.numpy as jnp
-
     count = len(tuple(normalized_shape))
     axes = tuple(range(input.ndim - count, input.ndim))
     x = input.astype(jnp.float32)

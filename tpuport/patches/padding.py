@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from tpuport.core.mesh.halos import Border
+from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.mesh.halos import Border
-    from tpuport.core.mesh.spatial_split import Space
 
 _MODES = {
     "constant": "constant",
@@ -44,8 +43,6 @@ def pad(
         ValueError: ``pad`` is no list of pairs, or there is no such mode.
         NotImplementedError: in space, a border that is no zeros and no repetition.
     """
-    import jax.numpy as jnp
-
     if len(pad) % 2 or len(pad) > 2 * input.ndim or mode not in _MODES:
         raise ValueError(f"padding {list(pad)} of {input.shape}, mode {mode!r}")
     pairs = [(0, 0)] * input.ndim

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.patching import Patch
 
@@ -18,8 +20,6 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward whose output is an array of its own, to the compiler as well."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import jax
-
         active = current()
         out = active.arrays(original(self, *args, **kwargs))
         return active.tensors(jax.lax.optimization_barrier(out))

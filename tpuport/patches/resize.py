@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-
-if TYPE_CHECKING:
-    import jax
 
 
 def nearest_resize(
@@ -40,9 +41,6 @@ def nearest_resize(
         in / out otherwise. Source: ATen/native/UpSample.h,
         ``compute_scales_value`` and ``nearest_neighbor_compute_source_index``.
     """
-    import jax.numpy as jnp
-    import numpy as np
-
     axes = input.ndim - 2
     factors: list[float | None] = [None] * axes
     if len(scales) == 1 and isinstance(scales[0], (list, tuple)):
@@ -81,8 +79,6 @@ def nearest_resize(
 
 def _repeat(x: jax.Array, count: int, axis: int) -> jax.Array:
     """Every element of an axis ``count`` times, as one broadcast."""
-    import jax.numpy as jnp
-
     wide = jnp.broadcast_to(
         jnp.expand_dims(x, axis + 1),
         (*x.shape[: axis + 1], count, *x.shape[axis + 1 :]),
@@ -99,9 +95,6 @@ def _repeat_by_matrix(x: jax.Array, rows: int, columns: int) -> jax.Array:
     by one takes twenty times as long. The copies of a row come from the same product,
     one after the other: as a broadcast they are read and written once more.
     """
-    import jax
-    import jax.numpy as jnp
-
     *outer, height, width = x.shape
     copies = jnp.repeat(jnp.eye(width, dtype=x.dtype), columns, axis=1)
     copies = jnp.tile(copies, (1, rows))

@@ -7,12 +7,11 @@ a guidance of 6000, that is 2e-5 or 2e-4 of a sine's argument.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from tpuport.core.tracing.patching import Patch
-
-if TYPE_CHECKING:
-    import torch
 
 
 def timestep_embedding(
@@ -28,9 +27,6 @@ def timestep_embedding(
     The frequencies are torch's own, whatever a program is compiled for: a guidance of
     6000 multiplies the last bit of an exponential, which XLA rounds otherwise, to 2e-4.
     """
-    import numpy as np
-    import torch
-
     half = embedding_dim // 2
     exponents = np.float32(-math.log(max_period)) * np.arange(half, dtype=np.float32)
     exponents /= np.float32(half - downscale_freq_shift)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.tracing.patching import Patch
-
-if TYPE_CHECKING:
-    import jax
 
 
 def _slice_start_and_size(
@@ -39,9 +39,6 @@ def _write_box(
     x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
 ) -> jax.Array:
     """``x`` with the box that starts at ``starts`` replaced, by concatenation."""
-    import jax
-    import jax.numpy as jnp
-
     while dim < x.ndim and value.shape[dim] == x.shape[dim]:
         dim += 1
     if dim == x.ndim:
@@ -62,8 +59,6 @@ def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
         key: what stands in the brackets.
         value: broadcasts to the shape of ``x[key]``, as in torch.
     """
-    import jax.numpy as jnp
-
     box = _slice_start_and_size(key, x.shape)
     if box is None or 0 in box[1]:
         return None

@@ -17,12 +17,9 @@ Legend: B batch, H heads, L tokens (Lq queries, Lk keys), D head dim, C channels
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from tpuport.core.layers.attention_lengths import define_attention_op
-
-if TYPE_CHECKING:
-    import torch
 
 
 def attend(
@@ -51,8 +48,6 @@ def attend(
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
-    import torch
-
     define_attention_op()
     out: torch.Tensor = torch.ops.tpuport.attention(
         query, key, value, key_lengths, frame_tokens, scale
@@ -71,8 +66,6 @@ def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         integers of shape [B]. They are counted as integers: in the dtype of the mask,
         bfloat16 say, 256 + 1 would be 256. ``order.argsort(dim=1)`` moves them back.
     """
-    import torch
-
     valid = mask.bool()
     order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)
     return order, valid.int().sum(dim=1)
@@ -80,8 +73,6 @@ def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def take_tokens(tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """The tokens [B, L, C] in the order of indices [B, L], bit for bit."""
-    import torch
-
     # Whole rows: torch.gather would index every element by itself. By the operator and
     # not in brackets, where torchax 0.0.13 fails on a tensor that is a slice of one.
     rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]

@@ -17,10 +17,10 @@ from safetensors import safe_open
 
 from tests.processes import run_python
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.models.hunyuanvideo import demo, encoders, inputs
+from tpuport.models.hunyuanvideo import demo, encoders, inputs, published
 
 MAKERS = {"1.5": demo.make_demo, "13b": demo.make_demo_13b}
-CONFIGS = {"1.5": demo.DEMO_CONFIGS, "13b": demo.DEMO_CONFIGS_13B}
+CONFIGS = {"1.5": published.DEMO_CONFIGS, "13b": published.DEMO_CONFIGS_13B}
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,21 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tpuport.core import compat
 from tpuport.core.arrays import Array, Float, Int, Shaped
 from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.errors import AttentionError, UsageError
-
-if TYPE_CHECKING:
-    from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.kernels.attention.attention import attention
+from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.kernels.attention.problem import describe
+from tpuport.kernels.attention.selection import IMPLEMENTATIONS, select
 
 
 def check_implementation(choice: AttentionChoice, platform: str) -> AttentionChoice:
@@ -34,8 +39,6 @@ def check_implementation(choice: AttentionChoice, platform: str) -> AttentionCho
     Raises:
         UsageError: it is for other devices.
     """
-    from tpuport.kernels.attention.selection import IMPLEMENTATIONS
-
     for one in IMPLEMENTATIONS:
         if one.name == choice.name and one.platform not in (None, platform):
             raise UsageError(
@@ -63,8 +66,6 @@ def _four_dims(
     last is the heads, also of an input of three dims: there torch counts the groups of
     ``enable_gqa`` too. Heads are left as they are.
     """
-    import jax.numpy as jnp
-
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise ValueError(
             "scaled_dot_product_attention needs at least [L, D]; got "
@@ -111,8 +112,6 @@ def _match_heads(
         ValueError: the head counts neither broadcast nor, with ``enable_gqa``, divide
             those of the query.
     """
-    import jax.numpy as jnp
-
     heads, key_heads, value_heads = (x.shape[1] for x in (q, k, v))
     found = f"{heads} query heads on {key_heads} key and {value_heads} value heads"
     if enable_gqa:
@@ -135,8 +134,6 @@ def _check(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    import jax.numpy as jnp
-
     if dropout_p:
         raise AttentionError(
             f"scaled_dot_product_attention with dropout_p={dropout_p}: dropout draws "
@@ -215,10 +212,6 @@ def split_attention(
     Returns:
         of shape [B, H, Lq, Dv].
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.attention.attention import attention
-
     choice = context.implementation
     if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
         # A window is of neighbours in one sequence.
@@ -293,8 +286,6 @@ def _by_frames(
 
     ``k`` and ``v`` have the tokens of all frames.
     """
-    import jax
-    import jax.numpy as jnp
 
     def one_frame(frame: tuple[Array, Array]) -> Array:
         q, end = frame
@@ -373,8 +364,6 @@ def _mapped(
     context: OpContext, run: Callable[..., Array], arrays: _Arrays, split: _Split
 ) -> Float[Array, ...]:
     """``run`` on each device's part of the arrays that are given."""
-    from jax.sharding import PartitionSpec
-
     q, k, v, mask, lengths = arrays
     q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split.queries)
     given = {"q": q, "k": k, "v": v}
@@ -409,11 +398,6 @@ def _record(
 
     ``arrays`` are as they are split; ``length`` is that of all queries without padding.
     """
-    import jax
-
-    from tpuport.kernels.attention.problem import describe
-    from tpuport.kernels.attention.selection import select
-
     q, k, v, mask, lengths = arrays
     sizes = _sizes(context)
 

@@ -14,6 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+
 from tpuport.core.arrays import Array, Float, Shaped, Tensor
 from tpuport.core.layers.attention import split_attention
 from tpuport.core.tracing.context import OpContext
@@ -38,8 +42,6 @@ def length_attention(
         AttentionError: the implementation named in the context cannot do this call.
         ValueError: shapes or dtypes do not fit together.
     """
-    import jax.numpy as jnp
-
     _check_lengths(
         query,
         key,
@@ -104,9 +106,6 @@ def eager_attention(
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
-    import torch
-    import torch.nn.functional as F
-
     kind = torch.int32 if key_lengths is None else key_lengths.dtype
     _check_lengths(
         query,
@@ -154,8 +153,6 @@ def define_attention_op() -> None:
     In plain torch it is :func:`eager_attention`, on every device and with gradients;
     while a runtime traces it is :func:`length_attention`.
     """
-    import torch
-
     with _lock:
         if _libraries:
             return

@@ -5,6 +5,8 @@ Letters: E width, F inner width.
 
 from __future__ import annotations
 
+import jax
+
 from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.layers.joint_sequence import JointSequence, dense
 
@@ -29,8 +31,6 @@ def gelu_dense(
     Returns:
         of shape [..., F] in the dtype of ``x``, rounded once.
     """
-    import jax
-
     wide = dense(sequence, x, weight, bias)
     inner = jax.nn.gelu(wide, approximate=tanh).astype(x.dtype)
     # Without it XLA computes this product anew within the next, per block of it.

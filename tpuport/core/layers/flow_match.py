@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tpuport.core.arrays import Float32, HostArray
 from tpuport.errors import UsageError
 
@@ -44,8 +46,6 @@ def make_flow_schedule(
     Raises:
         UsageError: the config asks for noise in every step, or for dynamic shifting.
     """
-    import numpy as np
-
     for name in ("stochastic_sampling", "use_dynamic_shifting"):
         if config.get(name):
             raise UsageError(f"the scheduler's config has {name}, which is not ported")

@@ -15,7 +15,9 @@ and modulation are in float32 and rounded once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Bool, Float, Float32, Int, Shaped
 from tpuport.core.layers.sequence_parallel import (
@@ -23,9 +25,9 @@ from tpuport.core.layers.sequence_parallel import (
     padded_length,
     sequence_attention,
 )
-
-if TYPE_CHECKING:
-    from tpuport.core.tracing.context import Active
+from tpuport.core.tracing.context import Active
+from tpuport.core.tracing.ported_module import constrain
+from tpuport.kernels.padding import pad_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +112,6 @@ class JointSequence:
         What makes ``x`` runs whole on every device: a partitioner that joins tokens of
         uneven parts moves more than it saves, and takes minutes to compile.
         """
-        from tpuport.kernels.padding import pad_dim
-
         return self.split(pad_dim(self.whole(x), 1, self.padded))
 
     @property
@@ -133,8 +133,6 @@ class JointSequence:
 
     def is_text(self) -> Bool[Array, "l"]:
         """Which tokens are text, bool [L]."""
-        import jax.numpy as jnp
-
         index = jnp.arange(self.padded)
         first, end = self.text_places
         return (index >= first) & (index < end)
@@ -148,8 +146,6 @@ class JointSequence:
             text: of shape [B, E].
             video: of shape [B, E]; the very same array gives [B, 1, E].
         """
-        import jax.numpy as jnp
-
         if text is video:
             return video[:, None]
         return jnp.where(self.is_text()[:, None], text[:, None], video[:, None])
@@ -157,8 +153,6 @@ class JointSequence:
     def _constrain(
         self, x: Shaped[Array, "b l *rest"], axis: str | None
     ) -> Shaped[Array, "b l *rest"]:
-        from tpuport.core.tracing.ported_module import constrain
-
         policy = self.active.context.attention
         sizes = self.active.axis_size
         batch = policy.batch if sizes(policy.batch) > 1 else None
@@ -175,8 +169,6 @@ def gated(
     video: Float[Array, "b e"],
 ) -> Float[Array, "b l e"]:
     """``x + gate * update`` with a gate [B, E] for text and one for video tokens."""
-    import jax.numpy as jnp
-
     wide = update.astype(jnp.float32)
     gate = sequence.choose(text, video).astype(jnp.float32)
     return sequence.split((x.astype(jnp.float32) + gate * wide).astype(x.dtype))
@@ -201,8 +193,6 @@ def to_heads(
     Returns:
         of shape [B, H, D, L] if ``sequence.feature_major``, else [B, H, L, D].
     """
-    import jax.numpy as jnp
-
     heads = weight.shape[0] // head_dim
     split = weight.reshape(heads, head_dim, weight.shape[1])
     equation = "ble,hde->bhdl" if sequence.feature_major else "ble,hde->bhld"
@@ -233,8 +223,6 @@ def dense(
     Returns:
         float32 [..., F].
     """
-    import jax.numpy as jnp
-
     narrow = row_parallel and sequence.sums_partial_products
     out = jnp.einsum(
         "...e,fe->...f",
@@ -263,8 +251,6 @@ def from_heads(
         of shape [B, L, E]: float32, or the dtype of ``x`` where partial products of
         several devices are summed up.
     """
-    import jax.numpy as jnp
-
     heads = x.shape[1]
     split = weight.reshape(weight.shape[0], heads, -1)
     equation = "bhdl,ehd->ble" if sequence.feature_major else "bhld,ehd->ble"
@@ -289,9 +275,6 @@ def rotary_tables(
     Returns:
         cos and sin, float32 [D, L] if ``sequence.feature_major``, else [L, D].
     """
-    import jax.numpy as jnp
-
-    from tpuport.core.tracing.ported_module import constrain
 
     def table(x: Float[Array, "tokens d"], rest: float) -> Float32[Array, "m n"]:
         x = constrain(sequence.active.context.mesh, x.astype(jnp.float32), None, None)
@@ -325,8 +308,6 @@ def attend(
     Returns:
         of the shape of ``q``, in ``dtype``.
     """
-    import jax.numpy as jnp
-
     if sequence.padded > sequence.length or kv_lengths is not None:
         index = jnp.arange(sequence.padded)
         counts = (index < sequence.length)[None]

@@ -17,13 +17,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Int
 from tpuport.core.mesh.chips import chip as chip_named
-
-if TYPE_CHECKING:
-    from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.kernels.attention.attention import attention_feature_major, smooth_keys
+from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.kernels.attention.chunked import chunked_attention
+from tpuport.kernels.padding import pad_dim
 
 #: Chunks up to which the rounds of a ring are written out.
 MOST_WRITTEN_OUT = 4
@@ -76,8 +80,6 @@ class Ring:
 
     def pass_on(self, tree: Any) -> Any:
         """What the device before had, of every array."""
-        import jax
-
         pairs = [
             (group[i - 1], group[i]) for group in self.groups for i in range(self.size)
         ]
@@ -85,15 +87,11 @@ class Ring:
 
     def total(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """The sum over the group."""
-        import jax
-
         out: Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
         return out
 
     def gather(self, x: Float[Array, "h 1 d c"]) -> Float[Array, "h 1 d l"]:
         """All tokens of the group, in order."""
-        import jax
-
         out: Array = jax.lax.all_gather(
             x, self.axis, axis=3, axis_index_groups=self._lists, tiled=True
         )
@@ -130,11 +128,6 @@ def ring_attention(
     Raises:
         AttentionError: the implementation does not take keys in chunks.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.kernels.attention.chunked import chunked_attention
-
     chunk = k.shape[3]
     all_count = lengths is None and kv_len == chunk * ring.size
     if lengths is None:
@@ -185,7 +178,6 @@ def too_short(chunk: int, head_dim: int, itemsize: int, chip: str) -> str | None
 
     Time with work and on the way is in proportion to the heads alike.
     """
-
     found = chip_named(chip)
     # The matrix unit takes no less time for less than 128 rows.
     met = 4 * max(head_dim, 128) * chunk**2 / found.peak_flops
@@ -216,8 +208,6 @@ def _smooth(
 
     All chunks must lose the same vector: only that leaves the softmax as it is.
     """
-    import jax.numpy as jnp
-
     places = ring.rank * k.shape[3] + jnp.arange(k.shape[3])
     counts = (places < lengths[:, None])[:, None, None]
     wide = k.astype(jnp.float32)
@@ -242,13 +232,6 @@ def gathered_attention(
     queries is known when the program runs, and takes few values: there is a branch for
     each.
     """
-
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.kernels.attention.attention import attention_feature_major, smooth_keys
-    from tpuport.kernels.padding import pad_dim
-
     run = functools.partial(
         attention_feature_major,
         hidden=True,

@@ -17,6 +17,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
 from tpuport.core import compat
 from tpuport.core.arrays import Array, Float, Int, Shaped
 from tpuport.core.layers.ring import (
@@ -30,6 +34,12 @@ from tpuport.core.layers.ring import (
     too_short,
 )
 from tpuport.core.tracing.context import Active, AttentionRecord, OpContext
+from tpuport.kernels.attention.attention import attention, attention_feature_major
+from tpuport.kernels.attention.chunked import chunked_refusal
+from tpuport.kernels.attention.problem import describe
+from tpuport.kernels.attention.selection import DEFAULT_CHIP, select
+from tpuport.kernels.attention.splash_blocks import default_blocks
+from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
 #: Tokens of a slice on a TPU: a lane of a vector register holds one.
 TPU_TOKENS = 128
@@ -68,8 +78,6 @@ def degrees(heads: int, devices: int) -> Degrees:
     By heads as far as these go: padding them may add :data:`MOST_HEAD_PADDING` to the
     least work that any split has.
     """
-    from tpuport.kernels.padding import ceil_div
-
     options = [u for u in range(devices, 0, -1) if devices % u == 0]
     work = {u: ceil_div(heads, u) * u for u in options}
     most = min(work.values()) * (1 + MOST_HEAD_PADDING)
@@ -116,12 +124,8 @@ def padded_length(
     share heads each has its chunk of the queries and meets keys by the chunk, or all
     keys where these are gathered.
     """
-    from tpuport.kernels.padding import round_up
-
     if platform != "tpu":
         return round_up(length, devices)
-    from tpuport.kernels.attention.selection import DEFAULT_CHIP
-    from tpuport.kernels.attention.splash_blocks import default_blocks
 
     granule = math.lcm(TPU_TOKENS * devices, 256)
     first = round_up(length, granule)
@@ -165,10 +169,6 @@ def sequence_attention(
     Raises:
         AttentionError: the implementation named in the context cannot do this call.
     """
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
-
     context = active.context
     has_lengths = kv_lengths is not None
     exchange = _Exchange.of(active, *q.shape[:2], feature_major=feature_major)
@@ -265,8 +265,6 @@ class _Exchange:
 
     def to_heads(self, x: Float[Array, "b h _ _"]) -> Float[Array, "heads 1 _ _"]:
         """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
-        import jax.numpy as jnp
-
         x = self._padded(x.reshape(self.count, 1, *x.shape[2:]))
         ways = self.degrees.ulysses
         if ways == 1:
@@ -277,8 +275,6 @@ class _Exchange:
 
     def to_tokens(self, x: Float[Array, "heads 1 _ _"]) -> Float[Array, "b h _ _"]:
         """The way back."""
-        import jax.numpy as jnp
-
         ways = self.degrees.ulysses
         if ways > 1:
             parts = jnp.stack(jnp.split(x, ways, self.tokens))
@@ -289,9 +285,6 @@ class _Exchange:
         self, lengths: Int[Array, "b"], place: Int[Array, ""]
     ) -> Int[Array, "heads"]:
         """Of every head that the device at ``place`` has, from those of its items."""
-        import jax
-        import jax.numpy as jnp
-
         every = self._padded(jnp.repeat(lengths, self.local[1]))
         start = place % self.degrees.ulysses * self.each
         return jax.lax.dynamic_slice_in_dim(every, start, self.each)
@@ -303,16 +296,12 @@ class _Exchange:
         return Ring(axis=self.axis, groups=self.degrees.rings, rank=rank)
 
     def _padded(self, x: Shaped[Array, "_ *rest"]) -> Shaped[Array, "_ *rest"]:
-        from tpuport.kernels.padding import pad_dim
-
         return pad_dim(x, 0, self.degrees.ulysses * self.each)
 
     def _exchanged(
         self, x: Float[Array, "ulysses *rest"]
     ) -> Float[Array, "ulysses *rest"]:
         """Of [ulysses, ...] every device of the group gets its row from each."""
-        import jax
-
         groups = self.degrees.exchanges
         return jax.lax.all_to_all(x, self.axis, 0, 0, axis_index_groups=groups)
 
@@ -337,8 +326,6 @@ def _kernel(
     scale: float | None,
     feature_major: bool,
 ) -> Float[Array, "b h m n"]:
-    from tpuport.kernels.attention.attention import attention, attention_feature_major
-
     if feature_major:
         return attention_feature_major(
             q,
@@ -374,11 +361,6 @@ def _record(
     exchange: _Exchange,
 ) -> AttentionRecord:
     """Note what this call runs as."""
-    import jax
-
-    from tpuport.kernels.attention.problem import describe
-    from tpuport.kernels.attention.selection import select
-
     context, degrees = active.context, exchange.degrees
     head_dim, length = q.shape[5 - exchange.tokens], q.shape[exchange.tokens]
     choice = context.implementation
@@ -434,8 +416,6 @@ def _not_passed(
     context: OpContext, queries: int, head_dim: int, dtype: Any
 ) -> str | None:
     """Why keys do not go round a ring, if they do not."""
-    from tpuport.kernels.attention.chunked import chunked_refusal
-
     refusal = chunked_refusal(context.implementation)
     if refusal is None and context.chip is not None:
         refusal = too_short(queries, head_dim, dtype.itemsize, context.chip)

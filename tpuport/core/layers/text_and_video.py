@@ -16,6 +16,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
 from tpuport.core import compat
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers.joint_sequence import JointSequence
@@ -48,9 +52,6 @@ def put_text(
         text: of the same shape but for T at ``dim``, whole on every device.
         dim: of the tokens.
     """
-    import jax
-    import jax.numpy as jnp
-
     count, start = sequence.text, sequence.length - sequence.text
 
     def on_device(x: Array, text: Array) -> Array:
@@ -86,9 +87,6 @@ def take_text(
         x: as :func:`put_text` takes it.
         dim: of the tokens.
     """
-    import jax
-    import jax.numpy as jnp
-
     count, start = sequence.text, sequence.length - sequence.text
     axis = _sequence_axis(sequence)
     if axis is None:
@@ -137,8 +135,6 @@ def attend_streams(
         For the joint sequence and, out of its places there, for the text, each in the
         layout of its queries and in ``dtype``.
     """
-    import jax.numpy as jnp
-
     dim = 3 if sequence.feature_major else 2
     count = sequence.length - sequence.text
 
@@ -184,9 +180,6 @@ def _window(sequence: JointSequence, local: int, width: int) -> tuple[Any, Any]:
         The index of the first among those of the device, and the index of the
         device's first token in the joint sequence.
     """
-    import jax
-    import jax.numpy as jnp
-
     axis = _sequence_axis(sequence)
     first = 0 if axis is None else jax.lax.axis_index(axis) * local
     start = sequence.length - sequence.text
@@ -202,8 +195,6 @@ def _mapped(
     out_split: bool,
 ) -> Float[Array, "b ..."]:
     """``run`` on every device; the first of ``arrays`` is split along its tokens."""
-    from jax.sharding import PartitionSpec
-
     active = sequence.active
     mesh, policy = active.context.mesh, active.context.attention
     if mesh is None or mesh.size == 1:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from tpuport.core.arrays import Bool, Float, Shaped, Tensor
 
 
@@ -34,8 +36,6 @@ def trim(
     Returns:
         Embeddings [R, n, E], padding set to zero, and their mask [R, n], bool.
     """
-    import torch
-
     valid = mask.bool()
     counts = valid.sum(dim=1)
     length = bucket_length(int(counts.max()), buckets, mask.shape[1])

@@ -5,13 +5,10 @@ Letters: B videos, F frames, H rows and W columns of pixels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
 
 from tpuport.core.files.frames import as_frames, encode_on_host
 from tpuport.core.layers.tiles import TileJoin, TilePlan
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class JoinedFrames:
@@ -41,8 +38,6 @@ class JoinedFrames:
         Raises:
             ValueError: see :meth:`tpuport.core.layers.tiles.TileJoin.add`.
         """
-        import numpy as np
-
         values, (frames, rows, columns), ends_row = self._join.add(output)
         values *= np.float32(0.5)
         values += np.float32(0.5)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tpuport.core.arrays import Float32, HostArray
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Span(NamedTuple):
@@ -178,8 +177,6 @@ def fading(
     Of element y they are ``y / extent`` and ``1 - y / extent``, computed in float64.
     Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
     """
-    import numpy as np
-
     share = np.arange(extent) / extent
     return share.astype(np.float32), (1 - share).astype(np.float32)
 
@@ -203,8 +200,6 @@ def fade(
         dtype: in which upstream blends: that of its tiles. Both products and their sum
             are rounded to it, the shares are not. float32 without it.
     """
-    import numpy as np
-
     extent = min(before.shape[dim], after.shape[dim], extent)
     if extent <= 0:
         return
@@ -275,8 +270,6 @@ class TileJoin:
             ValueError: there are more outputs than tiles, or it has not the shape that
                 the plan counts on.
         """
-        import numpy as np
-
         if self._count == len(self._tiles):
             raise ValueError(f"more outputs than the {len(self._tiles)} tiles")
         index = self._tiles[self._count].index

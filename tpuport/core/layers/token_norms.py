@@ -13,14 +13,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tpuport.core import compat
 from tpuport.core.arrays import Array, Float, Float32, Shaped
+from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.tracing.kernel_options import kernel_options
-
-if TYPE_CHECKING:
-    from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.kernels.norms.token_norm import head_norm_rotary, modulated_layer_norm
 
 #: Shift and scale of each item, in either order.
 Pair = tuple[Float[Array, "b e"], Float[Array, "b e"]]
@@ -35,9 +38,6 @@ def normalise(
 
     Two passes, so that a mean far from 0 costs no digits.
     """
-    import jax
-    import jax.numpy as jnp
-
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis, keepdims=True)
@@ -51,8 +51,6 @@ def layer_norm(
     eps: float,
 ) -> Float32[Array, "*lead e"]:
     """A layer norm over the last dim, in float32; ``weight`` and ``bias`` are [E]."""
-    import jax.numpy as jnp
-
     out = normalise(x, eps)
     if weight is not None:
         out = out * weight.astype(jnp.float32)
@@ -82,7 +80,6 @@ def modulated_norm(
     Returns:
         of the shape and dtype of ``x``.
     """
-    import jax.numpy as jnp
 
     def folded(shift: Array, scale: Array) -> Pair:
         scale = 1 + scale.astype(jnp.float32)
@@ -127,10 +124,6 @@ def _modulated_by_kernel(
     Raises:
         NotImplementedError: the kernel does not take so many tokens or features.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.norms.token_norm import modulated_layer_norm
-
     marked = (0, 0) if text[1] is video[1] else sequence.text_places
     run = functools.partial(
         modulated_layer_norm,
@@ -171,8 +164,6 @@ def on_devices(
         split: by which mesh axis each dim of each is split.
         result: the same of what comes back.
     """
-    from jax.sharding import PartitionSpec
-
     mesh = sequence.active.context.mesh
     if mesh is None or mesh.size == 1:
         return run(*arrays)
@@ -221,9 +212,6 @@ def turned(
         tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
         dtype: of the result.
     """
-    import jax
-    import jax.numpy as jnp
-
     axis = 2 if sequence.feature_major else 3
     mean: Any = 0.0
     inverse: Any = 1.0
@@ -275,10 +263,6 @@ def _turned_by_kernel(
     Raises:
         NotImplementedError: the kernel does not take so many tokens or features.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.norms.token_norm import head_norm_rotary
-
     run = functools.partial(
         head_norm_rotary,
         eps=norm.eps,

@@ -11,17 +11,27 @@ latents, Z channels of them.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.mesh.halos import passed
+from tpuport.core.mesh.spatial_split import Space
+from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note
 from tpuport.core.tracing.kernel_options import kernel_options
-
-if TYPE_CHECKING:
-    from tpuport.core.mesh.spatial_split import Space
-    from tpuport.core.tracing.context import OpContext
-    from tpuport.kernels.phantoms import Real
+from tpuport.kernels.attention.reference import matmul_precision
+from tpuport.kernels.convolution.conv import (
+    EdgedVideo,
+    edged_convolution,
+    video_convolution,
+)
+from tpuport.kernels.convolution.conv_kernel import pitch_of
+from tpuport.kernels.convolution.conv_sides import outer_columns
+from tpuport.kernels.norms.video_norm import apply_norm, channel_moments, joined
+from tpuport.kernels.phantoms import Real
 
 #: The convolution kernel in reports, as in a profile.
 KERNEL = "tpuport_conv"
@@ -71,10 +81,6 @@ def convolve(
     Raises:
         NotImplementedError: the kernels cannot: another size, or not enough VMEM.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.convolution.conv import EdgedVideo, edged_convolution
-
     options = kernel_options(context)
     weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
     space = context.space
@@ -128,11 +134,6 @@ def _padded_convolution(
         weight: [K, 3, 3, C, O].
         bias: [O], or ``None``.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.convolution.conv import video_convolution
-    from tpuport.kernels.convolution.conv_kernel import pitch_of
-
     columns = x.shape[3]
     pads = [(0, 0)] * 5
     if context.space is None:
@@ -168,10 +169,6 @@ def enlarged_convolution(
     Raises:
         NotImplementedError: the kernels cannot.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.convolution.conv import EdgedVideo, edged_convolution
-
     options, space = kernel_options(context), context.space
     if space is None:
         raise NotImplementedError("enlarging without a split in space")
@@ -197,11 +194,6 @@ def _edges(
     Args:
         x, before: of this device, with anything in phantom rows and columns.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.kernels.convolution.conv_sides import outer_columns
-
     columns = space.columns
     outer = outer_columns(x, before, **options)
 
@@ -255,10 +247,6 @@ def pointwise(
     bias: Float[Array, "o"],
 ) -> Float[Array, "b t y x o"]:
     """A convolution of one element, [O, I, 1, 1, 1], of [B, T, Y, X, I]."""
-    import jax.numpy as jnp
-
-    from tpuport.kernels.attention.reference import matmul_precision
-
     note(context, PRODUCT)
     flat = weight.reshape(weight.shape[:2])
     out = jnp.einsum(
@@ -296,10 +284,6 @@ def group_norm(
     Returns:
         of the shape and dtype of ``x``, and these frames.
     """
-    import jax.numpy as jnp
-
-    from tpuport.kernels.norms.video_norm import apply_norm
-
     batch, *_, channels = x.shape
     mean, variance = _channel_statistics(context, x)
     grouped = (batch, groups, channels // groups)
@@ -328,11 +312,6 @@ def _channel_statistics(
     context: OpContext, x: Float[Array, "b t y x c"]
 ) -> tuple[Float32[Array, "b c"], Float32[Array, "b c"]]:
     """Mean and variance of every channel over all devices, float32 [B, C] each."""
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.kernels.norms.video_norm import channel_moments, joined
-
     _, frames, rows, columns, _ = x.shape
     space, options = context.space, kernel_options(context)
     if space is not None and not (space.rows.even and space.columns.even):
@@ -378,11 +357,6 @@ def modulation_maps(
     Returns:
         [B, t, y, X, 2 C] in the dtype of ``latents``.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from tpuport.kernels.attention.reference import matmul_precision
-
     count = columns // latents.shape[3]
     copies = jnp.repeat(jnp.eye(latents.shape[3], dtype=latents.dtype), count, axis=1)
     # Of one product that is not zero, no precision is lost.

@@ -45,7 +45,7 @@ def dtype_of(port: ModelPort, component: str, asked: str) -> str:
 
 def implementation_of(port: ModelPort, component: str) -> Implementation | None:
     """The implementation in place; ``None`` for upstream's class."""
-    return port.components[component].implementations.get(chosen_of(port, component))
+    return port.components[component].implementation(chosen_of(port, component))
 
 
 def choices(port: ModelPort, components: Iterable[str] | None = None) -> dict[str, str]:
@@ -97,7 +97,8 @@ def with_chosen(port: ModelPort, asked: Mapping[str, str]) -> ModelPort:
         if before != TORCHAX:
             raise UsageError(f"{port.name} already has the {before} {component}")
         assert found is not None
-        implementation = found.implementations[name]
+        implementation = found.implementation(name)
+        assert implementation is not None
         # What is cut, stacked and turned is of upstream's class.
         put = replace(found, split=None, stacked=(), native=None, transforms=())
         port = replace(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from tpuport.core.spec.stage import Program
 from tpuport.core.weights.sharding import ShardRule
+from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
     from tpuport.core.tracing.block_stacks import StackedBlocks
@@ -19,6 +21,59 @@ if TYPE_CHECKING:
 
 TORCHAX = "torchax"
 """The implementation that every component has: upstream's own class, traced."""
+
+T = TypeVar("T")
+
+
+def import_named(path: str) -> Any:
+    """The object that ``"package.module:name"`` names.
+
+    Raises:
+        PluginError: the module does not import, or has no such object.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:
+        # A plugin is foreign code: whatever its import raises is its own failure.
+        raise PluginError(
+            f"{path!r}, which a plugin names, cannot be imported: "
+            f"{type(error).__name__}: {error}; fix or uninstall the plugin"
+        ) from error
+
+
+class Named(Generic[T]):
+    """A field of a data class that takes an object or ``"package.module:name"``.
+
+    A named object is imported when the field is first read, so that declaring it
+    imports neither torch nor jax.
+
+    Args:
+        default: of the field; without one the field must be given.
+    """
+
+    def __init__(self, *default: T) -> None:
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> T: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> T:
+        if instance is None:  # how a data class asks for the default
+            if not self.default:
+                raise AttributeError(self.name)
+            return self.default[0]
+        value = vars(instance)[self.name]
+        if isinstance(value, str):
+            value = vars(instance)[self.name] = import_named(value)
+        found: T = value
+        return found
+
+    def __set__(self, instance: object, value: T | str) -> None:
+        vars(instance)[self.name] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +92,11 @@ class NativeForm:
     split: ForwardSplit | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Component:
     """One folder of a checkpoint with weights.
+
+    ``native`` and implementations may be given as ``"package.module:name"``.
 
     Attributes:
         name: the folder, as ``model_index.json`` names it.
@@ -72,9 +129,14 @@ class Component:
     heads: Callable[[Mapping[str, Any]], int] | None = None
     split: ForwardSplit | None = None
     stacked: tuple[str | StackedBlocks, ...] = ()
-    native: NativeForm | None = None
+    native: Named[NativeForm | None] = Named(None)
     transforms: tuple[WeightTransform, ...] = ()
-    implementations: Mapping[str, Implementation] = field(default_factory=dict)
+    implementations: Mapping[str, Implementation | str] = field(default_factory=dict)
+
+    def implementation(self, name: str) -> Implementation | None:
+        """The implementation of that name; ``None`` for upstream's class."""
+        found = self.implementations.get(name)
+        return import_named(found) if isinstance(found, str) else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

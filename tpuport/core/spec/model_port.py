@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Blocks
-from tpuport.core.spec.component import Component
+from tpuport.core.spec.component import Component, Named
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import Call as Call
@@ -40,9 +40,12 @@ def guided_by_scale(request: Request) -> bool:
     return request.guided
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelPort:
     """Everything tpuport knows about a model.
+
+    A field that is ``Named`` takes the object, or ``"package.module:name"`` of an
+    object that needs torch or jax.
 
     Attributes:
         name: what ``--model`` takes.
@@ -82,22 +85,22 @@ class ModelPort:
     title: str
     pipelines: tuple[str, ...]
     components: Mapping[str, Component]
-    stages: tuple[Stage, ...]
+    stages: Named[tuple[Stage, ...]] = Named()
     variants: tuple[Variant, ...]
-    patches: tuple[Patch, ...]
-    overrides: tuple[OpOverride, ...]
+    patches: Named[tuple[Patch, ...]] = Named()
+    overrides: Named[tuple[OpOverride, ...]] = Named()
     attention: AttentionPolicy
     options: tuple[Option, ...]
     detect: Callable[[Checkpoint], Variant]
     check: Callable[[Request, Variant, Checkpoint], None]
-    latent_shape: Callable[[Request, Checkpoint], tuple[int, ...]]
-    make_demo: Callable[[Path, str], None]
+    latent_shape: Named[Callable[[Request, Checkpoint], tuple[int, ...]]] = Named()
+    make_demo: Named[Callable[[Path, str], None]] = Named()
     demo_version: str
     guided: Callable[[Request], bool] = guided_by_scale
     bucket: Callable[[int, tuple[float, float]], tuple[int, int]] | None = None
     aspect: tuple[float, float] = (9, 16)
     check_variant: Callable[[Request, Variant], None] | None = None
-    write_processors: Callable[[Path, Variant], None] | None = None
+    write_processors: Named[Callable[[Path, Variant], None] | None] = Named(None)
     form: str = ""
     forms: tuple[ModelPort, ...] = ()
     blocks: Blocks = Blocks.UPSTREAM

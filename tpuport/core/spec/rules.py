@@ -18,7 +18,7 @@ from tpuport.core.enums import Backend, Task
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.component import TORCHAX
-from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, check_shape, check_task, denoising_steps
 from tpuport.core.spec.run_settings import Asked, RunSettings
 from tpuport.core.spec.variant import Variant
@@ -49,7 +49,7 @@ class Known:
     Attributes:
         settings: how to run.
         asked: what to make, before the variant's defaults.
-        port: the model with its blocks in place; its form once ``variant`` is known.
+        port: the model; its form once ``variant`` is known.
         variant: whose rules hold.
         request: what to make.
         stages: names of those that will run.
@@ -205,7 +205,7 @@ def _executables_of(
     # What is left to the devices here is not known yet.
     known = mesh is not None and -1 not in (mesh.dp, mesh.sp, mesh.tp)
     executables.check_settings(
-        with_chosen(port, settings.implementations),
+        with_chosen(with_blocks(port, settings.blocks), settings.implementations),
         attention=settings.attention,
         sharding=settings.sharding,
         dtype=settings.dtype,

@@ -23,16 +23,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
 
 from tpuport.core.tracing.context import current
+from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.errors import PluginError
-
-if TYPE_CHECKING:
-    import jax
-    import torch
-
-    from tpuport.core.tracing.ported_module import BoundModule
 
 _TIME = 2
 
@@ -97,8 +96,6 @@ class Chunk:
         Returns:
             [B, C, count + T, Y, X]; the last ``count`` of them are kept.
         """
-        import torch
-
         if not count:
             return x
         name = self._name(module, "frames")
@@ -127,9 +124,6 @@ class Chunk:
             in the first chunk ``x``; in others [B, C, N, Y, X] with ``x`` from frame
             ``start`` on, and zeros after it.
         """
-        import jax
-        import jax.numpy as jnp
-
         name = self._name(module, name)
         array = current().arrays(x)
         if self._before is None:

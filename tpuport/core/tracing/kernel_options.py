@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tpuport.core.mesh.chips import CHIPS
-
-if TYPE_CHECKING:
-    from tpuport.core.tracing.context import OpContext
+from tpuport.core.tracing.context import OpContext
+from tpuport.kernels.attention.selection import DEFAULT_CHIP
 
 #: Of a core's VMEM, what a kernel may take.
 VMEM_SHARE = 7 / 8
@@ -15,10 +16,6 @@ VMEM_SHARE = 7 / 8
 
 def kernel_options(context: OpContext) -> dict[str, Any]:
     """``vmem_limit`` and ``interpret`` of the project's kernels for a context."""
-    import jax
-
-    from tpuport.kernels.attention.selection import DEFAULT_CHIP
-
     chip = CHIPS[context.chip or DEFAULT_CHIP]
     return {
         "vmem_limit": int(chip.vmem_bytes * VMEM_SHARE),

@@ -11,10 +11,15 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import torch
+from torchax.tensor import Environment
 
 from tpuport.core import compat
 from tpuport.core.mesh.chips import chip_of
+from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import (
     Active,
     AttentionPolicy,
@@ -26,11 +31,6 @@ from tpuport.core.tracing.context import (
 from tpuport.core.tracing.op_overrides import OpOverride, OpRegistry
 from tpuport.core.tracing.patching import Patch, PatchReport, applied
 from tpuport.kernels.attention.choice import AttentionChoice
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.mesh.spatial_split import Space
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,7 +64,6 @@ class Runtime:
 
     def __post_init__(self) -> None:
         compat.import_torchax()
-        from torchax.tensor import Environment
 
         self.env = Environment()
         self._space: Space | None = None
@@ -109,9 +108,6 @@ class Runtime:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Any]:
         """Torch code in this block runs on JAX; yields the torchax environment."""
-        import jax
-        import torch
-
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             # torch's index tensors are int64, jax runs with 32-bit integers; indices

@@ -12,13 +12,16 @@ channels. Sources: diffusers ``CogVideoXImageToVideoPipeline.prepare_latents``,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.core.enums import Task
 from tpuport.core.files.sources import to_images
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.stage import Program
 from tpuport.core.spec.stage_work import Call, StageContext
+from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.inputs import (
     latent_shape,
@@ -26,11 +29,6 @@ from tpuport.models.cogvideox.inputs import (
     scaling_factor,
     vae_strides,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.tracing.ported_module import BoundModule
 
 #: What each task starts from, and the tensor that the encode stage makes of it.
 SOURCES = {
@@ -60,7 +58,6 @@ def preprocess(ctx: StageContext, frames: torch.Tensor) -> torch.Tensor:
 
     Resized to the request's size by upstream's processor, without a crop.
     """
-    import torch
     from diffusers.video_processor import VideoProcessor
 
     processor = VideoProcessor(vae_scale_factor=vae_strides(ctx.checkpoint)[0])
@@ -123,7 +120,6 @@ def posterior_draws(
         generators: fresh ones; moved on by this.
         dtype: of the moments, in which upstream draws.
     """
-    import torch
     from diffusers.utils.torch_utils import randn_tensor
 
     batch, frames, channels, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
@@ -175,8 +171,6 @@ def padded(ctx: StageContext, latents: torch.Tensor) -> torch.Tensor:
     adds a frame in front that is cut off in the end: as upstream. A video has its first
     frame repeated there; upstream's pipeline refuses such a frame count.
     """
-    import torch
-
     if ctx.request.task == Task.IMAGE:
         total = latent_shape(ctx.request, ctx.checkpoint)[1]
         rest = latents.new_zeros(latents.shape[0], total - 1, *latents.shape[2:])
@@ -210,8 +204,6 @@ def noised(
     latents: torch.Tensor, noise: torch.Tensor, sampler: Any, timestep: int
 ) -> torch.Tensor:
     """A video's latents with the noise of a timestep, by upstream's ``add_noise``."""
-    import torch
-
     timesteps = torch.full((latents.shape[0],), timestep, dtype=torch.int64)
     mixed: torch.Tensor = sampler.add_noise(latents.float(), noise.float(), timesteps)
     return mixed

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import torch
 
+from tpuport.core.spec.demo_checkpoint import write_checkpoint
 from tpuport.models.cogvideox import published
-
-VERSION = "1"
-"""Part of the cache key: raise it when the files below change."""
 
 _TEXT = """
 a an the of on in at over under near with and slow fast wide close aerial shot view
@@ -46,15 +45,12 @@ CHECKPOINTS = {
 
 def make_demo(folder: Path, variant: str = "demo") -> None:
     """Write the demo checkpoint of a variant into an empty folder."""
-    import torch
     from diffusers import (
         AutoencoderKLCogVideoX,
         CogVideoXDPMScheduler,
         CogVideoXTransformer3DModel,
     )
     from transformers import T5Config, T5EncoderModel
-
-    from tpuport.core.spec.demo_checkpoint import write_checkpoint
 
     known, pipeline = CHECKPOINTS[variant]
     configs: dict[str, Any] = {k: dict(v) for k, v in known.items()}
@@ -77,7 +73,6 @@ def make_demo(folder: Path, variant: str = "demo") -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """A T5 tokenizer trained on a few hundred made-up sentences."""
-
     draw = random.Random(0)
     sentences = [" ".join(draw.choices(_TEXT.split(), k=8)) for _ in range(600)]
     sentences += [_CHARACTERS] * 20

@@ -148,7 +148,6 @@ class Upsample(FrameConv):
 
 def _doubled(x: jax.Array) -> jax.Array:
     """Every row and column of [N, T, Y, X, C] twice."""
-
     count, frames, rows, columns, channels = x.shape
     wide = written_out(
         jnp.broadcast_to(
@@ -170,7 +169,6 @@ class Downsample(FrameConv):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[N, T, Y, X, C] -> [N, T', Y / 2, X / 2, C]."""
-
         if self.in_time:
             x = _halved(x)
         if grid.kernels is not None:
@@ -182,7 +180,6 @@ class Downsample(FrameConv):
 
 def _halved(x: jax.Array) -> jax.Array:
     """Means of two frames; of an odd number the first one stays as it is."""
-
     single = x.shape[1] % 2
     rest = x[:, single:].astype(jnp.float32)
     rest = rest.reshape(x.shape[0], -1, 2, *x.shape[2:]).mean(2).astype(x.dtype)

@@ -11,16 +11,15 @@ Legend: B videos, T/Y/X frames, rows, columns of a device, C channels, G groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.layers.video_layers import LANES, has_kernels
 from tpuport.core.mesh.halos import exchanged
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.mesh.spatial_split import Space
-    from tpuport.core.tracing.context import OpContext
+from tpuport.core.mesh.spatial_split import Space
+from tpuport.core.tracing.context import OpContext
 
 #: Dims of rows and columns of an activation.
 ROWS, COLUMNS = 2, 3
@@ -41,7 +40,6 @@ class Grid:
 
     def normalises(self, channels: int) -> bool:
         """Whether the kernels do the norms of so many channels."""
-
         return self.kernels is not None and channels % LANES == 0
 
     def padded(
@@ -60,7 +58,6 @@ class Grid:
         Raises:
             ValueError: more are asked for than a device has.
         """
-
         if self.space is None:
             return x, ((before, after), (before, after))
         pads: list[tuple[int, int]] = []
@@ -87,9 +84,6 @@ class Grid:
         own rounding did to the variance. Parts are joined as count, mean and summed
         squares around the mean (Chan, Golub and LeVeque 1979).
         """
-        import jax
-        import jax.numpy as jnp
-
         each = x.shape[-1] // groups
         rows: Any
         columns: Any
@@ -130,13 +124,10 @@ class Grid:
 
 def grid_of(context: OpContext) -> Grid:
     """How the pictures of the program that is being traced are split."""
-
     kernels = context if has_kernels(context) else None
     return Grid(space=context.space, kernels=kernels)
 
 
 def _spread(values: jax.Array, each: int) -> jax.Array:
     """[B, G] -> [B, 1, 1, 1, C]."""
-    import jax.numpy as jnp
-
     return jnp.repeat(values, each, axis=1)[:, None, None, None, :]

@@ -84,7 +84,6 @@ def convolve(
     Returns:
         [N, T, Y, X, O] in the dtype of ``x``.
     """
-
     context = grid.kernels
     if context is not None:
         known = len(context.convolutions)
@@ -119,7 +118,6 @@ def enlarged(
     Returns:
         [N, copies T, 2Y, 2X, O]; ``None`` where no kernel can.
     """
-
     context = grid.kernels
     if context is None:
         return None
@@ -159,7 +157,6 @@ def plain_convolution(
     Returns:
         [N, T - K + 1, Y', X', O] in the dtype of ``x``, rounded once at the end.
     """
-
     dtype = x.dtype
     x, pads = grid.padded(x, before, after)
     taps = kernel.shape[0]
@@ -213,7 +210,6 @@ class CausalConv(nnx.Module):
         ``last`` has the last frames of ``x``, where there is an array of them already;
         ``added`` is the ``residual`` or the ``shortcut`` of :func:`convolve`.
         """
-
         if cache is None:
             cache = jnp.concatenate([x[:, :1]] * KEPT, axis=1)
         out = convolve(x, cache, self.kernel[...], self.bias[...], grid, **added)
@@ -252,7 +248,6 @@ class Pointwise(nnx.Module):
 
     def __call__(self, x: jax.Array, grid: Grid) -> jax.Array:
         """[..., I] -> [..., O] in float32."""
-
         if grid.kernels is not None:
             note(grid.kernels, PRODUCT)
         kernel = self.kernel[...][0, 0, 0]
@@ -298,7 +293,6 @@ class GroupNorm(nnx.Module):
         ``moments`` are :func:`moments_of` x; the frames are ``None`` where they are no
         array of their own.
         """
-
         if moments is None:
             return self.by_kernel(x, None, grid)
         centred = x.astype(jnp.float32) - moments[0]
@@ -314,7 +308,6 @@ class GroupNorm(nnx.Module):
             x: [N, T, Y, X, C].
             modulation: as :func:`tpuport.core.layers.video_layers.group_norm` takes it.
         """
-
         assert grid.kernels is not None
         return group_norm(
             grid.kernels,
@@ -330,7 +323,6 @@ class GroupNorm(nnx.Module):
 
     def factor(self, moments: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What a centred activation is multiplied by: [N, 1, 1, 1, C]."""
-
         scale = self.scale[...].astype(jnp.float32)
         return scale / jnp.sqrt(moments[1] + self.epsilon)
 
@@ -352,7 +344,6 @@ class SpatialNorm(nnx.Module):
         self, x: jax.Array, moments: Moments, grid: Grid, z: jax.Array
     ) -> tuple[jax.Array, Frames | None]:
         """x [N, T, Y, X, C] and z [N, Tz, Yz, Xz, Z]: as :class:`GroupNorm`."""
-
         if moments is None:
             maps = self._maps(z, x.shape[3], grid)
             return self.norm_layer.by_kernel(x, maps, grid)
@@ -376,7 +367,6 @@ class SpatialNorm(nnx.Module):
 
     def _maps(self, z: jax.Array, columns: int, grid: Grid) -> jax.Array:
         """The modulation as the kernel of the norm takes it."""
-
         assert grid.kernels is not None
         for _ in range(2):
             note(grid.kernels, PRODUCT)
@@ -387,7 +377,6 @@ class SpatialNorm(nnx.Module):
 
 def silu(x: jax.Array, dtype: Any) -> jax.Array:
     """x * sigmoid(x) in float32, rounded to ``dtype``."""
-
     return (x * jax.nn.sigmoid(x)).astype(dtype)
 
 
@@ -397,7 +386,6 @@ def written_out(x: jax.Array) -> jax.Array:
     A TPU writes a bare broadcast at less than half the speed of arithmetic that
     broadcasts; the barriers keep XLA from seeing that this is a product with one.
     """
-
     one = jax.lax.optimization_barrier(jnp.ones(x.shape[-1:], x.dtype))
     return jax.lax.optimization_barrier(x * one)
 
@@ -408,7 +396,6 @@ def repeat_frames(x: jax.Array, frames: int) -> jax.Array:
     Of an odd number above one the first frame stays single: it is the video's own first
     one, as upstream has it.
     """
-
     length = x.shape[1]
     if frames == length:
         return x

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.files.frames import PIXELS, encode_pixels
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.component import Implementation
 from tpuport.core.spec.stage import Program
+from tpuport.core.weights.jax_module import BoundJaxModule
 from tpuport.models.cogvideox.flax_grid import Grid, grid_of
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.weights.jax_module import BoundJaxModule
-    from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
 #: Rows and columns of pixels to one of latents, in every published checkpoint.
 GRANULE = 8
@@ -72,8 +70,6 @@ def decode_chunk(
     pixels: str,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Latents [B, C, T, Y, X] of a chunk -> frames, as ``encode_pixels`` gives them."""
-    import jax.numpy as jnp
-
     cache, video = _video(model, carry, inputs)
     frames = video.astype(jnp.float32) * 0.5 + 0.5
     return cache, encode_pixels(frames, pixels, model.space)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from tpuport.errors import WeightsError
-
-if TYPE_CHECKING:
-    from tpuport.models.cogvideox.flax_vae import FlaxVae
+from tpuport.models.cogvideox.flax_vae import FlaxVae, VaeConfig
 
 Array = TypeVar("Array")
 
@@ -56,10 +58,6 @@ class FlaxWeights:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        from flax import nnx
-
-        from tpuport.models.cogvideox.flax_vae import FlaxVae, VaeConfig
-
         known = VaeConfig.of(config)
         abstract = nnx.eval_shape(lambda: FlaxVae(known))
         self._graph, state = nnx.split(abstract)
@@ -147,8 +145,6 @@ class FlaxWeights:
         Raises:
             WeightsError: an unknown name.
         """
-        from flax import nnx
-
         unknown = sorted(arrays.keys() - self._weights.keys())
         if unknown:
             raise WeightsError(f"the Flax VAE has no weight {unknown[0]!r}")
@@ -165,7 +161,4 @@ class FlaxWeights:
 
 
 def _shape(weight: Weight) -> Any:
-    import jax
-    import jax.numpy as jnp
-
     return jax.ShapeDtypeStruct(weight.shape, jnp.float32)

@@ -7,17 +7,15 @@ columns, C latent channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage_work import StageContext, tell_lost
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import WeightsError
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 MAX_TEXT_TOKENS = 226
 """The default of upstream's pipeline, ``max_sequence_length``."""

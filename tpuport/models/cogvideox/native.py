@@ -6,7 +6,11 @@ Letters: B batch, L tokens with padding, E width, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
 
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import token_norms
@@ -17,10 +21,6 @@ from tpuport.core.tracing.context import current
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform, to_halves
-
-if TYPE_CHECKING:
-    import jax
-    import torch
 
 
 def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,8 +76,6 @@ def _modulation(
     norm: Any, sequence: JointSequence, temb: torch.Tensor
 ) -> tuple[Pair, Pair, Pair]:
     """Shift, scale and gate, each for text and for video, float32 [B, E]."""
-    import jax.numpy as jnp
-
     arrays = sequence.active.arrays
     linear = norm.linear
     bias = None if linear.bias is None else arrays(linear.bias)
@@ -90,8 +88,6 @@ def _modulation(
 def _norm(
     norm: Any, sequence: JointSequence, x: jax.Array, shift: Pair, scale: Pair
 ) -> jax.Array:
-    import jax
-
     arrays = sequence.active.arrays
     out = token_norms.modulated_norm(
         sequence,
@@ -146,9 +142,6 @@ def _last(
     model: Any, sequence: JointSequence, x: jax.Array, temb: torch.Tensor
 ) -> jax.Array:
     """The norms after the blocks and the projection to patches, [B, L, patch]."""
-    import jax
-    import jax.numpy as jnp
-
     arrays = sequence.active.arrays
     norm, out = model.norm_final, model.norm_out
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from tpuport.core.layers.video_layers import LANES
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.cogvideox import vae_native as native
-
-if TYPE_CHECKING:
-    import torch
-
+from tpuport.patches import standard
+from tpuport.patches.projection import MODULATED_NORMS
 
 #: What takes over, in reports; the convolutions in it are noted one by one.
 UPSTREAM = "upstream's code"
@@ -53,9 +54,6 @@ def _norm_at_latent_size(original: Callable[..., Any]) -> Callable[..., Any]:
         zq: torch.Tensor,
         conv_cache: dict[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, None]]:
-        import torch
-        import torch.nn.functional as F
-
         if self.conv_y.time_kernel_size != 1 or self.conv_b.time_kernel_size != 1:
             raise NotImplementedError("the norm's convolutions are not pointwise")
         channels = f.shape[1]
@@ -85,8 +83,6 @@ def _activation_in_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let the kernel of the decoder's last norm apply the SiLU after it as well."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
         norm, activation = self.norm_out, self.conv_act
         known = isinstance(activation, torch.nn.SiLU)
         if not known or not native.applies(norm.norm_layer.num_channels):
@@ -145,6 +141,8 @@ def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES: tuple[Patch, ...] = (
+    *standard.PATCHES,
+    MODULATED_NORMS[0],
     Patch(
         name="cogvideox-upsample",
         target="diffusers.models.upsampling:CogVideoXUpsample3D.forward",

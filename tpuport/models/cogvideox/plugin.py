@@ -10,11 +10,10 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.hookspecs import hookimpl
-from tpuport.models.cogvideox import config, demo, inputs, native, sharding, stages
-from tpuport.models.cogvideox.flax_stages import FLAX
-from tpuport.models.cogvideox.patches import PATCHES
-from tpuport.patches import standard
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.models.cogvideox import config, sharding
+
+#: What needs torch or jax is named, and imported when it is first used.
+HERE = "tpuport.models.cogvideox"
 
 
 def _transformer_heads(values: Mapping[str, Any]) -> int:
@@ -51,25 +50,26 @@ PORT = ModelPort(
             split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
             stacked=("transformer_blocks",),
             heads=_transformer_heads,
-            native=native.TRANSFORMER,
+            native=f"{HERE}.native:TRANSFORMER",
         ),
         "vae": Component(
             name="vae",
             class_path="diffusers:AutoencoderKLCogVideoX",
             sharding=sharding.VAE,
-            implementations={"flax": FLAX},
+            implementations={"flax": f"{HERE}.flax_stages:FLAX"},
         ),
     },
-    stages=stages.STAGES,
+    stages=f"{HERE}.stages:STAGES",
     variants=config.VARIANTS,
-    patches=(*standard.PATCHES, MODULATED_NORMS[0], *PATCHES),
-    overrides=standard.OVERRIDES,
+    patches=f"{HERE}.patches:PATCHES",
+    overrides="tpuport.patches.standard:OVERRIDES",
     attention=sharding.ATTENTION,
     options=config.OPTIONS,
     detect=config.detect,
     check=config.check,
-    latent_shape=inputs.latent_shape,
-    make_demo=demo.make_demo,
+    latent_shape=f"{HERE}.inputs:latent_shape",
+    make_demo=f"{HERE}.demo:make_demo",
+    # Raise it when the files of the demo change.
     demo_version="1",
 )
 

@@ -6,12 +6,11 @@ Legend: T, Y, X token frames, rows and columns; L = T * Y * X; D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from tpuport.core.layers.rotary_tables import RotaryCache, RotaryKey
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def rotary_key(

@@ -17,15 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.config import scheduler_kind
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,6 @@ def make_schedule(scheduler: Any, steps: int, run: int | None = None) -> Schedul
     Raises:
         UsageError: the scheduler's prediction type is unknown to upstream's step.
     """
-    import numpy as np
-
     scheduler.set_timesteps(steps)
     timesteps = [int(t) for t in scheduler.timesteps][steps - (run or steps) :]
     second_order = hasattr(scheduler, "get_mult")
@@ -154,7 +151,6 @@ def _dpm_update(
     last: bool,
 ) -> tuple[list[float], int]:
     """c, d, e, f of one solver step, and how often upstream draws noise in it."""
-    import torch
 
     def wrap(value: float | None) -> Any:
         return None if value is None else torch.tensor(value, dtype=torch.float64)
@@ -179,8 +175,6 @@ def guidance_scales(
     (and its mixing of timesteps with the step count) is upstream's, see
     ``CogVideoXPipeline.__call__``.
     """
-    import numpy as np
-
     steps = len(timesteps)
     if not dynamic:
         return np.full(steps, guidance_scale, np.float32)

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax.numpy as jnp
+import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Task, Tiling
@@ -24,6 +27,7 @@ from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
+from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.models.cogvideox import (
     conditioning,
     rotary,
@@ -41,9 +45,6 @@ from tpuport.models.cogvideox.inputs import (
     tokenize,
 )
 from tpuport.models.cogvideox.vae_tiles import chunk_lengths as chunk_lengths
-
-if TYPE_CHECKING:
-    from tpuport.core.tracing.ported_module import BoundModule
 
 #: What a 1.5 image-to-video transformer takes as ``ofs``; fixed in upstream's pipeline.
 OFFSET = 2.0
@@ -65,8 +66,6 @@ def plan_encode(ctx: StageContext) -> Work:
 
     After them the image or the video that the run starts from, chunk by chunk.
     """
-    import torch
-
     prompts = ctx.prompts
     if ctx.request.guided:
         prompts = (*ctx.negative_prompts, *prompts)
@@ -109,8 +108,6 @@ def _denoise_step(
 
     Latents and the sampler's state are float32 whatever the weights' dtype.
     """
-    import jax.numpy as jnp
-
     latents = carry["latents"]
     embeds = constants["embeds"]
     dtype = model.weights["proj_out.weight"].dtype
@@ -161,8 +158,6 @@ def _denoise_step(
 
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
-    import torch
-
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
     sampler = scheduler.make_scheduler(ctx.checkpoint, request.options["scheduler"])
@@ -257,8 +252,6 @@ def _decode_chunk(
     The carry is the decoder's convolution cache: the last frames of each causal
     convolution's input in the chunk before.
     """
-    import jax.numpy as jnp
-
     cache, video = _decode_video(model, carry, inputs)
     frames = video.astype(jnp.float32) * 0.5 + 0.5
     return cache, encode_pixels(frames, pixels, model.space)

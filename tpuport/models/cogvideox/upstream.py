@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Task, Tiling
@@ -30,10 +33,6 @@ from tpuport.models.cogvideox.inputs import (
     vae_strides,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-
 #: The pipeline of each task.
 PIPELINES = {
     "t2v": "CogVideoXPipeline",
@@ -44,8 +43,6 @@ PIPELINES = {
 
 def encode(ctx: StageContext) -> dict[str, Any]:
     """The same by ``encode_prompt`` and ``prepare_latents`` of upstream's pipelines."""
-    import torch
-
     pipe = _pipeline(ctx, "text_encoder", tokenizer=load_tokenizer(ctx.checkpoint))
     # Tokenising here as well is what reports a prompt over the limit.
     tokenize(ctx, ctx.prompts)
@@ -104,7 +101,6 @@ def _image_latents(ctx: StageContext) -> torch.Tensor:
 
 def _video_latents(ctx: StageContext) -> torch.Tensor:
     """The clean latents of ``CogVideoXVideoToVideoPipeline.prepare_latents``."""
-    import torch
     from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import (
         retrieve_latents,
     )
@@ -126,8 +122,6 @@ def denoise(ctx: StageContext) -> dict[str, Any]:
     Its own loop from its own numbers: only ``prepare_latents`` is replaced where the
     image or the video was encoded by the stage before.
     """
-    import torch
-
     request = ctx.request
     pipe = _pipeline(ctx, "transformer")
     pipe.scheduler = scheduler.make_scheduler(
@@ -189,8 +183,6 @@ def _prepared(
 
 def decode(ctx: StageContext) -> dict[str, Any]:
     """The same by ``AutoencoderKLCogVideoX.decode`` and upstream's postprocessing."""
-    import numpy as np
-    import torch
     from diffusers.video_processor import VideoProcessor
 
     vae = ctx.upstream_component("vae")

@@ -8,7 +8,11 @@ the rows and columns of other devices without putting them together first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
 
 from tpuport.core.layers.video_layers import (
     LANES,
@@ -19,14 +23,8 @@ from tpuport.core.layers.video_layers import (
     has_kernels,
     modulation_maps,
 )
-from tpuport.core.tracing.context import current
+from tpuport.core.tracing.context import Active, current
 from tpuport.core.tracing.convolution_notes import note
-
-if TYPE_CHECKING:
-    import jax
-    import torch
-
-    from tpuport.core.tracing.context import Active
 
 Cache = dict[str, Any]
 
@@ -36,21 +34,16 @@ KEPT = 2
 
 def applies(channels: int) -> bool:
     """Whether blocks of so many channels have a native form where this is traced."""
-
     return has_kernels(current().context) and channels % LANES == 0
 
 
 def channels_last(x: jax.Array) -> jax.Array:
     """[B, C, T, Y, X] -> [B, T, Y, X, C]."""
-    import jax.numpy as jnp
-
     return jnp.transpose(x, (0, 2, 3, 4, 1))
 
 
 def channels_first(x: jax.Array) -> jax.Array:
     """[B, T, Y, X, C] -> [B, C, T, Y, X]."""
-    import jax.numpy as jnp
-
     return jnp.transpose(x, (0, 4, 1, 2, 3))
 
 
@@ -62,7 +55,6 @@ def causal_convolution(
     Raises:
         NotImplementedError: the kernels cannot.
     """
-
     active = current()
     x = channels_last(active.arrays(inputs))
     kept = None if cache is None else channels_last(active.arrays(cache))
@@ -87,8 +79,6 @@ def _causal(
     ``added`` is :func:`~tpuport.core.layers.video_layers.convolve`'s ``residual`` or
     ``shortcut``.
     """
-    import jax.numpy as jnp
-
     conv = module.conv
     frames = module.time_kernel_size - 1
     if module.pad_mode == "replicate" or frames != 2 or conv.dilation[0] != 1:
@@ -110,7 +100,6 @@ def norm(
 
     ``silu`` says whether to end with SiLU, which in upstream's code comes after it.
     """
-
     active = current()
     x = channels_last(active.arrays(features))
     z = None if latents is None else channels_last(active.arrays(latents))
@@ -129,7 +118,6 @@ def _norm(
     kept: int = 0,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On arrays [B, T, Y, X, C]; and the last ``kept`` frames by themselves."""
-
     maps = None
     layer = module
     if z is not None:
@@ -167,8 +155,6 @@ def resnet_block(
     Raises:
         NotImplementedError: the kernels cannot.
     """
-    import torch
-
     if not isinstance(module.nonlinearity, torch.nn.SiLU):
         raise NotImplementedError(f"{type(module.nonlinearity).__name__} between")
     if module.use_conv_shortcut and module.in_channels != module.out_channels:
@@ -207,7 +193,6 @@ def upsample(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Raises:
         NotImplementedError: the kernels cannot.
     """
-
     conv = module.conv
     known = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
     if known != ((3, 3), (1, 1), (1, 1), (1, 1), 1):

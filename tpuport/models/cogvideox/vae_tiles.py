@@ -14,16 +14,14 @@ pixels. Source: diffusers ``autoencoder_kl_cogvideox.py``, ``tiled_decode``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from tpuport.core.layers.tiled_frames import JoinedFrames
 from tpuport.core.layers.tiles import Axis, TilePlan, tiled_axis, whole_axis
 from tpuport.core.spec.stage_work import Call, Work
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
 
 #: Latent frames that upstream decodes at a time.
 FRAMES_PER_CHUNK = 2

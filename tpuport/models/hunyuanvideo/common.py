@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Tiling
@@ -21,14 +24,9 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.core.tracing.chunk_state import chunk_lengths
+from tpuport.core.tracing.ported_module import BoundModule
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.models.hunyuanvideo import tiles_in_time, vae
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from tpuport.core.tracing.ported_module import BoundModule
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
@@ -93,8 +91,6 @@ def by_name(
 
 def rows_by_name(ctx: StageContext, name: str, *, guided: bool) -> torch.Tensor:
     """The inverse of :func:`by_name`: the negative prompts' rows first."""
-    import torch
-
     if not guided:
         return ctx.inputs[name]
     return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
@@ -290,8 +286,6 @@ def _untiled(
     ctx: StageContext, z: torch.Tensor, plan: TilePlan, *, chunked: bool
 ) -> Work:
     """Decode latents [B, C, T, Y, X] at once, or chunk by chunk."""
-    import numpy as np
-
     total = z.shape[2]
     lengths = chunk_lengths(total, FRAMES_PER_CHUNK) if chunked else [total]
     _, rows, columns = plan.output

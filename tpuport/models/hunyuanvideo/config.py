@@ -16,8 +16,6 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo import published
-from tpuport.models.hunyuanvideo.demo import DEMO_CONFIGS, DEMO_CONFIGS_13B
-from tpuport.models.hunyuanvideo.inputs import require_feature_extractor
 
 if TYPE_CHECKING:
     from tpuport.core.weights.checkpoint import Checkpoint
@@ -33,21 +31,6 @@ SIZES = {"480p": (480, 848), "720p": (720, 1280)}
 
 #: Steps that a step-distilled checkpoint was made for; its model card names them.
 DISTILLED_STEPS = (4, 8, 12)
-
-#: Configs of the components of the published checkpoints.
-CONFIGS_15: Mapping[str, Mapping[str, Any]] = {
-    "text_encoder": published.QWEN,
-    "text_encoder_2": published.BYT5,
-    "image_encoder": published.SIGLIP,
-    "transformer": published.TRANSFORMER_15,
-    "vae": published.VAE_15,
-}
-CONFIGS_13B: Mapping[str, Mapping[str, Any]] = {
-    "text_encoder": published.LLAMA,
-    "text_encoder_2": published.CLIP,
-    "transformer": published.TRANSFORMER_13B,
-    "vae": published.VAE_13B,
-}
 
 _MULTIPLE = 16
 _HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
@@ -83,9 +66,9 @@ def _variant(
         sizes=SizeRule(multiple=_MULTIPLE),
         options={"flow_shift": shift},
         configs={
-            **CONFIGS_15,
+            **published.CONFIGS_15,
             "transformer": {
-                **CONFIGS_15["transformer"],
+                **published.CONFIGS_15["transformer"],
                 "target_size": TARGET_SIZES[resolution],
                 "task_type": task,
                 "use_meanflow": meanflow,
@@ -120,7 +103,7 @@ def _demo(name: str, form: str, configs: Mapping[str, Any], **changes: Any) -> V
 DEMO = _demo(
     "demo",
     FORM_15,
-    DEMO_CONFIGS,
+    published.DEMO_CONFIGS,
     title="a small checkpoint with random weights, made on first use",
     options={"flow_shift": 5.0},
     tasks=("t2v", "i2v"),
@@ -130,7 +113,7 @@ DEMO = _demo(
 DEMO_13B = _demo(
     "demo-13b",
     FORM_13B,
-    DEMO_CONFIGS_13B,
+    published.DEMO_CONFIGS_13B,
     title="the same of the 13b form",
     options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
 )
@@ -187,7 +170,7 @@ VARIANT_13B = Variant(
     frames=FrameRule(step=4),
     sizes=SizeRule(multiple=_MULTIPLE),
     options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
-    configs=CONFIGS_13B,
+    configs=published.CONFIGS_13B,
     notes="the guidance scale is an input of the model, not two predictions",
     form=FORM_13B,
 )
@@ -388,6 +371,8 @@ def check_15(request: Request, variant: Variant, checkpoint: Checkpoint) -> None
                 f"{checkpoint.source} has no image_encoder; it makes videos from text "
                 "only"
             )
+        from tpuport.models.hunyuanvideo.inputs import require_feature_extractor
+
         require_feature_extractor(checkpoint)
 
 

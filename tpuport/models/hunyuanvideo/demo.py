@@ -7,149 +7,34 @@ image-to-video runs; the 13b demo is the original HunyuanVideo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from tpuport.core.files.atomic import atomic_write_json
+from tpuport.core.spec.demo_checkpoint import write_checkpoint
+from tpuport.core.spec.variant import Variant
+from tpuport.models.hunyuanvideo import config, published
+from tpuport.models.hunyuanvideo.demo_tokenizers import (
+    write_byt5_tokenizer,
+    write_clip_tokenizer,
+    write_llama_tokenizer,
+    write_qwen_tokenizer,
+)
 
-if TYPE_CHECKING:
-    from tpuport.core.spec.variant import Variant
 
-VERSION = "1"
-"""Part of the cache key: raise it when the files below change."""
-
-_ROTARY: Mapping[str, Any] = {"rope_theta": 256.0, "rope_axes_dim": [4, 6, 6]}
-
-DEMO_CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "text_encoder": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        # At the usual 0.02 a model of this width hardly looks at its input.
-        "initializer_range": 0.08,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1000000.0,
-            "mrope_section": [1, 1, 2],
-        },
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-    # Six heads, as ByT5 small: no power of two divides them.
-    "text_encoder_2": {
-        "vocab_size": 384,
-        "d_model": 48,
-        "d_kv": 8,
-        "d_ff": 96,
-        "num_layers": 2,
-        "num_heads": 6,
-        "feed_forward_proj": "gated-gelu",
-    },
-    "image_encoder": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "image_size": 56,
-        "patch_size": 14,
-    },
-    "transformer": {
-        **_ROTARY,
-        "in_channels": 65,
-        "out_channels": 32,
-        "num_attention_heads": 8,
-        "attention_head_dim": 16,
-        "num_layers": 3,
-        "num_refiner_layers": 2,
-        "mlp_ratio": 2.0,
-        "patch_size": 1,
-        "patch_size_t": 1,
-        "qk_norm": "rms_norm",
-        "text_embed_dim": 64,
-        "text_embed_2_dim": 48,
-        "image_embed_dim": 32,
-        "target_size": 128,
-        "task_type": "i2v",
-        "use_meanflow": False,
-    },
-    "vae": {
-        "latent_channels": 32,
-        "block_out_channels": [8, 16, 32, 64, 64],
-        "layers_per_block": 1,
-        "spatial_compression_ratio": 16,
-        "temporal_compression_ratio": 4,
-        "scaling_factor": 1.03682,
-    },
-}
-"""Configs of the 1.5 demo, by folder."""
-
-DEMO_CONFIGS_13B: Mapping[str, Mapping[str, Any]] = {
-    "text_encoder": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "initializer_range": 0.08,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-    "text_encoder_2": {
-        "vocab_size": 1024,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 77,
-        "projection_dim": 48,
-        # As published: the end-of-text token is found as the highest id.
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    },
-    "transformer": {
-        **_ROTARY,
-        "in_channels": 16,
-        "out_channels": 16,
-        "num_attention_heads": 8,
-        "attention_head_dim": 16,
-        "num_layers": 3,
-        "num_single_layers": 3,
-        "num_refiner_layers": 2,
-        "mlp_ratio": 2.0,
-        "patch_size": 2,
-        "patch_size_t": 1,
-        "qk_norm": "rms_norm",
-        "guidance_embeds": True,
-        "text_embed_dim": 64,
-        "pooled_projection_dim": 48,
-        "image_condition_type": None,
-    },
-    "vae": {
-        "latent_channels": 16,
-        "block_out_channels": [16, 16, 32, 32],
-        "layers_per_block": 1,
-        "norm_num_groups": 8,
-        "spatial_compression_ratio": 8,
-        "temporal_compression_ratio": 4,
-        "scaling_factor": 0.476986,
-        "mid_block_add_attention": True,
-    },
-}
-"""Configs of the 13b demo, by folder."""
+def make_demo_of(folder: Path, variant: str) -> None:
+    """Write the demo checkpoint of a variant into an empty folder."""
+    if variant == config.DEMO_13B.name:
+        make_demo_13b(folder)
+    else:
+        make_demo(folder)
 
 
 def make_demo(folder: Path) -> None:
     """Write the 1.5 demo checkpoint into an empty folder."""
-    import torch
     from diffusers import (
         AutoencoderKLHunyuanVideo15,
         ClassifierFreeGuidance,
@@ -164,13 +49,7 @@ def make_demo(folder: Path) -> None:
         T5EncoderModel,
     )
 
-    from tpuport.core.spec.demo_checkpoint import write_checkpoint
-    from tpuport.models.hunyuanvideo.demo_tokenizers import (
-        write_byt5_tokenizer,
-        write_qwen_tokenizer,
-    )
-
-    configs: dict[str, Any] = {k: dict(v) for k, v in DEMO_CONFIGS.items()}
+    configs: dict[str, Any] = {k: dict(v) for k, v in published.DEMO_CONFIGS.items()}
     parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
@@ -187,7 +66,8 @@ def make_demo(folder: Path) -> None:
     write_qwen_tokenizer(folder / "tokenizer")
     write_byt5_tokenizer(folder / "tokenizer_2")
     write_feature_extractor(
-        folder / "feature_extractor", DEMO_CONFIGS["image_encoder"]["image_size"]
+        folder / "feature_extractor",
+        published.DEMO_CONFIGS["image_encoder"]["image_size"],
     )
     write_checkpoint(
         folder,
@@ -202,7 +82,6 @@ def make_demo(folder: Path) -> None:
 
 def make_demo_13b(folder: Path) -> None:
     """Write the 13b demo checkpoint into an empty folder."""
-    import torch
     from diffusers import (
         AutoencoderKLHunyuanVideo,
         FlowMatchEulerDiscreteScheduler,
@@ -210,13 +89,9 @@ def make_demo_13b(folder: Path) -> None:
     )
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
-    from tpuport.core.spec.demo_checkpoint import write_checkpoint
-    from tpuport.models.hunyuanvideo.demo_tokenizers import (
-        write_clip_tokenizer,
-        write_llama_tokenizer,
-    )
-
-    configs: dict[str, Any] = {k: dict(v) for k, v in DEMO_CONFIGS_13B.items()}
+    configs: dict[str, Any] = {
+        k: dict(v) for k, v in published.DEMO_CONFIGS_13B.items()
+    }
     parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
@@ -247,8 +122,6 @@ def _prefix_names(folder: Path, prefix: str) -> None:
     transformers 5 saves these classes without the name of an inner module that they
     had when the published files were made.
     """
-    from safetensors.torch import load_file, save_file
-
     path = folder / "model.safetensors"
     weights = {
         f"{prefix}{name.removeprefix(prefix)}": tensor

@@ -64,7 +64,6 @@ def _merges(backend: Any, corpus: Sequence[str], suffix: str = "") -> list[list[
         corpus: the sentences to train on.
         suffix: marks the last letter of a word.
     """
-
     marks: dict[str, Any] = {"end_of_word_suffix": suffix} if suffix else {}
     learner = Tokenizer(models.BPE(**marks))
     if backend.normalizer is not None:
@@ -86,7 +85,6 @@ def _vocabulary(
     merges: Sequence[Sequence[str]], special: Sequence[str], suffix: str = ""
 ) -> dict[str, int]:
     """Ids of all bytes, then of the merges, then of the special tokens."""
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     endings = [letter + suffix for letter in alphabet] if suffix else []
     tokens = [*alphabet, *endings, *map("".join, merges), *special]

@@ -8,12 +8,11 @@ width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import jax
+import jax
+import jax.numpy as jnp
 
-    from tpuport.core.tracing.ported_module import BoundModule
+from tpuport.core.tracing.ported_module import BoundModule
 
 #: The state upstream takes: ``hidden_states[-(num_hidden_layers_to_skip + 1)]``.
 HIDDEN_STATE = -3
@@ -73,8 +72,6 @@ def byt5_states(
     upstream does without running the encoder. Source: diffusers
     ``HunyuanVideo15Pipeline._get_byt5_prompt_embeds``.
     """
-    import jax.numpy as jnp
-
     mask = attention_mask.astype(jnp.float32)
     states: jax.Array = model(input_ids, attention_mask=mask).last_hidden_state
     quotes = (attention_mask != 0).any(axis=1)

@@ -6,14 +6,13 @@ Legend: B videos of a batch, Y rows and X columns of pixels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from PIL.Image import Image
 
 from tpuport.core.files.sources import to_images
 from tpuport.core.spec.stage_work import StageContext
-
-if TYPE_CHECKING:
-    import torch
-    from PIL.Image import Image
 
 
 def processor() -> Any:

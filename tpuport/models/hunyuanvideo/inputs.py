@@ -11,16 +11,14 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from PIL.Image import Image
 
 from tpuport.core.spec.stage_work import tell_lost
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import WeightsError
-
-if TYPE_CHECKING:
-    import torch
-    from PIL.Image import Image
-
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 Say = Callable[[str], None]
 
@@ -231,7 +229,6 @@ def glyph_ids(
         out and gives zero states, as :func:`.encoders.byt5_states` does. Source:
         ``HunyuanVideo15Pipeline._get_byt5_prompt_embeds``.
     """
-    import torch
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
         extract_glyph_texts,
     )

@@ -12,7 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
 
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import text_and_video as streams
@@ -31,10 +35,6 @@ from tpuport.models.hunyuanvideo.patches import (
     named,
     text_tokens,
 )
-
-if TYPE_CHECKING:
-    import jax
-    import torch
 
 Pair = tuple["jax.Array", "jax.Array"]
 """For the tokens that are marked and for all others; one array where none are."""
@@ -59,8 +59,6 @@ class Stream:
 
     def norm(self, norm: Any, x: jax.Array, shift: Pair, scale: Pair) -> jax.Array:
         """``x`` [B, L, E] normed and modulated."""
-        import jax
-
         arrays = self.tokens.active.arrays
         y = token_norms.modulated_norm(
             self.marked,
@@ -124,7 +122,6 @@ def _centres(norm: Any) -> bool:
     Raises:
         NotImplementedError: it is neither a layer norm nor an RMS norm.
     """
-    import torch
     from diffusers.models.normalization import RMSNorm
 
     if isinstance(norm, RMSNorm):
@@ -145,8 +142,6 @@ def modulation(
     parts: int,
 ) -> list[Pair]:
     """The ``parts`` values [B, E] of an adaLN layer, of ``marked`` and of ``temb``."""
-    import jax
-    import jax.numpy as jnp
 
     def values(condition: torch.Tensor) -> Any:
         given = current().arrays(condition)

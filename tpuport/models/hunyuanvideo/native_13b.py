@@ -10,7 +10,10 @@ Letters: B batch, L tokens of the joint sequence, N video tokens, E width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax.numpy as jnp
+import torch
 
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import text_and_video as streams
@@ -32,9 +35,6 @@ from tpuport.models.hunyuanvideo.native import (
 from tpuport.models.hunyuanvideo.patches import VideoGrid, named
 from tpuport.models.hunyuanvideo.patches_13b import LINK, MODULE, UPSTREAM
 
-if TYPE_CHECKING:
-    import torch
-
 
 def _single_block(original: Callable[..., Any]) -> Callable[..., Any]:
     """The text goes past it: it is in the joint sequence by then."""
@@ -50,8 +50,6 @@ def _single_block(original: Callable[..., Any]) -> Callable[..., Any]:
         first_temb: torch.Tensor | None = None,
         first: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        import jax.numpy as jnp
-
         active, attn = sequence.active, self.attn
         tokens = Stream.of(sequence, first)
         x, turn = active.arrays((hidden_states, tables))

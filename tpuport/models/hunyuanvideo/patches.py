@@ -14,13 +14,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpuport.core.tracing.patching import Patch
+from tpuport.models.hunyuanvideo.vae_patches import VAE_15
+from tpuport.patches import standard
+from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
-
-if TYPE_CHECKING:
-    import torch
 
 # Rows of `cond_type_embed`.
 TEXT, GLYPHS, IMAGE = 0, 1, 2
@@ -69,7 +71,6 @@ def _joint_attention(
         ValueError: ``attention_mask`` has another shape: a mask of tokens belongs to
             the patched forward, which makes the lengths.
     """
-    import torch
     from diffusers.models.embeddings import apply_rotary_emb
 
     if attention_mask is not None and attention_mask.ndim != 1:
@@ -190,8 +191,6 @@ def text_tokens(
     Raises:
         ValueError: there are no glyphs, or no mask of them.
     """
-    import torch
-
     words, mask = text
     drawn, drawn_mask = glyphs
     if drawn is None or drawn_mask is None:
@@ -375,3 +374,6 @@ TRANSFORMER_15: tuple[Patch, ...] = (
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""
+
+PATCHES = (*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_15, *VAE_15)
+"""Of the whole form."""

@@ -11,14 +11,17 @@ latent frames/rows/columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.patches import VideoGrid, with_lora_scale
+from tpuport.models.hunyuanvideo.vae_patches import VAE_13B
+from tpuport.patches import standard
+from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_order
-
-if TYPE_CHECKING:
-    import torch
 
 
 def attend_tokens(
@@ -79,8 +82,6 @@ def _refiner_block(
     Returns:
         [B, L, C].
     """
-    import torch
-
     gate_attention, gate_mlp = self.norm_out(temb)
     normed, attn = self.norm1(hidden_states), self.attn
     query, key, value = (
@@ -116,8 +117,6 @@ def _refine(
     Returns:
         [B, L, C] in the order given.
     """
-    import torch
-
     if attention_mask is None:
         for block in self.refiner_blocks:
             hidden_states = block(hidden_states, temb)
@@ -148,9 +147,6 @@ def _single_block(
     The output layer takes attention and feed-forward side by side. Its product with
     each is added up here: the same products, summed in another order.
     """
-    import torch
-    import torch.nn.functional as F
-
     video = hidden_states.shape[1]
     joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     normed, gate = self.norm(joined, emb=temb)
@@ -260,3 +256,6 @@ TRANSFORMER_13B: tuple[Patch, ...] = (
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""
+
+PATCHES = (*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_13B, *VAE_13B)
+"""Of the whole form."""

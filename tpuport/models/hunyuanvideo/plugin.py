@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tpuport.core.spec.component import Component
@@ -12,31 +11,13 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.hookspecs import hookimpl
-from tpuport.models.hunyuanvideo import (
-    config,
-    demo,
-    encoders,
-    native,
-    native_13b,
-    sharding,
-    stages,
-    stages_13b,
-)
-from tpuport.models.hunyuanvideo.patches import TRANSFORMER_15
-from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
-from tpuport.models.hunyuanvideo.vae_patches import VAE_13B, VAE_15
-from tpuport.patches import standard
-from tpuport.patches.projection import MODULATED_NORMS
+from tpuport.models.hunyuanvideo import config, sharding
+
+#: What needs torch or jax is named, and imported when it is first used.
+HERE = "tpuport.models.hunyuanvideo"
 
 #: The two blocks that refine the text, in both forms of the model.
 REFINER = "context_embedder.token_refiner.refiner_blocks"
-
-
-def _make_demo(folder: Path, variant: str) -> None:
-    if variant == config.DEMO_13B.name:
-        demo.make_demo_13b(folder)
-    else:
-        demo.make_demo(folder)
 
 
 def _heads(default: int) -> Callable[[Mapping[str, Any]], int]:
@@ -69,7 +50,8 @@ COMPONENTS_15 = {
         name="image_encoder",
         class_path="transformers:SiglipVisionModel",
         sharding=sharding.SIGLIP,
-        stored_prefix=encoders.STORED_PREFIXES["SiglipVisionModel"],
+        # See encoders.STORED_PREFIXES.
+        stored_prefix="vision_model.",
         heads=_heads(12),
         stacked=("encoder.layers",),
     ),
@@ -81,7 +63,7 @@ COMPONENTS_15 = {
         split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
         stacked=(REFINER, "transformer_blocks"),
         heads=_heads(16),
-        native=native.TRANSFORMER_15,
+        native=f"{HERE}.native:TRANSFORMER_15",
     ),
     "vae": Component(
         name="vae",
@@ -102,7 +84,7 @@ COMPONENTS_13B = {
         name="text_encoder_2",
         class_path="transformers:CLIPTextModel",
         sharding=sharding.CLIP,
-        stored_prefix=encoders.STORED_PREFIXES["CLIPTextModel"],
+        stored_prefix="text_model.",
         ignored=(r"(text_model\.)?embeddings\.position_ids",),
         stacked=("encoder.layers",),
     ),
@@ -117,7 +99,7 @@ COMPONENTS_13B = {
         ),
         stacked=(REFINER, "transformer_blocks", "single_transformer_blocks"),
         heads=_heads(24),
-        native=native_13b.TRANSFORMER_13B,
+        native=f"{HERE}.native_13b:TRANSFORMER_13B",
     ),
     "vae": Component(
         name="vae",
@@ -126,40 +108,45 @@ COMPONENTS_13B = {
     ),
 }
 
-PORT_13B = ModelPort(
+#: A form of the model, from what is the form's own.
+_form = functools.partial(
+    ModelPort,
     name="hunyuanvideo",
     title="HunyuanVideo 1.5 and 13b, text and image to video",
+    variants=config.VARIANTS,
+    overrides="tpuport.patches.standard:OVERRIDES",
+    attention=sharding.ATTENTION,
+    options=config.OPTIONS,
+    bucket=config.bucket,
+    make_demo=f"{HERE}.demo:make_demo_of",
+    # Raise it when the files of the demo change.
+    demo_version="1",
+)
+
+PORT_13B = _form(
     form=config.FORM_13B,
     pipelines=("HunyuanVideoPipeline",),
     components=COMPONENTS_13B,
-    stages=stages_13b.STAGES,
-    variants=config.VARIANTS,
-    patches=(*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_13B, *VAE_13B),
-    overrides=standard.OVERRIDES,
-    attention=sharding.ATTENTION,
-    options=config.OPTIONS,
+    stages=f"{HERE}.stages_13b:STAGES",
+    patches=f"{HERE}.patches_13b:PATCHES",
     detect=config.detect_13b,
     check=config.check_13b,
     guided=config.guided_13b,
-    bucket=config.bucket,
-    latent_shape=stages_13b.latent_shape,
-    make_demo=_make_demo,
-    demo_version=demo.VERSION,
+    latent_shape=f"{HERE}.stages_13b:latent_shape",
 )
 
-PORT = replace(
-    PORT_13B,
+PORT = _form(
     form=config.FORM_15,
     pipelines=("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
     components=COMPONENTS_15,
-    stages=stages.STAGES,
-    patches=(*standard.PATCHES, MODULATED_NORMS[1], *TRANSFORMER_15, *VAE_15),
+    stages=f"{HERE}.stages:STAGES",
+    patches=f"{HERE}.patches:PATCHES",
     detect=config.detect_15,
     check=config.check_15,
     check_variant=config.check_variant_15,
-    write_processors=demo.write_processors,
+    write_processors=f"{HERE}.demo:write_processors",
     guided=config.guided_15,
-    latent_shape=stages.latent_shape,
+    latent_shape=f"{HERE}.stages:latent_shape",
     forms=(PORT_13B,),
 )
 

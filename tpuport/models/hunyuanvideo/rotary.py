@@ -6,12 +6,12 @@ Legend: T, Y, X token frames, rows and columns; L = T * Y * X; D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from tpuport.core.layers.rotary_tables import RotaryCache, RotaryKey
-
-if TYPE_CHECKING:
-    import numpy as np
 
 #: The default of both upstream classes.
 AXES = (16, 56, 56)
@@ -35,7 +35,6 @@ def rotary_key(config: Mapping[str, Any], latents: tuple[int, ...]) -> RotaryKey
 
 def build(key: RotaryKey) -> tuple[np.ndarray, np.ndarray]:
     """(cos, sin) of shape [L, D], float32, from upstream's module."""
-    import torch
     from diffusers.models.transformers.transformer_hunyuan_video15 import (
         HunyuanVideo15RotaryPosEmbed,
     )

@@ -11,7 +11,11 @@ stored with all their padding and trimmed when they are used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Task
@@ -20,6 +24,8 @@ from tpuport.core.layers.text_trimming import trim
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
+from tpuport.core.tracing.ported_module import BoundModule
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.models.hunyuanvideo import (
     common,
     encoders,
@@ -47,10 +53,6 @@ from tpuport.models.hunyuanvideo.vae import (
     decode_tile_15,
     encode_mode_15,
 )
-
-if TYPE_CHECKING:
-    from tpuport.core.tracing.ported_module import BoundModule
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
 TEXT_BUCKETS = (64, 128, 192, 256, 384, 512, 768)
@@ -83,8 +85,6 @@ def _image_latents(model: BoundModule, carry: None, constants: None, given: Any)
 
 def plan_encode(ctx: StageContext) -> Work:
     """Encode the prompts of a batch, with the negative ones when guided, and images."""
-    import torch
-
     texts = rows_of(ctx, ctx.request.guided)
     chat = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "Qwen2Tokenizer")
     ids, mask = inputs.chat_ids(chat, texts, ctx.say)
@@ -153,8 +153,6 @@ def _denoise_step(
 
     Latents are float32 whatever the weights' dtype.
     """
-    import jax.numpy as jnp
-
     latents = carry["latents"]
     text = constants["text"]
     dtype = model.weights["proj_out.weight"].dtype
@@ -205,9 +203,6 @@ def _denoise_step(
 
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
-    import numpy as np
-    import torch
-
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
     schedule = scheduler.schedule(ctx)

@@ -10,13 +10,19 @@ prompt is made only for a ``true_cfg_scale`` above 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.text_trimming import trim
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
+from tpuport.core.tracing.ported_module import BoundModule
+from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.models.hunyuanvideo import (
     common,
     encoders,
@@ -37,12 +43,6 @@ from tpuport.models.hunyuanvideo.common import (
 )
 from tpuport.models.hunyuanvideo.config import guided_13b
 from tpuport.models.hunyuanvideo.vae import decode_tile_13b
-
-if TYPE_CHECKING:
-    import torch
-
-    from tpuport.core.tracing.ported_module import BoundModule
-    from tpuport.core.weights.checkpoint import Checkpoint
 
 #: Lengths that text is cut to; a prompt beyond the last keeps all of its padding.
 TEXT_BUCKETS = (32, 64, 128, 192)
@@ -104,8 +104,6 @@ def _denoise_step(
 
     Latents are float32 whatever the weights' dtype.
     """
-    import jax.numpy as jnp
-
     latents = carry["latents"]
     text = constants["text"]
     dtype = model.weights["proj_out.weight"].dtype
@@ -139,9 +137,6 @@ def _denoise_step(
 
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
-    import numpy as np
-    import torch
-
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
     schedule = scheduler.schedule(ctx)

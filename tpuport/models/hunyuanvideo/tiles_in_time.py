@@ -19,20 +19,19 @@ rows and columns of pixels, E frames of the seam. Source: diffusers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
 
 from tpuport.core.files.frames import as_frames, encode_pixels
 from tpuport.core.layers.tiles import TilePlan, fading
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.stage_work import Call, Work
+from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.models.hunyuanvideo import vae
-
-if TYPE_CHECKING:
-    import jax
-    import numpy as np
-    import torch
-
-    from tpuport.core.tracing.ported_module import BoundModule
 
 #: Of a tile that is not the first: frames at its front that are thrown away.
 DROPPED = 1
@@ -66,8 +65,6 @@ def first_seam(
     Args:
         given: ``latents`` [B, C, T, Y, X] of any T, and ``seam``, of length E.
     """
-    import jax.numpy as jnp
-
     module: Any = model.ported.module
     ratio = module.spatial_compression_ratio
     videos, _, _, rows, columns = given["latents"].shape
@@ -98,8 +95,6 @@ def tile_frames(
         the end of this tile, and what :func:`tpuport.core.files.frames.encode_pixels`
         gives of its first F frames.
     """
-    import jax.numpy as jnp
-
     video = decode_tile(model, given["latents"])
     video = blended(seam, video, given["rising"], given["falling"])
     # Of a tile with fewer frames than the seam, only those are looked at later: tiles
@@ -124,9 +119,6 @@ def blended(
         rising, falling: float32, shares of ``video`` and ``seam``, of each frame that
             is blended.
     """
-    import jax
-    import jax.numpy as jnp
-
     kind = jnp.finfo(video.dtype)
 
     def rounded(x: jax.Array) -> jax.Array:
@@ -160,8 +152,6 @@ def in_time_work(z: torch.Tensor, plan: TilePlan, pixels: str) -> Work:
         plan: for which :func:`is_in_time` holds.
         pixels: of the frames, ``"float32"`` or ``"uint8"``.
     """
-    import numpy as np
-
     time, rows, columns = plan.axes
 
     def calls() -> Iterator[Call]:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
+
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Task
 from tpuport.core.spec.stage_work import StageContext, one_or_all
@@ -19,7 +23,6 @@ from tpuport.models.hunyuanvideo.scheduler import upstream_scheduler
 
 def encode_15(ctx: StageContext) -> dict[str, Any]:
     """The same by the static methods of upstream's pipelines."""
-    import torch
     from diffusers import (
         HunyuanVideo15ImageToVideoPipeline,
         HunyuanVideo15Pipeline,
@@ -80,7 +83,6 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
 
 def denoise_15(ctx: StageContext) -> dict[str, Any]:
     """The same by the ``__call__`` of upstream's pipelines, with latents as output."""
-    import torch
     from diffusers import ClassifierFreeGuidance
 
     request = ctx.request
@@ -134,7 +136,6 @@ def _image_pipeline(ctx: StageContext, parts: dict[str, Any]) -> tuple[Any, Any]
     handed the run's.
     """
     from diffusers import HunyuanVideo15ImageToVideoPipeline
-    from PIL import Image
 
     request = ctx.request
 
@@ -163,7 +164,6 @@ def _image_pipeline(ctx: StageContext, parts: dict[str, Any]) -> tuple[Any, Any]
 
 def encode_13b(ctx: StageContext) -> dict[str, Any]:
     """The same by ``HunyuanVideoPipeline.encode_prompt``."""
-    import torch
     from diffusers import HunyuanVideoPipeline
 
     tokenizer = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "LlamaTokenizerFast")
@@ -194,7 +194,6 @@ def encode_13b(ctx: StageContext) -> dict[str, Any]:
 
 def denoise_13b(ctx: StageContext) -> dict[str, Any]:
     """The same by ``HunyuanVideoPipeline.__call__`` with latents as output."""
-    import torch
     from diffusers import HunyuanVideoPipeline
 
     request = ctx.request
@@ -235,8 +234,6 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
 
 def decode(ctx: StageContext) -> dict[str, Any]:
     """The same by the autoencoder's ``decode`` and upstream's postprocessing."""
-    import numpy as np
-    import torch
     from diffusers.video_processor import VideoProcessor
 
     vae = ctx.upstream_component("vae")

@@ -15,17 +15,16 @@ Sources: diffusers ``autoencoder_kl_hunyuanvideo15.py`` (1.5) and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpuport.core.layers.tiles import Axis, TilePlan, tiled_axis, whole_axis
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.tracing.chunk_state import run_chunk
+from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.errors import UsageError
-
-if TYPE_CHECKING:
-    import jax
-
-    from tpuport.core.tracing.ported_module import BoundModule
 
 
 def plan_decode(vae: Any, latent_shape: Sequence[int], tiling: bool) -> TilePlan:
@@ -199,8 +198,6 @@ def encode_mode_15(model: BoundModule, x: jax.Array) -> jax.Array:
     is in [-1, 1], and cast to the weights' dtype here. Source: diffusers ``vae.py``,
     ``DiagonalGaussianDistribution.mode``.
     """
-    import jax.numpy as jnp
-
     moments = model(_cast(model, x, "encoder.conv_in"), method="encoder")
     return moments[:, : moments.shape[1] // 2].astype(jnp.float32)
 

@@ -17,20 +17,18 @@ heads, D head dim; t/y/x those of the queries: of a chunk, and of a device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
 
 from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.tracing.chunk_state import current_chunk
-from tpuport.core.tracing.context import current
+from tpuport.core.tracing.context import Active, OpContext, current
 from tpuport.core.tracing.patching import Patch
 from tpuport.patches.valid_tokens import attend
-
-if TYPE_CHECKING:
-    import jax
-    import torch
-
-    from tpuport.core.tracing.context import Active, OpContext
-
 
 # ------------------------------------------------------------------- attention
 
@@ -82,7 +80,6 @@ def _attend_by_frames(
     heads: int,
 ) -> torch.Tensor:
     """Attention of [B, H * D, t, y, x] to the frames of each query and before it."""
-
     active, chunk = _active(), current_chunk()
     if active is None or (chunk is None and active.context.space is None):
         per_frame = query.shape[3] * query.shape[4]
@@ -109,7 +106,6 @@ def _attend_by_frames(
 
 def _active() -> Active | None:
     """What is being traced; ``None`` in plain torch."""
-
     try:
         return current()
     except RuntimeError:
@@ -129,9 +125,6 @@ def _frame_by_frame(
     Args:
         start: the frame of the keys that the first one of the queries is.
     """
-    import jax
-    import jax.numpy as jnp
-
     batch, _, frames, rows, columns = query.shape
     per_frame = key.shape[3] * key.shape[4]
     k, v = (
@@ -159,8 +152,6 @@ def _causal_convolution(original: Callable[..., Any]) -> Callable[..., Any]:
     """In a chunk, the frames before it are those of the chunk before."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        import torch.nn.functional as F
-
         chunk = current_chunk()
         if chunk is None:
             return original(self, hidden_states)
