@@ -20,7 +20,7 @@ from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.models.hunyuanvideo import demo, encoders, inputs, published
 
 MAKERS = {"1.5": demo.make_demo, "13b": demo.make_demo_13b}
-CONFIGS = {"1.5": published.DEMO_CONFIGS, "13b": published.DEMO_CONFIGS_13B}
+CONFIGS = {"1.5": published.CONFIGS["demo-1.5"], "13b": published.CONFIGS["demo-13b"]}
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,9 @@ from tpuport.core.weights.sharding import (
 )
 from tpuport.core.weights.skeleton import build_skeleton
 from tpuport.errors import ShardingError
-from tpuport.models.hunyuanvideo import encoders, published, sharding
+from tpuport.models.hunyuanvideo import encoders, sharding
 from tpuport.models.hunyuanvideo.plugin import PORT
+from tpuport.models.hunyuanvideo.published import CONFIGS
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
@@ -45,85 +46,109 @@ class Case:
     tp: tuple[int, ...] = (1, 2, 4, 8)
 
 
+STEP_DISTILLED = {
+    **CONFIGS["1.5"]["transformer"],
+    "task_type": "i2v",
+    "use_meanflow": True,
+}
+
 CASES: dict[str, Case] = {
     "transformer_15": Case(
         "diffusers:HunyuanVideo15Transformer3DModel",
-        published.TRANSFORMER_15,
+        CONFIGS["1.5"]["transformer"],
         sharding.TRANSFORMER_15,
         8.327,
         (1, 2, 4, 8, 16),
     ),
     "transformer_15_step_distilled": Case(
         "diffusers:HunyuanVideo15Transformer3DModel",
-        published.TRANSFORMER_15_STEP_DISTILLED,
+        STEP_DISTILLED,
         sharding.TRANSFORMER_15,
         8.331,
         (1, 2, 4, 8, 16),
     ),
     "transformer_15_step_distilled replicated-attention": Case(
         "diffusers:HunyuanVideo15Transformer3DModel",
-        published.TRANSFORMER_15_STEP_DISTILLED,
+        STEP_DISTILLED,
         sharding.LAYOUTS_15["replicated-attention"],
         8.331,
         (1, 2, 4, 8, 16),
     ),
     "transformer_15_step_distilled replicated-out": Case(
         "diffusers:HunyuanVideo15Transformer3DModel",
-        published.TRANSFORMER_15_STEP_DISTILLED,
+        STEP_DISTILLED,
         sharding.LAYOUTS_15["replicated-out"],
         8.331,
         (1, 2, 4, 8, 16),
     ),
     "transformer_15 replicated-attention": Case(
         "diffusers:HunyuanVideo15Transformer3DModel",
-        published.TRANSFORMER_15,
+        CONFIGS["1.5"]["transformer"],
         sharding.LAYOUTS_15["replicated-attention"],
         8.327,
         (1, 2, 4, 8, 16),
     ),
     "transformer_15 replicated-out": Case(
         "diffusers:HunyuanVideo15Transformer3DModel",
-        published.TRANSFORMER_15,
+        CONFIGS["1.5"]["transformer"],
         sharding.LAYOUTS_15["replicated-out"],
         8.327,
         (1, 2, 4, 8, 16),
     ),
     "transformer_13b": Case(
         "diffusers:HunyuanVideoTransformer3DModel",
-        published.TRANSFORMER_13B,
+        CONFIGS["13b"]["transformer"],
         sharding.TRANSFORMER_13B,
         12.821,
     ),
     "transformer_13b replicated-attention": Case(
         "diffusers:HunyuanVideoTransformer3DModel",
-        published.TRANSFORMER_13B,
+        CONFIGS["13b"]["transformer"],
         sharding.LAYOUTS_13B["replicated-attention"],
         12.821,
     ),
     "transformer_13b replicated-out": Case(
         "diffusers:HunyuanVideoTransformer3DModel",
-        published.TRANSFORMER_13B,
+        CONFIGS["13b"]["transformer"],
         sharding.LAYOUTS_13B["replicated-out"],
         12.821,
     ),
     "qwen": Case(
-        "transformers:Qwen2_5_VLTextModel", published.QWEN, sharding.QWEN, 7.071
+        "transformers:Qwen2_5_VLTextModel",
+        CONFIGS["1.5"]["text_encoder"],
+        sharding.QWEN,
+        7.071,
     ),
-    "byt5": Case("transformers:T5EncoderModel", published.BYT5, sharding.BYT5, 0.219),
+    "byt5": Case(
+        "transformers:T5EncoderModel",
+        CONFIGS["1.5"]["text_encoder_2"],
+        sharding.BYT5,
+        0.219,
+    ),
     "siglip": Case(
-        "transformers:SiglipVisionModel", published.SIGLIP, sharding.SIGLIP, 0.428
+        "transformers:SiglipVisionModel",
+        CONFIGS["1.5"]["image_encoder"],
+        sharding.SIGLIP,
+        0.428,
     ),
-    "llama": Case("transformers:LlamaModel", published.LLAMA, sharding.LLAMA, 7.505),
-    "clip": Case("transformers:CLIPTextModel", published.CLIP, sharding.CLIP, 0.123),
+    "llama": Case(
+        "transformers:LlamaModel", CONFIGS["13b"]["text_encoder"], sharding.LLAMA, 7.505
+    ),
+    "clip": Case(
+        "transformers:CLIPTextModel",
+        CONFIGS["13b"]["text_encoder_2"],
+        sharding.CLIP,
+        0.123,
+    ),
     "vae_15": Case(
         "diffusers:AutoencoderKLHunyuanVideo15",
-        published.VAE_15,
+        CONFIGS["1.5"]["vae"],
         sharding.VAE_15,
         1.261,
     ),
     "vae_13b": Case(
         "diffusers:AutoencoderKLHunyuanVideo",
-        published.VAE_13B,
+        CONFIGS["13b"]["vae"],
         sharding.VAE_13B,
         0.246,
     ),

@@ -14,7 +14,7 @@ from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
-from tpuport.models.cogvideox import published
+from tpuport.models.cogvideox.published import CONFIGS
 
 if TYPE_CHECKING:
     from tpuport.core.weights.checkpoint import Checkpoint
@@ -39,11 +39,7 @@ VARIANT_2B = Variant(
     frames=FrameRule(step=8, limit=49),
     sizes=SizeRule(multiple=PIXELS_PER_PATCH),
     options={"scheduler": "ddim", "dynamic_cfg": False},
-    configs={
-        "text_encoder": published.T5_XXL,
-        "transformer": published.TRANSFORMER_2B,
-        "vae": published.VAE_2B,
-    },
+    configs=CONFIGS["2b"],
     notes="published in float16; runs in bfloat16 or float32 here",
     tasks=TEXT_TASKS,
 )
@@ -54,11 +50,7 @@ VARIANT_5B = replace(
     title="CogVideoX-5B, text and video to video",
     repo_id="THUDM/CogVideoX-5b",
     options={"scheduler": "dpm", "dynamic_cfg": True},
-    configs={
-        "text_encoder": published.T5_XXL,
-        "transformer": published.TRANSFORMER_5B,
-        "vae": published.VAE_5B,
-    },
+    configs=CONFIGS["5b"],
     notes="",
 )
 
@@ -67,7 +59,7 @@ VARIANT_5B_I2V = replace(
     name="5b-i2v",
     title="CogVideoX-5B-I2V, image to video",
     repo_id="THUDM/CogVideoX-5b-I2V",
-    configs={**VARIANT_5B.configs, "transformer": published.TRANSFORMER_5B_I2V},
+    configs=CONFIGS["5b-i2v"],
     notes="its positions are learned for 480x720 and 49 frames: no other size, and "
     "other frame counts run with computed positions, as upstream",
     tasks=("i2v",),
@@ -83,11 +75,7 @@ VARIANT_15_5B = replace(
     num_frames=81,
     fps=16,
     frames=FrameRule(step=16, limit=161),
-    configs={
-        "text_encoder": published.T5_XXL,
-        "transformer": published.TRANSFORMER_15_5B,
-        "vae": published.VAE_15,
-    },
+    configs=CONFIGS["1.5-5b"],
     notes="video to video pads the latents in front, as text to video does; upstream's "
     "own pipeline refuses every frame count of 1.5 there",
 )
@@ -97,7 +85,7 @@ VARIANT_15_5B_I2V = replace(
     name="1.5-5b-i2v",
     title="CogVideoX1.5-5B-I2V, image to video",
     repo_id="THUDM/CogVideoX1.5-5B-I2V",
-    configs={**VARIANT_15_5B.configs, "transformer": published.TRANSFORMER_15_5B_I2V},
+    configs=CONFIGS["1.5-5b-i2v"],
     notes="",
     tasks=("i2v",),
 )
@@ -112,7 +100,7 @@ DEMO = replace(
     num_frames=17,
     num_inference_steps=8,
     frames=FrameRule(step=8),
-    configs=published.DEMO,
+    configs=CONFIGS["demo"],
     notes="random weights: the video shows that everything runs, not a picture",
 )
 
@@ -120,7 +108,7 @@ DEMO_I2V = replace(
     DEMO,
     name="demo-i2v",
     title="the same for image to video",
-    configs=published.DEMO_I2V,
+    configs=CONFIGS["demo-i2v"],
     tasks=("i2v",),
 )
 

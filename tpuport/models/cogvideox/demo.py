@@ -17,7 +17,7 @@ import sentencepiece
 import torch
 
 from tpuport.core.spec.demo_checkpoint import write_checkpoint
-from tpuport.models.cogvideox import published
+from tpuport.models.cogvideox.published import CONFIGS
 
 _TEXT = """
 a an the of on in at over under near with and slow fast wide close aerial shot view
@@ -38,8 +38,8 @@ TOKENS = 400
 
 #: By variant: the configs, and the pipeline that the checkpoint is one of.
 CHECKPOINTS = {
-    "demo": (published.DEMO, "CogVideoXPipeline"),
-    "demo-i2v": (published.DEMO_I2V, "CogVideoXImageToVideoPipeline"),
+    "demo": (CONFIGS["demo"], "CogVideoXPipeline"),
+    "demo-i2v": (CONFIGS["demo-i2v"], "CogVideoXImageToVideoPipeline"),
 }
 
 

@@ -15,7 +15,7 @@ from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
-from tpuport.models.hunyuanvideo import published
+from tpuport.models.hunyuanvideo.published import CONFIGS
 
 if TYPE_CHECKING:
     from tpuport.core.weights.checkpoint import Checkpoint
@@ -66,9 +66,9 @@ def _variant(
         sizes=SizeRule(multiple=_MULTIPLE),
         options={"flow_shift": shift},
         configs={
-            **published.CONFIGS_15,
+            **CONFIGS["1.5"],
             "transformer": {
-                **published.CONFIGS_15["transformer"],
+                **CONFIGS["1.5"]["transformer"],
                 "target_size": TARGET_SIZES[resolution],
                 "task_type": task,
                 "use_meanflow": meanflow,
@@ -103,7 +103,7 @@ def _demo(name: str, form: str, configs: Mapping[str, Any], **changes: Any) -> V
 DEMO = _demo(
     "demo",
     FORM_15,
-    published.DEMO_CONFIGS,
+    CONFIGS["demo-1.5"],
     title="a small checkpoint with random weights, made on first use",
     options={"flow_shift": 5.0},
     tasks=("t2v", "i2v"),
@@ -113,7 +113,7 @@ DEMO = _demo(
 DEMO_13B = _demo(
     "demo-13b",
     FORM_13B,
-    published.DEMO_CONFIGS_13B,
+    CONFIGS["demo-13b"],
     title="the same of the 13b form",
     options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
 )
@@ -170,7 +170,7 @@ VARIANT_13B = Variant(
     frames=FrameRule(step=4),
     sizes=SizeRule(multiple=_MULTIPLE),
     options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
-    configs=published.CONFIGS_13B,
+    configs=CONFIGS["13b"],
     notes="the guidance scale is an input of the model, not two predictions",
     form=FORM_13B,
 )

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from tpuport.core.files.atomic import atomic_write_json
 from tpuport.core.spec.demo_checkpoint import write_checkpoint
 from tpuport.core.spec.variant import Variant
-from tpuport.models.hunyuanvideo import config, published
+from tpuport.models.hunyuanvideo import config
 from tpuport.models.hunyuanvideo.demo_tokenizers import (
     write_byt5_tokenizer,
     write_clip_tokenizer,
     write_llama_tokenizer,
     write_qwen_tokenizer,
 )
+from tpuport.models.hunyuanvideo.published import CONFIGS
 
 
 def make_demo_of(folder: Path, variant: str) -> None:
@@ -49,7 +50,7 @@ def make_demo(folder: Path) -> None:
         T5EncoderModel,
     )
 
-    configs: dict[str, Any] = {k: dict(v) for k, v in published.DEMO_CONFIGS.items()}
+    configs: dict[str, Any] = {k: dict(v) for k, v in CONFIGS["demo-1.5"].items()}
     parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)
@@ -67,7 +68,7 @@ def make_demo(folder: Path) -> None:
     write_byt5_tokenizer(folder / "tokenizer_2")
     write_feature_extractor(
         folder / "feature_extractor",
-        published.DEMO_CONFIGS["image_encoder"]["image_size"],
+        CONFIGS["demo-1.5"]["image_encoder"]["image_size"],
     )
     write_checkpoint(
         folder,
@@ -89,9 +90,7 @@ def make_demo_13b(folder: Path) -> None:
     )
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
-    configs: dict[str, Any] = {
-        k: dict(v) for k, v in published.DEMO_CONFIGS_13B.items()
-    }
+    configs: dict[str, Any] = {k: dict(v) for k, v in CONFIGS["demo-13b"].items()}
     parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20250101)

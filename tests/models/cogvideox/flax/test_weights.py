@@ -12,16 +12,23 @@ from diffusers import AutoencoderKLCogVideoX
 
 from tpuport.errors import WeightsError
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
-from tpuport.models.cogvideox.published import DEMO, VAE_2B, VAE_5B, VAE_15
+from tpuport.models.cogvideox.published import CONFIGS
 
 
 @pytest.fixture(scope="module")
 def weights() -> FlaxWeights:
-    return FlaxWeights(DEMO["vae"])
+    return FlaxWeights(CONFIGS["demo"]["vae"])
 
 
 @pytest.mark.parametrize(
-    "config", [VAE_2B, VAE_5B, VAE_15, DEMO["vae"]], ids=["2b", "5b", "1.5", "demo"]
+    "config",
+    [
+        CONFIGS["2b"]["vae"],
+        CONFIGS["5b"]["vae"],
+        CONFIGS["1.5-5b"]["vae"],
+        CONFIGS["demo"]["vae"],
+    ],
+    ids=["2b", "5b", "1.5", "demo"],
 )
 def test_every_tensor_is_accounted_for(config: Any) -> None:
     with torch.device("meta"):
@@ -34,7 +41,9 @@ def test_every_tensor_is_accounted_for(config: Any) -> None:
 
 def test_shapes_are_known_without_a_single_array() -> None:
     before = {id(a) for a in jax.live_arrays()}
-    shapes = {n: w.shape for n, w in FlaxWeights(VAE_15).by_name.items()}
+    shapes = {
+        n: w.shape for n, w in FlaxWeights(CONFIGS["1.5-5b"]["vae"]).by_name.items()
+    }
     assert [a for a in jax.live_arrays() if id(a) not in before] == []
     assert shapes["decoder.up_blocks.3.resnets.0.conv1.kernel"] == (3, 3, 3, 256, 128)
     assert shapes["decoder.up_blocks.0.upsamplers.0.kernel"] == (3, 3, 512, 512)
@@ -116,4 +125,4 @@ def test_options_that_it_does_not_have_are_named(
     change: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=said):
-        FlaxWeights({**DEMO["vae"], **change})
+        FlaxWeights({**CONFIGS["demo"]["vae"], **change})
