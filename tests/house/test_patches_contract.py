@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tpuport.cli.commands.patches import EVERYWHERE, Entry, examine
-from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.cli.commands.patches import Entry, examine
+from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches

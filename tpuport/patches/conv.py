@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from torchax.ops.jaten import _aten_convolution
 
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT, convolve, has_kernels
 from tpuport.core.tracing.context import OpContext
@@ -190,6 +189,8 @@ def _beyond(
 
 
 def _make(context: OpContext) -> Callable[..., Any]:
+    from torchax.ops.jaten import _aten_convolution
+
     platform, space = context.platform, context.space
 
     def convolution(

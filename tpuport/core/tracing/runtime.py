@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import torch
-from torchax.tensor import Environment
 
 from tpuport.core import compat
 from tpuport.core.mesh.chips import chip_of
@@ -64,6 +63,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         compat.import_torchax()
+        from torchax.tensor import Environment
 
         self.env = Environment()
         self._space: Space | None = None
