@@ -96,8 +96,10 @@ class StageRun:
     memory: MemoryLog | None = None
     done: int = 0
     _frames: int = 0
-    # Signatures of the programs that were called in this stage.
+    # Signatures of programs that were called in this stage, and of those that were
+    # compiled or loaded for it and not called yet.
     _called: set[Any] = field(default_factory=set)
+    _new: set[Any] = field(default_factory=set)
 
     def batch(self, stage: Stage, work: Work, first_video: int) -> dict[str, Any]:
         """The calls of one batch, a bounded number of them in flight.
@@ -126,15 +128,19 @@ class StageRun:
                 loaded=loaded,
                 args=(flight.carry, constants, place(call.inputs, loaded)),
             )
-            first = asked.signature not in self._called
-            self._called.add(asked.signature)
-            self.trace.turn(not first, flight.pause)
-            if first:
+            self.trace.turn(asked.signature in self._called, flight.pause)
+            if asked.signature not in self._called:
                 # Steady calls under way are none of the time of a program's first one.
                 flight.pause()
+            self._called.add(asked.signature)
             for name in work.programs if index == 0 else ():
-                self._ready(replace(asked, name=name, program=stage.programs[name]))
+                ahead = replace(asked, name=name, program=stage.programs[name])
+                self._ready(ahead)
+                self._new.discard(ahead.signature)
+                del ahead
             ready = self._ready(asked)
+            first = (index, self.done) == (0, 0) or asked.signature in self._new
+            self._new.discard(asked.signature)
             called = time.perf_counter()
             with self.trace.call(call.program, self.done + index):
                 flight.carry, output = ready.call(loaded.weights, *asked.args)
@@ -200,6 +206,7 @@ class StageRun:
             ready, report = self.programs.get_within(room, asked, self.request)
         timing.programs[asked.signature] = ready
         if report is not None:
+            self._new.add(asked.signature)
             timing.compiles.append(report)
             timing.compile += time.perf_counter() - started
         return ready
@@ -313,7 +320,7 @@ class _Flight:
 
         Args:
             called: when the last call was dispatched.
-            first: whether it was its program's first; it is waited for then.
+            first: whether it is timed as its program's first; it is waited for then.
         """
         timing, limit = self.run.timing, self.run.limit
         if first:
