@@ -195,7 +195,7 @@ def _about(session: Session, request: Request) -> dict[str, Any]:
         "blocks": session.port.blocks,
         "implementations": choices(session.port),
         "encode_on": session.encode_on,
-        "vae_tiling": session.executor.vae_tiling,
+        "vae_tiling": session.settings.vae_tiling,
         "settings": {
             name: value
             for name, value in request.as_dict().items()

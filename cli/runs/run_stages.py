@@ -94,7 +94,7 @@ def stage_note(
         "backend": session.settings.backend,
         "attention": str(session.settings.attention),
         "encode_on": session.encode_on,
-        "vae_tiling": session.executor.vae_tiling,
+        "vae_tiling": session.settings.vae_tiling,
         "versions": versions(),
         "initial_latents": noise.record() if noise is not None else None,
         "source": None if source is None else _source_record(source),

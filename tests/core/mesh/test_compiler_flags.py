@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
+import tpuport
+from tests.core.spec.toys import Heard, installed_toy
 from tests.processes import run_python
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import CHIPS
@@ -23,8 +24,6 @@ from tpuport.core.mesh.compiler_flags import (
     flags_for,
     flags_of_chip,
 )
-from tpuport.core.programs.program_store import Programs
-from tpuport.core.reports import Reporter
 
 ROOT = Path(__file__).resolve().parents[3]
 CHIPS_WITH_FLAGS = sorted({chip for flag in FLAGS for chip in flag.chips})
@@ -114,21 +113,16 @@ def test_other_devices_have_none(other: Any) -> None:
     assert chosen.texts == ()
 
 
-def test_programs_of_a_session_say_which_flag_is_the_users(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_session_says_which_flag_is_the_users(
+    monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
-    said: list[str] = []
-
-    class Kept(Reporter):
-        def say(self, text: str) -> None:
-            said.append(text)
-
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{VMEM}=16384")
-    mesh = SimpleNamespace(devices=np.array([device("TPU v6 lite")]))
-    components: Any = SimpleNamespace(mesh=mesh)
-    Programs.of(components, None, None, Kept())
-    (ours,) = (flag for flag in flags_of_chip("v6e") if flag.name == VMEM)
-    assert said == [
+    chosen = flags_for(device("TPU v6 lite"))
+    monkeypatch.setattr("tpuport.core.run.session.flags_for", lambda device: chosen)
+    heard = Heard()
+    with installed_toy(), tpuport.load("toy", cache_dir=cache_dir, reporter=heard):
+        (ours,) = (flag for flag in flags_of_chip("v6e") if flag.name == VMEM)
+    assert heard.about("compiler flag") == [
         f"compiler flag --{VMEM}=16384 is yours; tpuport's own {ours.text} is left out"
     ]
 
@@ -146,7 +140,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from tpuport.core.compat import shard_map
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.programs.lowering import lower
+from tpuport.core.programs.lowering import Traceable
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.spec.stage import Program
@@ -174,7 +168,10 @@ def lowered(topology):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed)
 
     loaded = SimpleNamespace(
-        ported=SimpleNamespace(bind=lambda weights: weights),
+        ported=SimpleNamespace(
+            bind=lambda weights: weights,
+            runtime=SimpleNamespace(platform="tpu", records=[], convolutions=[]),
+        ),
         weights={},
         replicated=NamedSharding(mesh, P()),
     )
@@ -182,7 +179,11 @@ def lowered(topology):
     factors = array(2, 1024, 1024, spec=P())
     rows = array(len(devices) * 512, 1024, spec=P("sp"))
     def lower_for(stage):
-        return lower(stage, "step", program, loaded, ({}, factors, rows))
+        asked = Traceable(
+            stage=stage, name="step", program=program, loaded=loaded,
+            args=({}, factors, rows),
+        )
+        return asked.trace().lower()
 
     return devices[0], lower_for("denoise"), lower_for("decode")
 

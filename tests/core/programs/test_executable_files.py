@@ -19,11 +19,11 @@ from tpuport.core.programs import executable_files as executables
 from tpuport.core.programs.executable_files import (
     ExecutableStore,
     NotSerialisable,
-    Traced,
     load,
     prune,
     serialise,
 )
+from tpuport.core.programs.lowering import Traced
 from tpuport.errors import ArtifactError
 
 TRACED = Traced(
@@ -70,7 +70,8 @@ def store(tmp_path: Path) -> ExecutableStore:
 
 @pytest.fixture
 def written(store: ExecutableStore) -> executables.Entry:
-    return store.write(KEY, compiled_on(mesh_of(0)), TRACED, seconds=1.5)
+    payload = serialise(compiled_on(mesh_of(0)), "cpu")
+    return store.write(KEY, payload, TRACED, seconds=1.5)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_loaded_program_is_the_compiled_one(
     mesh = mesh_of(*devices)
     compiled = compiled_on(mesh)
     expected = jax.device_get(compiled(*arguments(mesh)))
-    entry = store.write(KEY, compiled, TRACED, seconds=1.5)
+    entry = store.write(KEY, serialise(compiled, "cpu"), TRACED, seconds=1.5)
     del compiled
     jax.clear_caches()
     args = arguments(mesh)
@@ -152,14 +153,13 @@ def test_the_nearest_entry_differs_least(store: ExecutableStore) -> None:
     far = replace(KEY, chip="x", mesh={"dp": 8}, compiler="XLA 0")
     near = replace(KEY, flags=())
     for key in (far, near, replace(KEY, program="next"), replace(KEY, model="b")):
-        store.keep(key, b"payload", TRACED)
-    assert store.nearest(KEY) is not None
-    assert store.nearest(KEY).key == near  # type: ignore[union-attr]
+        store.write(key, b"payload", TRACED)
+    assert store.nearest_difference(KEY) == KEY.difference(near) != ()
     # Damaged ones are no neighbours.
     store.path(near).write_bytes(b"")
-    assert store.nearest(KEY).key == far  # type: ignore[union-attr]
+    assert store.nearest_difference(KEY) == KEY.difference(far)
     store.path(far).unlink()
-    assert store.nearest(KEY) is None
+    assert store.nearest_difference(KEY) == ()
 
 
 def test_nothing_is_left_of_a_write_that_fails(
@@ -170,7 +170,7 @@ def test_nothing_is_left_of_a_write_that_fails(
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ArtifactError, match="No space left"):
-        store.keep(KEY, b"payload", TRACED)
+        store.write(KEY, b"payload", TRACED)
     assert list(store.folder.iterdir()) == []
 
 

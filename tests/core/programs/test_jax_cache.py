@@ -15,7 +15,8 @@ from tpuport.core.programs.jax_cache import cache_hits, persistent_cache, uncach
 
 
 def settings() -> dict[str, object]:
-    return {name: getattr(jax.config, name) for name in compiling._SETTINGS}
+    names = (*compiling._SETTINGS, "jax_compilation_cache_dir")
+    return {name: getattr(jax.config, name) for name in names}
 
 
 def compile_once(factor: float) -> None:

@@ -14,6 +14,7 @@ import tpuport
 from tests.core.spec.toys import installed_toy
 from tpuport.core import compat
 from tpuport.core.programs import source_hash
+from tpuport.core.programs.lowering import Traceable
 from tpuport.core.programs.program_key import ProgramKey, host_name, program_key
 
 KEY = ProgramKey(
@@ -166,18 +167,15 @@ def test_the_key_of_a_program_needs_no_tracing(cache_dir: Path) -> None:
         )
         jax.monitoring.register_event_duration_secs_listener(count)
         try:
-            key = program_key(
-                session.components, "denoise", "step", program, loaded, args, request
+            asked = Traceable(
+                stage="denoise", name="step", program=program, loaded=loaded, args=args
             )
+            key = program_key(session.components, asked, request)
         finally:
             jax.monitoring.unregister_event_duration_listener(count)
         abstract = program_key(
             session.components,
-            "denoise",
-            "step",
-            program,
-            session.components.abstract("transformer"),
-            args,
+            replace(asked, loaded=session.components.abstract("transformer")),
             request,
         )
     assert traced == []

@@ -281,7 +281,7 @@ def test_concurrent_runs_share_a_folder(tmp_path: Path) -> None:
 
     def keep(turn: int) -> bytes:
         payload = bytes([turn]) * 100_000
-        store.keep(KEY, payload, executables.Traced())
+        store.write(KEY, payload, executables.Traced())
         entry = store.find(KEY)
         assert entry is not None
         return executables.read_payload(entry)

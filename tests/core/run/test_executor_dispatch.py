@@ -11,7 +11,7 @@ import pytest
 
 import tpuport
 from tests.core.spec.toys import installed_toy
-from tpuport.core.programs.executable_files import Traced
+from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport, StageReport
 from tpuport.core.run import executor as executors
@@ -52,6 +52,8 @@ class Device:
 class Promise:
     """An array that is being computed."""
 
+    shape, dtype = (), "float32"
+
     def __init__(self, device: Device) -> None:
         self.device, self.number = device, device.dispatched
 
@@ -68,8 +70,8 @@ class Instant(Programs):
         self._made = Ready(call=call, traced=Traced())
         self._told = False
 
-    def get(self, stage: str, name: str, *args: Any) -> Any:
-        report = None if self._told else _report(stage, name)
+    def get(self, asked: Any, request: Any) -> Any:
+        report = None if self._told else _report(asked.stage, asked.name)
         self._told = True
         return self._made, report
 
@@ -152,14 +154,12 @@ def test_what_runs_has_ended_before_a_recording_begins(
     device = Device()
     under_way: list[int] = []
 
-    def turns(self: SteadyTrace, steady: bool) -> bool:
+    def turn(self: SteadyTrace, steady: bool, pause: Any) -> None:
         # Once the pipeline is full.
-        return device.dispatched in (9, 15)
+        if device.dispatched in (9, 15):
+            pause()
+            under_way.append(device.dispatched - device.finished)
 
-    def turn(self: SteadyTrace) -> None:
-        under_way.append(device.dispatched - device.finished)
-
-    monkeypatch.setattr(SteadyTrace, "turns", turns)
     monkeypatch.setattr(SteadyTrace, "turn", turn)
     report, watched = run(session, device.call, RunSettings(profile=tmp_path))
     assert under_way == [0, 0]

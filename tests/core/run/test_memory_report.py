@@ -12,7 +12,7 @@ import pytest
 import tpuport
 from tests.core.spec.toys import installed_toy
 from tpuport.core.mesh.device_memory import plan_of
-from tpuport.core.programs.executable_files import Traced
+from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_store import Ready
 from tpuport.core.reports import memory_table
 from tpuport.core.run.memory_report import MemoryLog

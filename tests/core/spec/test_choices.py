@@ -22,7 +22,7 @@ import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
-from tpuport.core.programs.program_key import surroundings
+from tpuport.core.programs.program_key import session_fields
 from tpuport.core.reports import StageReport
 from tpuport.core.spec.choices import check_chosen, choices, with_chosen
 from tpuport.core.spec.component import Component, Implementation
@@ -310,7 +310,7 @@ def test_another_implementation_is_another_program(
         install(port)
         with tpuport.load("toy", cache_dir=tmp_path) as session:
             for name in (NAME, "vae"):
-                key = surroundings(session.components, "denoise", name)
+                key = session_fields(session.components, "denoise", name)
                 keys[choices(port)[NAME], name] = key
             record = session.stage_record(
                 StageReport(stage="denoise", backend="", unit="", total_seconds=0)

@@ -21,7 +21,7 @@ import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
-from tpuport.core.programs.program_key import surroundings
+from tpuport.core.programs.program_key import session_fields
 from tpuport.core.programs.source_hash import port_packages
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
@@ -289,7 +289,7 @@ def test_a_plugin_without_native_blocks_has_one_set_of_programs(
     found = []
     for blocks in BLOCKS:
         with tpuport.load("toy", cache_dir=cache_dir, blocks=blocks) as session:
-            found.append(surroundings(session.components, "denoise", DENOISE))
+            found.append(session_fields(session.components, "denoise", DENOISE))
     assert found[0] == found[1]
     assert found[0]["options"]["blocks"] == "upstream"
     first = made(cache_dir)

@@ -15,7 +15,7 @@ import pytest
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tpuport.core.enums import StageName, Tiling
-from tpuport.core.programs.executable_files import ExecutableStore, Traced
+from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport
 from tpuport.core.run import executor as executors
@@ -130,10 +130,8 @@ class Given(Programs):
         self.found = found
         self.asked: list[str] = []
 
-    def is_ready(self, stage: str, name: str, args: Any) -> bool:
-        return name in self._ready
-
-    def get(self, stage: str, name: str, *args: Any) -> Any:
+    def get(self, asked: Any, request: Any) -> Any:
+        stage, name = asked.stage, asked.name
         if name in self._ready:
             return self._ready[name], None
         # Compiled the first time it is asked for.
@@ -323,10 +321,9 @@ def test_what_is_too_large_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = {"first": Sized(1), "next": following, "tile": Sized(1)}
-    store = ExecutableStore(tmp_path / "executables")
-    first = Ran(session, found, store=store)
+    first = Ran(session, found, cache=tmp_path)
     assert first.programs.asked == ["first", "next", "tile"]
-    other = Ran(session, found, store=store)
+    other = Ran(session, found, cache=tmp_path)
     assert other.programs.asked == ["first", "tile"]
     assert other.tiling["untiled"] == 40 * GIB
     # Nor in the same session, where nothing is kept.
@@ -335,7 +332,7 @@ def test_what_is_too_large_is_not_compiled_again(
     assert alone.asked == ["first", "next", "tile"]
     # With more room it is.
     monkeypatch.setattr(executors, "program_room", lambda *args: 50 * GIB)
-    assert "next" in Ran(session, found, store=store).programs.asked
+    assert "next" in Ran(session, found, cache=tmp_path).programs.asked
 
 
 def test_where_nothing_is_compiled_auto_is_untiled(session: Any) -> None:

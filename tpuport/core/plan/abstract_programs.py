@@ -17,15 +17,14 @@ import numpy as np
 
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
-from tpuport.core.programs.lowering import results, trace
-from tpuport.core.programs.program_store import signature
+from tpuport.core.programs.lowering import Traceable
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
 from tpuport.core.run.stage_calls import Timing, walk
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Call, Work
+from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.stage_work import Work
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
@@ -36,15 +35,9 @@ class AbstractProgram:
     """One program of a stage for one set of shapes.
 
     Attributes:
-        stage: the name of the stage.
-        program: its name in the stage.
-        component: whose weights it takes.
+        asked: the program; the weights of its component and its arguments are
+            ``ShapeDtypeStruct`` with shardings.
         calls: how often the run calls it, over all batches.
-        signature: the structure, shapes and dtypes of carry, constants and inputs.
-        loaded: the component, its weights ``ShapeDtypeStruct`` with shardings.
-        mesh: the devices it is for: all of them, or the first.
-        spec: the stage's declaration of it.
-        args: carry, constants and inputs as ``ShapeDtypeStruct`` with shardings.
         tiling: how its stage runs, where that has a choice.
         resident: bytes of a device that the stage holds besides: weights of its other
             components, and outputs of other calls that wait for the end.
@@ -52,15 +45,8 @@ class AbstractProgram:
             compiles it.
     """
 
-    stage: str
-    program: str
-    component: str
-    calls: int
-    signature: Any
-    loaded: Loaded
-    mesh: jax.sharding.Mesh
-    spec: Program
-    args: tuple[Any, Any, Any]
+    asked: Traceable
+    calls: int = 0
     tiling: TilingDecision | None = None
     resident: int = 0
     needed: int | None = None
@@ -69,22 +55,38 @@ class AbstractProgram:
     _records: tuple[AttentionRecord, ...] = field(default=(), repr=False)
     _convolutions: tuple[ConvolutionRecord, ...] = field(default=(), repr=False)
 
+    @property
+    def stage(self) -> str:
+        """The name of the stage."""
+        return self.asked.stage
+
+    @property
+    def program(self) -> str:
+        """Its name in the stage."""
+        return self.asked.name
+
+    @property
+    def component(self) -> str:
+        """Whose weights it takes."""
+        return self.asked.program.component
+
+    @property
+    def loaded(self) -> Loaded:
+        """The component, without arrays."""
+        return self.asked.loaded
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices that it is for."""
+        return self.loaded.replicated.mesh
+
     def traced(self) -> jax.stages.Traced:
         """Traced, once, whoever asks."""
         if self._traced is None:
+            self._traced = self.asked.trace()
             runtime = self.loaded.ported.runtime
-            runtime.convolutions.clear()
-            found = runtime.records
-            before = list(found)
-            found.clear()
-            try:
-                self._traced = trace(
-                    self.stage, self.program, self.spec, self.loaded, self.args
-                )
-                self._records = tuple(found)
-                self._convolutions = counted(runtime.convolutions)
-            finally:
-                found[:] = [*before, *(r for r in found if r not in before)]
+            self._records = tuple(runtime.records)
+            self._convolutions = counted(runtime.convolutions)
         return self._traced
 
     def lowered(self) -> jax.stages.Lowered:
@@ -105,7 +107,7 @@ class AbstractProgram:
 
     def outputs(self) -> tuple[Any, Any]:
         """Shapes and places of the carry and the output."""
-        return results(self.spec, self.loaded, self.args, self.traced().out_info)
+        return self.asked.results(self.traced().out_info)
 
     def forget(self) -> None:
         """Let go of what was traced and lowered, which of a whole model is large."""
@@ -288,30 +290,14 @@ class _Walk:
             used = stage.loads.get(name, EVERYTHING)
             return self._executor.components.load(name, used)
 
-        def made(
-            call: Call, loaded: Loaded, args: tuple[Any, Any, Any]
-        ) -> tuple[Any, Any]:
-            key = (call.program, signature(args))
-            if key not in programs:
-                mesh = loaded.ported.runtime.mesh
-                assert mesh is not None
-                spec = stage.programs[call.program]
-                programs[key] = AbstractProgram(
-                    stage=stage.name,
-                    program=call.program,
-                    component=spec.component,
-                    calls=0,
-                    signature=key[1],
-                    loaded=loaded,
-                    mesh=mesh,
-                    spec=spec,
-                    args=args,
-                    tiling=tiling,
-                )
-            programs[key].calls += 1
-            return programs[key].outputs()
+        def results(asked: Traceable) -> tuple[Any, Any]:
+            found = programs.setdefault(
+                asked.signature, AbstractProgram(asked=asked, tiling=tiling)
+            )
+            found.calls += 1
+            return found.outputs()
 
-        return walk(stage, work, load, made)
+        return walk(stage, work, load, results)
 
 
 def device_bytes(tree: Any) -> int:

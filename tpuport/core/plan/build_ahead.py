@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.mesh.device_memory import plan_of, refused_bytes
+from tpuport.core.mesh.device_memory import plan_of, planned_bytes, refused_bytes
 from tpuport.core.plan.abstract_programs import AbstractProgram
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.components import Components
@@ -18,10 +18,10 @@ from tpuport.core.programs.executable_files import (
     Entry,
     ExecutableStore,
     NotSerialisable,
-    Traced,
+    serialise,
 )
+from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_key import program_key
-from tpuport.core.programs.program_store import patches_of
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.tiling import TilingDecision
@@ -163,15 +163,7 @@ def _one(
     *,
     reporter: Reporter,
 ) -> Built:
-    key = program_key(
-        components,
-        program.stage,
-        program.program,
-        program.spec,
-        program.loaded,
-        program.args,
-        request,
-    )
+    key = program_key(components, program.asked, request)
     lowered = program.lowered()
     try:
         entry = store.find(key)
@@ -193,13 +185,10 @@ def _one(
         took = time.perf_counter() - started
         entry = store.write(
             key,
-            compiled,
-            Traced(
-                attention=tuple(record.as_dict() for record in program.records()),
-                patches=patches_of(program.loaded.ported.runtime),
-                convolutions=tuple(r.as_dict() for r in program.convolutions()),
-            ),
+            serialise(compiled, key.platform),
+            Traced.of(program.loaded.ported.runtime),
             seconds=seconds + took,
+            needed=planned_bytes(compiled),
         )
     except NotSerialisable as error:
         raise CompileError(f"{key.name} cannot be kept: {error}") from error

@@ -20,17 +20,17 @@ from tpuport.core.enums import Tiling
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import Entry, read_entry, read_payload
-from tpuport.core.programs.jax_cache import XLA_FOLDER
-from tpuport.core.programs.key_differences import explained
+from tpuport.core.programs.key_differences import request_differences
 from tpuport.core.programs.program_key import (
     ProgramKey,
+    cache_method,
     context_of,
-    method_of,
-    settled,
-    surroundings,
+    session_fields,
+    settings_fields,
 )
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError, MissingArtifactError
 
@@ -81,11 +81,6 @@ class BuiltFolder:
         return cls(folder=folder, manifest=manifest, entries=tuple(entries))
 
     @property
-    def xla(self) -> Path:
-        """The entries of jax's own cache."""
-        return self.folder / XLA_FOLDER
-
-    @property
     def stages(self) -> tuple[str, ...]:
         """The stages whose programs are all here."""
         return tuple(self.manifest["stages"])
@@ -98,22 +93,23 @@ class BuiltFolder:
         Raises:
             ArtifactError: what differs, by name, with both values.
         """
-        self._compare(
-            components.port,
-            lambda key: surroundings(components, key.stage, key.component),
-        )
 
-    def check_settings(self, port: ModelPort, **settings: Any) -> None:
+        def known(key: ProgramKey) -> dict[str, Any]:
+            return session_fields(components, key.stage, key.component)
+
+        self._compare(components.port, known)
+
+    def check_settings(self, port: ModelPort, settings: RunSettings) -> None:
         """What :meth:`check` can refuse before a checkpoint or a device is looked for.
 
         Args:
             port: the form of the model, with its blocks and implementations in place.
-            settings: as :func:`tpuport.core.programs.program_key.settled` takes them.
+            settings: how to run.
 
         Raises:
             ArtifactError: as :meth:`check`.
         """
-        self._compare(port, lambda key: settled(port, key.component, **settings))
+        self._compare(port, lambda key: settings_fields(port, key.component, settings))
 
     def _compare(
         self, port: ModelPort, known: Callable[[ProgramKey], dict[str, Any]]
@@ -122,12 +118,12 @@ class BuiltFolder:
         for entry in self.entries:
             if entry.key.component not in port.components:
                 words = f"model {entry.key.model} -> {port.name}"
-                raise self._refused(entry.key, (words,))
+                raise self._refusal(entry.key, (words,))
             now = known(entry.key)
             options = {**entry.key.options, **now.pop("options")}
             found = replace(entry.key, **now, options=options).difference(entry.key)
             if found:
-                raise self._refused(entry.key, found)
+                raise self._refusal(entry.key, found)
 
     def check_request(
         self,
@@ -150,36 +146,30 @@ class BuiltFolder:
             ArtifactError: what differs.
         """
         now = context_of(request, port)
-        used = [entry for entry in self.entries if entry.key.stage in stages]
-        for entry in used:
-            before = {**now, **entry.key.context}
-            if port.stage(entry.key.stage).batch_rows is None:
+        method = cache_method(request)
+        methods: dict[str, ProgramKey] = {}
+        for key in (e.key for e in self.entries if e.key.stage in stages):
+            before = {**now, **key.context}
+            if port.stage(key.stage).batch_rows is None:
                 before["guided"] = now["guided"]  # nothing it would see
-            found = explained(before, now)
-            if found:
-                raise self._refused(entry.key, found)
-        # Of denoising: other stages have no steps that could be spared.
-        steps = [e for e in used if port.stage(e.key.stage).batch_rows]
-        methods = {str(e.key.options.get("step_cache", "none")) for e in steps}
-        method = method_of(request)
+            else:  # other stages have no steps that could be spared
+                methods.setdefault(str(key.options.get("step_cache", "none")), key)
+            if found := request_differences(before, now):
+                raise self._refusal(key, found)
         if methods and method not in methods:
             known = ", ".join(sorted(methods))
-            raise self._refused(steps[0].key, [f"step cache {known} -> {method}"])
+            key = next(iter(methods.values()))
+            raise self._refusal(key, [f"step cache {known} -> {method}"])
         for tiling in tilings:
-            built = self.manifest.get(_TILING, {}).get(tiling.stage)
-            if tiling.stage not in self.stages or built is None:
+            setting = self.tiling(tiling.stage)
+            if tiling.stage not in self.stages or setting in (None, tiling.setting):
                 continue
-            if built["tiled"] != tiling.tiled:
-                forms = [
-                    "tiled" if yes else "untiled"
-                    for yes in (built["tiled"], tiling.tiled)
-                ]
-                setting = "on" if built["tiled"] else "off"
-                raise ArtifactError(
-                    f"{self.folder}: {tiling.stage} is not for this run (what it was "
-                    f"compiled for -> what this run has): {' -> '.join(forms)}; use "
-                    f"--vae-tiling {setting}, {_AGAIN}"
-                )
+            words = "untiled -> tiled" if tiling.tiled else "tiled -> untiled"
+            raise ArtifactError(
+                f"{self.folder}: {tiling.stage} is not for this run (what it was "
+                f"compiled for -> what this run has): {words}; use "
+                f"--vae-tiling {setting}, {_AGAIN}"
+            )
 
     def tiling(self, stage: str) -> Tiling | None:
         """``"on"`` or ``"off"``: how the programs of a stage here run.
@@ -210,9 +200,9 @@ class BuiltFolder:
                 f"{names}; {_AGAIN}"
             )
         differences = [key.difference(entry.key) for entry in alike]
-        raise self._refused(key, min(differences, key=len))
+        raise self._refusal(key, min(differences, key=len))
 
-    def _refused(self, key: ProgramKey, found: Sequence[str]) -> ArtifactError:
+    def _refusal(self, key: ProgramKey, found: Sequence[str]) -> ArtifactError:
         return ArtifactError(
             f"{self.folder}: {key.name} is not for this run (what it was compiled for "
             f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
@@ -251,32 +241,32 @@ def write_manifest(
         about: model, topology and settings, for people.
         say: told what is removed of other stages.
     """
+    programs = [
+        {
+            "stage": entry.key.stage,
+            "program": entry.key.program,
+            "file": entry.path.name,
+            "bytes": entry.size,
+            "seconds": entry.seconds,
+            "digest": entry.key.digest,
+        }
+        for entry in entries
+    ]
     content: dict[str, Any] = {
         **about,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "stages": list(stages),
-        "programs": [
-            {
-                "stage": entry.key.stage,
-                "program": entry.key.program,
-                "file": entry.path.name,
-                "bytes": entry.size,
-                "seconds": entry.seconds,
-                "digest": entry.key.digest,
-            }
-            for entry in entries
-        ],
+        "programs": programs,
     }
     earlier: dict[str, Any] = {"programs": [], "stages": []}
     with contextlib.suppress(ArtifactError):
         earlier = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
-    before: list[dict[str, Any]] = earlier["programs"]
     others = [stage for stage in earlier["stages"] if stage not in stages]
     # As they come back from a file: tuples are lists there.
     now = json.loads(json.dumps({k: v for k, v in about.items() if k != _TILING}))
     if others and all(earlier.get(name) == value for name, value in now.items()):
         content["stages"] = [*others, *stages]
-        content["programs"] += [p for p in before if p["stage"] in others]
+        programs += [p for p in earlier["programs"] if p["stage"] in others]
         if _TILING in about:
             content[_TILING] = {**earlier.get(_TILING, {}), **about[_TILING]}
     elif others:
@@ -284,11 +274,8 @@ def write_manifest(
             f"{folder}: what it held of {', '.join(others)} had other settings: removed"
         )
     write_document(folder / MANIFEST, MANIFEST_SCHEMA, content)
-    kept = {program["file"] for program in content["programs"]}
-    for program in before:
-        if (
-            program["file"] not in kept
-            and Path(program["file"]).name == program["file"]
-        ):
-            (folder / program["file"]).unlink(missing_ok=True)
+    kept = {program["file"] for program in programs}
+    for name in {program["file"] for program in earlier["programs"]} - kept:
+        if Path(name).name == name:
+            (folder / name).unlink(missing_ok=True)
     return content

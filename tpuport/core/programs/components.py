@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tpuport.core.spec.choices import (
 )
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -41,6 +43,32 @@ from tpuport.kernels.attention.choice import AttentionChoice
 
 EVERYTHING = (".*",)
 """A regex of every weight's name."""
+
+
+def runtime_of(
+    port: ModelPort,
+    mesh: jax.sharding.Mesh,
+    attention: AttentionChoice,
+    *,
+    exact: bool,
+    patched: bool = True,
+) -> Runtime:
+    """The tracing environment of a component of ``port``.
+
+    Args:
+        exact: float32 weights mean float32 products, on chips whose matrix units would
+            otherwise round their inputs to bfloat16.
+        patched: whether the component runs upstream's code.
+    """
+    return model_runtime(
+        mesh=mesh,
+        platform=str(mesh.devices.flat[0].platform),
+        patches=port.patches if patched else (),
+        overrides=port.overrides if patched else (),
+        attention=port.attention,
+        attention_implementation=attention,
+        matmul_precision="highest" if exact else None,
+    )
 
 
 @dataclass
@@ -88,15 +116,15 @@ class Components:
         # An unknown layout is refused before anything is read.
         port.rules(next(iter(port.components)), settings.sharding)
         assert settings.dtype is not None
-        self.layout = settings.sharding
         self.port = port
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = settings.dtype
         self.stack = stack
         self._reporter = reporter or Reporter()
-        self.attention = check_implementation(settings.attention, self.platform)
-        self._runtimes: dict[tuple[str, AttentionChoice, bool], Runtime] = {}
+        attention = check_implementation(settings.attention, self.platform)
+        self.settings = replace(settings, attention=attention)
+        self._runtimes: dict[tuple[bool, AttentionChoice, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
         self._skeletons: dict[str, torch.nn.Module] = {}
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
@@ -127,22 +155,14 @@ class Components:
 
     def runtime(self, name: str) -> Runtime:
         """The tracing environment of a component."""
-        dtype = self.dtype_of(name)
-        attention = attention_of(self.port, name, self.attention)
+        exact = self.dtype_of(name) == Dtype.FLOAT32
+        attention = attention_of(self.port, name, self.settings.attention)
         # Upstream's code is patched; another implementation runs none of it.
-        plain = implementation_of(self.port, name) is not None
-        key = (dtype, attention, plain)
+        patched = implementation_of(self.port, name) is None
+        key = (exact, attention, patched)
         if key not in self._runtimes:
-            self._runtimes[key] = model_runtime(
-                mesh=self.mesh,
-                platform=self.platform,
-                patches=() if plain else self.port.patches,
-                overrides=() if plain else self.port.overrides,
-                attention=self.port.attention,
-                attention_implementation=attention,
-                # Float32 weights mean float32 products, on chips whose matrix units
-                # would otherwise round their inputs to bfloat16.
-                matmul_precision="highest" if dtype == Dtype.FLOAT32 else None,
+            self._runtimes[key] = runtime_of(
+                self.port, self.mesh, attention, exact=exact, patched=patched
             )
         return self._runtimes[key]
 
@@ -172,22 +192,24 @@ class Components:
         Raises:
             ShardingError: rules and weights disagree.
         """
-        module = self.skeleton(name)
-        ported = PortedModule(module, self.runtime(name))
-        tensors = dict(module.state_dict(keep_vars=True))
+        ported = self._upstream(name)
+        tensors = ported.module.state_dict(keep_vars=True)
         itemsize = torch_dtype(self.dtype_of(name)).itemsize
-        mesh = ported.runtime.mesh
-        assert mesh is not None
         weights = {
             stored: WeightInfo(tuple(tensors[stored].shape), itemsize)
             for stored in ported.names.stored
         }
-        plan = self.port.sharding_plan(name, self.layout, weights, dict(mesh.shape))
-        stacked = self.port.components[name].stacked if self.stack else ()
-        if stacked and mesh.size > 1:
-            ported = PortedModule(module, ported.runtime, stacked)
+        layout, mesh = self.settings.sharding, dict(self.mesh.shape)
+        plan = self.port.sharding_plan(name, layout, weights, mesh)
+        stacked = self._stacked(name)
+        if stacked and self.mesh.size > 1:
+            ported = PortedModule(ported.module, ported.runtime, stacked)
             plan = gathered(plan, ported, weights, room=self._room(name))
         return plan
+
+    def _stacked(self, name: str) -> tuple[str | StackedBlocks, ...]:
+        """The blocks of a component that run under one scan."""
+        return self.port.components[name].stacked if self.stack else ()
 
     def _room(self, name: str) -> float:
         """Bytes of a device that the weights of a component may take.
@@ -213,29 +235,24 @@ class Components:
             ShardingError: rules and weights disagree.
         """
 
-        runtime = self.runtime(name)
-        assert runtime.mesh is not None
-        plan = self.plan(name)
+        runtime, plan = self.runtime(name), self.plan(name)
         floating = jax_dtype(self.dtype_of(name))
-        replicated = NamedSharding(runtime.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
 
-        def wanted(weight: str) -> bool:
-            return is_used(used, weight)
-
+        wanted = functools.partial(is_used, used)
         weight_map = self.weight_map(name)
         if weight_map is not None:
             module = JaxModule(weight_map, runtime)
-            structs = module.abstract_weights(plan, runtime.mesh, floating, wanted)
+            structs = module.abstract_weights(plan, self.mesh, floating, wanted)
             return Loaded(module, structs, plan, replicated)
-        stacked = self.port.components[name].stacked if self.stack else ()
-        ported = PortedModule(self.skeleton(name), runtime, stacked)
+        ported = PortedModule(self.skeleton(name), runtime, self._stacked(name))
         computed = set(ported.names.computed)
 
         def dtype(weight: str, tensor: torch.Tensor) -> Any:
             cast = tensor.is_floating_point() and weight not in computed
             return floating if cast else array_dtype(tensor)
 
-        weights = abstract_weights(ported, plan, runtime.mesh, dtype, wanted)
+        weights = abstract_weights(ported, plan, self.mesh, dtype, wanted)
         return Loaded(ported, weights, plan, replicated)
 
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
@@ -356,13 +373,12 @@ class Components:
         Returns:
             of all others, and of these.
         """
-        own = others = 0
-        for (name, _), loaded in self._loaded.items():
-            size = array_bytes(loaded.weights.values())
-            own, others = (
-                (own + size, others) if name in stage else (own, others + size)
-            )
-        return others, own
+        sizes = [
+            (name in stage, array_bytes(loaded.weights.values()))
+            for (name, _), loaded in self._loaded.items()
+        ]
+        own = sum(size for used, size in sizes if used)
+        return sum(size for _, size in sizes) - own, own
 
     def release(self, *names: str) -> None:
         """Free the weights of the named components, or of all."""

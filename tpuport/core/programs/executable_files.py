@@ -19,21 +19,22 @@ import pickle
 import re
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 
 from tpuport.core.files.atomic import cannot_write, one_line, replacing
 from tpuport.core.files.sealed_json import canonical
-from tpuport.core.mesh.device_memory import planned_bytes
+from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
 
 SUFFIX = ".executable"
+TOO_LARGE = ".too-large"
 #: Of the key's digest, in a file's name.
 _DIGITS = 32
 
@@ -52,26 +53,6 @@ _UNSAFE_ON_CPU = (b"lapack_", b"tridiagonal_solve_perturbed_ffi")
 
 class NotSerialisable(Exception):
     """jax cannot write this executable, or it could not be loaded safely."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traced:
-    """What tracing a program told, kept beside its executable.
-
-    Attributes:
-        attention: what its attention calls run as.
-        patches: which patches were applied.
-        convolutions: what its convolutions run as.
-    """
-
-    attention: tuple[dict[str, Any], ...] = ()
-    patches: tuple[dict[str, Any], ...] = ()
-    convolutions: tuple[dict[str, Any], ...] = ()
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Traced:
-        """From a header; lists are tuples again."""
-        return cls(**{name: _tuples(data[name]) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +84,10 @@ class ExecutableStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, key: ProgramKey) -> Path:
+    def path(self, key: ProgramKey, suffix: str = SUFFIX) -> Path:
         """Where the executable of a key is or will be."""
         name = re.sub(r"[^A-Za-z0-9_.]", "_", f"{key.stage}-{key.program}")
-        return self.folder / f"{name}-{key.digest[:_DIGITS]}{SUFFIX}"
+        return self.folder / f"{name}-{key.digest[:_DIGITS]}{suffix}"
 
     def find(self, key: ProgramKey) -> Entry | None:
         """The entry of a key.
@@ -122,65 +103,37 @@ class ExecutableStore:
             raise ArtifactError(f"{path}: is of another program than its name says")
         return entry
 
-    def nearest(self, key: ProgramKey) -> Entry | None:
-        """Of the same program of the same model, the entry that differs least."""
+    def nearest_difference(self, key: ProgramKey) -> tuple[str, ...]:
+        """How the most alike program of the same model and name differs, in words.
+
+        Returns:
+            nothing where there is no such program.
+        """
+        stem = self.path(key).name[: -len(SUFFIX) - _DIGITS]
         ranked = []
-        for path in self._of_the_name(key):
+        for path in self.folder.glob(f"{stem}*{SUFFIX}"):
             with contextlib.suppress(ArtifactError, OSError):
-                entry = read_entry(path)
-                if entry.key.model == key.model:
-                    count = len(key.difference(entry.key))
-                    ranked.append((count, -path.stat().st_mtime, str(path), entry))
-        return min(ranked)[3] if ranked else None
+                other = read_entry(path).key
+                if other.model == key.model:
+                    found = key.difference(other)
+                    ranked.append((len(found), -path.stat().st_mtime, str(path), found))
+        return min(ranked)[-1] if ranked else ()
 
     def keep_size(self, key: ProgramKey, needed: int) -> None:
         """Remember the bytes of a device that a program takes which has no room."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self._size(key)) as temporary:
+            with replacing(self.path(key, TOO_LARGE)) as temporary:
                 temporary.write_text(str(needed))
 
     def size(self, key: ProgramKey) -> int | None:
         """What :meth:`keep_size` was told of a key."""
         try:
-            return int(self._size(key).read_text())
+            return int(self.path(key, TOO_LARGE).read_text())
         except (OSError, ValueError):
             return None
 
-    def _size(self, key: ProgramKey) -> Path:
-        return self.path(key).with_suffix(".too-large")
-
-    def _of_the_name(self, key: ProgramKey) -> list[Path]:
-        stem = self.path(key).name[: -len(SUFFIX) - _DIGITS]
-        return sorted(self.folder.glob(f"{stem}*{SUFFIX}"))
-
     def write(
-        self,
-        key: ProgramKey,
-        compiled: jax.stages.Compiled,
-        traced: Traced,
-        *,
-        seconds: float,
-    ) -> Entry:
-        """Keep an executable; whole or not at all, whoever else writes it.
-
-        Args:
-            compiled: by the compiler, in this process: one that jax read from its own
-                cache loses functions when it is written again on a CPU.
-
-        Raises:
-            NotSerialisable: the backend cannot, or it could not be loaded safely.
-            ArtifactError: the folder cannot be written.
-        """
-        return self.keep(
-            key,
-            serialise(compiled, key.platform),
-            traced,
-            seconds=seconds,
-            needed=planned_bytes(compiled),
-        )
-
-    def keep(
         self,
         key: ProgramKey,
         payload: bytes,
@@ -189,7 +142,11 @@ class ExecutableStore:
         seconds: float = 0.0,
         needed: int | None = None,
     ) -> Entry:
-        """Keep bytes under a key; see :meth:`write`.
+        """Keep an executable; whole or not at all, whoever else writes it.
+
+        Args:
+            payload: from :func:`serialise`.
+            traced, seconds, needed: as :class:`Entry` has them.
 
         Raises:
             ArtifactError: the folder cannot be written.
@@ -221,8 +178,7 @@ def read_entry(path: Path) -> Entry:
     Raises:
         ArtifactError: it is missing, no executable, damaged or cut short.
     """
-    with _opened(path) as file:
-        return _read_header(path, file)
+    return _read(path, 0)[0]
 
 
 def read_payload(entry: Entry) -> bytes:
@@ -231,46 +187,39 @@ def read_payload(entry: Entry) -> bytes:
     Raises:
         ArtifactError: it is not.
     """
-    with _opened(entry.path) as file:
-        # Anew: another process may have put another file of the same key there.
-        now = _read_header(entry.path, file)
-        payload = file.read()
+    # The header anew: another process may have put another file of the key there.
+    now, payload = _read(entry.path)
     whole = hashlib.sha256(payload).hexdigest() == now.sha256
     if not whole or now.key.digest != entry.key.digest:
         raise ArtifactError(f"{entry.path}: is damaged (its checksum does not match)")
     return payload
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _read(path: Path, size: int = -1) -> tuple[Entry, bytes]:
+    """The header of a file, and as many bytes of the executable; -1 is all."""
     try:
         with path.open("rb") as file:
-            yield file
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError("it does not start as one")
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > _HEADER_LIMIT:
+                raise ValueError("its header has no end")
+            data = json.loads(file.read(length))
+            left = os.fstat(file.fileno()).st_size - file.tell()
+            if left != data["size"]:
+                raise ValueError(f"{left} of {data['size']} bytes are there")
+            entry = Entry(
+                path=path,
+                key=ProgramKey.from_dict(data["key"]),
+                traced=Traced.from_dict(data["traced"]),
+                seconds=float(data["seconds"]),
+                size=int(data["size"]),
+                sha256=str(data["sha256"]),
+                needed=data["needed"],
+            )
+            return entry, file.read(size)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _read_header(path: Path, file: BinaryIO) -> Entry:
-    """The header; the file is then at the start of the executable."""
-    try:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise ValueError("it does not start as one")
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        if length > _HEADER_LIMIT:
-            raise ValueError("its header has no end")
-        data = json.loads(file.read(length))
-        left = os.fstat(file.fileno()).st_size - file.tell()
-        if left != data["size"]:
-            raise ValueError(f"{left} of {data['size']} bytes are there")
-        return Entry(
-            path=path,
-            key=ProgramKey.from_dict(data["key"]),
-            traced=Traced.from_dict(data["traced"]),
-            seconds=float(data["seconds"]),
-            size=int(data["size"]),
-            sha256=str(data["sha256"]),
-            needed=data["needed"],
-        )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ArtifactError(
             f"{path}: is no executable of this tpuport, or is damaged "
@@ -280,6 +229,10 @@ def _read_header(path: Path, file: BinaryIO) -> Entry:
 
 def serialise(compiled: jax.stages.Compiled, platform: str) -> bytes:
     """An executable as bytes.
+
+    Args:
+        compiled: by the compiler, in this process: one that jax read from its own
+            cache loses functions when it is written again on a CPU.
 
     Raises:
         NotSerialisable: the backend cannot, or it could not be loaded safely.
@@ -349,12 +302,3 @@ def prune(folder: Path, limit: int = CACHE_LIMIT_BYTES) -> list[Path]:
             removed.append(path)
             total -= size
     return removed
-
-
-def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples they were."""
-    if isinstance(value, list):
-        return tuple(_tuples(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return value

@@ -24,69 +24,45 @@ _LONG = 100
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
     """The differences of two keys as dictionaries, what people set first."""
-    found: list[str] = []
-    for name in ("model", "form", "stage", "program", "component"):
-        found += _changed(name, before[name], after[name])
-    found += _each(before, after, "options")
+
+    def each(field: str, prefix: str = "") -> list[str]:
+        return _each(before[field], after[field], prefix)
+
+    def named(*names: str, label: str = "") -> list[str]:
+        return [x for n in names for x in _changed(label or n, before[n], after[n])]
+
     shapes = _arrays(before, after, "arguments")
     if not shapes and before["structure"] != after["structure"]:
         shapes = ["the nesting of its arguments changed"]
-    for name in ("platform", "chip"):
-        found += _changed(name, before[name], after[name])
-    found += [
-        f"mesh {_mesh(b)} -> {_mesh(a)}"
-        for b, a in [(before["mesh"], after["mesh"])]
-        if b != a
+    found = [
+        *named("model", "form", "stage", "program", "component"),
+        *each("options"),
+        *named("platform", "chip"),
+        *_changed("mesh", _mesh(before["mesh"]), _mesh(after["mesh"])),
+        *(named("devices") if before["mesh"] == after["mesh"] else ()),
+        *named("host", label="processor"),
+        *each("config", f"{after['component']} "),
+        *shapes,
+        *_arrays(before, after, "weights"),
+        *(
+            f"{name} source {'changed' if old and new else 'came' if new else 'went'}"
+            for name, old, new in _pairs(before["source"], after["source"])
+        ),
+        *each("versions"),
+        *named("compiler"),
+        *_flags(before["flags"], after["flags"]),
+        *each("settings"),
+        *named("version", label="key version"),
     ]
-    if before["mesh"] == after["mesh"] and before["devices"] != after["devices"]:
-        found += _changed("devices", before["devices"], after["devices"])
-    found += _changed("processor", before["host"], after["host"])
-    found += _each(before, after, "config", f"{after['component']} ")
-    found += shapes
-    found += _arrays(before, after, "weights")
-    found += [
-        f"{name} source {'changed' if old and new else 'came' if new else 'went'}"
-        for name, old, new in _pairs(before["source"], after["source"])
-    ]
-    found += _each(before, after, "versions")
-    found += _changed("compiler", before["compiler"], after["compiler"])
-    found += _flags(before["flags"], after["flags"])
-    found += _each(before, after, "settings")
-    found += _changed("key version", before["version"], after["version"])
-    if not found:
-        return ()
     # Only beside a difference that the program sees: more steps make no new program.
-    seen = explained(before["context"], after["context"]) if shapes else []
-    return (*seen, *found)
+    if found and shapes:
+        return (*request_differences(before["context"], after["context"]), *found)
+    return tuple(found)
 
 
-def spoken(name: str) -> str:
-    """What people call a setting: ``frames`` for ``num_frames``."""
-    return _NAMES.get(name, name)
-
-
-def _pairs(
+def request_differences(
     before: Mapping[str, Any], after: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    names = [*after, *(name for name in before if name not in after)]
-    return [
-        (name, before.get(name), after.get(name))
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
-
-
-def _each(
-    before: Mapping[str, Any], after: Mapping[str, Any], field: str, prefix: str = ""
 ) -> list[str]:
-    """Every entry of a field that differs; long configs are many small entries."""
-    found = []
-    for name, old, new in _pairs(before[field], after[field]):
-        found += _changed(prefix + spoken(name), old, new)
-    return found
-
-
-def explained(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """How two requests differ, in what makes arrays of another shape.
 
     Steps make none. Guidance does where it comes or goes, as it doubles the rows.
@@ -94,12 +70,31 @@ def explained(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     left_out = {"num_inference_steps", "guided"}
     if before.get("guided") == after.get("guided"):
         left_out.add("guidance_scale")
-    pairs = _pairs(before, after)
+    old, new = (
+        {name: value for name, value in request.items() if name not in left_out}
+        for request in (before, after)
+    )
+    return _each(old, new)
+
+
+def _pairs(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (name, before.get(name), after.get(name))
+        for name in dict.fromkeys((*after, *before))
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _each(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> list[str]:
+    """Every entry that differs; long configs are many small entries."""
     return [
         text
-        for name, old, new in pairs
-        if name not in left_out
-        for text in _changed(spoken(name), old, new)
+        for name, old, new in _pairs(before, after)
+        for text in _changed(prefix + _NAMES.get(name, name), old, new)
     ]
 
 
@@ -124,20 +119,14 @@ def _arrays(
     pairs = _pairs(before[field], after[field])
     # What changed its shape says more than what came or went with it.
     pairs.sort(key=lambda pair: pair[1] is None or pair[2] is None)
-    named = [
-        f"{_path(name)} {old or 'none'} -> {new or 'none'}"
+    # ``['inputs']['latents']`` becomes ``inputs.latents``.
+    texts = [
+        f"{path.lstrip('.')} {old or 'none'} -> {new or 'none'}"
         for name, old, new in pairs[:_NAMED]
+        for path in [name.replace("']", "").replace("['", ".")]
     ]
-    left = len(pairs) - len(named)
-    if left:
-        named.append(f"{left} more {field}")
-    return named
-
-
-def _path(name: str) -> str:
-    """``['inputs']['latents']`` as ``inputs.latents``."""
-    text = name.replace("']['", ".").replace("['", "", 1).replace("']", "")
-    return text.replace("['", ".")
+    left = len(pairs) - len(texts)
+    return [*texts, f"{left} more {field}"] if left else texts
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.compiler_flags import ChosenFlags, flags_for
 from tpuport.core.mesh.spatial_split import (
     SpatialLayout,
     padded,
@@ -19,108 +20,154 @@ from tpuport.core.mesh.spatial_split import (
 )
 from tpuport.core.programs.components import Loaded
 from tpuport.core.spec.stage import Program
+from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.runtime import Runtime
 
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+"""``run(weights, carry, constants, inputs) -> (carry, output)``."""
 
-def trace(
-    stage: str,
-    name: str,
-    program: Program,
-    loaded: Loaded,
-    args: tuple[Any, Any, Any],
-) -> jax.stages.Traced:
-    """Trace one program of a stage.
 
-    ``generate`` compiles what this returns for the devices it runs on, ``plan`` and
-    ``compile`` for the devices of a topology: what is planned is what runs. It carries
-    the compiler's flags for those devices along; see :func:`flags_for`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """What tracing a program told, kept beside its executable.
 
-    Args:
+    Attributes:
+        attention: what its attention calls run as.
+        patches: which patches were applied.
+        convolutions: what its convolutions run as.
+    """
+
+    attention: tuple[dict[str, Any], ...] = ()
+    patches: tuple[dict[str, Any], ...] = ()
+    convolutions: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Traced:
+        """What the runtime tells of the program that :meth:`Traceable.trace` traced."""
+        report = runtime.patch_report
+        return cls(
+            attention=tuple(record.as_dict() for record in runtime.records),
+            patches=tuple(report.as_dict()["patches"]) if report else (),
+            convolutions=tuple(r.as_dict() for r in counted(runtime.convolutions)),
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Traced:
+        """From a header; lists are tuples again."""
+        return cls(**{name: _tuples(data[name]) for name in cls.__dataclass_fields__})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traceable:
+    """A program of a stage with its arguments: what is traced, keyed and compiled.
+
+    Attributes:
         stage: the name of the stage.
         name: of the program in the stage.
-        program: what to lower.
+        program: what the stage declares.
         loaded: its component; the weights may be arrays or ``ShapeDtypeStruct``.
         args: carry, constants and inputs, as arrays or ``ShapeDtypeStruct`` that say
             how they are placed.
     """
 
-    flags = flags_for(loaded.replicated.mesh.devices.flat[0], stage)
+    stage: str
+    name: str
+    program: Program
+    loaded: Loaded
+    args: tuple[Any, Any, Any]
 
-    def run(weights: Any, carry: Any, constants: Any, inputs: Any) -> tuple[Any, Any]:
-        return program.fn(loaded.ported.bind(weights), carry, constants, inputs)
+    @property
+    def label(self) -> str:
+        """For people: ``denoise/step``."""
+        return f"{self.stage}/{self.name}"
 
-    run, places = placed(program, run, loaded, args)
-    run.__name__ = f"{stage}_{name}"
-    jitted = jax.jit(
-        run,
-        donate_argnums=(1,) if program.donate else (),
-        out_shardings=places,
-        compiler_options=flags.options or None,
-    )
-    return jitted.trace(loaded.weights, *args)
+    @functools.cached_property
+    def signature(self) -> Any:
+        """What tells the programs of a run apart: names, structure, shapes, dtypes."""
+        leaves, tree = jax.tree.flatten(self.args)
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        return self.stage, self.name, tree, shapes
 
+    @property
+    def flags(self) -> ChosenFlags:
+        """What tpuport sets of the compiler's flags for these devices."""
+        return flags_for(self.loaded.replicated.mesh.devices.flat[0], self.stage)
 
-def placed(
-    program: Program, run: Any, loaded: Loaded, args: tuple[Any, Any, Any]
-) -> tuple[Any, Any]:
-    """The program as it is compiled, and where its carry and its output are.
+    def split(self) -> tuple[Any, tuple[Any, Any]]:
+        """The program on whole arrays, and where its carry and its output are."""
 
-    Args:
-        run: ``run(weights, carry, constants, inputs)``; it may be ``None`` where only
-            the places are asked for.
-    """
-    whole = (loaded.replicated, loaded.replicated)
-    if program.space is None:
-        return run, whole
-    runtime = loaded.ported.runtime
-    # On one TPU too, so that kernels see what chip they are for.
-    if loaded.replicated.mesh.size == 1 and runtime.platform != "tpu":
-        return run, whole
-    return spread(run, runtime, program.space, args)
+        def run(
+            weights: Any, carry: Any, constants: Any, inputs: Any
+        ) -> tuple[Any, Any]:
+            model = self.loaded.ported.bind(weights)
+            return self.program.fn(model, carry, constants, inputs)
 
+        replicated, runtime = self.loaded.replicated, self.loaded.ported.runtime
+        # On one TPU too, so that kernels see what chip they are for.
+        alone = replicated.mesh.size == 1 and runtime.platform != "tpu"
+        if self.program.space is None or alone:
+            return run, (replicated, replicated)
+        return spread(run, runtime, self.program.space, self.args)
 
-def results(
-    program: Program, loaded: Loaded, args: tuple[Any, Any, Any], info: Any
-) -> tuple[Any, Any]:
-    """Shapes and places of the carry and the output, for the programs that follow.
+    def trace(self) -> jax.stages.Traced:
+        """Trace the program.
 
-    Args:
-        info: shapes and dtypes, as a traced or a compiled program tells them.
-    """
-    _, places = placed(program, None, loaded, args)
+        ``generate`` compiles what this returns for the devices it runs on, ``plan`` and
+        ``compile`` for the devices of a topology: what is planned is what runs. It
+        carries :attr:`flags` along. The records of the component's runtime are those
+        of this program afterwards.
+        """
+        run, places = self.split()
+        run.__name__ = f"{self.stage}_{self.name}"
+        jitted = jax.jit(
+            run,
+            donate_argnums=(1,) if self.program.donate else (),
+            out_shardings=places,
+            compiler_options=self.flags.options or None,
+        )
+        self.forget_records()
+        return jitted.trace(self.loaded.weights, *self.args)
 
-    def struct(place: Any, leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    def forget_records(self) -> None:
+        """Empty the runtime's records: those of an earlier program hide equal ones."""
+        self.loaded.ported.runtime.records.clear()
+        self.loaded.ported.runtime.convolutions.clear()
 
-    out: tuple[Any, Any] = jax.tree.map(
-        lambda place, part: jax.tree.map(functools.partial(struct, place), part),
-        places,
-        tuple(info),
-    )
-    return out
+    def results(self, info: Any) -> tuple[Any, Any]:
+        """Shapes and places of the carry and the output, for the calls that follow.
 
+        Args:
+            info: shapes and dtypes, as a traced or a compiled program tells them.
+        """
 
-def lower(
-    stage: str,
-    name: str,
-    program: Program,
-    loaded: Loaded,
-    args: tuple[Any, Any, Any],
-) -> jax.stages.Lowered:
-    """:func:`trace`, and lower what it gives."""
-    return trace(stage, name, program, loaded, args).lower()
+        def struct(place: Any, leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        _, places = self.split()
+        out: tuple[Any, Any] = jax.tree.map(
+            lambda place, part: jax.tree.map(functools.partial(struct, place), part),
+            places,
+            tuple(info),
+        )
+        return out
 
 
 def spread(
-    run: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
-    runtime: Runtime,
-    layout: SpatialLayout,
-    args: tuple[Any, Any, Any],
-) -> tuple[Callable[[Any, Any, Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
+    run: Run, runtime: Runtime, layout: SpatialLayout, args: tuple[Any, Any, Any]
+) -> tuple[Run, tuple[Any, Any]]:
     """A program that runs on its part of the picture, as one of whole arrays.
 
     Args:
-        run: ``run(weights, carry, constants, inputs) -> (carry, output)``.
+        run: the program on the arrays of one device.
         runtime: where it is traced; tracing finds the :class:`Space` there.
         layout: of its arrays.
         args: carry, constants and inputs, or ``ShapeDtypeStruct`` in their place.

@@ -9,7 +9,6 @@ named here and its arguments, and on nothing else.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform as machine
 import sys
@@ -24,9 +23,11 @@ import torch
 from tpuport.core import compat
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.mesh.compiler_flags import flags_for
-from tpuport.core.programs.components import Components, Loaded
+from tpuport.core.programs.components import Components
 from tpuport.core.programs.key_differences import differing
+from tpuport.core.programs.lowering import Traceable
 from tpuport.core.programs.source_hash import (
+    package_version,
     port_packages,
     source_hash,
     upstream_versions,
@@ -39,8 +40,7 @@ from tpuport.core.spec.choices import (
 )
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage import Program
-from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.core.spec.run_settings import RunSettings
 
 #: Raised when the meaning of a field changes.
 KEY_VERSION = 1
@@ -132,11 +132,7 @@ class ProgramKey:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        values = asdict(self)
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProgramKey:
@@ -161,44 +157,31 @@ class ProgramKey:
 
 
 def program_key(
-    components: Components,
-    stage: str,
-    name: str,
-    program: Program,
-    loaded: Loaded,
-    args: tuple[Any, Any, Any],
-    request: Request,
+    components: Components, asked: Traceable, request: Request
 ) -> ProgramKey:
     """The key of one program of a stage; nothing is traced.
 
     Args:
         components: of the session.
-        stage, name: of the stage, and of the program in it.
-        program: what the stage declares.
-        loaded: its component; the weights may be ``ShapeDtypeStruct``.
-        args: carry, constants and inputs, arrays or ``ShapeDtypeStruct`` with
-            shardings.
+        asked: the program; its weights may be ``ShapeDtypeStruct``.
         request: for the step cache, and to tell differences in its words.
     """
 
-    carry, constants, inputs = args
-    named = {"carry": carry, "constants": constants, "inputs": inputs}
+    named = dict(zip(("carry", "constants", "inputs"), asked.args, strict=True))
     leaves, tree = jax.tree_util.tree_flatten_with_path(named)
-    known = surroundings(components, stage, program.component)
+    known = session_fields(components, asked.stage, asked.program.component)
     # A program that is not the port's own is what step caching made of one.
-    own = name in components.port.stage(stage).programs
+    own = asked.name in components.port.stage(asked.stage).programs
+    known["options"] |= {
+        "step_cache": "none" if own else cache_method(request),
+        "donate": asked.program.donate,
+    }
+    weights = sorted(asked.loaded.weights.items())
     return ProgramKey(
-        stage=stage,
-        program=name,
-        **{
-            **known,
-            "options": {
-                **known["options"],
-                "step_cache": "none" if own else method_of(request),
-                "donate": program.donate,
-            },
-        },
-        weights={key: _array(value) for key, value in sorted(loaded.weights.items())},
+        stage=asked.stage,
+        program=asked.name,
+        **known,
+        weights={key: _array(value) for key, value in weights},
         arguments={jax.tree_util.keystr(path): _array(leaf) for path, leaf in leaves},
         structure=str(tree),
         context=context_of(request, components.port),
@@ -211,7 +194,7 @@ def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
     return {**known, "guided": port.guided(request)}
 
 
-def method_of(request: Request) -> str:
+def cache_method(request: Request) -> str:
     """What a program knows of a step cache: which steps are full, it does not."""
     cache = request.step_cache
     if cache is None:
@@ -219,37 +202,29 @@ def method_of(request: Request) -> str:
     return cache.method if cache.order is None else f"{cache.method}:{cache.order}"
 
 
-def surroundings(components: Components, stage: str, component: str) -> dict[str, Any]:
+def session_fields(
+    components: Components, stage: str, component: str
+) -> dict[str, Any]:
     """The fields of a key that are known before the arguments of a program are."""
-
     runtime = components.runtime(component)
-    mesh = runtime.mesh
-    assert mesh is not None
-    devices = list(mesh.devices.flat)
+    devices = list(components.mesh.devices.flat)
     port = components.port
-    known = settled(
-        port,
-        component,
-        attention=components.attention,
-        sharding=components.layout,
-        dtype=components.dtype,
-        mesh=components.mesh.shape,
-    )
+    known = settings_fields(port, component, components.settings)
+    known["options"] |= {
+        "matmul_precision": runtime.matmul_precision,
+        "stack": components.stack,
+    }
     return {
         **known,
-        "options": {
-            **known["options"],
-            "matmul_precision": runtime.matmul_precision,
-            "stack": components.stack,
-        },
+        "mesh": {axis: int(size) for axis, size in components.mesh.shape.items()},
         "config": _config(components.skeleton(component)),
-        "platform": str(devices[0].platform),
+        "platform": components.platform,
         "chip": str(devices[0].device_kind),
         "compiler": " ".join(str(devices[0].client.platform_version).split()),
         "devices": tuple(_device(device) for device in devices),
-        "host": host_name() if devices[0].platform == "cpu" else "",
+        "host": host_name() if components.platform == "cpu" else "",
         "source": {name: source_hash(name) for name in port_packages(port)},
-        "versions": versions(components, component),
+        "versions": _versions(components, component),
         "flags": tuple(
             sorted((*compat.compiler_flags(), *flags_for(devices[0], stage).texts))
         ),
@@ -257,57 +232,46 @@ def surroundings(components: Components, stage: str, component: str) -> dict[str
     }
 
 
-def settled(
-    port: ModelPort,
-    component: str,
-    *,
-    attention: AttentionChoice,
-    sharding: str,
-    dtype: str | None = None,
-    mesh: Mapping[str, int] | None = None,
+def settings_fields(
+    port: ModelPort, component: str, settings: RunSettings
 ) -> dict[str, Any]:
     """The fields of a key that settings decide, with neither weights nor devices.
 
     Args:
         port: the form of the model, with its blocks and implementations in place.
         component: of the program.
-        attention, sharding: as a session takes them.
-        dtype: of the weights; left out where it is not known.
-        mesh: axis -> size, likewise.
+        settings: how to run; a dtype and a mesh that are not known are left out.
     """
     known: dict[str, Any] = {
         "model": port.name,
         "form": port.form,
         "component": component,
         "options": {
-            "attention": str(attention_of(port, component, attention)),
-            "sharding": sharding,
+            "attention": str(attention_of(port, component, settings.attention)),
+            "sharding": settings.sharding,
             "blocks": port.blocks,
             "implementation": chosen_of(port, component),
         },
     }
-    if dtype is not None:
-        known["options"]["dtype"] = dtype_of(port, component, dtype)
-    if mesh is not None:
-        known["mesh"] = {axis: int(size) for axis, size in mesh.items()}
+    if settings.dtype is not None:
+        known["options"]["dtype"] = dtype_of(port, component, settings.dtype)
+    if settings.mesh is not None and -1 not in settings.mesh.shape.values():
+        known["mesh"] = dict(settings.mesh.shape)
     return known
 
 
-def versions(components: Components, component: str) -> dict[str, str]:
+def _versions(components: Components, component: str) -> dict[str, str]:
     """The versions of what traces and compiles a component, Python's first."""
-
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     packages = list(_PACKAGES)
     if components.platform == "tpu":
         packages.append("libtpu")
     implementation = implementation_of(components.port, component)
     packages += implementation.packages if implementation else ()
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found | upstream_versions(components.port)
+    return {
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        **{name: package_version(name) or "none" for name in packages},
+        **upstream_versions(components.port),
+    }
 
 
 def host_name() -> str:
@@ -319,16 +283,13 @@ def host_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = dict(reversed([_pair(line) for line in lines if ":" in line]))
+    # Of the first processor: later ones are overwritten.
+    pairs = reversed([line.partition(":") for line in lines])
+    found = {key.strip(): value.strip() for key, _, value in pairs}
     name = found.get("model name") or machine.processor() or machine.machine()
     features = found.get("flags") or found.get("Features") or machine.version()
     digest = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()
     return f"{machine.system()} {machine.machine()}, {name}, features {digest[:12]}"
-
-
-def _pair(line: str) -> tuple[str, str]:
-    key, _, value = line.partition(":")
-    return key.strip(), value.strip()
 
 
 def _config(module: torch.nn.Module) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,21 @@ from typing import Any
 import jax
 
 from tpuport.core.files.atomic import one_line
-from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.device_memory import planned_bytes, refused_bytes
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.built_folder import BuiltFolder
-from tpuport.core.programs.components import Components, Loaded
+from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import (
     Entry,
     ExecutableStore,
     NotSerialisable,
-    Traced,
 )
-from tpuport.core.programs.lowering import lower
+from tpuport.core.programs.lowering import Traceable, Traced
 from tpuport.core.programs.program_key import ProgramKey, program_key
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage import Program
-from tpuport.core.spec.tiling import DoesNotFitError, TilingDecision
-from tpuport.core.tracing.convolution_notes import counted
-from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.errors import ArtifactError
 
 #: Of executables, in the folder of the compile cache.
@@ -57,8 +52,8 @@ class Programs:
 
     Args:
         components: whose weights they take.
-        store: where executables are kept between processes.
-        jax_folder: of jax's own cache.
+        cache: the folder where executables are kept between processes, and jax's own
+            cache beside them.
         built: executables to use in place of compiling.
         reporter: told what happens.
     """
@@ -67,113 +62,46 @@ class Programs:
         self,
         components: Components,
         *,
-        store: ExecutableStore | None = None,
-        jax_folder: Path | None = None,
+        cache: Path | None = None,
         built: BuiltFolder | None = None,
         reporter: Reporter | None = None,
     ) -> None:
         self.components = components
-        self.store = store
-        self.jax_folder = jax_folder
+        self.store = ExecutableStore(cache / FOLDER) if cache else None
+        self.jax_folder = cache / compiling.XLA_FOLDER if cache else None
         self.built = built
         self.reporter = reporter or Reporter()
         self._ready: dict[Any, Ready] = {}
         # Bytes of a device, of programs that had no room.
         self._too_large: dict[Any, int] = {}
-        # Names of programs whose executable jax would not load.
-        self._refused: set[str] = set()
-
-    @classmethod
-    def of(
-        cls,
-        components: Components,
-        compile_cache: Path | None,
-        executables: Path | None,
-        reporter: Reporter,
-    ) -> Programs:
-        """Those of a session, kept in its compile cache and read from a built folder.
-
-        Raises:
-            ArtifactError: ``executables`` is damaged.
-        """
-        for remark in flags_for(components.mesh.devices.flat[0]).remarks():
-            reporter.say(remark)
-        return cls(
-            components,
-            store=ExecutableStore(compile_cache / FOLDER) if compile_cache else None,
-            jax_folder=compile_cache / compiling.XLA_FOLDER if compile_cache else None,
-            built=BuiltFolder.open(executables) if executables else None,
-            reporter=reporter,
-        )
-
-    def check(self) -> None:
-        """Refuse a built folder that is for other settings; see its ``check``."""
-        if self.built is not None:
-            self.built.check(self.components)
-
-    def check_request(
-        self,
-        request: Request,
-        stages: Collection[str],
-        tilings: Sequence[TilingDecision] = (),
-    ) -> None:
-        """Refuse a built folder that is for other requests; see its method."""
-        if self.built is not None:
-            port = self.components.port
-            self.built.check_request(request, port, stages, tilings)
-
-    def jax_cache(self) -> AbstractContextManager[None]:
-        """jax's own cache, for what is compiled beside the programs of the stages."""
-        return compiling.persistent_cache(self.jax_folder)
+        # Labels of programs whose executable jax would not load.
+        self._not_loaded: set[str] = set()
 
     def clear(self) -> None:
         """Let go of every program."""
         self._ready.clear()
 
-    def is_ready(self, stage: str, name: str, args: tuple[Any, Any, Any]) -> bool:
-        """Whether :meth:`get` has the program for these shapes at hand."""
-        return (stage, name, signature(args)) in self._ready
-
     def get(
-        self,
-        stage: str,
-        name: str,
-        program: Program,
-        loaded: Loaded,
-        args: tuple[Any, Any, Any],
-        request: Request,
+        self, asked: Traceable, request: Request
     ) -> tuple[Ready, CompileReport | None]:
         """The program for these shapes; with a report when it was made ready just now.
 
         Raises:
             ArtifactError: ``built`` has the stage for another run.
         """
-        known = (stage, name, signature(args))
-        if known in self._ready:
-            return self._ready[known], None
+        if asked.signature in self._ready:
+            return self._ready[asked.signature], None
         key = None
-        report: CompileReport | None = None
-        ready: Ready | None = None
         if self.store is not None or self.built is not None:
-            key = program_key(
-                self.components, stage, name, program, loaded, args, request
-            )
-            ready, report = self._load(key, loaded, args)
-        if ready is None or report is None:
-            ready, report = self._compile(stage, name, program, loaded, args, key)
-        self._ready[known] = ready
+            key = program_key(self.components, asked, request)
+        found = self._load(key, asked) if key is not None else None
+        ready, report = found or self._compile(key, asked)
+        self._ready[asked.signature] = ready
         self.reporter.compiled(report)
         return ready, report
 
     def get_within(
-        self,
-        room: int,
-        stage: str,
-        name: str,
-        program: Program,
-        loaded: Loaded,
-        args: tuple[Any, Any, Any],
-        request: Request,
+        self, room: int, asked: Traceable, request: Request
     ) -> tuple[Ready, CompileReport | None]:
         """:meth:`get`, of a program that may take ``room`` bytes of a device at most.
 
@@ -184,17 +112,14 @@ class Programs:
             DoesNotFitError: it takes more, by the compiler's figure or its refusal.
             ArtifactError: as :meth:`get`.
         """
-        known, key = (stage, name, signature(args)), None
-        size = self._too_large.get(known)
+        key, size = None, self._too_large.get(asked.signature)
         if size is None and self.store is not None:
-            key = program_key(
-                self.components, stage, name, program, loaded, args, request
-            )
+            key = program_key(self.components, asked, request)
             size = self.store.size(key)
         if size is not None and size > room:
-            raise DoesNotFitError(f"{stage}/{name}", size, room)
+            raise DoesNotFitError(asked.label, size, room)
         try:
-            ready, report = self.get(stage, name, program, loaded, args, request)
+            ready, report = self.get(asked, request)
         except Exception as error:  # jaxlib raises one class for everything
             refused = refused_bytes(str(error))
             if refused is None:
@@ -205,36 +130,50 @@ class Programs:
             needed = planned_bytes(ready.call) or 0
             if needed <= room:
                 return ready, report
-            self._ready.pop(known, None)
-        self._too_large[known] = needed
+            self._ready.pop(asked.signature, None)
+        self._too_large[asked.signature] = needed
         if key is not None and self.store is not None:
             self.store.keep_size(key, needed)
-        raise DoesNotFitError(f"{stage}/{name}", needed, room)
+        raise DoesNotFitError(asked.label, needed, room)
 
     # ------------------------------------------------------------------- load
 
     def _load(
-        self, key: ProgramKey, loaded: Loaded, args: tuple[Any, Any, Any]
-    ) -> tuple[Ready | None, CompileReport | None]:
+        self, key: ProgramKey, asked: Traceable
+    ) -> tuple[Ready, CompileReport] | None:
         """The kept program of a key, where there is one that can be loaded."""
         started = time.perf_counter()
+        devices = list(asked.loaded.replicated.mesh.devices.flat)
         for entry in self._kept(key):
-            call = self._try(entry, loaded, args)
-            if call is not None:
-                report = CompileReport(
-                    stage=key.stage,
-                    program=key.program,
-                    trace_seconds=0.0,
-                    compile_seconds=0.0,
-                    cached=True,
-                    loaded=True,
-                    load_seconds=time.perf_counter() - started,
-                    executable=str(entry.path),
-                    executable_bytes=entry.size,
-                    compiler_flags=_flags(key.stage, loaded),
+            try:
+                call = files.load(entry, (asked.loaded.weights, *asked.args), devices)
+            except ArtifactError as error:
+                if self.built is not None and entry in self.built.entries:
+                    raise
+                self.reporter.say(f"{error}; compiling {key.name} again")
+                continue
+            except Exception as error:
+                # Whatever jax raises for an executable that the backend does not take.
+                self._not_loaded.add(key.name)
+                self.reporter.say(
+                    f"{entry.path}: jax cannot load it ({type(error).__name__}: "
+                    f"{one_line(error)}); going on with jax's own cache"
                 )
-                return Ready(call=call, traced=entry.traced), report
-        return None, None
+                continue
+            report = CompileReport(
+                stage=key.stage,
+                program=key.program,
+                trace_seconds=0.0,
+                compile_seconds=0.0,
+                cached=True,
+                loaded=True,
+                load_seconds=time.perf_counter() - started,
+                executable=str(entry.path),
+                executable_bytes=entry.size,
+                compiler_flags=asked.flags.texts,
+            )
+            return Ready(call=call, traced=entry.traced), report
+        return None
 
     def _kept(self, key: ProgramKey) -> Iterator[Entry]:
         """The entries of a key: the built folder's, then those of processes before."""
@@ -255,83 +194,56 @@ class Programs:
             if entry is not None:
                 yield entry
 
-    def _try(self, entry: Entry, loaded: Loaded, args: tuple[Any, Any, Any]) -> Any:
-        """The program of an entry, or ``None`` with a line that says why not."""
-        devices = list(loaded.replicated.mesh.devices.flat)
-        name = entry.key.name
-        try:
-            return files.load(entry, (loaded.weights, *args), devices)
-        except ArtifactError as error:
-            if self.built is not None and entry in self.built.entries:
-                raise
-            self.reporter.say(f"{error}; compiling {name} again")
-        except Exception as error:
-            # Whatever jax raises for an executable that the backend does not take.
-            self._refused.add(name)
-            self.reporter.say(
-                f"{entry.path}: jax cannot load it ({type(error).__name__}: "
-                f"{one_line(error)}); going on with jax's own cache"
-            )
-        return None
-
     # ---------------------------------------------------------------- compile
 
     def _compile(
-        self,
-        stage: str,
-        name: str,
-        program: Program,
-        loaded: Loaded,
-        args: tuple[Any, Any, Any],
-        key: ProgramKey | None,
+        self, key: ProgramKey | None, asked: Traceable
     ) -> tuple[Ready, CompileReport]:
-        reasons = self._reasons(key)
+        reasons: tuple[str, ...] = ()
+        if key is not None and self.store is not None:
+            reasons = self.store.nearest_difference(key)
         if reasons:
-            self.reporter.say(f"recompiling {stage}/{name}: {'; '.join(reasons)}")
-        self.reporter.compiling(stage, name)
-        entry = None
-        with self._jax_cache_for(f"{stage}/{name}"):
+            self.reporter.say(f"recompiling {asked.label}: {'; '.join(reasons)}")
+        self.reporter.compiling(asked.stage, asked.name)
+        with self._jax_cache_for(asked.label):
             hits = compiling.cache_hits()
             started = time.perf_counter()
-            lowered, traced = trace(stage, name, program, loaded, args)
+            lowered = asked.trace().lower()
             lowered_at = time.perf_counter()
             call = lowered.compile()
             cached = compiling.cache_hits() > hits
             ended = time.perf_counter()
-        if not cached and key is not None and self.store is not None:
+        traced = Traced.of(asked.loaded.ported.runtime)
+        entry = None
+        if key is not None and not cached:
             entry = self._keep(key, call, traced, ended - started)
         report = CompileReport(
-            stage=stage,
-            program=name,
+            stage=asked.stage,
+            program=asked.name,
             trace_seconds=lowered_at - started,
             compile_seconds=ended - lowered_at,
             cached=cached,
             reasons=reasons,
             executable=str(entry.path) if entry else "",
             executable_bytes=entry.size if entry else 0,
-            compiler_flags=_flags(stage, loaded),
+            compiler_flags=asked.flags.texts,
         )
         return Ready(call=call, traced=traced), report
 
-    def _jax_cache_for(self, name: str) -> AbstractContextManager[None]:
+    def _jax_cache_for(self, label: str) -> AbstractContextManager[None]:
         """jax's own cache, only for a program that is not kept as an executable.
 
         On a CPU a program that jax read from its own cache cannot be kept: see
-        :meth:`ExecutableStore.write`.
+        :func:`tpuport.core.programs.executable_files.serialise`.
         """
-        if name in self._refused:
+        if label in self._not_loaded:
             if self.built is not None:
-                return compiling.persistent_cache(self.built.xla)
+                return compiling.persistent_cache(
+                    self.built.folder / compiling.XLA_FOLDER
+                )
         elif self.store is not None:
             return compiling.uncached()
         return nullcontext()
-
-    def _reasons(self, key: ProgramKey | None) -> tuple[str, ...]:
-        """What changed since the most alike program that was kept."""
-        if key is None or self.store is None:
-            return ()
-        nearest = self.store.nearest(key)
-        return key.difference(nearest.key) if nearest else ()
 
     def _keep(
         self,
@@ -340,9 +252,17 @@ class Programs:
         traced: Traced,
         seconds: float,
     ) -> Entry | None:
-        assert self.store is not None
+        """Keep an executable for other processes, where there is a store."""
+        if self.store is None:
+            return None
         try:
-            entry = self.store.write(key, compiled, traced, seconds=seconds)
+            entry = self.store.write(
+                key,
+                files.serialise(compiled, key.platform),
+                traced,
+                seconds=seconds,
+                needed=planned_bytes(compiled),
+            )
         except ArtifactError as error:
             self.reporter.say(f"{key.name} is not kept for the next process: {error}")
             return None
@@ -357,66 +277,3 @@ class Programs:
                 f"{self.store.folder.parent}: {len(removed)} old programs removed"
             )
         return entry
-
-
-def trace(
-    stage: str,
-    name: str,
-    program: Program,
-    loaded: Loaded,
-    args: tuple[Any, Any, Any],
-) -> tuple[jax.stages.Lowered, Traced]:
-    """A program lowered, and what tracing it told; see :func:`lower`."""
-    runtime = loaded.ported.runtime
-    with attention_of(runtime) as attention:
-        lowered = lower(stage, name, program, loaded, args)
-    return lowered, traced_of(runtime, attention)
-
-
-def traced_of(runtime: Runtime, attention: Iterable[dict[str, Any]]) -> Traced:
-    """What the runtime told of the program that it traced last."""
-    convolutions = (record.as_dict() for record in counted(runtime.convolutions))
-    return Traced(
-        attention=tuple(attention),
-        patches=patches_of(runtime),
-        convolutions=tuple(convolutions),
-    )
-
-
-@contextmanager
-def attention_of(runtime: Runtime) -> Iterator[list[dict[str, Any]]]:
-    """What the attention calls traced in this block run as; filled when it ends.
-
-    The runtime keeps its own list of all it ever traced, each once: it is emptied here,
-    or a call that an earlier program made too would not be seen. Its list of
-    convolutions is that of this block afterwards.
-    """
-    runtime.convolutions.clear()
-    found = runtime.records
-    before = list(found)
-    found.clear()
-    collected: list[dict[str, Any]] = []
-    try:
-        yield collected
-        collected += [record.as_dict() for record in found]
-    finally:
-        found[:] = [*before, *(record for record in found if record not in before)]
-
-
-def patches_of(runtime: Runtime) -> tuple[dict[str, Any], ...]:
-    """What patching did when the runtime last traced."""
-    if runtime.patch_report is None:
-        return ()
-    return tuple(runtime.patch_report.as_dict()["patches"])
-
-
-def _flags(stage: str, loaded: Loaded) -> tuple[str, ...]:
-    """The compiler's flags that go with programs of a stage."""
-    return flags_for(loaded.replicated.mesh.devices.flat[0], stage).texts
-
-
-def signature(args: Any) -> Any:
-    """What tells the programs of one name apart: structure, shapes and dtypes."""
-
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)

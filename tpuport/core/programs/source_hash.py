@@ -29,7 +29,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
     """The packages that the code of a port comes from, tpuport's own first.
 
     A package that was installed under a version (diffusers, transformers) is told by
-    that and not listed: see :func:`tpuport.core.programs.program_key.versions`.
+    that and not listed: see :func:`package_version`.
     """
     functions: list[Any] = []
     for form in port.all_forms:
@@ -45,7 +45,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
     names = {_package(function) for function in functions}
     for component in port.components.values():
         package = component.class_path.partition(":")[0].partition(".")[0]
-        if _version(package) is None:
+        if package_version(package) is None:
             names.add(package)
     names -= {_OWN, "", *_BY_VERSION}
     others = sorted(name for name in names if name in sys.modules)
@@ -55,7 +55,9 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
 def upstream_versions(port: ModelPort) -> dict[str, str]:
     """The versions of the packages that the components' classes come from."""
     names = {c.class_path.partition(":")[0] for c in port.components.values()}
-    found = {name: _version(name) for name in {n.partition(".")[0] for n in names}}
+    found = {
+        name: package_version(name) for name in {n.partition(".")[0] for n in names}
+    }
     return {name: text for name, text in sorted(found.items()) if text is not None}
 
 
@@ -95,7 +97,8 @@ def _package(function: Any) -> str:
     return "" if name == "builtins" else str(name).partition(".")[0]
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version that a package was installed under, if any."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

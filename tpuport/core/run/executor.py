@@ -13,7 +13,7 @@ from tpuport.core.enums import Pixels, Tiling
 from tpuport.core.layers.rotary_tables import RotaryCache
 from tpuport.core.mesh.device_memory import planned_bytes, program_room
 from tpuport.core.programs.components import Components
-from tpuport.core.programs.op_by_op import OpByOp
+from tpuport.core.programs.jax_cache import persistent_cache
 from tpuport.core.programs.program_store import Programs
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.run.frame_delivery import Delivery
@@ -54,14 +54,11 @@ class Executor:
         programs: Programs | None = None,
     ) -> None:
         self.settings = settings
-        self.vae_tiling = settings.vae_tiling
         self.components = components
-        self.keep_loaded = settings.keep_loaded
         self.reporter = reporter or (programs.reporter if programs else Reporter())
         self.rotary = RotaryCache()
-        self._upstream: dict[tuple[str, str], Any] = {}
         self.programs = programs or Programs(components, reporter=self.reporter)
-        self.op_by_op = OpByOp()
+        self._upstream: dict[tuple[str, str], Any] = {}
         self._memory = MemoryLog(components.mesh.devices.flat)
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
@@ -70,7 +67,6 @@ class Executor:
         """Free everything this executor holds, the components' weights included."""
         self._upstream.clear()
         self.programs.clear()
-        self.op_by_op.clear()
         self._structs.clear()
         self.components.close()
 
@@ -79,22 +75,20 @@ class Executor:
         request: Request,
         batch: int,
         inputs: Mapping[str, torch.Tensor],
-        device: str = "cpu",
-        timing: Timing | None = None,
+        *,
         pixels: Pixels = Pixels.UINT8,
         vae_tiling: Tiling | None = None,
+        **fields: Any,
     ) -> StageContext:
         """What the functions of a stage see for one batch.
 
         Args:
             inputs: of all batches.
-            device: where plain upstream code should run.
-            timing: takes the time of loading.
             pixels: of decode. By default those of the command line, which is what
                 ``plan`` and ``compile`` make ready.
             vae_tiling: in place of the executor's own.
+            fields: others of :class:`StageContext`.
         """
-        tiling = vae_tiling or self.vae_tiling
         cut = {name: tensor[request.slice(batch)] for name, tensor in inputs.items()}
         return StageContext(
             checkpoint=self.components.checkpoint,
@@ -104,29 +98,11 @@ class Executor:
             dtype=self.components.dtype,
             rotary=self.rotary,
             module=self.components.skeleton,
-            device=device,
             say=self.reporter.say,
             pixels=pixels,
-            vae_tiling=tiling,
-            upstream=lambda name, load: self._load_upstream(
-                name, device, load, timing or Timing()
-            ),
+            vae_tiling=vae_tiling or self.settings.vae_tiling,
+            **fields,
         )
-
-    def _load_upstream(
-        self, name: str, device: str, load: Callable[[], Any], timing: Timing
-    ) -> Any:
-        """A component as upstream's own object, kept when weights are."""
-        key = (name, device)
-        if key in self._upstream:
-            return self._upstream[key]
-        self.reporter.loading(name)
-        started = time.perf_counter()
-        loaded = load()
-        timing.load += time.perf_counter() - started
-        if self.keep_loaded:
-            self._upstream[key] = loaded
-        return loaded
 
     def tiling(
         self,
@@ -145,7 +121,7 @@ class Executor:
         """
         if stage.tiles is None:
             return None
-        asked = asked or self.vae_tiling
+        asked = asked or self.settings.vae_tiling
         held, own = self.components.held_bytes(stage.components)
         devices = list(self.components.mesh.devices.flat)
         limit = None
@@ -181,12 +157,13 @@ class Executor:
         if self.programs.built is None:
             return
         compiled = [s for s in stages if s.name not in self.settings.no_jit]
-        tilings = [
-            tiling
-            for stage in compiled
-            if (tiling := self.tiling(stage, request, vae_tiling, alone=True))
-        ]
-        self.programs.check_request(request, [s.name for s in compiled], tilings)
+        tilings = [self.tiling(s, request, vae_tiling, alone=True) for s in compiled]
+        self.programs.built.check_request(
+            request,
+            self.components.port,
+            [stage.name for stage in compiled],
+            [tiling for tiling in tilings if tiling is not None],
+        )
 
     def run(
         self,
@@ -207,7 +184,8 @@ class Executor:
             The stage's tensors with all videos in the leading dim, and what it took.
             Frames that a sink took are not among them.
         """
-        op_by_op = stage.name in self.settings.no_jit
+        settings = self.settings
+        op_by_op = stage.name in settings.no_jit
         if op_by_op:
             self.reporter.say(
                 f"{stage.name} runs op by op (--no-jit): nothing is compiled, for "
@@ -216,50 +194,49 @@ class Executor:
         else:
             self.check_built(request, [stage], vae_tiling)
         started = time.perf_counter()
-        calls = self.settings.profile_calls or PROFILED_CALLS
-        trace = SteadyTrace(stage.name, self.settings.profile, calls)
+        calls = settings.profile_calls or PROFILED_CALLS
+        trace = SteadyTrace(stage.name, settings.profile, calls)
         self._memory.begins(request, stage.name, stage.unit)
         run = StageRun(
             components=self.components,
-            programs=self.op_by_op if op_by_op else self.programs,
+            programs=None if op_by_op else self.programs,
             reporter=self.reporter,
             request=request,
-            limit=self.calls_in_flight_limit,
+            limit=CALLS_IN_FLIGHT.get(self.components.platform, 1),
             delivery=delivery or Delivery(),
-            memory=self._memory if self.settings.memory_report else None,
+            memory=self._memory if settings.memory_report else None,
             trace=trace,
         )
         try:
             tiling = self.tiling(stage, request, vae_tiling)
-            made, tiling = self._made(run, stage, inputs, tiling)
+            with persistent_cache(self.programs.jax_folder):
+                tensors, tiling = self._run_batches(run, stage, inputs, tiling)
             plans = tuple(
                 self.components.plan(name).as_dict()
                 for name in stage.components_for(request)
                 if name in self.components.loaded
             )
         except BaseException as error:
-            if told := self._memory.text():
-                error.add_note(told)
+            if text := self._memory.text():
+                error.add_note(text)
             self._memory.clear()
             raise
         finally:
             trace.stop()
-            if not self.keep_loaded:
-                # What runs op by op holds on to the weights.
-                self.op_by_op.clear()
+            if not settings.keep_loaded:
                 self.components.release(*stage.components)
         memory = self._memory.calls(stage.name)
         if stage.name == self.components.port.stages[-1].name:
             self._memory.clear()
-        if told := trace.line(stage.unit):
-            self.reporter.say(told)
+        if line := trace.line(stage.unit):
+            self.reporter.say(line)
         report = StageReport(
             stage=stage.name,
             backend="tpuport",
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
             sharding=plans,
-            calls_in_flight_limit=self.calls_in_flight_limit,
+            calls_in_flight_limit=run.limit,
             op_by_op=op_by_op,
             memory=memory,
             profile=trace.result(),
@@ -267,48 +244,51 @@ class Executor:
             **run.timing.as_dict(),
         )
         self.reporter.stage_finished(report)
-        return made, report
+        return tensors, report
 
-    def _made(
+    def _run_batches(
         self,
         run: StageRun,
         stage: Stage,
         inputs: Mapping[str, torch.Tensor],
         tiling: TilingDecision | None,
     ) -> tuple[dict[str, Any], TilingDecision | None]:
-        """What the calls of all batches make.
+        """Run all batches.
 
         Returns:
-            it, and how the stage ran, with what its programs take of a device.
+            The tensors, and how the stage ran, with what its programs take of a device.
         """
+        request = run.request
 
         def plan(batch: int, tiling: TilingDecision | None) -> Work:
             setting = None if tiling is None else tiling.setting
             pixels = run.delivery.pixels
-            context = self.context(
-                run.request, batch, inputs, pixels=pixels, vae_tiling=setting
+            return stage.plan(
+                self.context(request, batch, inputs, pixels=pixels, vae_tiling=setting)
             )
-            return stage.plan(context)
 
-        batches = range(run.request.batches)
+        batches = range(request.batches)
         works = [plan(batch, tiling) for batch in batches]
-        run.total = sum(work.total for work in works)
-        self.reporter.stage_started(stage.name, run.total, stage.unit)
+        total = sum(work.total for work in works)
+        self.reporter.stage_started(stage.name, total, stage.unit)
         if tiling is not None and tiling.room is not None:
-            tiling = self._weighed(run, stage, tiling, lambda form: plan(0, form))
-            # Weighing went through calls, maybe of the other form.
+            tiling = self._fit(run, stage, tiling, lambda form: plan(0, form))
+            # Fitting went through calls, maybe of the other form.
             works = [plan(batch, tiling) for batch in batches]
-            run.total = sum(work.total for work in works)
+        run.total = sum(work.total for work in works)
         if tiling is not None:
             self.reporter.say(tiling.line())
-        made = self._batches(run, stage, works)
+        parts = []
+        for batch, work in enumerate(works):
+            cut, cached = self._cached(stage, work, request, run.timing)
+            parts.append(run.batch(cut, cached, request.slice(batch).start))
         if tiling is not None:
-            sizes = (planned_bytes(p.call) for p in run.timing.programs)
+            sizes = (planned_bytes(p.call) for p in run.timing.programs.values())
             known = (size for size in sizes if size is not None)
             tiling = tiling.weighed(max(known, default=None))
-        return made, tiling
+        return merge(parts), tiling
 
-    def _weighed(
+    def _fit(
         self,
         run: StageRun,
         stage: Stage,
@@ -323,8 +303,7 @@ class Executor:
         while True:
             assert tiling.room is not None
             began = time.perf_counter()
-            needed = run.weigh(self.programs, stage, plan(tiling), tiling.room)
-            tiling = tiling.weighed(needed)
+            tiling = tiling.weighed(run.largest(stage, plan(tiling), tiling.room))
             other = tiling.instead(time.perf_counter() - began)
             if other is None:
                 break
@@ -334,17 +313,6 @@ class Executor:
         if not tiling.fits:
             raise tiling.refusal()
         return tiling
-
-    def _batches(
-        self, run: StageRun, stage: Stage, works: Sequence[Work]
-    ) -> dict[str, Any]:
-        """The calls of all batches, and what comes of them."""
-        parts = []
-        for batch, work in enumerate(works):
-            cut, cached = self._cached(stage, work, run.request, run.timing)
-            first = run.request.slice(batch).start
-            parts.append(run.batch(cut, cached, first))
-        return merge(parts)
 
     def run_upstream(
         self,
@@ -357,9 +325,23 @@ class Executor:
     ) -> tuple[dict[str, Any], StageReport]:
         """Run a stage with plain upstream code on ``device``; else as :meth:`run`."""
         delivery = delivery or Delivery()
-        self._say_uninspected(stage)
+        self._say_not_inspected(stage)
         started = time.perf_counter()
-        timing = Timing()
+        load_seconds = 0.0
+
+        def component(name: str, load: Callable[[], Any]) -> Any:
+            """A component as upstream's own object, kept when weights are."""
+            nonlocal load_seconds
+            if (name, device) in self._upstream:
+                return self._upstream[name, device]
+            self.reporter.loading(name)
+            began = time.perf_counter()
+            loaded = load()
+            load_seconds += time.perf_counter() - began
+            if self.settings.keep_loaded:
+                self._upstream[name, device] = loaded
+            return loaded
+
         tiling = self.tiling(stage, request, vae_tiling)
         if tiling is not None:
             self.reporter.say(tiling.line())
@@ -372,35 +354,34 @@ class Executor:
                 batch,
                 inputs,
                 device=device,
-                timing=timing,
                 vae_tiling=vae_tiling,
+                upstream=component,
             )
-            made = stage.upstream(context)
-            if "frames" in made:
-                delivery.take(request.slice(batch).start, made.pop("frames"))
-                made |= delivery.collected()
-            parts.append(made)
+            part = stage.upstream(context)
+            if "frames" in part:
+                delivery.take(request.slice(batch).start, part.pop("frames"))
+                part |= delivery.collected()
+            parts.append(part)
             self.reporter.advanced(stage.name, batch + 1, request.batches)
         report = StageReport(
             stage=stage.name,
             backend="diffusers",
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
-            load_seconds=timing.load,
+            load_seconds=load_seconds,
             tiling=tiling.as_dict() if tiling is not None else None,
         )
         self.reporter.stage_finished(report)
         return merge(parts), report
 
-    def _say_uninspected(self, stage: Stage) -> None:
+    def _say_not_inspected(self, stage: Stage) -> None:
         """Nothing that is asked for is left undone without a word."""
-        looked = self.settings
         runs = f"{stage.name} runs upstream's code"
-        if looked.memory_report:
+        if self.settings.memory_report:
             self.reporter.say(f"{runs}: --memory-report has nothing on it")
-        if looked.profile is not None:
+        if self.settings.profile is not None:
             self.reporter.say(f"{runs}: it is not profiled")
-        if stage.name in looked.no_jit:
+        if stage.name in self.settings.no_jit:
             self.reporter.say(f"{runs}, op by op as ever: --no-jit changes nothing")
 
     def _cached(
@@ -408,31 +389,24 @@ class Executor:
     ) -> tuple[Stage, Work]:
         """The work with the request's step cache, in the stage that can be cut."""
         cache = request.step_cache
-        named = {program.component for program in stage.programs.values()}
-        splits = {n: self.components.port.components[n].split for n in sorted(named)}
-        name, split = next(((n, s) for n, s in splits.items() if s), (None, None))
-        if cache is None or name is None or split is None:
+        if cache is None:
             return stage, work
-        loaded = load(self.components, stage, name, timing)
-        model = loaded.ported.bind(loaded.weights)
-        # Only upstream's class can be cut: see ``with_chosen``.
-        assert isinstance(model, BoundModule)
-        return with_step_cache(stage, work, split, cache, model, self._structs)
-
-    @property
-    def calls_in_flight_limit(self) -> int:
-        """How many calls may be dispatched and not yet waited for."""
-        return CALLS_IN_FLIGHT.get(self.components.platform, 1)
+        for name in sorted({p.component for p in stage.programs.values()}):
+            split = self.components.port.components[name].split
+            if split is not None:
+                loaded = load(self.components, stage, name, timing)
+                model = loaded.ported.bind(loaded.weights)
+                # Only upstream's class can be cut: see ``with_chosen``.
+                assert isinstance(model, BoundModule)
+                return with_step_cache(stage, work, split, cache, model, self._structs)
+        return stage, work
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the tensors of batches along the leading dim."""
-
-    merged: dict[str, Any] = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        if isinstance(values[0], torch.Tensor):
-            merged[name] = torch.cat(values)
-        else:
-            merged[name] = np.concatenate(values)
-    return merged
+    return {
+        name: (torch.cat if isinstance(first, torch.Tensor) else np.concatenate)(
+            [part[name] for part in parts]
+        )
+        for name, first in parts[0].items()
+    }

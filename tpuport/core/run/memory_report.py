@@ -63,17 +63,16 @@ class MemoryLog:
         if not found:
             parts = plan_of(ready.call)
             source = PLANNED if parts else UNKNOWN
-            found = _planned(_used_by(ready, self._devices), parts)
-        self._stages[stage][1].append(
-            CallMemory(
-                stage=stage,
-                program=program,
-                call=call,
-                source=source,
-                devices=found,
-                parts=parts,
-            )
+            found = _planned(ready, self._devices, parts) if parts else ()
+        noted = CallMemory(
+            stage=stage,
+            program=program,
+            call=call,
+            source=source,
+            devices=found,
+            parts=parts,
         )
+        self._stages[stage][1].append(noted)
 
     def calls(self, stage: str) -> tuple[CallMemory, ...]:
         """Those of a stage so far."""
@@ -89,37 +88,30 @@ class MemoryLog:
         return "\n  ".join(["memory until then:", *told])
 
 
-def _live(devices: Iterable[Any]) -> tuple[DeviceMemory, ...]:
+def _live(devices: Sequence[Any]) -> tuple[DeviceMemory, ...]:
     """What the backend says of each device; empty where it keeps no count (CPU)."""
-    found = []
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if "bytes_in_use" not in stats:
-            return ()
-        in_use = int(stats["bytes_in_use"])
-        peak = int(stats.get("peak_bytes_in_use", in_use))
-        found.append(_device(device, in_use, peak))
-    return tuple(found)
+    counts = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_in_use" in count for count in counts):
+        return ()
+    return tuple(
+        _device(device, count["bytes_in_use"], count.get("peak_bytes_in_use"))
+        for device, count in zip(devices, counts, strict=True)
+    )
 
 
 def _planned(
-    devices: Iterable[Any], parts: Mapping[str, int]
+    ready: Ready, devices: Sequence[Any], parts: Mapping[str, int]
 ) -> tuple[DeviceMemory, ...]:
-    """The plan of a program on each of its devices; empty without a plan."""
-    if not parts:
-        return ()
+    """The plan of a program on its devices; on all where it does not tell which."""
     in_use = parts["arguments"] + parts["outputs"] - parts["shared"] + parts["code"]
-    return tuple(_device(d, in_use, in_use + parts["temporaries"]) for d in devices)
+    shardings = jax.tree.leaves(getattr(ready.call, "output_shardings", None))
+    sets = (getattr(sharding, "device_set", None) for sharding in shardings)
+    used = next(filter(None, sets), devices)
+    peak = in_use + parts["temporaries"]
+    return tuple(_device(d, in_use, peak) for d in devices if d in used)
 
 
-def _device(device: Any, in_use: int, peak: int) -> DeviceMemory:
+def _device(device: Any, in_use: int, peak: int | None) -> DeviceMemory:
     name = f"{device.platform}:{device.id}"
-    return DeviceMemory(device=name, in_use=in_use, peak=peak)
-
-
-def _used_by(ready: Ready, devices: Sequence[Any]) -> Sequence[Any]:
-    """The devices that a compiled program runs on; all of them when it cannot tell."""
-    for sharding in jax.tree.leaves(getattr(ready.call, "output_shardings", None)):
-        if used := getattr(sharding, "device_set", None):
-            return [device for device in devices if device in used]
-    return devices
+    peak = in_use if peak is None else peak
+    return DeviceMemory(device=name, in_use=int(in_use), peak=int(peak))

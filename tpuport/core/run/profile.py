@@ -6,7 +6,7 @@ The files are those of ``jax.profiler``: XProf reads the folder, Perfetto the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,63 +23,58 @@ class SteadyTrace:
     Args:
         stage: its name.
         root: the recording is in a folder of the stage's name in this one.
-        limit: how many calls are recorded at most; of 0 there is no recording.
+        limit: how many calls are recorded at most.
 
     Attributes:
-        recording: whether the recording is under way.
-        calls: how many calls it has.
+        calls: how many calls the recording has.
     """
 
-    def __init__(self, stage: str, root: Path | None = None, limit: int = 0) -> None:
-        self.recording = False
+    def __init__(self, stage: str, root: Path | None, limit: int) -> None:
         self.calls = 0
+        self._recording = False
         self._stage = stage
         self._root = root
+        self._folder = (root or Path()) / stage
         self._limit = 0 if root is None else limit
 
-    @property
-    def folder(self) -> Path:
-        """Where the recording is."""
-        return (self._root or Path()) / self._stage
-
-    def turns(self, steady: bool) -> bool:
-        """Whether the recording begins or ends before the next call.
+    def turn(self, steady: bool, pause: Callable[[], None]) -> None:
+        """Begin or end the recording where the next call asks for it.
 
         Args:
-            steady: whether its program is ready and has run before.
-        """
-        if self.recording:
-            return not steady or self.calls >= self._limit
-        return steady and not self.calls and self._limit > 0
-
-    def turn(self) -> None:
-        """Begin or end the recording; what was dispatched before has ended.
+            steady: whether its program has run before.
+            pause: ends what runs, which is then outside of the recording.
 
         Raises:
             UsageError: another profile is being recorded in this process.
             OutputError: the folder cannot be made, or the files cannot be written.
         """
-        if self.recording:
+        record = steady and self.calls < self._limit
+        if self._recording and not record:
+            pause()
             self.stop()
-            return
+        elif record and not self.calls:
+            pause()
+            self._start()
+
+    def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
         # Every Python call would be in it, hundreds of thousands of them.
         options.python_tracer_level = 0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(
-                self.folder, create_perfetto_trace=True, profiler_options=options
+                self._folder, create_perfetto_trace=True, profiler_options=options
             )
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._not_written(error) from error
         except RuntimeError as error:
             raise UsageError(f"no profile can be recorded: {one_line(error)}") from None
-        self.recording = True
+        self._recording = True
 
     @contextmanager
     def call(self, program: str, number: int) -> Iterator[None]:
         """The dispatch of a call, which is named in a recording that is under way."""
-        if not self.recording:
+        if not self._recording:
             yield
             return
         name = f"{self._stage}_{program}"
@@ -93,23 +88,25 @@ class SteadyTrace:
         Raises:
             OutputError: it cannot be written.
         """
-        if not self.recording:
+        if not self._recording:
             return
-        self.recording = False
+        self._recording = False
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
-            raise self._unwritten(error) from error
+            raise self._not_written(error) from error
 
-    def _unwritten(self, error: Exception) -> OutputError:
+    def _not_written(self, error: Exception) -> OutputError:
         reason = getattr(error, "strerror", None) or error
         return OutputError(
-            f"{self.folder}: no profile can be written: {one_line(reason)}"
+            f"{self._folder}: no profile can be written: {one_line(reason)}"
         )
 
     def result(self) -> dict[str, Any] | None:
         """``folder`` and ``calls``; ``None`` where nothing was recorded."""
-        return {"folder": str(self.folder), "calls": self.calls} if self.calls else None
+        return (
+            {"folder": str(self._folder), "calls": self.calls} if self.calls else None
+        )
 
     def line(self, unit: str) -> str:
         """What was recorded, for people; empty where no recording was asked for."""
@@ -122,6 +119,6 @@ class SteadyTrace:
             )
         return (
             f"{self._stage}: profiled {self.calls} steady call{'s' * (self.calls > 1)} "
-            f"in {self.folder}; open with `xprof --logdir {self._root}`, or its "
+            f"in {self._folder}; open with `xprof --logdir {self._root}`, or its "
             "*.trace.json.gz at https://ui.perfetto.dev"
         )

@@ -5,23 +5,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.mesh.device_memory import planned_bytes
 from tpuport.core.programs.components import EVERYTHING, Components, Loaded
-from tpuport.core.programs.lowering import results
+from tpuport.core.programs.lowering import Traceable
+from tpuport.core.programs.op_by_op import op_by_op
 from tpuport.core.programs.program_store import Programs, Ready
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.core.run.memory_report import MemoryLog
 from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage import Program, Stage
-from tpuport.core.spec.stage_work import Call, Work
+from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.stage_work import Work
 from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.core.tracing.convolution_notes import joined
 
@@ -37,11 +38,11 @@ class Timing:
     steady_calls: int = 0
     compiles: list[CompileReport] = field(default_factory=list)
     in_flight: int = 0
-    programs: list[Ready] = field(default_factory=list)
+    programs: dict[Any, Ready] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As a :class:`~tpuport.core.reports.StageReport` has it."""
-        told = [program.traced for program in self.programs]
+        told = [program.traced for program in self.programs.values()]
         return {
             "load_seconds": self.load,
             "compiles": tuple(self.compiles),
@@ -54,24 +55,6 @@ class Timing:
             "patches": _once(record for t in told for record in t.patches),
             "convolutions": joined(record for t in told for record in t.convolutions),
         }
-
-
-class MakesReady(Protocol):
-    """What makes programs that can be called: compiled ones, or op by op."""
-
-    def is_ready(self, stage: str, name: str, args: tuple[Any, Any, Any]) -> bool:
-        """Whether :meth:`get` has the program at hand."""
-
-    def get(
-        self,
-        stage: str,
-        name: str,
-        program: Program,
-        loaded: Loaded,
-        args: tuple[Any, Any, Any],
-        request: Request,
-    ) -> tuple[Ready, CompileReport | None]:
-        """The program; with a report when it was made ready just now."""
 
 
 class _Pending(NamedTuple):
@@ -89,7 +72,7 @@ class StageRun:
 
     Attributes:
         components: the weights.
-        programs: makes the programs that are called.
+        programs: makes the programs that are called; ``None`` runs them op by op.
         reporter: told about each call.
         request: the whole run.
         limit: calls dispatched before the oldest is waited for.
@@ -102,7 +85,7 @@ class StageRun:
     """
 
     components: Components
-    programs: MakesReady
+    programs: Programs | None
     reporter: Reporter
     request: Request
     limit: int
@@ -113,9 +96,10 @@ class StageRun:
     memory: MemoryLog | None = None
     done: int = 0
     _frames: int = 0
-    # Programs that have run once in this stage, and those made ready ahead.
-    _ran: set[int] = field(default_factory=set)
-    _new: set[int] = field(default_factory=set)
+    # Signatures of programs that were called in this stage, and of those that were
+    # compiled or loaded for it and not called yet.
+    _called: set[Any] = field(default_factory=set)
+    _new: set[Any] = field(default_factory=set)
 
     def batch(self, stage: Stage, work: Work, first_video: int) -> dict[str, Any]:
         """The calls of one batch, a bounded number of them in flight.
@@ -128,34 +112,41 @@ class StageRun:
             What the work finishes with; frames only where no sink took them.
         """
         flight = _Flight(run=self, stage=stage, work=work, first_video=first_video)
-        placed_on: Any = None
         constants: Any = None
         for index, call in enumerate(work.calls):
             program = stage.programs[call.program]
             loaded = load(self.components, stage, program.component, self.timing)
-            if placed_on is None:
+            if index == 0:
                 flight.carry, constants = place((work.carry, work.constants), loaded)
-                placed_on = loaded.replicated
             elif call.fresh:
                 # What was placed first may be gone: programs donate their carry.
                 flight.carry = place(work.carry, loaded)
-            args = (flight.carry, constants, place(call.inputs, loaded))
-            self._stop_recording_before(flight, call.program, index, args)
-            if index == 0:
-                for name in work.programs:
-                    self._ready(stage, name, loaded, args)
-            ready, fresh = self._ready(stage, call.program, loaded, args)
-            first, steady = self._kind(flight, ready, fresh, index)
-            if self.trace.turns(steady):
-                # What ran before ends outside of the recording.
+            asked = Traceable(
+                stage=stage.name,
+                name=call.program,
+                program=program,
+                loaded=loaded,
+                args=(flight.carry, constants, place(call.inputs, loaded)),
+            )
+            self.trace.turn(asked.signature in self._called, flight.pause)
+            if asked.signature not in self._called:
+                # Steady calls under way are none of the time of a program's first one.
                 flight.pause()
-                self.trace.turn()
+            self._called.add(asked.signature)
+            for name in work.programs if index == 0 else ():
+                ahead = replace(asked, name=name, program=stage.programs[name])
+                self._ready(ahead)
+                self._new.discard(ahead.signature)
+                del ahead
+            ready = self._ready(asked)
+            first = (index, self.done) == (0, 0) or asked.signature in self._new
+            self._new.discard(asked.signature)
             called = time.perf_counter()
             with self.trace.call(call.program, self.done + index):
-                flight.carry, output = ready.call(loaded.weights, *args)
+                flight.carry, output = ready.call(loaded.weights, *asked.args)
             flight.dispatched(_Pending(index, call.program, ready, output))
             # Only what is pending holds these now, or fetched ones would stay.
-            del output, args
+            del output, asked
             flight.wait(called, first)
             self.reporter.advanced(stage.name, self.done + index + 1, self.total)
         flight.pause()
@@ -169,40 +160,7 @@ class StageRun:
             finished |= self.delivery.collected()
         return finished
 
-    def _stop_recording_before(
-        self, flight: _Flight, program: str, index: int, args: tuple[Any, Any, Any]
-    ) -> None:
-        """End a recording before a call that makes programs ready."""
-        if not self.trace.recording:
-            return
-        names = [program, *(flight.work.programs if index == 0 else ())]
-        stage = flight.stage.name
-        if not all(self.programs.is_ready(stage, name, args) for name in names):
-            flight.pause()
-            self.trace.stop()
-
-    def _kind(
-        self, flight: _Flight, ready: Ready, fresh: float, index: int
-    ) -> tuple[bool, bool]:
-        """Whether a call is its program's first one, and whether it is a steady one.
-
-        Args:
-            fresh: seconds that making its program ready just took.
-        """
-        new = fresh > 0 or id(ready) in self._new
-        self._new.discard(id(ready))
-        if new:
-            # A new program in mid-stage: what ran so far is settled first, so that its
-            # time is not counted as this program's first call.
-            flight.settle_before(fresh)
-        first = new or (index == 0 and self.done == 0)
-        steady = not first and id(ready) in self._ran
-        self._ran.add(id(ready))
-        return first, steady
-
-    def weigh(
-        self, programs: Programs, stage: Stage, work: Work, room: int
-    ) -> int | None:
+    def largest(self, stage: Stage, work: Work, room: int) -> int | None:
         """Make every program of a work ready, before any of them is called.
 
         Args:
@@ -212,25 +170,20 @@ class StageRun:
             Bytes of a device that the largest one takes by the compiler, or those of
             the first one over ``room``; ``None`` where the compiler does not tell.
         """
-        timing, sizes = self.timing, [0]
+        sizes = [0]
 
-        def made(call: Call, loaded: Loaded, args: tuple[Any, Any, Any]) -> Any:
-            program = stage.programs[call.program]
-            started = time.perf_counter()
-            ready, report = programs.get_within(
-                room, stage.name, call.program, program, loaded, args, self.request
-            )
-            if ready not in timing.programs:
-                timing.programs.append(ready)
-                sizes.append(planned_bytes(ready.call) or 0)
-            if report is not None:
-                self._new.add(id(ready))
-                timing.compiles.append(report)
-                timing.compile += time.perf_counter() - started
-            return results(program, loaded, args, ready.call.out_info)
+        def results(asked: Traceable) -> tuple[Any, Any]:
+            ready = self._ready(asked, room)
+            sizes.append(planned_bytes(ready.call) or 0)
+            return asked.results(ready.call.out_info)
 
         try:
-            walk(stage, work, lambda n: load(self.components, stage, n, timing), made)
+            walk(
+                stage,
+                work,
+                lambda name: load(self.components, stage, name, self.timing),
+                results,
+            )
         except DoesNotFitError as error:
             return error.bytes
         return max(sizes) or None
@@ -241,23 +194,22 @@ class StageRun:
         total = self.request.num_frames * self.request.batches
         self.reporter.delivered(stage.name, self._frames, total)
 
-    def _ready(
-        self, stage: Stage, name: str, loaded: Loaded, args: tuple[Any, Any, Any]
-    ) -> tuple[Ready, float]:
-        """The program for these shapes, and the seconds it took to get it just now."""
-        started = time.perf_counter()
-        ready, report = self.programs.get(
-            stage.name, name, stage.programs[name], loaded, args, self.request
-        )
-        timing = self.timing
-        if ready not in timing.programs:
-            timing.programs.append(ready)
-        if report is None:
-            return ready, 0.0
-        seconds = time.perf_counter() - started
-        timing.compiles.append(report)
-        timing.compile += seconds
-        return ready, seconds
+    def _ready(self, asked: Traceable, room: int | None = None) -> Ready:
+        """The program, made ready where that was not done before."""
+        timing, started = self.timing, time.perf_counter()
+        report = None
+        if self.programs is None:
+            ready = timing.programs.get(asked.signature) or op_by_op(asked)
+        elif room is None:
+            ready, report = self.programs.get(asked, self.request)
+        else:
+            ready, report = self.programs.get_within(room, asked, self.request)
+        timing.programs[asked.signature] = ready
+        if report is not None:
+            self._new.add(asked.signature)
+            timing.compiles.append(report)
+            timing.compile += time.perf_counter() - started
+        return ready
 
 
 def _once(entries: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -303,30 +255,35 @@ def walk(
     stage: Stage,
     work: Work,
     load: Callable[[str], Loaded],
-    made: Callable[[Call, Loaded, tuple[Any, Any, Any]], tuple[Any, Any]],
+    results: Callable[[Traceable], tuple[Any, Any]],
 ) -> tuple[Any, list[Any]]:
     """Go through the calls of a work without making them.
 
     Args:
         load: a component by its name.
-        made: tells the carry and the output of a call, as ``ShapeDtypeStruct`` s, from
-            its arguments, which are so too.
+        results: tells the carry and the output of a call, as ``ShapeDtypeStruct`` s,
+            from its arguments, which are so too.
 
     Returns:
         the last carry and all outputs.
     """
     carry, constants = work.carry, work.constants
-    placed = False
-    outputs = []
-    for call in work.calls:
-        loaded = load(stage.programs[call.program].component)
-        if not placed:
+    outputs: list[Any] = []
+    for index, call in enumerate(work.calls):
+        program = stage.programs[call.program]
+        loaded = load(program.component)
+        if index == 0:
             carry, constants = abstract((carry, constants), loaded)
-            placed = True
         elif call.fresh:
             carry = abstract(work.carry, loaded)
-        args = (carry, constants, abstract(call.inputs, loaded))
-        carry, output = made(call, loaded, args)
+        asked = Traceable(
+            stage=stage.name,
+            name=call.program,
+            program=program,
+            loaded=loaded,
+            args=(carry, constants, abstract(call.inputs, loaded)),
+        )
+        carry, output = results(asked)
         outputs.append(output)
     return carry, outputs
 
@@ -363,12 +320,11 @@ class _Flight:
 
         Args:
             called: when the last call was dispatched.
-            first: whether it was its program's first; it is waited for then.
+            first: whether it is timed as its program's first; it is waited for then.
         """
         timing, limit = self.run.timing, self.run.limit
         if first:
-            self._settle(0)
-            jax.block_until_ready(self.carry)
+            self.pause()
             timing.first += time.perf_counter() - called
             return
         if self._steady_from is None:
@@ -382,21 +338,11 @@ class _Flight:
         self._settle(limit - 1)
 
     def pause(self) -> None:
-        """End what runs; what follows is none of the calls' time."""
+        """End what runs; what follows is none of the steady calls' time."""
         self._settle(0)
         jax.block_until_ready(self.carry)
-        self._stop_clock(0)
-
-    def settle_before(self, fresh: float) -> None:
-        """End steady calls under way; ``fresh`` seconds went to making a program."""
         if self._steady_from is not None:
-            self._settle(0)
-            self._stop_clock(fresh)
-
-    def _stop_clock(self, less: float) -> None:
-        if self._steady_from is not None:
-            elapsed = time.perf_counter() - self._steady_from
-            self.run.timing.steady += elapsed - less
+            self.run.timing.steady += time.perf_counter() - self._steady_from
             self._steady_from = None
 
     def _settle(self, keep: int) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Executables(Protocol):
     """A folder that ``tpuport compile`` made, opened."""
 
-    def check_settings(self, port: ModelPort, **settings: Any) -> None:
+    def check_settings(self, port: ModelPort, settings: RunSettings) -> None:
         """Refuse settings that the folder is not for."""
 
     def check_request(
@@ -201,16 +201,8 @@ def _shape_asked(asked: Asked, variant: Variant) -> None:
 def _executables_of(
     settings: RunSettings, port: ModelPort, variant: Variant, executables: Executables
 ) -> None:
-    mesh = settings.mesh
-    # What is left to the devices here is not known yet.
-    known = mesh is not None and -1 not in (mesh.dp, mesh.sp, mesh.tp)
-    executables.check_settings(
-        with_chosen(with_blocks(port, settings.blocks), settings.implementations),
-        attention=settings.attention,
-        sharding=settings.sharding,
-        dtype=settings.dtype,
-        mesh=mesh.shape if mesh is not None and known else None,
-    )
+    form = with_chosen(with_blocks(port, settings.blocks), settings.implementations)
+    executables.check_settings(form, settings)
 
 
 # --- the request

@@ -206,7 +206,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.models.compiled_layers import in_a_decoder
 from tpuport.core.programs.components import Loaded
 from tpuport.core.weights.jax_module import JaxModule
-from tpuport.core.programs.lowering import lower
+from tpuport.core.programs.lowering import Traceable
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.models.cogvideox.flax_stages import FLAX
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
@@ -226,10 +226,11 @@ arrays = {
     if name.startswith("decoder.")
 }
 latents = jax.ShapeDtypeStruct((1, 16, 1, 8, 128), jnp.float32, sharding=whole)
-compiled = lower(
-    "decode", "first", FLAX.programs["decode"]["first uint8"],
-    Loaded(ported, arrays, None, whole), (None, None, {"latents": latents}),
-).compile()
+compiled = Traceable(
+    stage="decode", name="first", program=FLAX.programs["decode"]["first uint8"],
+    loaded=Loaded(ported, arrays, None, whole),
+    args=(None, None, {"latents": latents}),
+).trace().lower().compile()
 print(json.dumps(in_a_decoder(compiled.as_text())))
 """
 

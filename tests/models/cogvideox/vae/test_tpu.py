@@ -293,7 +293,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.core.weights.skeleton import build_skeleton
 from tests.models.compiled_layers import in_a_decoder
 from tpuport.core.programs.components import Loaded
-from tpuport.core.programs.lowering import lower
+from tpuport.core.programs.lowering import Traceable
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.plugins import get_port
@@ -318,10 +318,11 @@ weights = {
 }
 latents = jax.ShapeDtypeStruct((1, 16, 1, 8, 128), jnp.float32, sharding=whole)
 program = port.stage("decode").programs["first uint8"]
-compiled = lower(
-    "decode", "first", program, Loaded(ported, weights, None, whole),
-    (None, None, {"latents": latents}),
-).compile()
+compiled = Traceable(
+    stage="decode", name="first", program=program,
+    loaded=Loaded(ported, weights, None, whole),
+    args=(None, None, {"latents": latents}),
+).trace().lower().compile()
 print(json.dumps(in_a_decoder(compiled.as_text())))
 """
 
