@@ -81,6 +81,10 @@ class Programs:
         """Let go of every program."""
         self._ready.clear()
 
+    def __contains__(self, signature: Any) -> bool:
+        """Whether :meth:`get` has the program of a signature at hand."""
+        return signature in self._ready
+
     def get(
         self, asked: Traceable, request: Request
     ) -> tuple[Ready, CompileReport | None]:

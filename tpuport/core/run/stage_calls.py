@@ -129,8 +129,9 @@ class StageRun:
                 args=(flight.carry, constants, place(call.inputs, loaded)),
             )
             self.trace.turn(asked.signature in self._called, flight.pause)
-            if asked.signature not in self._called:
-                # Steady calls under way are none of the time of a program's first one.
+            known = self.timing.programs if self.programs is None else self.programs
+            if asked.signature not in known:
+                # Steady calls under way are no part of making a program ready.
                 flight.pause()
             self._called.add(asked.signature)
             for name in work.programs if index == 0 else ():
