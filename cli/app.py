@@ -13,16 +13,14 @@ from tpuport.cli.asked.parsing import Command, Group
 from tpuport.cli.commands.bench import bench
 from tpuport.cli.commands.bench_attention import bench_attention
 from tpuport.cli.commands.compile import compile_
-from tpuport.cli.commands.decode import decode
-from tpuport.cli.commands.denoise import denoise
 from tpuport.cli.commands.doctor import doctor
-from tpuport.cli.commands.encode import encode
 from tpuport.cli.commands.generate import generate
 from tpuport.cli.commands.models import models
 from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.plugins import plugins
 from tpuport.cli.commands.replay import replay
+from tpuport.cli.commands.stages import decode, denoise, encode
 from tpuport.cli.commands.tune import tune
 from tpuport.cli.shown.errors import INTERRUPTED, as_usage_error, explain
 

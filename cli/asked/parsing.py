@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 @contextlib.contextmanager
-def _named(context: Any) -> Iterator[None]:
+def _name_command(context: Any) -> Iterator[None]:
     """Put the command into an error that leaves the block without one."""
     try:
         yield
@@ -28,7 +28,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer's own."""
-        with _named(ctx):
+        with _name_command(ctx):
             return super().parse_args(ctx, args)
 
 
@@ -37,5 +37,5 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer's own."""
-        with _named(ctx):
+        with _name_command(ctx):
             return super().parse_args(ctx, args)

@@ -25,10 +25,10 @@ from tpuport.cli.runs.run_stages import (
     Video,
     check_noise,
     decode_videos,
+    describe_results,
     going_on,
     reusable,
     run_stage,
-    told,
 )
 from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import default_out, plan_outputs
@@ -93,7 +93,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         document = {
             "command": "generate",
             "model": session.port.name,
-            **told(session, report, videos),
+            **describe_results(session, report, videos),
             "settings": request.as_dict(),
             "encode_on": session.encode_on,
             "run_dir": str(settings.run_dir) if settings.run_dir else None,

@@ -117,7 +117,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
             videos, report = decode_videos(session, run, outputs, stages, started)
         else:
             report = session.run_report(stages, time.perf_counter() - started)
-    _tell(report, videos)
+    _show_results(report, videos)
     document = {
         "command": "replay",
         "sidecar": str(file),
@@ -284,7 +284,7 @@ def _check_weights(
             )
 
 
-def _tell(report: RunReport, videos: list[Video]) -> None:
+def _show_results(report: RunReport, videos: list[Video]) -> None:
     say("")
     print_summary(report)
     for video in videos:

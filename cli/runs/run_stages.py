@@ -229,7 +229,7 @@ def _publish(
     return videos
 
 
-def told(
+def describe_results(
     session: Session, report: RunReport, videos: Sequence[Video]
 ) -> dict[str, Any]:
     """What the JSON of each command that runs stages says."""

@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_is_held_against_them_as_early(
         return replace(entry, key=replace(entry.key, context=context))
 
     monkeypatch.setattr(built_folder, "read_entry", other)
-    monkeypatch.setattr("tpuport.cli.runs.stage_commands.open_session", None)
+    monkeypatch.setattr("tpuport.cli.commands.stages.open_session", None)
     for stage in ("denoise", "decode"):
         ran = cli(stage, "--run-dir", run, "--executables", folder)
         assert ran.code == 1

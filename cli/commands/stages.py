@@ -1,4 +1,4 @@
-"""What the three stage commands do."""
+"""``tpuport encode``, ``denoise`` and ``decode``: a run, one stage a command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import read_noise
+from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_early,
     check_prompts,
@@ -22,9 +24,9 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
     Video,
     decode_videos,
+    describe_results,
     open_existing,
     run_stage,
-    told,
 )
 from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import plan_outputs
@@ -34,13 +36,21 @@ from tpuport.core.files.run_record import STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
 from tpuport.core.spec import rules
 from tpuport.core.spec.request import Request
+from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
 
 
-def encode_stage(settings: Settings) -> None:
-    """Create the run directory and encode into it."""
+@command("encode")
+def encode(settings: Settings) -> None:
+    """Encode the prompts into a run directory; takes the settings of `generate`.
+
+    The settings are kept in the run directory: `denoise` and `decode` read them there.
+    """
+    prepare(debug=settings.debug)
+    if settings.run_dir is None:
+        raise UsageError(f"--run-dir is missing; name a folder for {STAGES[0]}")
     started = time.perf_counter()
     known = check_early(settings)
     check_prompts(settings)
@@ -58,16 +68,10 @@ def encode_stage(settings: Settings) -> None:
         display.say(in_words(request))
         if noise is not None:
             session.check(request, noise.for_videos(len(request.prompts)))
-        run = session.open_run(settings.run_dir or new_run_folder(cache), request)
-        _, stage = run_stage(
-            session,
-            run,
-            STAGES[0],
-            noise=noise,
-            source=source,
-        )
+        run = session.open_run(settings.run_dir, request)
+        _, stage = run_stage(session, run, STAGES[0], noise=noise, source=source)
         report = session.run_report([stage], time.perf_counter() - started)
-    _tell(settings, STAGES[0], session, run, report)
+    _show_results(settings, STAGES[0], session, run, report)
 
 
 def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
@@ -78,8 +82,13 @@ def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
         rules.check(replace(known, request=request, stages=[stage]))
 
 
-def denoise_stage(settings: Settings) -> None:
-    """Denoise in an existing run directory."""
+@command("denoise")
+def denoise(settings: Settings) -> None:
+    """Denoise in a run directory that `encode` made.
+
+    It runs no autoencoder: --vae is for --executables, which are of one.
+    """
+    prepare(debug=settings.debug)
     started = time.perf_counter()
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[1])
@@ -88,17 +97,18 @@ def denoise_stage(settings: Settings) -> None:
         make_display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
-        _, stage = run_stage(
-            session,
-            run,
-            STAGES[1],
-        )
+        _, stage = run_stage(session, run, STAGES[1])
         report = session.run_report([stage], time.perf_counter() - started)
-    _tell(settings, STAGES[1], session, run, report)
+    _show_results(settings, STAGES[1], session, run, report)
 
 
-def decode_stage(settings: Settings) -> None:
-    """Decode an existing run directory into videos."""
+@command("decode")
+def decode(settings: Settings) -> None:
+    """Decode the latents of a run directory into videos.
+
+    Without --out the video is written into the run directory, as video.mp4.
+    """
+    prepare(debug=settings.debug)
     started = time.perf_counter()
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[2])
@@ -111,10 +121,10 @@ def decode_stage(settings: Settings) -> None:
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         videos, report = decode_videos(session, run, outputs, [], started)
-    _tell(settings, STAGES[2], session, run, report, videos)
+    _show_results(settings, STAGES[2], session, run, report, videos)
 
 
-def _tell(
+def _show_results(
     settings: Settings,
     stage: str,
     session: Session,
@@ -132,7 +142,7 @@ def _tell(
     document = {
         "command": stage,
         "model": run.model,
-        **told(session, report, videos),
+        **describe_results(session, report, videos),
         "variant": run.variant,
         "run_dir": str(run.path),
         "files": [str(path) for path in files],
