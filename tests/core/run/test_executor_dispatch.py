@@ -70,6 +70,9 @@ class Instant(Programs):
         self._made = Ready(call=call, traced=Traced())
         self._told = False
 
+    def __contains__(self, signature: Any) -> bool:
+        return self._told
+
     def get(self, asked: Any, request: Any) -> Any:
         report = None if self._told else _report(asked.stage, asked.name)
         self._told = True
