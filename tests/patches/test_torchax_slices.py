@@ -17,7 +17,9 @@ from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.patches import standard
 from tpuport.patches.norms import FLOAT32_NORMS
+from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, write_slice
 
 SHAPE = (4, 5, 6)
@@ -216,10 +218,11 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
         expected = module(**inputs, image_rotary_emb=(cos, sin), return_dict=False)[
             0
         ].numpy()
+    models_own = tuple(p for p in PATCHES if p not in standard.PATCHES)
     runtime = model_runtime(
         mesh=None,
         platform="cpu",
-        patches=(*patches, *PATCHES),
+        patches=(*patches, *TIMESTEP_EMBEDDING, *models_own),
         overrides=FLOAT32_NORMS,
     )
     ported = PortedModule(module, runtime)

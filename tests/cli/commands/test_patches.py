@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.tools import Cli
 from tpuport.cli.commands import patches as command
+from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.tracing import op_overrides as ops
@@ -97,7 +98,7 @@ def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None
     overrides = {
         ("override", o.name, *o.targets)
         for form in FORMS
-        for o in (*form.overrides, *command.EVERYWHERE)
+        for o in (*form.overrides, *EVERYWHERE)
     }
     assert len(found) == len(set(found))
     assert set(found) == patches | overrides
@@ -109,7 +110,7 @@ def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None
             for p in (
                 *LISTED[form.name, form.form],
                 *form.overrides,
-                *command.EVERYWHERE,
+                *EVERYWHERE,
             )
             if p.name == entry["name"]
         ]
@@ -174,7 +175,7 @@ def test_one_model_may_be_asked_for(cli: Cli) -> None:
         for p in (
             *LISTED[PORT.name, PORT.form],
             *PORT.overrides,
-            *command.EVERYWHERE,
+            *EVERYWHERE,
         )
     }
     refused = cli("patches", "--model", "sora")

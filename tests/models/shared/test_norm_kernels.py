@@ -21,7 +21,6 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import token_norms
 from tpuport.core.layers.joint_sequence import JointSequence
-from tpuport.kernels.norms import token_norm
 
 #: Four heads of 32 make one row of lanes of features.
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 32}
@@ -63,14 +62,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(joint, "padded_length", whole_lanes)
     for name in ("modulated_layer_norm", "head_norm_rotary"):
-        original = getattr(token_norm, name)
+        original = getattr(token_norms, name)
 
         def run(*args: Any, _name: str = name, _run: Any = original, **kw: Any) -> Any:
             out = _run(*args, **kw)
             called[_name] += 1
             return out
 
-        monkeypatch.setattr(token_norm, name, run)
+        monkeypatch.setattr(token_norms, name, run)
     return called
 
 
