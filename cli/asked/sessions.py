@@ -28,7 +28,7 @@ from tpuport.core.spec.requests import Requests, read_source
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, defaults_of
 from tpuport.core.spec.variant import Variant
-from tpuport.errors import AttentionError, MeshError, UsageError
+from tpuport.errors import MeshError, UsageError
 from tpuport.kernels.attention.choice import AUTO
 from tpuport.plugins import get_port
 
@@ -265,7 +265,7 @@ def check_attention_here(settings: Settings) -> None:
     """Refuse a kernel that does not run on this machine's devices; starts jax.
 
     Raises:
-        AttentionError: which one, and where it runs.
+        UsageError: which one, and where it runs.
     """
     if settings.attention.name == AUTO or settings.backend == Backend.DIFFUSERS:
         return
@@ -277,7 +277,7 @@ def check_attention_here(settings: Settings) -> None:
     needed = next((one.platform for one in IMPLEMENTATIONS if one.name == name), None)
     found = jax.devices()[0].platform
     if needed is not None and needed != found:
-        raise AttentionError(
-            f"attention {name} is for TPU only; the platform here is {found!r}. Use "
+        raise UsageError(
+            f"--attention {name} is for TPU only; the platform here is {found!r}. Use "
             "auto, or blockwise or reference"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from tpuport.core.files.atomic import one_line
+from tpuport.cli.asked.yaml_file import load_mapping
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
@@ -20,7 +20,6 @@ from tpuport.core.spec.run_settings import (
     Asked,
     RunSettings,
     python_only,
-    read_text,
     read_value,
     setting,
     settings_of,
@@ -227,24 +226,8 @@ def _read_yaml(
 
     ``own`` are names beside the table's; ``used`` are offered where one is unknown.
     """
-    import yaml
-
-    text = read_text(Path(file).expanduser(), "config file")
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(
-            f"config file {file} is not YAML: {one_line(error)}"
-        ) from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UsageError(
-            f"config file {file} holds {type(data).__name__}; write one `key: value` "
-            "on each line"
-        )
     values: dict[str, Any] = {}
-    for key, value in data.items():
+    for key, value in load_mapping(file).items():
         name = str(key).replace("-", "_")
         name = _SPELLINGS.get(name, name)
         if name not in _SPELLINGS and name not in own:

@@ -249,6 +249,10 @@ def test_the_file_wins_over_the_environment(
         ("prompt: a\nprompt_file: b", "exclude each other"),
         ("- a\n- b", "holds list"),
         ("a: [", "is not YAML"),
+        ("steps: 2\nframes: 9\nsteps: 3", "'steps' stands in lines 1 and 3"),
+        # Nine such lines would be 10^9 times the text.
+        ("model: &a [x, x]\nprompt: [*a, *a]", "line 2 has the alias *a"),
+        ('prompt: "a\\ud800b"', "character 2 is half of a surrogate pair"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(file: Any, text: str, said: str) -> None:

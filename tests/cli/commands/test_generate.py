@@ -326,6 +326,12 @@ def test_an_unexpected_error_is_one_line(
         (("--variant", "7b"), "demo, demo-i2v, 2b, 5b, 5b-i2v, 1.5-5b, 1.5-5b-i2v"),
         (("--frames", "10"), "nearest valid: 9 or 17"),
         (("--size", "100x64"), "nearest valid: 96 or 112"),
+        (
+            ("--size", "97x65"),
+            "height 65 and width 97 asked for; demo needs a multiple of 16; nearest "
+            "valid: 64 or 80 and 96 or 112",
+        ),
+        (("--prompt", "a\udcffb"), "character 2 is half of a surrogate"),
         (("--steps", "0"), "--steps: 0"),
         (("--seed", "-1"), "seed -1"),
         (("--fps", "0"), "fps 0"),
@@ -360,8 +366,8 @@ def test_bad_input_is_refused_in_one_line(
 
 def test_a_kernel_for_tpus_is_refused_before_anything_is_opened(cli: Cli) -> None:
     ran = cli(*PANDA, "--attention", "splash:block_q=128")
-    assert ran.code == 1
-    assert ran.last.startswith("error: attention splash is for TPU only")
+    assert ran.code == 2
+    assert ran.last.startswith("error: --attention splash is for TPU only")
     assert "demo checkpoint" not in ran.err
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tpuport.core.spec.request import MAX_SEED, Request
+from tpuport.core.spec.rules import what_fits
+from tpuport.core.spec.variant import FrameRule, SizeRule
 from tpuport.errors import UsageError
+from tpuport.plugins import get_port
 
 
 def request(**changes: Any) -> Request:
@@ -91,3 +95,21 @@ def test_the_largest_seed_is_one_that_torch_takes() -> None:
 
     request(seeds=((MAX_SEED,),))
     assert torch.Generator().manual_seed(MAX_SEED).initial_seed() == MAX_SEED
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (1 / 2, "at this size about 21 frames fit"),
+        (1 / 49, "at this size about 1 frames fit"),
+        (1 / 98, "1 frame of about 496x336 fits"),
+        (1e-9, "fewer prompts"),
+    ],
+)
+def test_the_largest_video_that_fits(share: float, said: str) -> None:
+    variant = replace(
+        get_port("cogvideox").variants[0],
+        frames=FrameRule(step=4),
+        sizes=SizeRule(multiple=16),
+    )
+    assert said in what_fits(request(), variant, share)

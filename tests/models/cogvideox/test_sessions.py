@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,9 @@ import tpuport
 from tests.tolerances import TOLERANCES
 from tpuport.core import compat
 from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.run import executor
+from tpuport.core.spec import requests
+from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.errors import ArtifactError, UsageError, VideoError, WeightsError
 
 SHAPE = {"height": 48, "width": 64, "num_frames": 9, "num_inference_steps": 2}
@@ -452,3 +456,32 @@ def test_latents_as_a_numpy_array(load: Any) -> None:
         with pytest.raises(UsageError, match=r"needs \(1, 3, 4, 6, 8\)"):
             session.generate("a fox", latents=noise[:, :2], **SHAPE)
     assert np.array_equal(tensor.frames, array.frames)
+
+
+def test_latents_larger_than_the_machine_are_refused_with_what_fits(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load("5b") as session:
+        request = session.request(prompt="a fox", **SHAPE)
+        latents = math.prod(session.port.latent_shape(request, session.checkpoint))
+        # In float32, three times.
+        monkeypatch.setattr(requests, "host_memory", lambda: latents * 4 * 3)
+        session.request(prompt="a fox", **SHAPE)
+        with pytest.raises(UsageError, match="at this size about 9 frames fit"):
+            session.request(prompt="a fox", **{**SHAPE, "num_frames": 17})
+
+
+def test_a_step_larger_than_a_device_is_refused_with_what_fits(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeds = dict.fromkeys(
+        ("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 20, 32)
+    )
+    with load("5b") as session:
+        request = session.request(prompt="a fox", **SHAPE)
+        monkeypatch.setattr(executor, "program_room", lambda _, held, own: own + 10**8)
+        session.run_stage("denoise", request, embeds)
+    with load("5b") as session:
+        monkeypatch.setattr(executor, "program_room", lambda _, held, own: own + 50000)
+        with pytest.raises(DoesNotFitError, match=r"step needs .*, or use more"):
+            session.run_stage("denoise", request, embeds)

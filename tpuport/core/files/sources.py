@@ -234,16 +234,24 @@ def _image_array(image: Any) -> np.ndarray:
 
 
 def _opened(path: Path, name: str) -> Any:
-    """The PIL image of a file on this machine, in RGB; an address is no such file."""
+    """The PIL image of a file on this machine, in RGB."""
+    _check_there("image", path, name)
     from diffusers.utils import load_image
     from PIL import Image
 
-    if not path.exists():
-        raise UsageError(f"image {name} does not exist")
     try:
         return load_image(str(path))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UsageError(f"image {name} cannot be read: {one_line(error)}") from error
+
+
+def _check_there(what: str, path: Path, name: str) -> None:
+    if "://" in name:
+        raise UsageError(
+            f"{what} {name} is an address; download the file and name it here"
+        )
+    if not path.exists():
+        raise UsageError(f"{what} {name} does not exist")
 
 
 def _check_size(what: str, array: np.ndarray) -> None:
@@ -264,11 +272,10 @@ def _video_file(
     path: Path, name: str, limit: int | None
 ) -> tuple[list[np.ndarray], float | None]:
     """The frames of a file or of a folder of images, and the rate of a file."""
+    _check_there("video", path, name)
     import imageio.v3 as iio
     import numpy as np
 
-    if not path.exists():
-        raise UsageError(f"video {name} does not exist")
     if path.is_dir():
         suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
         files = sorted(

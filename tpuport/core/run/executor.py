@@ -104,6 +104,16 @@ class Executor:
             **fields,
         )
 
+    def room(self, stage: Stage, *, alone: bool = False) -> int | None:
+        """Bytes of a device that a stage's programs may take; ``None`` if unknown.
+
+        Args:
+            alone: leave out what other components hold of the devices by now.
+        """
+        held, own = self.components.held_bytes(stage.components)
+        devices = list(self.components.mesh.devices.flat)
+        return program_room(devices, 0 if alone else held, own)
+
     def tiling(
         self,
         stage: Stage,
@@ -122,11 +132,9 @@ class Executor:
         if stage.tiles is None:
             return None
         asked = asked or self.settings.vae_tiling
-        held, own = self.components.held_bytes(stage.components)
-        devices = list(self.components.mesh.devices.flat)
         limit = None
         if stage.name not in self.settings.no_jit:
-            limit = program_room(devices, 0 if alone else held, own)
+            limit = self.room(stage, alone=alone)
         tiles = stage.tiles(self.context(request, 0, {}, vae_tiling=asked))
         built = self.programs.built
         given = built.tiling(stage.name) if built and asked == Tiling.AUTO else None
@@ -206,6 +214,7 @@ class Executor:
             delivery=delivery or Delivery(),
             memory=self._memory if settings.memory_report else None,
             trace=trace,
+            room=self.room(stage) if stage.tiles is None and not op_by_op else None,
         )
         try:
             tiling = self.tiling(stage, request, vae_tiling)

@@ -33,6 +33,7 @@ from tpuport.core.spec.requests import Requests
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
 from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError, WeightsError
@@ -74,7 +75,7 @@ class Session:
         self.settings = settings
         self.reporter = reporter
         self._closed = False
-        self.requests = Requests(port, variant, checkpoint, mesh, reporter)
+        self.requests = Requests(port, variant, checkpoint, mesh, reporter, here=True)
         self.request = self.requests.request
         self.check = self.requests.check
         self.components = Components(
@@ -326,7 +327,7 @@ class Session:
         upstream = how.backend == Backend.DIFFUSERS
         on_host = stage is self.port.stages[0] and self.encode_on == Place.HOST
         if not upstream and not on_host:
-            return self.executor.run(stage, request, inputs, delivery, how.vae_tiling)
+            return self._on_mesh(stage, request, inputs, delivery, how.vae_tiling)
         for component in stage.components_for(request):
             chosen = self.port.chosen.get(component)
             if chosen is not None and upstream:
@@ -350,6 +351,22 @@ class Session:
         return self.executor.run_upstream(
             stage, request, inputs, device, delivery, how.vae_tiling
         )
+
+    def _on_mesh(
+        self, stage: Stage, request: Request, *how: Any
+    ) -> tuple[dict[str, Any], StageReport]:
+        """:meth:`Executor.run`; where a program does not fit, say what does."""
+        try:
+            return self.executor.run(stage, request, *how)
+        except DoesNotFitError as error:
+            if stage.tiles is not None:
+                raise  # which says what to do about it
+            weights = self.components.held_bytes(stage.components)[1]
+            share = max(error.limit - weights, 0) / (error.bytes - weights)
+            then = f"; {rules.what_fits(request, self.variant, share)}"
+            raise DoesNotFitError(
+                error.name, error.bytes, error.limit, f"{then}, or use more devices"
+            ) from error
 
     # ---------------------------------------------------------- run directory
 

@@ -81,6 +81,7 @@ class StageRun:
         timing: what it took so far.
         trace: records steady calls.
         memory: told each call that ended.
+        room: bytes of a device that a program may take; ``None`` for no limit.
         done: calls of the batches before.
     """
 
@@ -94,6 +95,7 @@ class StageRun:
     total: int = 0
     timing: Timing = field(default_factory=Timing)
     memory: MemoryLog | None = None
+    room: int | None = None
     done: int = 0
     _frames: int = 0
     # Signatures of programs that were called in this stage, and of those that were
@@ -199,9 +201,10 @@ class StageRun:
         """The program, made ready where that was not done before."""
         timing, started = self.timing, time.perf_counter()
         report = None
+        room = self.room if room is None else room
         if self.programs is None:
             ready = timing.programs.get(asked.signature) or op_by_op(asked)
-        elif room is None:
+        elif room is None or asked.signature in timing.programs:
             ready, report = self.programs.get(asked, self.request)
         else:
             ready, report = self.programs.get_within(room, asked, self.request)

@@ -24,9 +24,16 @@ T = TypeVar("T", bound=Word)
 
 
 def text(value: Any) -> str:
-    """A string."""
+    """A string that can be written to a file."""
     if not isinstance(value, str):
         raise TypeError("is not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"is not valid Unicode: character {error.start + 1} is half of a "
+            "surrogate pair, or a byte that is not UTF-8"
+        ) from None
     return value
 
 

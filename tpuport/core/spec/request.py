@@ -201,14 +201,16 @@ def check_shape(request: Request, variant: Variant) -> None:
             f"{request.num_frames} frames asked for; {variant.name} makes "
             f"{frames.step}n+1 frames{upto}; nearest valid: {nearest}"
         )
-    for name in ("height", "width"):
-        asked = getattr(request, name)
-        if not variant.sizes.allows(asked):
-            nearest = " or ".join(map(str, variant.sizes.nearest(asked)))
-            raise UsageError(
-                f"{name} {asked} asked for; {variant.name} needs a multiple of "
-                f"{variant.sizes.multiple}; nearest valid: {nearest}"
-            )
+    sides = {name: getattr(request, name) for name in ("height", "width")}
+    wrong = {n: side for n, side in sides.items() if not variant.sizes.allows(side)}
+    if wrong:
+        asked = " and ".join(f"{name} {side}" for name, side in wrong.items())
+        choices = [variant.sizes.nearest(side) for side in wrong.values()]
+        nearest = " and ".join(" or ".join(map(str, sides)) for sides in choices)
+        raise UsageError(
+            f"{asked} asked for; {variant.name} needs a multiple of "
+            f"{variant.sizes.multiple}; nearest valid: {nearest}"
+        )
 
 
 def check_task(task: Task, variant: Variant, others: Sequence[Variant]) -> None:

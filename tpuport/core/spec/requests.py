@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.sources import Source, read_image, read_video
+from tpuport.core.mesh.device_memory import host_memory
 from tpuport.core.reports import Reporter
 from tpuport.core.spec import kinds, rules
 from tpuport.core.spec.request import Request, one_per_video, seeds_by_batch
@@ -32,6 +33,7 @@ class Requests:
         checkpoint: the weights; where it is not known yet, requests are only made.
         mesh: the devices, likewise.
         reporter: told what has no effect.
+        here: whether the requests will run on this machine.
     """
 
     def __init__(
@@ -41,12 +43,15 @@ class Requests:
         checkpoint: Checkpoint | None = None,
         mesh: PlacedMesh | None = None,
         reporter: Reporter | None = None,
+        *,
+        here: bool = False,
     ) -> None:
         self.port = port
         self.variant = variant
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.reporter = reporter or Reporter()
+        self.here = here
 
     def request(
         self,
@@ -158,6 +163,7 @@ class Requests:
                 checkpoint=self.checkpoint,
                 devices=self.mesh.spec if self.mesh is not None else None,
                 latents=latents,
+                room=host_memory() if self.here else None,
             )
         )
 

@@ -8,6 +8,7 @@ more calls :func:`check` again.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tpuport.core.enums import Backend, Task
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.reports import bytes_text
 from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_port import ModelPort, with_blocks
@@ -57,6 +59,7 @@ class Known:
         devices: the mesh over them.
         latents: the initial noise that was given.
         executables: those that the settings name, opened.
+        room: bytes of memory that this machine has left, where it will run.
     """
 
     settings: RunSettings | None = None
@@ -69,6 +72,7 @@ class Known:
     devices: MeshSpec | None = None
     latents: torch.Tensor | None = None
     executables: Executables | None = None
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,30 @@ def _checkpoint(
     port.check(request, variant, checkpoint)
 
 
+#: Of the latents of all videos, in float32, that lie on the host at a time at least:
+#: the noise, the result, and the result in the bytes of its file.
+LATENT_COPIES = 3
+
+
+@rule
+def _host_memory(
+    port: ModelPort,
+    variant: Variant,
+    request: Request,
+    checkpoint: Checkpoint,
+    room: int,
+) -> None:
+    shape = port.latent_shape(request, checkpoint)
+    needed = 4 * LATENT_COPIES * math.prod(shape) * request.batches
+    if needed > room:
+        raise UsageError(
+            f"{request.num_frames} frames of {request.width}x{request.height} asked "
+            f"for; their latents alone take {bytes_text(needed)} of this machine's "
+            f"memory, which has {bytes_text(room)} left; "
+            + what_fits(request, variant, room / needed)
+        )
+
+
 @rule
 def _latents(
     port: ModelPort, request: Request, checkpoint: Checkpoint, latents: torch.Tensor
@@ -297,6 +325,22 @@ def _batch(port: ModelPort, request: Request, devices: MeshSpec) -> None:
 
 
 # --- what rules and others share
+
+
+def what_fits(request: Request, variant: Variant, share: float) -> str:
+    """The largest video that fits, where ``share`` of a request does; for people.
+
+    Memory is taken to grow with frames and with pixels.
+    """
+    frames, step = int(request.num_frames * share), variant.frames.step
+    if frames:
+        return f"at this size about {(frames - 1) // step * step + 1} frames fit"
+    scale, unit = math.sqrt(share * request.num_frames), variant.sizes.multiple
+    width = int(request.width * scale) // unit * unit
+    height = int(request.height * scale) // unit * unit
+    if not width or not height:
+        return "give fewer prompts or seeds at a time"
+    return f"1 frame of about {width}x{height} fits"
 
 
 def check_options(port: ModelPort, asked: Any, more: str = "") -> dict[str, Any]:

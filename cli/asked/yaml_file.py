@@ -1,0 +1,61 @@
+"""A YAML file of settings, read strictly: doubled keys and aliases are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.files.atomic import one_line
+from tpuport.core.spec.run_settings import read_text
+from tpuport.errors import UsageError
+
+
+def load_mapping(file: str) -> dict[Any, Any]:
+    """The keys and values of a YAML file; empty for an empty file.
+
+    Raises:
+        UsageError: the file cannot be read, is not YAML, or holds no mapping; a key
+            stands twice; or there is an alias, which makes short files large.
+    """
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        """Plain YAML, without aliases and doubled keys."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()  # type: ignore[no-untyped-call]
+                raise UsageError(
+                    f"config file {file}: line {event.start_mark.line + 1} has the "
+                    f"alias *{event.anchor}; write the value out"
+                )
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            first: dict[str, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if line != first.setdefault(str(key.value), line):
+                    raise UsageError(
+                        f"config file {file}: {key.value!r} stands in lines "
+                        f"{first[str(key.value)]} and {line}; keep one"
+                    )
+            return super().construct_mapping(node, deep)
+
+    text = read_text(Path(file).expanduser(), "config file")
+    try:
+        data = yaml.load(text, Strict)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"config file {file} is not YAML: {one_line(error)}"
+        ) from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(
+            f"config file {file} holds {type(data).__name__}; write one `key: value` "
+            "on each line"
+        )
+    return data
