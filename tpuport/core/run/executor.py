@@ -202,8 +202,9 @@ class Executor:
         else:
             self.check_built(request, [stage], vae_tiling)
         started = time.perf_counter()
-        calls = settings.profile_calls or PROFILED_CALLS
-        trace = SteadyTrace(stage.name, settings.profile, calls)
+        trace = SteadyTrace(
+            stage.name, settings.profile, settings.profile_calls or PROFILED_CALLS
+        )
         self._memory.begins(request, stage.name, stage.unit)
         run = StageRun(
             components=self.components,
@@ -214,17 +215,15 @@ class Executor:
             delivery=delivery or Delivery(),
             memory=self._memory if settings.memory_report else None,
             trace=trace,
-            room=self.room(stage) if stage.tiles is None and not op_by_op else None,
+            room=None if stage.tiles or op_by_op else self.room(stage),
         )
         try:
             tiling = self.tiling(stage, request, vae_tiling)
             with persistent_cache(self.programs.jax_folder):
                 tensors, tiling = self._run_batches(run, stage, inputs, tiling)
-            plans = tuple(
-                self.components.plan(name).as_dict()
-                for name in stage.components_for(request)
-                if name in self.components.loaded
-            )
+            used = stage.components_for(request)
+            loaded = [name for name in used if name in self.components.loaded]
+            plans = tuple(self.components.plan(name).as_dict() for name in loaded)
         except BaseException as error:
             if text := self._memory.text():
                 error.add_note(text)
@@ -235,7 +234,7 @@ class Executor:
             if not settings.keep_loaded:
                 self.components.release(*stage.components)
         memory = self._memory.calls(stage.name)
-        if stage.name == self.components.port.stages[-1].name:
+        if stage is self.components.port.stages[-1]:
             self._memory.clear()
         if line := trace.line(stage.unit):
             self.reporter.say(line)
