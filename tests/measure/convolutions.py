@@ -1,5 +1,5 @@
 """What the kernels of autoencoders take on a chip, beside XLA's own convolution; the
-table of docs/vae.md.
+first table of docs/log/2026-11-22-decode.md.
 
 ``python -m tests.measure.convolutions --chip v6e`` compiles the convolutions of
 CogVideoX's decoder, and the statistics and the norm of its widest layer, each for one

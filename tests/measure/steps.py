@@ -1,5 +1,5 @@
 """What each change is worth, and how time and memory scale: the tables of
-docs/performance.md, and of decodes in docs/vae.md.
+docs/performance.md and docs/log.
 
 ``python -m tests.measure.steps TABLE FOLDER [WORD ...]`` (``changes``, ``chips``,
 ``flags``, ``slices``, ``decodes``) runs ``tpuport plan`` once for each row that has no
