@@ -1,10 +1,10 @@
 """One override of ``scaled_dot_product_attention``, and how it is split over a mesh.
 
 Legend: B batch, H heads (Hk of keys), L tokens (Lq queries, Lk keys), D head dim (Dv
-of values). Sizes with letters of their own, such as Lv and Dk, need not fit together
-yet: the kernels refuse those that do not, in words.
+of values). Sizes with letters of their own, such as Lv and Dk, may not fit together
+yet: the kernels refuse sizes that do not fit.
 
-The contract is torch's, whole: boolean and additive masks that broadcast, ``is_causal``
+The contract is all of torch's: boolean and additive masks that broadcast, ``is_causal``
 aligned to the top left, ``scale``, grouped heads, any number of leading dims, and a row
 without an allowed key gives 0. What cannot be honoured (dropout) is refused.
 Source: torch/nn/functional.py, ``scaled_dot_product_attention``.
@@ -37,7 +37,7 @@ def check_implementation(choice: AttentionChoice, platform: str) -> AttentionCho
     """The choice, if programs of that platform can have it.
 
     Raises:
-        UsageError: it is for other devices.
+        UsageError: the choice is for other devices.
     """
     for one in IMPLEMENTATIONS:
         if one.name == choice.name and one.platform not in (None, platform):
@@ -63,8 +63,8 @@ def _four_dims(
     """q, k, v and the mask as four dims, and the leading dims of the result.
 
     The dims before the last three broadcast, as in torch, and are made one. The third
-    last is the heads, also of an input of three dims: there torch counts the groups of
-    ``enable_gqa`` too. Heads are left as they are.
+    last dim is the heads, also in an input of three dims: torch counts the groups of
+    ``enable_gqa`` there too. Heads are left as they are.
     """
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise ValueError(
@@ -206,7 +206,7 @@ def split_attention(
         mask: as kernels take it.
         is_causal: as kernels take it.
         scale: as kernels take it.
-        lengths: of the keys, int32 [B].
+        lengths: number of keys of each item, int32 [B].
         frame_tokens: tokens per frame of frame-causal attention; divides Lq = Lk.
 
     Returns:
@@ -214,7 +214,7 @@ def split_attention(
     """
     choice = context.implementation
     if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
-        # A window is of neighbours in one sequence.
+        # A window holds neighbours within one sequence.
         choice = replace(choice, window=None)
     # Frames of one token are rows of the causal triangle, which kernels do at once.
     is_causal = is_causal or frame_tokens == 1
@@ -252,7 +252,7 @@ def split_attention(
         split=split,
     )
     if context.mesh is not None and context.mesh.size > 1:
-        # Also where nothing is split: a compiler cannot partition a TPU kernel.
+        # Even if nothing is split: the compiler cannot partition a TPU kernel.
         out = _mapped(context, run, (q, k, v, mask, lengths), split)[..., :each, :]
     else:
         out = run(q, k, v, mask, lengths)
@@ -282,7 +282,7 @@ def _by_frames(
     mask: Shaped[Array, "#b #h #n #lk"] | None = None,
     lengths: Int[Array, "b"] | None = None,
 ) -> Float[Array, "f b h n dv"]:
-    """``kernel`` on the queries of one of F frames of N tokens after the other.
+    """``kernel`` on F frames of N queries, one frame after the other.
 
     ``k`` and ``v`` have the tokens of all frames.
     """
@@ -308,8 +308,8 @@ class _Split:
     """The axes of the mesh that split items, heads, tokens and features.
 
     Attributes:
-        queries: of queries and of the result.
-        keys: of keys and values.
+        queries: axes of queries and of the result.
+        keys: axes of keys and values.
     """
 
     queries: tuple[str | None, str | None, str | None, None]
@@ -325,7 +325,7 @@ def _split(
 ) -> _Split:
     """How queries [..., B, H, L, D], with frames in front or not, are split.
 
-    ``placed`` is whether a query needs its position.
+    ``placed`` says whether a query needs its position.
     """
     sizes, policy = _sizes(context), context.attention
 
@@ -340,9 +340,9 @@ def _split(
     kv_head_axis = axis(policy.heads, k.shape[1]) if k.shape[1] > 1 else None
     if k.shape[1] > 1 and kv_head_axis is None:
         head_axis = None
-    # A causal row, or one with a window, needs its position, which a slice of the
-    # queries does not carry. A slice of each frame needs none: every device gets its
-    # part of all of them.
+    # A causal row, or a row with a window, needs its position, and a slice of the
+    # queries has none. A slice of each frame needs no position: every device gets a
+    # part of all frames.
     sequence_axis = None if placed else axis(policy.sequence)
     return _Split(
         queries=(batch_axis, head_axis, sequence_axis, None),
@@ -396,7 +396,7 @@ def _record(
 ) -> None:
     """Note what this call runs as, once per distinct call.
 
-    ``arrays`` are as they are split; ``length`` is that of all queries without padding.
+    ``arrays`` are split; ``length`` counts all queries without padding.
     """
     q, k, v, mask, lengths = arrays
     sizes = _sizes(context)
@@ -462,4 +462,4 @@ ATTENTION = OpOverride(
     owner="tpuport.core.layers.attention",
     reason="masks, lengths and splits honoured exactly; no Lq x Lk array",
 )
-"""An override every runtime installs; the other is in ``attention_lengths``."""
+"""One of two overrides of every runtime; ``attention_lengths`` has the other."""

@@ -1,7 +1,7 @@
 """``torch.ops.tpuport.attention``: key lengths and frames in place of a mask.
 
-Upstream code often writes "no padding" or "no later frame" as a mask of Lq x Lk, which
-at the sizes of a video is gigabytes. Patches say the same with this op.
+Upstream code often writes "no padding" or "no later frame" as a mask of Lq x Lk. For
+a video such a mask takes gigabytes. Patches call this op instead.
 
 Legend: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys), D
 head dim of queries and keys, Dv head dim of values.
@@ -35,8 +35,8 @@ def length_attention(
 ) -> Float[Array, "b h lq dv"]:
     """``torch.ops.tpuport.attention`` on JAX arrays; see :func:`define_attention_op`.
 
-    Frames are mapped over one after the other, so that memory is that of one frame's
-    queries on all keys, and no array has Lq x Lk elements.
+    Frames run one after the other. Memory holds one frame's queries on all keys, and
+    no array has Lq x Lk elements.
 
     Raises:
         AttentionError: the implementation named in the context cannot do this call.
@@ -71,7 +71,7 @@ def _check_lengths(
     *,
     integers: bool,
 ) -> None:
-    """What the torch and the JAX side of the op refuse in the same words."""
+    """Refuse wrong shapes and dtypes, for the torch and the JAX side of the op."""
     shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(f"tpuport::attention takes [B, H, L, D]; got {shapes}")
@@ -147,11 +147,11 @@ def define_attention_op() -> None:
 
     ``key_lengths`` are integers [B]: keys at an index >= length have weight 0, and a
     length of 0 gives 0. With ``frame_tokens=n`` query i sees the keys of the frames
-    0..i // n, each of n tokens; both together allow what both allow. ``scale`` is as in
+    0..i // n, each of n tokens; with both, a key must pass both. ``scale`` is as in
     ``scaled_dot_product_attention``.
 
-    In plain torch it is :func:`eager_attention`, on every device and with gradients;
-    while a runtime traces it is :func:`length_attention`.
+    Plain torch runs :func:`eager_attention`, on every device and with gradients. A
+    runtime traces :func:`length_attention`.
     """
     with _lock:
         if _libraries:
@@ -177,4 +177,4 @@ LENGTH_ATTENTION = OpOverride(
     reason="key lengths and frames without a mask of Lq x Lk",
     define=define_attention_op,
 )
-"""Key lengths and frames of attention, in the runtime of every model."""
+"""The override for key lengths and frames, in the runtime of every model."""

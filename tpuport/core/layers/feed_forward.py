@@ -33,7 +33,7 @@ def gelu_dense(
     """
     wide = dense(sequence, x, weight, bias)
     inner = jax.nn.gelu(wide, approximate=tanh).astype(x.dtype)
-    # Without it XLA computes this product anew within the next, per block of it.
+    # Without the barrier XLA computes this product again in each block of the next.
     return jax.lax.optimization_barrier(inner)
 
 
@@ -50,7 +50,7 @@ def feed_forward(
     Args:
         sequence: as :func:`tpuport.core.layers.joint_sequence.dense` takes it.
         x: of shape [..., E].
-        first, last: weight and bias of each, the bias or ``None``.
+        first, last: weight and bias of each layer; a bias may be ``None``.
         tanh: the form of GELU.
 
     Returns:

@@ -22,8 +22,8 @@ class FlowSchedule:
     """Everything a denoising loop needs from the scheduler.
 
     Attributes:
-        timesteps: of the model, descending, float32 of shape [N].
-        next_timesteps: of the step after, 0 after the last one, float32 of shape [N].
+        timesteps: what the model is given, descending, float32 of shape [N].
+        next_timesteps: those of the following steps, then 0, float32 of shape [N].
         deltas: sigma of the next step minus sigma of this one, float32 of shape [N].
     """
 
@@ -39,9 +39,9 @@ def make_flow_schedule(
 
     Args:
         config: the checkpoint's scheduler config.
-        steps: how many; the noise levels before the shift are evenly spaced from 1 down
-            to, and without, 0, as the video pipelines pass them.
-        shift: of the noise levels, in place of the config's.
+        steps: number of steps. The noise levels before the shift are evenly spaced from
+            1 down to 0, without 0, as the video pipelines pass them.
+        shift: shift of the noise levels, in place of the config's.
 
     Raises:
         UsageError: the config asks for noise in every step, or for dynamic shifting.

@@ -3,13 +3,12 @@
 Letters: B batch, L tokens with padding, E width, H heads, D head dim, F another width;
 M and N are L and D, or D and L where features come before tokens.
 
-Upstream keeps text and video tokens apart and joins and parts them in every block,
-holds pairs of rotary elements next to each other, and turns arrays around every
-attention.
-Here all tokens are in one array that is split over the sequence axis of the mesh, what
-differs between text and video is chosen per token, and queries, keys and values have
-their tokens last on a TPU. The functions take and give JAX arrays; statistics, rotation
-and modulation are in float32 and rounded once.
+Upstream keeps text and video tokens apart, joins and parts them in every block, holds
+pairs of rotary elements next to each other, and transposes arrays around every
+attention. Here one array holds all tokens and is split over the sequence axis of the
+mesh. Differences between text and video are chosen per token. Queries, keys and values
+have their tokens last on a TPU. The functions take and give JAX arrays; statistics,
+rotation and modulation are in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class JointSequence:
 
     Attributes:
         active: what is being traced.
-        text: tokens of text.
-        length: tokens in all, without padding, which comes last.
+        text: number of text tokens.
+        length: number of tokens without padding; padding comes last.
         padded: tokens with padding, a multiple of the sequence axis.
         text_first: whether text comes before video.
-        divided: whether its tokens are split over the sequence axis.
+        divided: whether the tokens are split over the sequence axis.
     """
 
     active: Active
@@ -66,9 +65,9 @@ class JointSequence:
 
         Args:
             active: what is being traced.
-            text: tokens of text.
-            length: tokens in all.
-            batch, heads, head_dim: of its attention.
+            text: number of text tokens.
+            length: number of tokens without padding.
+            batch, heads, head_dim: sizes of the attention.
             text_first: whether text comes before video.
         """
         context = active.context
@@ -89,10 +88,10 @@ class JointSequence:
 
     @property
     def sums_partial_products(self) -> bool:
-        """Whether products of weights whose columns are split are parts of a sum.
+        """Whether weights with split columns give partial products.
 
-        These go through the network between the devices of the head axis: in the
-        weights' dtype, as those of any other linear layer, not in float32.
+        The network sums partial products over the devices of the head axis, in the
+        weights' dtype as in any other linear layer, not in float32.
         """
         return self.active.axis_size(self.active.context.attention.heads) > 1
 
@@ -109,8 +108,8 @@ class JointSequence:
     def pad(self, x: Shaped[Array, "b _ e"]) -> Shaped[Array, "b l e"]:
         """[B, tokens, E] with zeros for padding, split.
 
-        What makes ``x`` runs whole on every device: a partitioner that joins tokens of
-        uneven parts moves more than it saves, and takes minutes to compile.
+        Every device computes all of ``x``: a partitioner that joins tokens of uneven
+        parts moves more than it saves, and takes minutes to compile.
         """
         return self.split(pad_dim(self.whole(x), 1, self.padded))
 
@@ -122,7 +121,7 @@ class JointSequence:
         return self.length - self.text, self.length
 
     def axes(self, batch: int) -> tuple[str | None, str | None]:
-        """The mesh axes that split so many items, and the tokens; ``None`` for none."""
+        """The mesh axes that split ``batch`` items and the tokens, or ``None``."""
         policy, sizes = self.active.context.attention, self.active.axis_size
         sequence = policy.sequence if self.divided else None
         divides = sizes(policy.batch) > 1 and batch % sizes(policy.batch) == 0
@@ -140,11 +139,11 @@ class JointSequence:
     def choose(
         self, text: Float[Array, "b e"], video: Float[Array, "b e"]
     ) -> Float[Array, "b _ e"]:
-        """[B, L, E] with a row for all text tokens and one for all others.
+        """[B, L, E] with one row for all text tokens and one for all other tokens.
 
         Args:
             text: of shape [B, E].
-            video: of shape [B, E]; the very same array gives [B, 1, E].
+            video: of shape [B, E]; if ``text`` is this array, the result is [B, 1, E].
         """
         if text is video:
             return video[:, None]
@@ -211,10 +210,10 @@ def dense(
     *,
     row_parallel: bool = False,
 ) -> Float32[Array, "*lead f"]:
-    """A linear layer that is not rounded, for what is computed next in float32.
+    """A linear layer that is not rounded, in front of float32 arithmetic.
 
     Args:
-        sequence: tells what partial products are summed up in.
+        sequence: tells the dtype in which partial products are summed.
         x: of shape [..., E].
         weight: of shape [F, E].
         bias: of shape [F], or ``None``.
@@ -239,7 +238,7 @@ def from_heads(
     weight: Float[Array, "e hd"],
     bias: Float[Array, "e"] | None,
 ) -> Float[Array, "b l e"]:
-    """The projection [B, L, E] of what attention gave.
+    """The projection [B, L, E] of the result of attention.
 
     Args:
         sequence: tells the layout.
@@ -248,8 +247,8 @@ def from_heads(
         bias: of shape [E], or ``None``.
 
     Returns:
-        of shape [B, L, E]: float32, or the dtype of ``x`` where partial products of
-        several devices are summed up.
+        of shape [B, L, E]: float32, or the dtype of ``x`` if partial products of
+        several devices are summed.
     """
     heads = x.shape[1]
     split = weight.reshape(weight.shape[0], heads, -1)
@@ -270,7 +269,7 @@ def rotary_tables(
 
     Args:
         sequence: where the video tokens are.
-        cos, sin: of the video tokens, [tokens, D] with neighbours as pairs.
+        cos, sin: tables of the video tokens, [tokens, D] with neighbours as pairs.
 
     Returns:
         cos and sin, float32 [D, L] if ``sequence.feature_major``, else [L, D].
@@ -297,13 +296,13 @@ def attend(
     *,
     kv_lengths: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h m n"]:
-    """Attention of all tokens on those that are no padding.
+    """Attention of all tokens on the tokens without padding.
 
     Args:
         sequence: tells the layout, the lengths and the mesh.
         q, k, v: as :func:`to_heads` gives them.
-        dtype: what they are rounded to.
-        kv_lengths: integers [B]: only so many leading tokens of an item count.
+        dtype: q, k and v are rounded to it.
+        kv_lengths: number of leading tokens of each item that count, integers [B].
 
     Returns:
         of the shape of ``q``, in ``dtype``.

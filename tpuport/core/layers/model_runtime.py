@@ -1,4 +1,4 @@
-"""The runtime of a model: its own op overrides, and those that every model gets."""
+"""The runtime of a model: op overrides of every model, and of this model."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Attention of devices that share heads: each has its own queries and keys.
 
 Letters: H heads of a device, one batch item each, L tokens of all devices of a group, R
-devices of a group, C = L / R tokens of one, D head dim.
+devices of a group, C = L / R tokens of a device, D head dim.
 
 Keys and values go round a ring (Liu et al. 2023, arXiv:2310.01889): each device sends
-its chunk to the next one while it meets its queries with it, and after R chunks its
-sums are over all keys. No device holds more than two chunks. Where that cannot be done,
-or a chunk is met much sooner than the next one comes, the keys of the group are
-gathered: that uses links in both directions.
+its chunk on while its queries attend to the chunk. After R chunks the sums are over all
+keys. No device holds more than two chunks. The keys of the group are gathered instead
+if a ring is not possible, or if a chunk takes much longer to come than to attend to: a
+gather uses links in both directions.
 
 Everything here runs inside ``shard_map``; tokens are last, as our kernel has them.
 """
@@ -31,24 +31,24 @@ from tpuport.kernels.padding import pad_dim
 
 #: Chunks up to which the rounds of a ring are written out.
 MOST_WRITTEN_OUT = 4
-#: Least time of a chunk's products at the chip's peak over that of its way through one
-#: link for which passing pays. Planned for v6e-16 and v6e-64 at head dim 64, chunks of
-#: 2560 tokens (0.5) take 1.6 times as long passed as gathered, 5120 (1.0) 1.04 to 1.09
-#: times, 10240 (2.0) 0.75 times.
+#: Passing pays above this ratio: the time of a chunk's products at the chip's peak over
+#: the time of its way through one link. By plans for v6e-16 and v6e-64 at head dim 64,
+#: passing takes 1.6 times as long as gathering for chunks of 2560 tokens (ratio 0.5),
+#: 1.04 to 1.09 times for 5120 (1.0), 0.75 times for 10240 (2.0).
 LEAST_HIDDEN = 1.1
 PASSED, GATHERED = "passed", "gathered"
-"""The ways in which devices of a group meet keys that are not their own."""
+"""How devices of a group get keys of the other devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """How the attention of a device runs: as ``attention`` has them.
+    """How the attention of a device runs; the arguments of ``attention``.
 
     Attributes:
-        scale: of the scores; None means 1/sqrt(D).
-        platform: what programs are for.
-        choice: the implementation and what it is told.
-        chip: the kind of chip; ``None`` where there is none.
+        scale: factor of the scores; None means 1/sqrt(D).
+        platform: the platform of the program.
+        choice: the implementation and its options.
+        chip: the kind of chip, or ``None``.
         interpret: run kernels on the CPU, for tests.
     """
 
@@ -65,7 +65,7 @@ class Ring:
 
     Attributes:
         axis: name of the mesh axis.
-        groups: places along the axis, in the order of their tokens; all of one length.
+        groups: places along the axis, in the order of their tokens; of equal length.
         rank: this device's index within its group, a number of the traced program.
     """
 
@@ -79,7 +79,7 @@ class Ring:
         return len(self.groups[0])
 
     def pass_on(self, tree: Any) -> Any:
-        """What the device before had, of every array."""
+        """The arrays that the device before had."""
         pairs = [
             (group[i - 1], group[i]) for group in self.groups for i in range(self.size)
         ]
@@ -116,10 +116,10 @@ def ring_attention(
 
     Args:
         ring: the group.
-        q, k, v: of shape [H, 1, D, C]; where a key does not count, finite in ``k`` and
-            zero in ``v``.
-        kv_len: tokens of the group that count come before this one.
-        lengths: integers [H], at most ``kv_len``: how many count of each.
+        q, k, v: of shape [H, 1, D, C]; for a key that does not count ``k`` is finite
+            and ``v`` is zero.
+        kv_len: tokens of the group from this index on do not count.
+        lengths: tokens of each head that count, integers [H], at most ``kv_len``.
         options: how it runs.
 
     Returns:
@@ -147,7 +147,7 @@ def ring_attention(
     )
 
     def meet(sums: Any, kv: Any, turn: Any) -> Any:
-        """The sums with the chunk that is here after so many turns."""
+        """The sums with the chunk that is here after ``turn`` turns."""
         counted = None
         if not all_count:
             origin = (ring.rank - turn) % ring.size
@@ -158,8 +158,8 @@ def ring_attention(
     def one(carry: Any, turn: Any) -> tuple[Any, None]:
         sums, kv = carry
         coming = ring.pass_on(kv)
-        # One chunk is under way while one is met. Without the barrier a scheduler may
-        # send two before the first is met, and wait for them.
+        # One chunk is under way while the kernel works on another. Without the barrier
+        # a scheduler may send two chunks first, and wait for them.
         return jax.lax.optimization_barrier((meet(sums, kv, turn), coming)), None
 
     carry = attention.start(), attention.keys(k, v)
@@ -174,12 +174,12 @@ def ring_attention(
 
 
 def too_short(chunk: int, head_dim: int, itemsize: int, chip: str) -> str | None:
-    """Why chunks of so many tokens are better gathered, or None if they are not.
+    """Why chunks of ``chunk`` tokens should be gathered; None if they should not.
 
-    Time with work and on the way is in proportion to the heads alike.
+    The times of work and transfer are both proportional to the number of heads.
     """
     found = chip_named(chip)
-    # The matrix unit takes no less time for less than 128 rows.
+    # The matrix unit takes as long for fewer than 128 rows as for 128.
     met = 4 * max(head_dim, 128) * chunk**2 / found.peak_flops
     sent = 2 * head_dim * itemsize * chunk / found.ici_link_bandwidth
     if met >= LEAST_HIDDEN * sent:
@@ -191,9 +191,9 @@ def too_short(chunk: int, head_dim: int, itemsize: int, chip: str) -> str | None
 
 
 def keys_within(chunk: int, length: int, window: tuple[int, int] | None) -> int:
-    """Keys that :func:`gathered_attention` meets ``chunk`` queries with.
+    """Number of keys that :func:`gathered_attention` uses for ``chunk`` queries.
 
-    Of a group's ``length`` keys, with what is padded behind them for a window.
+    The group has ``length`` keys; a window adds padding behind them.
     """
     if window is None:
         return length
@@ -204,9 +204,9 @@ def keys_within(chunk: int, length: int, window: tuple[int, int] | None) -> int:
 def _smooth(
     ring: Ring, k: Float[Array, "h 1 d c"], lengths: Int[Array, "h"]
 ) -> Float[Array, "h 1 d c"]:
-    """``k`` less the mean of all keys of the group that count.
+    """``k`` minus the mean of all keys of the group that count.
 
-    All chunks must lose the same vector: only that leaves the softmax as it is.
+    The softmax is unchanged only if all chunks lose one and the same vector.
     """
     places = ring.rank * k.shape[3] + jnp.arange(k.shape[3])
     counts = (places < lengths[:, None])[:, None, None]
@@ -226,11 +226,11 @@ def gathered_attention(
     lengths: Int[Array, "h"] | None,
     options: AttentionOptions,
 ) -> Float[Array, "h 1 d c"]:
-    """The same with all keys of the group at once; windows are taken too.
+    """Attention of a device's queries on all keys of its group, gathered.
 
-    With a window only the keys within its reach are met. How far they begin before the
-    queries is known when the program runs, and takes few values: there is a branch for
-    each.
+    With a window only the keys within its reach are used. Their start relative to the
+    queries is known when the program runs and has few values: there is a branch for
+    each value.
     """
     run = functools.partial(
         attention_feature_major,
@@ -265,7 +265,7 @@ def gathered_attention(
         v: Float[Array, "h 1 d n"],
         lengths: Int[Array, "h"],
     ) -> Float[Array, "h 1 d c"]:
-        # Query i of the device is at i + before among these keys, before <= left.
+        # Query i of the device has index i + before among the keys, before <= left.
         seen = (left - before, right + before)
         near_choice = replace(choice, window=seen)
         return run(q, k, v, kv_lengths=lengths, implementation=near_choice)

@@ -24,7 +24,7 @@ class RotaryKey:
         theta: the base of the frequencies.
         positions: how grid indices become positions (a crop, a slice of a larger grid).
         interleaved: whether pairs are neighbours (True) or halves (False).
-        dtype: of the table.
+        dtype: dtype of the table.
     """
 
     grid: tuple[int, ...]

@@ -3,11 +3,11 @@
 Letters: B batch, H heads, L tokens with padding, D head dim, S devices on the sequence
 axis; M and N are L and D, or D and L where features come before tokens.
 
-Around the kernel tokens are exchanged for heads: with an all-to-all every device gets
-all tokens of some of the heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads
-of all batch items count, and heads that do not divide are padded. Where there are fewer
-heads than devices, groups of devices share heads: each keeps its part of the queries,
-and keys and values go round the group (``ring.py``).
+An all-to-all around the kernel exchanges tokens for heads: every device gets all tokens
+of some heads (Ulysses; Jacobs et al. 2023, arXiv:2309.14509). Heads of all batch items
+count, and heads that do not divide are padded. If there are fewer heads than devices,
+groups of devices share heads: each device keeps its part of the queries, and keys and
+values go round the group (``ring.py``).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tpuport.kernels.attention.selection import DEFAULT_CHIP, select
 from tpuport.kernels.attention.splash_blocks import default_blocks
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
-#: Tokens of a slice on a TPU: a lane of a vector register holds one.
+#: A slice on a TPU is a multiple of this: a lane of a vector register holds a token.
 TPU_TOKENS = 128
-#: Share of the longest sequence that padding may add to make whole blocks of it.
+#: Padding to whole blocks may add this share to the longest sequence.
 MOST_PADDING = 1 / 12
-#: Work that padded heads may add, as a share, before devices share heads instead.
+#: Padded heads may add this share of work; beyond it devices share heads.
 MOST_HEAD_PADDING = 0.1
 
 
@@ -53,8 +53,8 @@ MOST_HEAD_PADDING = 0.1
 class Degrees:
     """How S devices split attention: ``ulysses`` ways by heads, ``ring`` by queries.
 
-    Which of them are near each other is for the mesh's order of devices
-    (``device_order.py``) to see to.
+    The mesh's order of devices (``device_mesh.py``) puts devices that exchange
+    near each other.
     """
 
     ulysses: int
@@ -75,8 +75,8 @@ class Degrees:
 def degrees(heads: int, devices: int) -> Degrees:
     """The split of ``heads`` (of all batch items) over ``devices``.
 
-    By heads as far as these go: padding them may add :data:`MOST_HEAD_PADDING` to the
-    least work that any split has.
+    Heads are split as far as possible: padded heads may add :data:`MOST_HEAD_PADDING`
+    to the least work of any split.
     """
     options = [u for u in range(devices, 0, -1) if devices % u == 0]
     work = {u: ceil_div(heads, u) * u for u in options}
@@ -96,7 +96,7 @@ def degrees_of(active: Active, batch: int, heads: int) -> Degrees:
 def _placed(
     active: Active, batch: int, heads: int
 ) -> tuple[str | None, str | None, tuple[int, int]]:
-    """The axes of the mesh that split items and heads, and how many a device has."""
+    """The mesh axes of items and heads, and the items and heads of a device."""
     policy = active.context.attention
 
     def axis(name: str | None, count: int) -> str | None:
@@ -119,10 +119,9 @@ def padded_length(
 ) -> int:
     """Tokens of a sequence of ``length`` with padding, a multiple of ``devices``.
 
-    For a TPU slices are whole lanes, and whole blocks of the kernel make up what it is
-    run on, where that takes less than :data:`MOST_PADDING`: of ``ring`` devices that
-    share heads each has its chunk of the queries and meets keys by the chunk, or all
-    keys where these are gathered.
+    On a TPU slices are whole lanes, and the kernel gets whole blocks if that adds less
+    than :data:`MOST_PADDING`. Each of ``ring`` devices that share heads has its chunk
+    of the queries, and gets keys by the chunk, or all keys if they are gathered.
     """
     if platform != "tpu":
         return round_up(length, devices)
@@ -152,16 +151,16 @@ def sequence_attention(
     scale: float | None = None,
     feature_major: bool,
 ) -> Float[Array, "b h m n"]:
-    """Attention of all tokens on those that count.
+    """Attention of all tokens on the tokens that count.
 
     Args:
         active: what is being traced: its mesh, its attention policy and implementation.
         q, k, v: of shape [B, H, L, D], or [B, H, D, L] with ``feature_major``; L is
-            a multiple of S. Zero in ``v``, and finite in ``k``, where a key does not
-            count.
-        kv_len: tokens that count come before this one.
-        kv_lengths: integers [B], at most ``kv_len``: how many count of each item.
-        scale: of the scores; None means 1/sqrt(D).
+            a multiple of S. For a key that does not count ``v`` is zero and ``k`` is
+            finite.
+        kv_len: tokens from this index on do not count.
+        kv_lengths: tokens of each item that count, integers [B], at most ``kv_len``.
+        scale: factor of the scores; None means 1/sqrt(D).
 
     Returns:
         of the shape and dtype of ``q``; arbitrary for tokens that do not count.
@@ -223,7 +222,7 @@ class _Exchange:
 
     Attributes:
         split: the axes of the mesh that split items, heads, tokens and features.
-        degrees: by heads, and by queries.
+        degrees: ways by heads, and by queries.
         local: items and heads of a device before the exchange.
         tokens: the dim of tokens.
     """
@@ -237,7 +236,7 @@ class _Exchange:
     def of(
         cls, active: Active, batch: int, heads: int, *, feature_major: bool
     ) -> _Exchange:
-        """The exchange for so many items and heads."""
+        """The exchange for ``batch`` items of ``heads`` heads."""
         batch_axis, head_axis, local = _placed(active, batch, heads)
         sequence = active.context.attention.sequence
         axis = sequence if active.axis_size(sequence) > 1 else None
@@ -250,7 +249,7 @@ class _Exchange:
 
     @property
     def axis(self) -> str | None:
-        """Of the mesh; ``None`` where tokens are not split."""
+        """The sequence axis of the mesh; ``None`` if tokens are not split."""
         return self.split[2]
 
     @property
@@ -260,7 +259,7 @@ class _Exchange:
 
     @property
     def each(self) -> int:
-        """Heads of a device after the exchange, padded ones too."""
+        """Heads of a device after the exchange, with padded heads."""
         return -(-self.count // self.degrees.ulysses)
 
     def to_heads(self, x: Float[Array, "b h _ _"]) -> Float[Array, "heads 1 _ _"]:
@@ -270,11 +269,11 @@ class _Exchange:
         if ways == 1:
             return x
         parts = self._exchanged(x.reshape(ways, self.each, *x.shape[1:]))
-        # Side by side: whole tiles of memory move, nothing within them.
+        # Parts lie side by side: whole tiles of memory move, nothing inside a tile.
         return jnp.concatenate(list(parts), self.tokens)
 
     def to_tokens(self, x: Float[Array, "heads 1 _ _"]) -> Float[Array, "b h _ _"]:
-        """The way back."""
+        """[heads, 1, ..] with the group's tokens to [b, h, ..] with some tokens."""
         ways = self.degrees.ulysses
         if ways > 1:
             parts = jnp.stack(jnp.split(x, ways, self.tokens))
@@ -284,13 +283,13 @@ class _Exchange:
     def lengths(
         self, lengths: Int[Array, "b"], place: Int[Array, ""]
     ) -> Int[Array, "heads"]:
-        """Of every head that the device at ``place`` has, from those of its items."""
+        """The key length of each head of the device at ``place``."""
         every = self._padded(jnp.repeat(lengths, self.local[1]))
         start = place % self.degrees.ulysses * self.each
         return jax.lax.dynamic_slice_in_dim(every, start, self.each)
 
     def ring(self, place: Int[Array, ""]) -> Ring:
-        """The devices that share the heads of the one at ``place``."""
+        """The devices that share heads with the device at ``place``."""
         assert self.axis is not None
         rank = place // self.degrees.ulysses
         return Ring(axis=self.axis, groups=self.degrees.rings, rank=rank)
@@ -301,7 +300,7 @@ class _Exchange:
     def _exchanged(
         self, x: Float[Array, "ulysses *rest"]
     ) -> Float[Array, "ulysses *rest"]:
-        """Of [ulysses, ...] every device of the group gets its row from each."""
+        """Every device of the group gets its row of each device's [ulysses, ...]."""
         groups = self.degrees.exchanges
         return jax.lax.all_to_all(x, self.axis, 0, 0, axis_index_groups=groups)
 
@@ -360,7 +359,7 @@ def _record(
     has_lengths: bool,
     exchange: _Exchange,
 ) -> AttentionRecord:
-    """Note what this call runs as."""
+    """Note how this call runs."""
     context, degrees = active.context, exchange.degrees
     head_dim, length = q.shape[5 - exchange.tokens], q.shape[exchange.tokens]
     choice = context.implementation
@@ -415,7 +414,7 @@ def _record(
 def _not_passed(
     context: OpContext, queries: int, head_dim: int, dtype: Any
 ) -> str | None:
-    """Why keys do not go round a ring, if they do not."""
+    """Why keys do not go round a ring; ``None`` if they do."""
     refusal = chunked_refusal(context.implementation)
     if refusal is None and context.chip is not None:
         refusal = too_short(queries, head_dim, dtype.itemsize, context.chip)

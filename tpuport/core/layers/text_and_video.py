@@ -1,14 +1,14 @@
-"""Two streams of tokens, with weights of their own, that meet in attention.
+"""Text and video tokens with weights of their own, joined for attention.
 
 Letters: B batch, L tokens of the joint sequence with padding, T tokens of text,
 H heads, D head dim; M and N are L and D, or D and L where features come before tokens,
-TM and TN those of the text by itself.
+TM and TN are T and D, or D and T.
 
 The joint sequence is split over the sequence axis and has places for the text after the
-video. The text by itself, a few hundred tokens, is whole on every device: what it goes
-through costs each of them about as much as passing parts of it on would. In front of
-attention its queries, keys and values are written into their places, a window of at
-most T tokens per device, and after it they are read out again.
+video. The text alone, a few hundred tokens, is whole on every device: its layers cost a
+device about as much as exchanging parts of the text would. Before attention the text's
+queries, keys and values are written into their places, a window of at most T tokens per
+device. After attention the text's result is read out again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Heads = tuple[Float[Array, "b h m n"], Float[Array, "b h m n"], Float[Array, "b 
 TextHeads = tuple[
     Float[Array, "b h tm tn"], Float[Array, "b h tm tn"], Float[Array, "b h tm tn"]
 ]
-"""The same of the text by itself."""
+"""Queries, keys and values of the text alone."""
 
 
 def text_alone(sequence: JointSequence) -> JointSequence:
@@ -49,15 +49,15 @@ def put_text(
     Args:
         sequence: with text after video.
         x: [B, L, ...] or [B, H, ...] with L at ``dim``, split over the sequence axis.
-        text: of the same shape but for T at ``dim``, whole on every device.
-        dim: of the tokens.
+        text: shaped like ``x`` with T at ``dim``, whole on every device.
+        dim: the dim of the tokens.
     """
     count, start = sequence.text, sequence.length - sequence.text
 
     def on_device(x: Array, text: Array) -> Array:
         width = min(count, x.shape[dim])
         window, first = _window(sequence, x.shape[dim], width)
-        # The first token of the window is this one of the text.
+        # The index in the text of the window's first token.
         shift = first + window - start
         around = [(0, 0)] * x.ndim
         around[dim] = (width, width)
@@ -80,12 +80,12 @@ def put_text(
 def take_text(
     sequence: JointSequence, x: Float[Array, "b ..."], dim: int
 ) -> Float[Array, "b ..."]:
-    """What ``x`` has in the places of the text, whole on every device.
+    """The text's part of ``x``, whole on every device.
 
     Args:
         sequence: with text after video.
         x: as :func:`put_text` takes it.
-        dim: of the tokens.
+        dim: the dim of the tokens.
     """
     count, start = sequence.text, sequence.length - sequence.text
     axis = _sequence_axis(sequence)
@@ -120,26 +120,26 @@ def attend_streams(
     lengths: Int[Array, "b"],
     dtype: Any,
 ) -> tuple[Float[Array, "b h m n"], Float[Array, "b h tm tn"]]:
-    """Attention of the tokens of both streams on all that count.
+    """Attention of text and video tokens on all tokens that count.
 
     Args:
         sequence: with text after video.
-        video: as :func:`tpuport.core.layers.joint_sequence.to_heads` gives them of the
-        joint sequence,
-            with anything finite in the places of text and padding.
-        text: the same of the text by itself.
-        lengths: integers [B]: so many leading tokens of the text count.
-        dtype: what they are rounded to.
+        video: q, k and v of the joint sequence, in the layout of
+            :func:`tpuport.core.layers.joint_sequence.to_heads`, with anything finite in
+            the places of text and padding.
+        text: q, k and v of the text alone.
+        lengths: number of leading text tokens that count, integers [B].
+        dtype: q, k and v are rounded to it.
 
     Returns:
-        For the joint sequence and, out of its places there, for the text, each in the
-        layout of its queries and in ``dtype``.
+        The result for the joint sequence, and for the text alone, each in the layout of
+        its queries and in ``dtype``.
     """
     dim = 3 if sequence.feature_major else 2
     count = sequence.length - sequence.text
 
     def counted(v: Float[Array, "b h _ _"], counts: Bool[Array, "#b _"]) -> Array:
-        """Zeros for tokens that are no keys; ``counts`` is [1 or B, tokens]."""
+        """``v``, 0 for tokens that do not count; ``counts`` is [1 or B, tokens]."""
         return jnp.where(jnp.expand_dims(counts, (1, 5 - dim)), v, 0)
 
     lengths = lengths.astype(jnp.int32)
@@ -174,10 +174,10 @@ def _sequence_axis(sequence: JointSequence) -> str | None:
 
 
 def _window(sequence: JointSequence, local: int, width: int) -> tuple[Any, Any]:
-    """The ``width`` of ``local`` tokens of this device that hold all its text.
+    """A window of ``width`` of a device's ``local`` tokens that holds all its text.
 
     Returns:
-        The index of the first among those of the device, and the index of the
+        The window's first index among the device's tokens, and the index of the
         device's first token in the joint sequence.
     """
     axis = _sequence_axis(sequence)

@@ -1,7 +1,7 @@
 """Text without most of its padding: valid tokens first, cut to one of a few lengths.
 
-Exact for a model that reads text without positions and excludes padded tokens by their
-mask. One program is compiled for each length, so there are few of them.
+Trimming is exact for a model that reads text without positions and excludes padded
+tokens by their mask. Each length compiles one program, so there are few lengths.
 
 Legend: R rows, L text tokens, E width.
 """
@@ -16,7 +16,7 @@ from tpuport.core.arrays import Bool, Float, Shaped, Tensor
 
 
 def bucket_length(tokens: int, buckets: Sequence[int], limit: int) -> int:
-    """The smallest of ``buckets`` that holds ``tokens``; ``limit`` beyond them."""
+    """The smallest of ``buckets`` that holds ``tokens``, or else ``limit``."""
     for length in sorted(buckets):
         if tokens <= length < limit:
             return length
@@ -30,7 +30,7 @@ def trim(
 
     Args:
         embeds: [R, L, E].
-        mask: [R, L] of any dtype; what is not 0 is valid.
+        mask: [R, L] of any dtype; a token is valid if its entry is not 0.
         buckets: lengths to cut to.
 
     Returns:

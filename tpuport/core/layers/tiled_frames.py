@@ -1,4 +1,4 @@
-"""Tiles of a video as its frames, joined on the host piece by piece.
+"""Tiles of a video joined to frames on the host, piece by piece.
 
 Letters: B videos, F frames, H rows and W columns of pixels.
 """
@@ -12,10 +12,10 @@ from tpuport.core.layers.tiles import TileJoin, TilePlan
 
 
 class JoinedFrames:
-    """Tiles of a video as its frames: finished where the last tile of them is in.
+    """Joins tiles to frames; a frame is finished when its last tile is added.
 
-    A piece becomes pixels as soon as it is blended, so that of the floats one tile and
-    the seams are held, and of the pixels the frames of one row of tiles in time.
+    A piece becomes pixels as soon as it is blended. The host holds the floats of one
+    tile and of the seams, and the pixels of one row of tiles in time.
 
     Args:
         plan: the tiles.
@@ -29,11 +29,11 @@ class JoinedFrames:
         self._row: dict[str, np.ndarray] | None = None
 
     def add(self, output: np.ndarray) -> dict[str, np.ndarray] | None:
-        """The next tile, [B, 3, F, H, W], about [-1, 1].
+        """Add the next tile, [B, 3, F, H, W], about [-1, 1].
 
         Returns:
-            The frames that it completes, [B, F, H, W, 3], with what
-            :func:`tpuport.core.files.frames.encode_pixels` tells of them, or ``None``.
+            The frames that the tile completes, [B, F, H, W, 3], with the statistics of
+            :func:`tpuport.core.files.frames.encode_pixels`, or ``None``.
 
         Raises:
             ValueError: see :meth:`tpuport.core.layers.tiles.TileJoin.add`.

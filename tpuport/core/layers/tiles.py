@@ -1,9 +1,9 @@
 """Tiles of a video autoencoder, joined on the host.
 
-Upstream's tiled paths loop over tiles and blend them line by line in place, which
-traced would be one huge program. Here a plan lists the tiles, each goes through one
-program per tile size, and NumPy joins what comes back, in upstream's order: a tile is
-blended with its neighbours as these are after their own blending.
+Upstream's tiled paths loop over tiles and blend them line by line in place. Traced,
+that would be one huge program. Here a plan lists the tiles, each tile size has one
+program, and NumPy joins the outputs in upstream's order: a tile is blended with its
+neighbours after the neighbours' own blending.
 
 Legend: B batch, C channels, F frames, H rows, W columns, (t, i, j) a tile's place.
 """
@@ -24,11 +24,11 @@ class Span(NamedTuple):
     """One tile along one dim.
 
     Attributes:
-        start, stop: the elements of the input it reads.
-        made: how many elements come back.
-        drop: how many of them, at the front, are thrown away.
+        start, stop: the input elements that the tile reads.
+        made: number of output elements.
+        drop: number of output elements thrown away at the front.
         at: where the kept elements start in the whole output.
-        keep: how many are kept after ``drop``.
+        keep: number of elements kept after ``drop``.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Axis:
 
     Attributes:
         spans: in order.
-        blend: output elements over which a tile is blended with the one before.
+        blend: output elements over which a tile is blended with the tile before.
     """
 
     spans: tuple[Span, ...]
@@ -58,7 +58,7 @@ class Axis:
 
 
 def whole_axis(size: int, made: Callable[[int], int]) -> Axis:
-    """A dim of length ``size`` in one tile; ``made(n)`` elements come of n."""
+    """A dim of length ``size`` in one tile; n elements give ``made(n)``."""
     return Axis(spans=(Span(0, size, made(size), 0, 0, made(size)),))
 
 
@@ -76,13 +76,13 @@ def tiled_axis(
     """A dim of length ``size`` in overlapping tiles, as diffusers lays them out.
 
     Args:
-        size: of the input.
-        made: ``made(n)`` is the number of elements that come of n.
+        size: length of the input.
+        made: ``made(n)`` is the number of output elements for n input elements.
         window, stride: input elements of a tile, and between the starts of two.
         blend, keep: output elements blended, and kept of a tile.
-        limit: output elements after which everything is cut off.
-        lead: further output elements kept of the first tile and dropped from the front
-            of all others: 1 where the first frame of a causal tile stands for itself.
+        limit: number of output elements after which everything is cut off.
+        lead: further output elements that the first tile keeps and all others drop at
+            the front: 1 if the first frame of a causal tile stands for itself.
 
     Tiles of which nothing is kept are left out.
 
@@ -113,7 +113,7 @@ class Tile:
 
     Attributes:
         index: (t, i, j), the place in time, rows and columns.
-        slices: of the frames, rows and columns of the input.
+        slices: the frames, rows and columns of the input.
     """
 
     index: tuple[int, int, int]
@@ -136,7 +136,7 @@ class TilePlan:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """In the order they are run and joined: by frames, then rows, then columns."""
+        """All tiles in the order of running: by frames, then rows, then columns."""
         return tuple(
             Tile(
                 index=(t, i, j),
@@ -159,7 +159,7 @@ class TilePlan:
 
 
 def in_words(rows: Axis, columns: Axis) -> str:
-    """Such as ``"4 x 5 tiles of up to 240 x 360 pixels"``; empty of a single tile."""
+    """``"4 x 5 tiles of up to 240 x 360 pixels"``; empty for a single tile."""
     if len(rows.spans) * len(columns.spans) == 1:
         return ""
     high, wide = (max(span.made for span in axis.spans) for axis in (rows, columns))
@@ -172,9 +172,9 @@ def in_words(rows: Axis, columns: Axis) -> str:
 def fading(
     extent: int,
 ) -> tuple[Float32[HostArray, "{extent}"], Float32[HostArray, "{extent}"]]:
-    """The shares of what comes after and of what was before, float32 [extent] each.
+    """The shares of the later and of the earlier tile, float32 [extent] each.
 
-    Of element y they are ``y / extent`` and ``1 - y / extent``, computed in float64.
+    For element y: ``y / extent`` and ``1 - y / extent``, computed in float64.
     Source: ``blend_t``, ``blend_v`` and ``blend_h`` of diffusers' autoencoders.
     """
     share = np.arange(extent) / extent
@@ -195,10 +195,10 @@ def fade(
 
     Args:
         before, after: float32, with values of ``dtype``.
-        extent: elements along ``dim``, as far as there are so many.
-        dim: along which they overlap.
-        dtype: in which upstream blends: that of its tiles. Both products and their sum
-            are rounded to it, the shares are not. float32 without it.
+        extent: overlapping elements along ``dim``, at most as many as there are.
+        dim: the dim along which the tiles overlap.
+        dtype: the dtype in which upstream blends, the dtype of its tiles. Both products
+            and their sum are rounded to ``dtype``, the shares are not. Default float32.
     """
     extent = min(before.shape[dim], after.shape[dim], extent)
     if extent <= 0:
@@ -224,18 +224,18 @@ def _take(x: np.ndarray, dim: int, start: int, stop: int) -> np.ndarray:
 
 
 def _tail(x: np.ndarray, dim: int, length: int) -> np.ndarray:
-    """A copy of the last ``length`` elements along ``dim``, or of all there are."""
+    """A copy of the last ``length`` elements along ``dim``, or of all if fewer."""
     size = x.shape[dim]
     return _take(x, dim, max(size - length, 0), size).copy()
 
 
 class Piece(NamedTuple):
-    """What a tile adds to the output; later tiles do not change it any more.
+    """What a tile adds to the output; later tiles do not change a piece.
 
     Attributes:
         values: float32 of shape [B, C, frames, rows, columns].
-        place: where they go: slices of the frames, rows and columns of the output.
-        ends_row: whether no tile is missing of these frames.
+        place: slices of the frames, rows and columns of the output.
+        ends_row: whether the piece completes its frames.
     """
 
     values: Float32[HostArray, "b c f h w"]
@@ -246,8 +246,8 @@ class Piece(NamedTuple):
 class TileJoin:
     """Joins the outputs of a plan's tiles one by one.
 
-    Between two tiles, one row of seams and the blended frames of one tile in time are
-    held; what is done with the pieces is the caller's affair.
+    Between two tiles the join holds one row of seams and the blended frames of one tile
+    in time. The caller keeps the pieces.
 
     Args:
         plan: the tiles.
@@ -261,14 +261,14 @@ class TileJoin:
         self._leading: tuple[int, ...] | None = None
 
     def add(self, output: Any) -> Piece:
-        """The next tile's output, of shape [B, C, *size] and any float dtype.
+        """Add the next tile's output, of shape [B, C, *size] and any float dtype.
 
-        It is blended in float32, and rounded to the dtype where upstream does: the
-        numbers are upstream's in that dtype.
+        The output is blended in float32 and rounded to its dtype where upstream rounds:
+        the numbers are upstream's in that dtype.
 
         Raises:
-            ValueError: there are more outputs than tiles, or it has not the shape that
-                the plan counts on.
+            ValueError: there are more outputs than tiles, or the output has another
+                shape than the plan says.
         """
         if self._count == len(self._tiles):
             raise ValueError(f"more outputs than the {len(self._tiles)} tiles")
@@ -284,7 +284,7 @@ class TileJoin:
             )
         self._leading = leading
         self._count += 1
-        # A device array is fetched before it is cut, and copied: blending writes.
+        # Fetch the device array before the cut, and copy it: blending writes.
         fetched = np.asarray(output)
         tile = fetched[:, :, spans[0].drop :].astype(np.float32)
         self._seams.blend(tile, index, spans, fetched.dtype)
@@ -298,9 +298,9 @@ class TileJoin:
 
 
 class _Seams:
-    """What later tiles are blended with: the ends of the tiles so far.
+    """The ends of the tiles so far, with which later tiles are blended.
 
-    ``above`` is by column, ``before`` by row and column.
+    ``above`` has a key by column, ``before`` a key by row and column.
     """
 
     def __init__(self, plan: TilePlan) -> None:
@@ -320,9 +320,9 @@ class _Seams:
 
         Args:
             tile: float32, with values of ``dtype``.
-            index: its place.
-            spans: of its frames, rows and columns.
-            dtype: in which upstream blends.
+            index: the tile's place.
+            spans: the spans of the tile's frames, rows and columns.
+            dtype: the dtype in which upstream blends.
         """
         t, i, j = index
         if i > 0:

@@ -3,9 +3,9 @@
 Letters: B batch, L tokens with padding, E width, H heads, D head dim; M and N are L and
 D, or D and L where features come before tokens.
 
-Statistics, modulation and rotation are in float32 and rounded once. On a TPU they run
-as kernels that read the tokens once (``tpuport/kernels/norms/token_norm.py``), each
-device on its own tokens; elsewhere, and where a kernel cannot, as XLA makes them.
+Statistics, modulation and rotation are in float32 and rounded once. On a TPU kernels
+read the tokens once (``tpuport/kernels/norms/token_norm.py``), each device its own
+tokens. XLA's code runs elsewhere, and if a kernel refuses a size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tpuport.kernels.norms.token_norm import head_norm_rotary, modulated_layer_n
 
 #: Shift and scale of each item, in either order.
 Pair = tuple[Float[Array, "b e"], Float[Array, "b e"]]
-#: What heads are turned by: cos and sin.
+#: Tables of a rotation: cos and sin.
 Tables = tuple[Float[Array, "m n"], Float[Array, "m n"]]
 
 
 def normalise(
     x: Float[Array, "*dims"], eps: float, axis: int = -1
 ) -> Float32[Array, "*dims"]:
-    """``x`` less its mean, over its standard deviation, in float32.
+    """``x`` minus its mean, over its standard deviation, in float32.
 
     Two passes, so that a mean far from 0 costs no digits.
     """
@@ -72,10 +72,10 @@ def modulated_norm(
     Args:
         sequence: which tokens are text.
         x: of shape [B, L, E].
-        weight, bias: of the norm, [E]; ``None`` where it has none.
+        weight, bias: of the norm, [E]; ``None`` if the norm has none.
         eps: of the norm.
         text: (shift, scale) of text tokens, each [B, E].
-        video: those of all others.
+        video: (shift, scale) of all other tokens, each [B, E].
 
     Returns:
         of the shape and dtype of ``x``.
@@ -108,7 +108,7 @@ def modulated_norm(
 
 
 def has_kernels(sequence: JointSequence) -> bool:
-    """Whether kernels can run: on a TPU, where tokens are last."""
+    """Whether kernels can run: on a TPU, with tokens last."""
     return sequence.feature_major and sequence.active.context.platform == "tpu"
 
 
@@ -119,7 +119,7 @@ def _modulated_by_kernel(
     video: Pair,
     text: Pair,
 ) -> Float[Array, "b l e"]:
-    """The same by the kernel; shift and scale of each kind of tokens, float32 [B, E].
+    """:func:`modulated_norm` by the kernel; shifts and scales are float32 [B, E].
 
     Raises:
         NotImplementedError: the kernel does not take so many tokens or features.
@@ -133,7 +133,7 @@ def _modulated_by_kernel(
     )
 
     shift, scale = (jnp.stack(pair, 1) for pair in zip(video, text, strict=True))
-    # Turned on paper: tokens are last in memory.
+    # A transpose on paper only: tokens are last in memory.
     turned = x.swapaxes(1, 2)
     batch, tokens = sequence.axes(x.shape[0])
     each = x.shape[1] // sequence.active.axis_size(tokens)
@@ -160,9 +160,9 @@ def on_devices(
     Args:
         sequence: tells the mesh.
         run: takes a part of each array.
-        arrays: whole.
-        split: by which mesh axis each dim of each is split.
-        result: the same of what comes back.
+        arrays: the whole arrays.
+        split: the mesh axis that splits each dim of each array.
+        result: the mesh axis that splits each dim of the result.
     """
     mesh = sequence.active.context.mesh
     if mesh is None or mesh.size == 1:
@@ -181,9 +181,9 @@ class HeadNorm:
     """A layer norm, or an RMS norm, over the head dim.
 
     Attributes:
-        weight, bias: of shape [D]; ``None`` where the norm has none.
+        weight, bias: of shape [D]; ``None`` if the norm has none.
         eps: of the norm.
-        centre: take the mean off; without it this is an RMS norm.
+        centre: subtract the mean; ``False`` makes an RMS norm.
     """
 
     weight: Float[Array, "d"] | None
@@ -201,16 +201,16 @@ def turned(
 ) -> Float[Array, "b h m n"]:
     """Queries or keys: normed and rotated in float32, rounded once.
 
-    Both halves of the head dim go their own way up to the end, so that no float32 array
-    of all heads is held.
+    The two halves of the head dim are computed apart up to the end, so that no float32
+    array of all heads is held.
 
     Args:
         sequence: tells the layout.
-        x: as :func:`to_heads` gives it, of weights in the order of halves.
-        norm: over the head dim; of ``x`` as rounded to ``dtype``, as upstream norms
-            what its projection was rounded to. ``None`` for none.
+        x: as :func:`to_heads` gives it, from weights in the order of halves.
+        norm: norm over the head dim, or ``None``. Its input is ``x`` rounded to
+            ``dtype``, because upstream rounds its projection before the norm.
         tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     axis = 2 if sequence.feature_major else 3
     mean: Any = 0.0
@@ -258,7 +258,7 @@ def _turned_by_kernel(
     norm: HeadNorm,
     tables: tuple[Float[Array, "d l"], Float[Array, "d l"]] | None,
 ) -> Float[Array, "b h d l"]:
-    """The same by the kernel, of ``x`` [B, H, D, L] in the dtype of the result.
+    """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype.
 
     Raises:
         NotImplementedError: the kernel does not take so many tokens or features.
@@ -277,7 +277,7 @@ def _turned_by_kernel(
         for vector, rest in ((norm.weight, 1), (norm.bias, 0))
     )
     if tables is None:
-        # Positions are learned, or the tokens are text: none of them turns.
+        # Positions are learned, or the tokens are text: no rotation.
         still = jnp.ones(x.shape[2:], jnp.float32)
         tables = still, jnp.zeros_like(still)
     batch, tokens = sequence.axes(x.shape[0])

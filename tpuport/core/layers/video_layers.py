@@ -1,7 +1,7 @@
 """Layers of video autoencoders on TPU: the project's kernels on a device's part.
 
-Native forms of upstream's blocks are made of these. Arrays are channels-last, as the
-kernels want them; what upstream holds as [B, C, T, Y, X] is the same memory.
+Native forms of upstream's blocks are made of these layers. Arrays are channels-last, as
+the kernels want; upstream's [B, C, T, Y, X] is the same memory with other dims.
 
 Legend: B batch, T frames, Y rows, X columns of this device, C input channels (I of a
 shortcut), O output channels, K frames of a kernel; t, y, x frames, rows and columns of
@@ -35,7 +35,7 @@ from tpuport.kernels.phantoms import Real
 
 #: The convolution kernel in reports, as in a profile.
 KERNEL = "tpuport_conv"
-#: What does convolutions of one element, in reports.
+#: The implementation of convolutions of one element, in reports.
 PRODUCT = "a product of matrices"
 #: Channels that fill the lanes, and columns that fill a tile.
 LANES, TILE_ROWS = 128, 16
@@ -43,7 +43,7 @@ _DIMS = (2, 3)
 
 
 def has_kernels(context: OpContext) -> bool:
-    """Whether the kernels can run: on TPU, where each device has arrays of its own.
+    """Whether the kernels can run: on a TPU, on arrays of one device.
 
     The compiler cannot split a kernel over a mesh. In a program that is split in space
     the context has no mesh.
@@ -64,7 +64,7 @@ def convolve(
     ]
     | None = None,
 ) -> Float[Array, "b t y x o"]:
-    """A convolution with zeros around the picture, and frames before it.
+    """A convolution with zeros around the picture, and frames in front.
 
     Args:
         x: [B, T, Y, X, C].
@@ -72,7 +72,7 @@ def convolve(
         weight: [O, C, K, 3, 3], upstream's.
         bias: [O], or ``None``.
         residual: [B, T, Y, X, O], added to the result.
-        shortcut: what to make it of: [B, T, Y, X, I] and upstream's convolution of one
+        shortcut: makes a residual: [B, T, Y, X, I] and upstream's convolution of one
             element, [O, I, 1, 1, 1] and [O].
 
     Returns:
@@ -91,7 +91,7 @@ def convolve(
             edges = _edges(space, x, before, options)
             video = EdgedVideo(x, before, *edges, real=_real(space, x))
         except NotImplementedError as error:
-            # Another number of channels: the other form copies the video.
+            # The kernel refuses the channels: the other form copies the video.
             copied = str(error)
     if shortcut is not None:
         if video is not None and _fits(shortcut[0]):
@@ -99,10 +99,10 @@ def convolve(
             both = more.astype(jnp.float32)
             both = both if bias is None else both + bias.astype(jnp.float32)
             added = (short, matrix.reshape(matrix.shape[:2]).T)
-            # Where both do not fit into VMEM, one after the other may.
+            # Both may not fit into VMEM together, but one after the other.
             with contextlib.suppress(NotImplementedError):
                 out = edged_convolution(video, weight, both, shortcut=added, **options)
-                # It and the convolution of one element.
+                # The kernel and the convolution of one element.
                 note(context, KERNEL)
                 note(context, KERNEL)
                 return out
@@ -129,8 +129,8 @@ def _padded_convolution(
     """A convolution of a padded copy of [B, T + K - 1, Y, X, C].
 
     Args:
-        context: tells of neighbours, whose rows and columns come in the copy.
-        x: with the frames before it.
+        context: has the neighbours, whose rows and columns are part of the copy.
+        x: the chunk behind the frames before it.
         weight: [K, 3, 3, C, O].
         bias: [O], or ``None``.
     """
@@ -161,7 +161,7 @@ def enlarged_convolution(
         x: [B, T, Y, X, C].
         weight: [O, C, 3, 3], upstream's.
         bias: [O], or ``None``.
-        copies: how often each frame of the result is wanted, one after the other.
+        copies: number of copies of each frame, one after the other.
 
     Returns:
         [B, copies T, 2 Y, 2 X, O] in the dtype of ``x``.
@@ -192,7 +192,7 @@ def _edges(
     """``sides`` and ``ends`` of an ``EdgedVideo``: zeros beyond the picture.
 
     Args:
-        x, before: of this device, with anything in phantom rows and columns.
+        x, before: arrays of this device; phantom rows and columns hold anything.
     """
     columns = space.columns
     outer = outer_columns(x, before, **options)
@@ -200,7 +200,7 @@ def _edges(
     def exchanged(*sides: Array) -> tuple[Array, Array]:
         left, right = passed(columns, *sides)
         if not columns.even:
-            # The device after this one may have none.
+            # The next device may have no real column.
             right = jnp.where(columns.ahead(x.shape[3]) > x.shape[3], right, 0)
         return left, right
 
@@ -214,7 +214,7 @@ def _edges(
         return jnp.concatenate(pieces, axis=1)
 
     above, below = passed(space.rows, row(0), row(-1))
-    # Corners are of the columns, and come with a second exchange.
+    # Corners belong to the columns, and come with a second exchange.
     sides = [
         jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)
         for at, side in zip((0, -1), outer, strict=True)
@@ -222,7 +222,7 @@ def _edges(
     left, right = exchanged(*sides)
     ends = jnp.concatenate([above, below], axis=2)
     if not space.rows.even:
-        # Of the row above, a device's own and the one below, those of the picture.
+        # Keep the rows of the picture: the row above, the own rows, the row below.
         rows = x.shape[2]
         real = jnp.arange(rows + 2)[:, None] <= space.rows.ahead(rows)
         left, right = (jnp.where(real, side, 0) for side in (left, right))
@@ -231,12 +231,12 @@ def _edges(
 
 
 def _real(space: Space, x: Float[Array, "b t y x c"]) -> Real:
-    """How many rows and columns of [B, T, Y, X, C] are no phantoms."""
+    """Number of real rows and columns of [B, T, Y, X, C], without phantoms."""
     return space.rows.count(x.shape[2]), space.columns.count(x.shape[3])
 
 
 def _fits(x: Float[Array, "b t y x i"]) -> bool:
-    """Whether [B, T, Y, X, I] is whole tiles, for a product within the kernel."""
+    """Whether [B, T, Y, X, I] has whole tiles, for a product in the kernel."""
     return x.shape[3] % TILE_ROWS == 0 and x.shape[4] % LANES == 0
 
 
@@ -246,7 +246,7 @@ def pointwise(
     weight: Float[Array, "o i 1 1 1"],
     bias: Float[Array, "o"],
 ) -> Float[Array, "b t y x o"]:
-    """A convolution of one element, [O, I, 1, 1, 1], of [B, T, Y, X, I]."""
+    """[B, T, Y, X, I] through a convolution of one element, [O, I, 1, 1, 1]."""
     note(context, PRODUCT)
     flat = weight.reshape(weight.shape[:2])
     out = jnp.einsum(
@@ -275,14 +275,14 @@ def group_norm(
 
     Args:
         x: [B, T, Y, X, C], C a multiple of 128.
-        groups: of channels.
+        groups: number of groups of channels.
         weight, bias: [C].
         modulation: [B, t, y, X, 2 C] as :func:`apply_norm` takes it, or ``None``.
         silu: whether to end with SiLU.
-        kept: how many of the last frames to give by themselves as well.
+        kept: number of last frames to return separately too.
 
     Returns:
-        of the shape and dtype of ``x``, and these frames.
+        of the shape and dtype of ``x``, and the kept frames.
     """
     batch, *_, channels = x.shape
     mean, variance = _channel_statistics(context, x)
@@ -320,7 +320,7 @@ def _channel_statistics(
         counts = jnp.broadcast_to(
             jnp.asarray(frames * real[0] * real[1], jnp.float32), mean.shape
         )
-        # A device may have no real element at all.
+        # A device may have no real element.
         parts = jax.lax.all_gather(jnp.stack([counts, mean, spread]), space.axes)
         whole, mean, spread = joined(parts[:, 0], parts[:, 1], parts[:, 2], (0,))
         return mean, spread / whole
@@ -328,7 +328,7 @@ def _channel_statistics(
     mean, spread = channel_moments(x, **options)
     if space is None or not space.axes:
         return mean, spread / count
-    # As many elements on each device: Chan's formula for equal parts.
+    # Devices have equal numbers of elements: Chan's formula for equal parts.
     parts = jax.lax.all_gather(jnp.stack([mean, spread]), space.axes)
     means, spreads = parts[:, 0], parts[:, 1]
     mean = jnp.mean(means, axis=0)
@@ -344,22 +344,22 @@ def modulation_maps(
 ) -> Float[Array, "b t y {columns} 2*c"]:
     """Factors and summands of a spatial norm, as wide as the video.
 
-    Pointwise products of latents enlarged by nearest neighbour: enlarging copies
-    elements, so its place in the order changes no number. Columns are enlarged here, by
-    a product with zeros and ones; rows and frames where they are read.
+    Latents go through pointwise products and are then enlarged by nearest neighbour:
+    enlarging copies elements, so the order changes no number. A product with zeros and
+    ones enlarges columns here; rows and frames are enlarged where they are read.
 
     Args:
         latents: [B, t, y, x, Z].
         columns: X, a multiple of x.
-        weights: of the factors and of the summands, each [C, Z, 1, 1, 1].
-        biases: each [C].
+        weights: weights of factors and summands, each [C, Z, 1, 1, 1].
+        biases: biases of factors and summands, each [C].
 
     Returns:
         [B, t, y, X, 2 C] in the dtype of ``latents``.
     """
     count = columns // latents.shape[3]
     copies = jnp.repeat(jnp.eye(latents.shape[3], dtype=latents.dtype), count, axis=1)
-    # Of one product that is not zero, no precision is lost.
+    # Each sum has one product that is not zero, so no precision is lost.
     exact = jax.lax.Precision.HIGHEST if latents.dtype == jnp.float32 else None
     wide = jnp.einsum("btyxz,xw->btywz", latents, copies, precision=exact)
     weight = jnp.concatenate([w.reshape(w.shape[:2]) for w in weights])

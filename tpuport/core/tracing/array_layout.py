@@ -1,4 +1,4 @@
-"""How arrays lie in the memory of a TPU, where the compiler's choice is a bad one."""
+"""How arrays lie in the memory of a TPU, if the compiler's choice is a bad one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax.experimental.layout import Format, Layout, with_layout_constraint
 def row_major(x: jax.Array, platform: str) -> jax.Array:
     """``x`` with its last dim along the lanes of a TPU; elsewhere as it is.
 
-    For the latents that a model takes and returns. Left to choose, the compiler puts
-    their few channels along the lanes, as patches want them, in all that the scheduler
-    does as well: eight times the memory, and half of the time around the blocks.
+    For the latents that a model takes and returns. The compiler would put their few
+    channels along the lanes, as patches want them, in the scheduler too: eight times
+    the memory, and half of the time around the blocks.
     """
 
     if platform != "tpu":
@@ -24,17 +24,17 @@ def row_major(x: jax.Array, platform: str) -> jax.Array:
 
 
 def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> Any:
-    """Where a weight of a shape goes, and the order in which a TPU holds it.
+    """Sharding of a weight, and the order of its dims in a TPU's memory.
 
     Args:
         shape: of the weight, as torch has it.
         sharding: over the mesh.
 
     Returns:
-        ``sharding``, or a ``Format`` of it for a kernel of convolution, [O, C, taps]
-        over two axes and more, on TPUs: taps, then C, then O along the lanes, as
-        products with it want it. With C along them, as the runtime lays it by itself,
-        every call of a program turns it around in memory first.
+        ``sharding``. On TPUs a convolution's weight [O, C, taps] with two axes of taps
+        or more gets a ``Format``: taps, then C, then O along the lanes, as products
+        want. The runtime's own layout has C along the lanes, and every call of a
+        program would transpose the weight first.
     """
 
     platform = sharding.mesh.devices.flat[0].platform

@@ -1,14 +1,14 @@
 """Stacked blocks under one ``lax.scan``, with upstream's forward as it is.
 
 Upstream's loop calls one block after the other. While :func:`scanned` holds, a call of
-a stacked block computes nothing: it is noted, and what it returns are deferred tensors.
-When something reads one, the blocks called so far run as one scan over the stacked
-weights, whose body is the first block's forward, traced once. So a loop that only hands
-the state on becomes one scan; one that reads the state on the way gets scans up to
-there; and a loop that does anything else between its blocks is refused, by name.
+a stacked block computes nothing: the call is noted and returns deferred tensors. When
+something reads a deferred tensor, the blocks called so far run as one scan over the
+stacked weights, whose body is the first block's forward, traced once. A loop that only
+hands the state on becomes one scan; a loop that reads the state on the way gets one
+more scan; a loop that does anything else between its blocks is refused, by name.
 
-What is handed on is found by looking: the arguments of a block that are what the block
-before returned. All other arguments must be the very same objects for every block.
+The state is found by looking: the arguments of a block that the block before returned.
+All other arguments must be the very same objects for every block.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def scanned(
     """In this block calls of stacked blocks run under scans.
 
     Args:
-        stacks: of the module that is called.
+        stacks: the stacks of the module that is called.
         weights: has the array of every tensor of every stack.
         env: the torchax environment, active.
-        gathered: by array, the sharding in which one block uses a weight that is held
-            in more parts.
+        gathered: by array, the sharding in which a block uses a weight that is held in
+            more parts.
 
     Raises:
         PluginError: from a block's call, when the loop over the blocks does more than
@@ -106,8 +106,8 @@ class _Runner:
 
             leaves, tree = torch_pytree.tree_flatten((args, kwargs))
             chain = self.chain
-            # A loop may end early, and the next one starts at the first block again.
-            # One that starts later is a forward that goes on from a captured state.
+            # A loop may end early, and the next loop starts at the first block again. A
+            # loop that starts later belongs to a forward from a captured state.
             if chain is None or chain.done or index == 0:
                 self.chain = chain = _Chain(self, index, original, leaves, tree)
             else:
@@ -122,15 +122,15 @@ class _Chain:
     """Blocks that were called one after the other, each on the state of the one before.
 
     Attributes:
-        runner: whose blocks.
+        runner: the runner of the blocks.
         start: the first block called.
-        forward: of that block.
-        leaves: of its arguments, flattened.
-        tree: of its arguments.
+        forward: forward of the first block.
+        leaves: arguments of the first block, flattened.
+        tree: structure of these arguments.
         last: the last block called so far.
         state: position among the arguments -> which output of the block before.
-        starts: where scans begin -> the arguments there; a block begins one when the
-            state in front of it was read.
+        starts: where scans begin -> the arguments there; a scan begins at a block if
+            the state in front of the block was read.
         ran: the outputs of the blocks that ran.
     """
 
@@ -241,7 +241,7 @@ class _Chain:
         elif state != self.state:
             raise self._error(index, "takes the state in other places")
         if self.last in self.ran:
-            # It was read: what is left goes on from there.
+            # The state was read: a new scan continues from here.
             before = self.ran[self.last]
             arrays = list(self.starts[max(self.starts)])
             for position, output in state.items():
@@ -250,7 +250,7 @@ class _Chain:
         self.last = index
 
     def output(self, index: int) -> Any:
-        """What block ``index`` returns: deferred tensors, and the rest as it is."""
+        """The result of block ``index``: deferred tensors, all else unchanged."""
 
         def make(number: int) -> torch.Tensor:
             def read() -> jax.Array:
@@ -275,7 +275,7 @@ class _Chain:
         arrays = self.starts[start]
         state = self.state or {}
         handed_on = set(state.values()) == set(range(len(self._structs)))
-        # The last one runs by itself where it gives more than what it hands on.
+        # The last block runs by itself if it returns more than the state.
         alone = index == start or not handed_on
         stop = index if alone else index + 1
         if stop > start:
@@ -331,7 +331,7 @@ class _Chain:
     def _block(self, layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
         """One block on the weights ``layer``."""
 
-        # Here, in the loop: gathered before it, all blocks would be whole at once.
+        # Gather inside the loop: before the loop all blocks would be whole at once.
         constrain = jax.lax.with_sharding_constraint
         whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
         flat = jax.tree.leaves(({**layer, **whole}, arrays))
@@ -361,7 +361,7 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Which output of which block a deferred tensor is."""
+    """A deferred tensor's block, and its place among the block's outputs."""
 
     chain: _Chain
     block: int

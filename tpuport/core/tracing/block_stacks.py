@@ -1,8 +1,8 @@
 """Which blocks of a module are stacked: the same code on weights of the same shapes.
 
 A component declares its lists of blocks by their paths (``Component.stacked``). The
-weights of such a list are held as one array per name within a block, with a leading dim
-of blocks, and :mod:`tpuport.core.tracing.block_scan` runs them under one ``lax.scan``.
+weights of a list are held as one array per name within a block, with a leading dim of
+blocks, and :mod:`tpuport.core.tracing.block_scan` runs them under one ``lax.scan``.
 Blocks that differ in anything but their weights are refused here, by name.
 """
 
@@ -27,7 +27,7 @@ class StackedBlocks:
 
     Attributes:
         path: dotted name of the ``ModuleList``.
-        first: the first block that is like the others; those before it run as ever.
+        first: the first block that is like the others; earlier blocks run unstacked.
         differ: names of attributes that may differ from block to block because forward
             does not depend on them here, such as the index of a cache that is not used.
     """
@@ -38,7 +38,7 @@ class StackedBlocks:
 
     @classmethod
     def of(cls, declared: str | StackedBlocks) -> StackedBlocks:
-        """A path by itself stands for all blocks of the list."""
+        """``declared``, or all blocks of the list if it is a path."""
         return cls(path=declared) if isinstance(declared, str) else declared
 
 
@@ -48,7 +48,7 @@ class Stack:
 
     Attributes:
         path: dotted name of the list.
-        first: index of the first of them in the list.
+        first: index of the first stacked block in the list.
         blocks: the modules.
         tensors: names of a block's parameters and buffers, within the block.
     """
@@ -77,12 +77,12 @@ def find_stacks(
     declared: Sequence[str | StackedBlocks],
     tied: Mapping[str, str],
 ) -> tuple[Stack, ...]:
-    """The stacks of ``module``; fewer than two blocks, or without tensors, make none.
+    """The stacks of ``module``; a stack needs two blocks and a tensor.
 
     Args:
         module: may be on the meta device.
         declared: the lists of blocks.
-        tied: other names of tensors -> the names they are stored under.
+        tied: other names of tensors -> their stored names.
 
     Raises:
         PluginError: there is no such list, its blocks are not identical, or they share
@@ -151,7 +151,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _difference(
     one: torch.nn.Module, other: torch.nn.Module, allowed: Sequence[str]
 ) -> str:
-    """What of ``other`` is not as in ``one``; empty when they are alike."""
+    """How ``other`` differs from ``one``; empty if they are alike."""
     kinds = [{n: type(m).__name__ for n, m in b.named_modules()} for b in (one, other)]
     if kinds[0] != kinds[1]:
         return _first_difference(*kinds)
@@ -185,17 +185,17 @@ def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 @functools.cache
 def _internals() -> frozenset[str]:
-    """What torch keeps in every module; hooks run outside of a block's forward."""
+    """Attributes of every torch module, not compared: hooks run outside forward."""
     import torch
 
     return frozenset(vars(torch.nn.Module())) | {"forward"}
 
 
 def _unequal(one: Any, other: Any, path: str, seen: set[Any]) -> Iterator[str]:
-    """Where two attributes differ, each as a line of text.
+    """The differences of two attributes, each as a line of text.
 
     Args:
-        path: where they are, with a dot behind.
+        path: path of the attributes, with a dot behind.
         seen: pairs of objects that are being compared further up.
     """
     import torch
@@ -206,7 +206,7 @@ def _unequal(one: Any, other: Any, path: str, seen: set[Any]) -> Iterator[str]:
     if type(one) is not type(other):
         yield f"{where} is a {type(other).__name__}, not a {type(one).__name__}"
     elif isinstance(one, torch.nn.Module):
-        # Elsewhere in the tree, and compared there.
+        # The module is elsewhere in the tree, and compared there.
         return
     elif isinstance(one, torch.Tensor):
         if one.is_meta or one.shape != other.shape or not torch.equal(one, other):
@@ -232,7 +232,7 @@ def _unequal(one: Any, other: Any, path: str, seen: set[Any]) -> Iterator[str]:
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """What makes an object what it is; ``None`` for one that ``==`` compares."""
+    """The parts of an object to compare; ``None`` if ``==`` compares the object."""
     if isinstance(value, functools.partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, types.MethodType):

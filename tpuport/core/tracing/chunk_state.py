@@ -1,11 +1,10 @@
 """Videos chunk by chunk: what one chunk leaves for the next, as explicit state.
 
-Upstream code that treats a video as a whole looks back in time only: a causal
-convolution at the last few frames, causal attention at all frames so far. Patches of
-such code say here what they look back at, and find it again in the next chunk. All of
-it together is one dictionary by module path, the carry of a program: the first chunk
-runs one program, all others of one length another, and the frames are those of the
-whole video.
+Upstream code for a whole video looks back in time only: a causal convolution at the
+last few frames, causal attention at all frames so far. Patches of such code keep here
+what the next chunk looks back at. All kept tensors are one dictionary by module path,
+the carry of a program. The first chunk runs one program, all others of one length run
+another, and the frames equal those of the whole video.
 
     def decode(model, carry, constants, given):
         total = constants["frames"].shape[0]
@@ -14,8 +13,8 @@ whole video.
         )
 
 Legend: B videos, C channels, T frames of a chunk, Y rows, X columns, N frames of all
-chunks. Tensors are [B, C, T, Y, X], also those in the carry, so that one layout of
-:class:`tpuport.core.mesh.spatial_split.SpatialLayout` says how all of them are split.
+chunks. All tensors are [B, C, T, Y, X], in the carry too, so that one layout of
+:class:`tpuport.core.mesh.spatial_split.SpatialLayout` says how tensors are split.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _chunk: contextvars.ContextVar[Chunk | None] = contextvars.ContextVar(
 
 
 def current_chunk() -> Chunk | None:
-    """The chunk that is being traced; ``None`` where a video is traced as a whole."""
+    """The chunk that is being traced; ``None`` if a whole video is traced."""
     return _chunk.get()
 
 
@@ -69,12 +68,12 @@ class Chunk:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing comes before it."""
+        """Whether this chunk is the first of the video."""
         return self._before is None
 
     @contextlib.contextmanager
     def within(self, module: torch.nn.Module) -> Iterator[None]:
-        """:func:`current_chunk` gives this one; ``module`` is the root of the paths."""
+        """:func:`current_chunk` gives this chunk; paths start at ``module``."""
         self._paths = {id(child): path for path, child in module.named_modules()}
         token = _chunk.set(self)
         try:
@@ -88,13 +87,13 @@ class Chunk:
         """``x`` behind the ``count`` frames before it, for a causal convolution.
 
         Args:
-            module: that looks back.
+            module: the module that looks back.
             x: [B, C, T, Y, X].
-            count: frames it looks back at.
-            mode: of ``torch.nn.functional.pad``, for what is before the video.
+            count: number of frames before ``x``.
+            mode: ``torch.nn.functional.pad``'s, for frames before the video.
 
         Returns:
-            [B, C, count + T, Y, X]; the last ``count`` of them are kept.
+            [B, C, count + T, Y, X]; the last ``count`` frames are kept.
         """
         if not count:
             return x
@@ -112,17 +111,17 @@ class Chunk:
     ) -> torch.Tensor:
         """``x`` among all frames so far, for attention that is causal by frames.
 
-        They are kept in a buffer that is as long as the video, so that every chunk
-        runs the same program.
+        The frames are kept in a buffer as long as the video, so that one program serves
+        every chunk.
 
         Args:
-            module: that looks back.
-            name: what this is to the module.
+            module: the module that looks back.
+            name: name of ``x`` within the module.
             x: [B, C, T, Y, X].
 
         Returns:
-            in the first chunk ``x``; in others [B, C, N, Y, X] with ``x`` from frame
-            ``start`` on, and zeros after it.
+            ``x`` in the first chunk; in others [B, C, N, Y, X] with ``x`` from frame
+            ``start`` on, and zeros behind.
         """
         name = self._name(module, name)
         array = current().arrays(x)
@@ -139,10 +138,10 @@ class Chunk:
         return found
 
     def _name(self, module: torch.nn.Module, name: str) -> str:
-        """Unique in a chunk.
+        """The key of a tensor, unique in a chunk.
 
         Raises:
-            PluginError: the module is no part of the model, or called twice.
+            PluginError: the module is not in the model, or is called twice.
         """
         path = self._paths.get(id(module))
         if path is None or f"{path}.{name}" in self.after:
@@ -172,19 +171,19 @@ def run_chunk(
     """Call a method of a module on a chunk of frames.
 
     Args:
-        carry: what the chunk before left; ``None`` for the first one.
+        carry: what the chunk before left; ``None`` for the first chunk.
         x: [B, C, T, Y, X].
-        start: index of its first frame, int32.
+        start: index of the first frame of ``x``, int32.
         total: frames of all chunks.
-        method: of the module, called with ``x`` alone.
+        method: the method of the module, called with ``x`` alone.
 
     Returns:
-        what this chunk leaves, in arrays of the same shapes for any chunk, and what
-        the method returns.
+        what this chunk leaves, in arrays of equal shapes for all chunks, and the
+        result of the method.
 
     Raises:
-        PluginError: the chunk is longer than the video, or does not keep what the one
-            before it kept.
+        PluginError: the chunk is longer than the video, or does not keep what the chunk
+            before kept.
     """
     if x.shape[_TIME] > total:
         raise PluginError(f"a chunk of {x.shape[_TIME]} of {total} frames")
@@ -197,9 +196,9 @@ def run_chunk(
 
 
 def chunk_lengths(frames: int, each: int) -> list[int]:
-    """Frames of every chunk: ``each``, and what is left over in the first one.
+    """Frames of every chunk: ``each``, and the remainder in the first chunk.
 
-    So that two programs do for any number of frames.
+    Two programs then serve any number of frames.
     """
     first = 1 + (frames - 1) % each
     return [first] + [each] * ((frames - first) // each)

@@ -1,8 +1,8 @@
-"""What the torch code that is being traced runs in.
+"""The surroundings of torch code while it is traced.
 
-Patches on upstream modules run inside a program; those that write a block for the chip
-need the mesh, the platform and the torchax environment, which upstream's signatures do
-not carry.
+Patches on upstream modules run inside a program. Patches for native blocks need the
+mesh, the platform and the torchax environment, which upstream's signatures do not
+carry.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Active:
         return self.env.j2t_iso(tree)
 
     def axis_size(self, name: str | None) -> int:
-        """Devices along a mesh axis; 1 without it."""
+        """Devices along a mesh axis; 1 if the mesh has no such axis."""
         if name is None or self.context.mesh is None:
             return 1
         return int(dict(self.context.mesh.shape).get(name, 1))
@@ -59,10 +59,10 @@ def activated(active: Active) -> Iterator[None]:
 
 
 def current() -> Active:
-    """What is being traced.
+    """The program that is being traced.
 
     Raises:
-        RuntimeError: nothing is.
+        RuntimeError: no program is being traced.
     """
     active = _active.get()
     if active is None:
@@ -83,10 +83,10 @@ class OpContext:
         attention: how attention is split over the mesh.
         implementation: the attention asked for.
         chip: the TPU the program is for, such as ``"v6e"``; ``None`` for others.
-        space: how the picture is split over devices, in a program that is; the arrays
-            are then a device's own and there is no mesh.
-        records: attention calls traced so far append what ran here.
-        convolutions: as do convolutions, each of them.
+        space: how the picture is split over devices, or ``None``; in a split program
+            arrays are a device's own and there is no mesh.
+        records: each traced attention call appends how it runs.
+        convolutions: each traced convolution appends how it runs.
     """
 
     mesh: jax.sharding.Mesh | None
@@ -101,7 +101,7 @@ class OpContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPolicy:
-    """Which mesh axis splits which dim of q, k and v; a model hands one in.
+    """Which mesh axis splits which dim of q, k and v; each model declares one.
 
     ``None`` leaves the dim whole. Heads and batch are split where the axis divides
     them. Queries are split over ``sequence`` at any length: they are padded to the
@@ -115,14 +115,14 @@ class AttentionPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRecord:
-    """What one traced attention call runs as.
+    """How one traced attention call runs.
 
     Attributes:
         query: shape [B, H, Lq, D], without the padding of a split.
         key: shape [B, Hkv, Lk, D].
         implementation: the kernel that was chosen.
-        reason: why, including what was passed over.
-        split: mesh axis per dim of the query, ``None`` where whole.
+        reason: why, and why other kernels were passed over.
+        split: mesh axis per dim of the query, ``None`` if whole.
         key_lengths: whether each batch item has its own number of valid keys.
         frame_tokens: of frame-causal attention; the kernel then runs once per frame
             and the split of Lq is one of the tokens of each frame.
@@ -133,10 +133,10 @@ class AttentionRecord:
         dtype: of q, k and v.
         padded: tokens of the joint sequence with its padding; ``None`` without one.
         ulysses: devices that exchange tokens for heads.
-        ring: devices that share heads and have a part of the queries each.
-        ring_keys: how these meet each other's keys, ``"passed"`` round a ring or
-            ``"gathered"``; ``None`` where there is one device only.
-        notice: where it is not what the user chose, what became of that.
+        ring: devices that share heads, each with a part of the queries.
+        ring_keys: how these devices exchange keys, ``"passed"`` round a ring or
+            ``"gathered"``; ``None`` for one device.
+        notice: why the user's choice did not run, or empty.
     """
 
     query: tuple[int, ...]
@@ -164,15 +164,15 @@ class AttentionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionRecord:
-    """What some traced calls run as.
+    """How some traced calls run.
 
     Attributes:
-        call: what they are, such as ``"convolution"``; a block that holds several is
-            noted only where it was refused as a whole, and its convolutions by
-            themselves.
-        implementation: what does them.
-        reason: why what is better was passed over; empty where nothing was.
-        count: how many there are, as traced: one in a scanned block counts once.
+        call: kind of call, such as ``"convolution"``. A block of convolutions is noted
+            only if it was refused as a whole; each convolution then has a note of its
+            own.
+        implementation: what computes the calls.
+        reason: why a better implementation was passed over, or empty.
+        count: number of calls as traced: a call in a scanned block counts once.
     """
 
     call: str

@@ -1,8 +1,8 @@
-"""What convolutions ran as, and why a kernel of the project was passed over.
+"""How convolutions ran, and why a kernel of the project was passed over.
 
-A kernel that cannot do a call raises NotImplementedError, and the next implementation
-takes over. Each such step is noted where programs are traced, with the kernel's own
-words, so that reports of runs and plans can tell.
+A kernel that refuses a call raises NotImplementedError, and the next implementation
+takes over. Tracing notes each refusal in the kernel's own words, for reports of runs
+and plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def note(
     *,
     call: str = "convolution",
 ) -> None:
-    """Add one call to what the context knows."""
+    """Add the note of one call to the context."""
     context.convolutions.append(
         ConvolutionRecord(call=call, implementation=implementation, reason=reason)
     )
@@ -36,8 +36,8 @@ def passed_over(
     """Note that ``instead`` takes over a call, and forget what the attempt noted.
 
     Args:
-        known: how many calls the context knew before the attempt: what it did before
-            it was refused is no part of the program.
+        known: number of notes before the attempt: what a refused attempt traced is no
+            part of the program.
     """
     del context.convolutions[known:]
     note(context, instead, str(why), call=call)
@@ -53,6 +53,6 @@ def counted(records: Iterable[ConvolutionRecord]) -> tuple[ConvolutionRecord, ..
 
 
 def joined(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """:func:`counted` of records as :meth:`ConvolutionRecord.as_dict` gives them."""
+    """:func:`counted` for records in the form of :meth:`ConvolutionRecord.as_dict`."""
     found = counted(ConvolutionRecord(**entry) for entry in entries)
     return tuple(record.as_dict() for record in found)

@@ -1,7 +1,7 @@
 """Tensors that are computed when something reads them, and not before.
 
-Their shape and dtype are known all along. While blocks run under one scan, what goes
-from block to block is such a tensor: upstream's loop hands it on without reading it.
+Their shape and dtype are known from the start. While blocks run under one scan, such
+tensors go from block to block: upstream's loop hands them on without reading them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def deferred(
     """A torchax tensor that calls ``read`` whenever its array is asked for.
 
     Args:
-        struct: its shape and dtype.
+        struct: shape and dtype of the tensor.
         env: the torchax environment.
         read: gives the array.
         owner: whatever made it; see :func:`owner_of`.

@@ -1,11 +1,11 @@
 """Where a transformer's forward splits: at its last block.
 
 A plugin declares the lists of blocks in a :class:`ForwardSplit`. :func:`capture` keeps
-what flows into or out of the last block while the module runs, :func:`resume` puts such
-a state back in place of all that comes before. Both override ``forward`` of block
-instances for as long as they hold; the module's own forward is upstream's, unchanged.
-In a resumed forward the blocks that do nothing leave no trace in the compiled program,
-and XLA drops whatever fed only them.
+the state before or after the last block while the module runs. :func:`resume` puts a
+state back in place of all that comes before. Both override ``forward`` of block
+instances while they hold; the module's own forward is upstream's, unchanged. In a
+resumed forward the skipped blocks leave nothing in the compiled program, and XLA drops
+whatever fed only them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ForwardSplit:
     """How the blocks of a module hand their state on.
 
     Every block takes the tensors of ``state`` by keyword or as its first positional
-    arguments in that order, and returns them: as a tuple, or bare when there is one.
+    arguments in that order, and returns them: as a tuple, or bare if there is one.
 
     Attributes:
         blocks: dotted names of the ``ModuleList`` s of blocks, in the order they run.
         state: the names under which a block takes what the block before returned.
-        head: those that forward still reads after the last block; ``None`` for all.
+        head: names that forward still reads after the last block; ``None`` for all.
     """
 
     blocks: tuple[str, ...]
@@ -56,7 +56,7 @@ class ForwardSplit:
             )
 
     def names(self, where: Where) -> tuple[str, ...]:
-        """The tensors of a state captured there."""
+        """The names of a state captured at ``where``."""
         if where == "before_last" or self.head is None:
             return self.state
         return self.head
@@ -66,7 +66,7 @@ class ForwardSplit:
 def capture(
     module: torch.nn.Module, split: ForwardSplit, where: Where
 ) -> Iterator[dict[str, Any]]:
-    """Keep the state at ``where`` of the one forward that runs in this block.
+    """Keep the state at ``where`` of the single forward that runs in this context.
 
     Yields:
         A dict that the forward fills: a tensor per name of ``split.names(where)``.
@@ -99,7 +99,7 @@ def capture(
 def resume(
     module: torch.nn.Module, split: ForwardSplit, where: Where, state: State
 ) -> Iterator[None]:
-    """In this block forward goes on from ``state``; the blocks before it do nothing.
+    """In this context forward starts at ``state``; earlier blocks do nothing.
 
     From ``"before_last"`` the last block runs on the state; from ``"after_last"`` it
     returns the state without running.
@@ -220,7 +220,7 @@ def _keep(
 def _forwards(
     replacements: Sequence[tuple[torch.nn.Module, Callable[..., Any]]],
 ) -> Iterator[None]:
-    """``nn.Module.__call__`` finds these in place of the blocks' own forward."""
+    """In this context the functions replace the blocks' own forward."""
     saved = [(block, vars(block).get("forward")) for block, _ in replacements]
     try:
         for block, forward in replacements:

@@ -1,4 +1,4 @@
-"""What the project's kernels are told of the chip that a program is traced for."""
+"""Options of the project's kernels for the chip that a program is traced for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpuport.core.mesh.chips import CHIPS
 from tpuport.core.tracing.context import OpContext
 from tpuport.kernels.attention.selection import DEFAULT_CHIP
 
-#: Of a core's VMEM, what a kernel may take.
+#: The share of a core's VMEM that a kernel may take.
 VMEM_SHARE = 7 / 8
 
 

@@ -29,10 +29,10 @@ class OpOverride:
             ``torch.ops.aten.native_layer_norm``; all get the same implementation.
         make: returns the implementation for a context. It is called with JAX arrays
             in place of tensors and must honour the torch signature whole.
-        owner: who claims it, for messages.
-        reason: why torchax's own implementation does not do.
-        define: makes the operators where torch has none of that name; called before
-            they are looked up, as often as that happens.
+        owner: who claims the operator, for messages.
+        reason: what is wrong with torchax's own implementation.
+        define: makes operators that torch does not have; called before every look-up of
+            the operators.
     """
 
     targets: tuple[str, ...]
@@ -43,19 +43,19 @@ class OpOverride:
 
     @property
     def name(self) -> str:
-        """For reports: the last part of its first target, such as ``layer_norm``."""
+        """Name in reports: last part of the first target, such as ``layer_norm``."""
         return self.targets[0].rpartition(".")[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverrideStatus:
-    """What would become of one override.
+    """Whether one override could be installed.
 
     Attributes:
-        override: which one.
+        override: the override.
         state: ``"applicable"``, ``"gone"`` (an operator does not exist) or ``"broken"``
             (the operator is claimed twice).
-        detail: the reason of the override, or why it cannot be installed.
+        detail: the override's reason, or why the override cannot be installed.
     """
 
     override: OpOverride
@@ -191,7 +191,7 @@ class OpRegistry:
 
 
 def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[OverrideStatus, ...]:
-    """Whether each could be installed together with the others; never raises.
+    """Whether each override could be installed with the others; never raises.
 
     Nothing is made or installed.
     """

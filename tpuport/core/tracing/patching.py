@@ -1,9 +1,8 @@
 """Monkey patches as data: resolved all together, applied, undone in reverse order.
 
-A patch names its target, the replacement, why it is there and which upstream versions
-it is for. Nothing changes before every patch is known to fit, and what was found is
-put back as it was found: a descriptor as that descriptor, an inherited attribute as no
-attribute of its own.
+A patch names its target, the replacement, the reason and the upstream versions. Nothing
+changes before every patch is known to fit. Undoing restores the original: a descriptor
+as the descriptor, an inherited attribute by removing the class's own.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Patch:
         replacement: the new callable, or ``"module:attr"``, imported when applied. It
             may be a ``staticmethod``, ``classmethod`` or ``property``; a plain
             function that replaces a static or class method becomes one.
-        reason: why upstream's own does not do.
-        upstream: the versions it is for, such as ``"diffusers>=0.42,<0.43"``; empty
+        reason: what is wrong with upstream's own.
+        upstream: versions for the patch, such as ``"diffusers>=0.42,<0.43"``; empty
             for any.
         link: the upstream issue or source.
         wraps: ``replacement`` is called with the original function and returns the
@@ -78,7 +77,7 @@ class Patch:
                     f"patch {self.name!r}: upstream {self.upstream!r} is not a "
                     f'requirement such as "diffusers>=0.42,<0.43": {error}'
                 ) from None
-            # They would be dropped without a word: only name and versions are used.
+            # Only name and versions are used: markers and extras would be lost.
             if requirement.marker or requirement.url or requirement.extras:
                 raise PatchError(
                     f"patch {self.name!r}: upstream {self.upstream!r} may only have a "
@@ -96,7 +95,7 @@ class PatchStatus:
         state: ``"applied"`` or ``"skipped"``; from :func:`inspect_patches`
             ``"applicable"``, ``"skipped"``, ``"gone"`` (the target does not exist) or
             ``"broken"``.
-        detail: the reason of the patch, or why it was skipped or cannot be applied.
+        detail: the patch's reason, or why it was skipped or cannot be applied.
     """
 
     name: str
@@ -118,10 +117,10 @@ class PatchReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Site:
-    """A resolved patch: where it goes and what was there.
+    """A resolved patch: its place and the original.
 
-    ``own`` is what the owner's own ``__dict__`` had, as a tuple of one, or empty for
-    an inherited attribute.
+    ``own`` is the entry of the owner's own ``__dict__``, as a tuple of one, or empty
+    for an inherited attribute.
     """
 
     patch: Patch
@@ -134,10 +133,10 @@ class _Site:
         setattr(self.owner, self.attr, self.new)
 
     def undo(self) -> None:
-        """Put back what was there.
+        """Put the original back.
 
         Raises:
-            PatchError: something else is there by now; it is left alone.
+            PatchError: somebody else replaced the attribute, which is left alone.
         """
         missing = object()
         now = vars(self.owner).get(self.attr, missing)
@@ -156,10 +155,10 @@ class _Site:
 
 @contextlib.contextmanager
 def applied(patches: Sequence[Patch]) -> Iterator[PatchReport]:
-    """Apply patches for the length of the block; yields what each came to.
+    """Apply patches for the length of the block; yields the state of each patch.
 
-    Targets and versions are resolved first; nothing changes unless all fit. Patches
-    are undone in reverse order also after an error in the block or half-way through
+    Targets and versions are resolved first; nothing changes unless all fit. Patches are
+    undone in reverse order, also after an error in the block or half-way through
     applying. Contexts must be left in the reverse order of entering.
 
     Raises:
@@ -215,7 +214,7 @@ def inspect_patches(patches: Sequence[Patch]) -> PatchReport:
 
 
 def _resolve_all(patches: Sequence[Patch]) -> tuple[list[_Site], dict[int, str]]:
-    """The sites to patch, and index -> why for the patches that are skipped."""
+    """The sites to patch, and the reason of each skipped patch by index."""
     skipped: dict[int, str] = {}
     sites: dict[int, _Site] = {}
     for index, patch in enumerate(patches):
@@ -230,7 +229,7 @@ def _resolve_all(patches: Sequence[Patch]) -> tuple[list[_Site], dict[int, str]]
 
 
 def _why_skipped(patch: Patch) -> str:
-    """Why the patch is not for what is installed; empty when it is."""
+    """Why the patch is not for the installed versions; empty if it is."""
     if not patch.upstream:
         return ""
     requirement = Requirement(patch.upstream)
@@ -238,7 +237,7 @@ def _why_skipped(patch: Patch) -> str:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return f"for {patch.upstream}; {requirement.name} is not installed"
-    # A pre-release in the range is in the range, whatever pip would choose.
+    # A pre-release in the range counts, whatever pip would choose.
     if not requirement.specifier.contains(version, prereleases=True):
         return f"for {patch.upstream}; {requirement.name} {version} is installed"
     return ""
@@ -247,7 +246,7 @@ def _why_skipped(patch: Patch) -> str:
 def _resolve(patch: Patch) -> _Site:
     owner, attr = _owner(patch)
     if isinstance(owner, ModuleType):
-        # Before looking into __dict__: a lazy module fills it on first access.
+        # Access first: a lazy module fills __dict__ on first access.
         raw = _attribute(patch, owner, attr)
     elif any(attr in vars(base) for base in owner.__mro__):
         raw = inspect.getattr_static(owner, attr)
@@ -265,11 +264,11 @@ def _owner(patch: Patch) -> tuple[Any, str]:
     *parents, attr = path.split(".")
     try:
         if module.partition(".")[0] == "torchax":
-            # On some pairs with torch it does not import by itself.
+            # compat makes torchax import beside torch versions that it is not for.
             compat.import_torchax()
         owner: Any = importlib.import_module(module)
     except Exception as error:
-        # Upstream modules fail to import in many ways; all mean: nothing to patch.
+        # Upstream modules fail to import in many ways; then nothing can be patched.
         raise _gone(
             patch, f"module {module} does not import: {_error_text(error)}"
         ) from error
@@ -289,7 +288,7 @@ def _attribute(patch: Patch, owner: Any, name: str) -> Any:
     except AttributeError:
         raise _gone(patch, f"{_describe(owner)} has no {name!r}") from None
     except Exception as error:
-        # A lazy module imports on access, and that may fail in any way.
+        # A lazy module imports on access, which may fail in any way.
         raise _gone(
             patch, f"{name!r} of {_describe(owner)} raises {_error_text(error)}"
         ) from error
@@ -344,7 +343,7 @@ def _imported(patch: Patch, path: str) -> Any:
 
 
 def _conflicts(sites: dict[int, _Site]) -> list[tuple[int, int]]:
-    """Pairs of indices that claim one attribute, also under different paths."""
+    """Pairs of indices that claim one attribute, even under different paths."""
     first: dict[tuple[int, str], int] = {}
     pairs = []
     for index, site in sites.items():

@@ -1,7 +1,7 @@
 """A torch module as a pure function of weights and inputs.
 
-The same object is called on real arrays, lowered on abstract arrays, and sharded: what
-is planned is what runs.
+One object is called on real arrays, lowered on abstract arrays, and sharded: what is
+planned is what runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WeightNames:
     Attributes:
         stored: parameters and persistent buffers, tied ones under one name.
         computed: non-persistent buffers, which no checkpoint holds.
-        tied: every other name of a stored tensor -> the name it is stored under.
+        tied: every other name of a stored tensor -> its stored name.
     """
 
     stored: tuple[str, ...]
@@ -92,13 +92,13 @@ class PortedModule:
             and which run under one scan; see ``Component.stacked``.
 
     Attributes:
-        names: its tensors, by the names they have in the module.
+        names: the tensors, by their names in the module.
         stacks: the stacked blocks.
-        arrays: its weights: the name of each array -> the tensors in it. One tensor, or
-            those of all blocks of a stack along a new leading dim, under a name such as
-            ``blocks.*.linear.weight``.
-        gathered: stacked arrays whose blocks are gathered for use: the sharding of one
-            block's, by array.
+        arrays: the weights: the name of each array -> the tensors in the array. One
+            tensor, or the tensors of all blocks of a stack along a new leading dim,
+            under a name such as ``blocks.*.linear.weight``.
+        gathered: sharding of one block, by array, for stacked arrays whose blocks are
+            gathered for use.
 
     Raises:
         PluginError: blocks that cannot be stacked.
@@ -131,11 +131,11 @@ class PortedModule:
 
         Args:
             weights: one array per name in :attr:`arrays`.
-            args: positional arguments; arrays anywhere in them are JAX arrays.
+            args: positional arguments; all arrays in them are JAX arrays.
             method: the method of the module to call.
-            weight_overrides: arrays used in place of weights of the same names.
+            weight_overrides: arrays by the names of the weights that they replace.
             attributes: module attributes (dotted) that hold during this call only.
-            within: makes, from the module, a context that the call runs in.
+            within: makes a context for the call from the module.
             kwargs: keyword arguments, like ``args``.
 
         Returns:
@@ -143,7 +143,7 @@ class PortedModule:
 
         Raises:
             PluginError: the module does more with stacked blocks than run one after the
-                other, or an override or attribute is of a single one of them.
+                other, or an override or attribute is for a single block of a stack.
         """
 
         env = self.runtime.env
@@ -179,7 +179,7 @@ class PortedModule:
         """Shapes of all weights, for lowering without data.
 
         Args:
-            dtype: of a tensor, from its name in the module and the tensor.
+            dtype: gives a tensor's dtype from its name in the module and the tensor.
         """
 
         tensors = self.tensors()
@@ -192,13 +192,13 @@ class PortedModule:
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The module's own tensors by name, tied ones under each of theirs."""
+        """The module's own tensors by name; a tied tensor has several names."""
         tensors = dict(self.module.named_parameters(remove_duplicate=False))
         tensors.update(self.module.named_buffers(remove_duplicate=False))
         return tensors
 
     def leading(self, array: str) -> tuple[int, ...]:
-        """The dims that an array has before those of its tensors."""
+        """The dims of an array in front of the dims of its tensors."""
         count = len(self.arrays[array])
         return (count,) if count > 1 else ()
 
@@ -299,7 +299,7 @@ def constrain(
 
 @contextlib.contextmanager
 def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """No dropout in this block; the training flags of the caller's module return."""
+    """No dropout in this context; the caller's training flags are restored."""
     training = [child for child in module.modules() if child.training]
     for child in training:
         child.training = False

@@ -40,14 +40,14 @@ class Runtime:
         mesh: devices the programs run on; ``None`` for the default device.
         platform: where programs are lowered.
         patches: monkey patches on upstream code, applied while tracing.
-        overrides: op overrides; those of every model are not added here, but by
-            :func:`tpuport.core.layers.model_runtime.model_runtime`.
+        overrides: op overrides;
+            :func:`tpuport.core.layers.model_runtime.model_runtime` adds every model's.
         attention: how attention is split over the mesh.
-        attention_implementation: what attention to use.
+        attention_implementation: the attention to use.
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
-        records: what the attention calls traced so far run as.
-        convolutions: what the convolutions of the program traced last run as.
-        patch_report: what patching did, once something was traced.
+        records: how the attention calls traced so far run.
+        convolutions: how the convolutions of the program traced last run.
+        patch_report: the state of each patch, after the first trace.
     """
 
     mesh: jax.sharding.Mesh | None
@@ -72,7 +72,7 @@ class Runtime:
 
     @property
     def space(self) -> Space | None:
-        """How the picture is split in what is being traced; see :meth:`split`."""
+        """How the picture is split in the traced program; see :meth:`split`."""
         return self._space
 
     def op_context(self) -> OpContext:
@@ -90,7 +90,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def split(self, space: Space) -> Iterator[None]:
-        """What is traced in this block has its part of the picture; see ``spatial``."""
+        """Code traced in this context has a device's part of the picture."""
         before, self._space = self._space, space
         try:
             yield
@@ -98,11 +98,11 @@ class Runtime:
             self._space = before
 
     def _chip(self) -> str | None:
-        """The kind of TPU the programs are for, as far as the mesh tells."""
+        """The kind of TPU that the programs are for, read from the mesh."""
         if self.platform != "tpu" or self.mesh is None:
             return None
         device = self.mesh.devices.flat[0]
-        # A mesh of other devices stands in for TPUs where a program is only lowered.
+        # A mesh of other devices stands in for TPUs if a program is only lowered.
         return chip_of(device) if device.platform == "tpu" else None
 
     @contextlib.contextmanager
@@ -110,8 +110,8 @@ class Runtime:
         """Torch code in this block runs on JAX; yields the torchax environment."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            # torch's index tensors are int64, jax runs with 32-bit integers; indices
-            # that matter are checked where they enter, in tpuport.core.arrays.
+            # torch's index tensors are int64, jax runs with 32-bit integers;
+            # tpuport.core.arrays checks the indices that matter.
             warnings.filterwarnings("ignore", message="Explicitly requested dtype.*64")
             self.patch_report = stack.enter_context(applied(self.patches))
             context = self.op_context()

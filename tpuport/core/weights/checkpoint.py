@@ -20,7 +20,7 @@ from tpuport.errors import HubError, MissingWeightsError, WeightsError
 if TYPE_CHECKING:
     import torch
 
-#: File names of a component's weights, diffusers' and transformers' spelling.
+#: File names of a component's weights, as diffusers and transformers spell them.
 STEMS = ("diffusion_pytorch_model", "model")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -31,7 +31,7 @@ class Checkpoint:
     """A local folder in the diffusers layout.
 
     Attributes:
-        folder: where it is.
+        folder: the folder on disk.
         source: what the user named: a hub id, a folder, or ``demo``.
     """
 
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def reference(self) -> str:
-        """What names this checkpoint from any folder: a hub id, ``demo``, or a path."""
+        """The checkpoint's name from any folder: a hub id, ``demo``, or a path."""
         folder = Path(self.source).expanduser()
         return str(folder.resolve()) if folder.is_dir() else self.source
 
@@ -181,9 +181,9 @@ class Checkpoint:
                     yield name, file.get_tensor(name)
 
     def fingerprint(self, component: str) -> str:
-        """A content fingerprint of what is read of a component, wherever it lies.
+        """A fingerprint of the contents of a component's files, wherever they lie.
 
-        Other files in the folder (a README, another precision) do not count.
+        Files that are not read (a README, another precision) do not count.
         """
         if component not in self._fingerprints:
             folder = self.folder / component
@@ -193,7 +193,7 @@ class Checkpoint:
         return self._fingerprints[component]
 
     def has(self, component: str) -> bool:
-        """Whether the component's folder is there at all."""
+        """Whether the component's folder exists."""
         return (self.folder / component).is_dir()
 
 
@@ -230,7 +230,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def local_folder(weights: str | Path) -> Path | None:
-    """The folder that ``weights`` names; ``None`` where it is a hub id.
+    """The folder that ``weights`` names; ``None`` for a hub id.
 
     Raises:
         MissingWeightsError: there is no such folder, and it cannot be a hub id.
@@ -265,9 +265,9 @@ def resolve(
     Args:
         weights: a folder in the diffusers layout, or ``owner/name`` on the hub.
         folders: the component folders that are needed; only these are downloaded.
-        pipelines: the pipeline classes this model port reads.
-        model: its name, for messages.
-        say: told before a download.
+        pipelines: the pipeline classes that the model port reads.
+        model: name of the model, for messages.
+        say: called with a line before a download.
         reader: the model port that reads a pipeline class, if any, for messages.
 
     Raises:
@@ -303,8 +303,8 @@ def _download(repo_id: str, folders: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as error:
-        # Anything the hub client raises (network, authorisation, no such id) ends
-        # here: the user needs one line, and --debug keeps the chain.
+        # All errors of the hub client (network, authorisation, no such id) end here:
+        # the user needs one line, and --debug keeps the chain.
         reason = str(error).strip().splitlines()[0] if str(error) else ""
         raise HubError(
             f"hub id {repo_id!r} could not be fetched "

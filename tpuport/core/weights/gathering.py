@@ -1,8 +1,8 @@
 """Weights of stacked blocks, held in parts and gathered block by block.
 
-Where tokens are split over the mesh every device multiplies with whole weights. Those
-of stacked blocks need not all be there at once: each device holds a part of every one,
-and the devices put a block's together when its turn comes (Zhao et al. 2023,
+If tokens are split over the mesh, every device multiplies with whole weights. The
+weights of stacked blocks need not all be whole at once: each device holds a part of
+every weight, and the devices gather a block when its turn comes (Zhao et al. 2023,
 arXiv:2304.11277, for training). A device then holds one block whole at a time.
 """
 
@@ -26,14 +26,14 @@ from tpuport.core.weights.sharding import (
     spec_axes,
 )
 
-#: Of a chip's memory, for weights: the rest is for activations.
+#: Share of a chip's memory for weights; the rest is for activations.
 WEIGHT_SHARE = 0.7
-#: Weights of fewer elements stay whole: gathering them takes longer than they save.
+#: Weights with fewer elements stay whole: gathering them costs more than it saves.
 SMALLEST = 1 << 16
 
 
 def room_for_weights(devices: Iterable[jax.Device]) -> float:
-    """Bytes of a device that weights may take; no limit where the chip is not a TPU."""
+    """Bytes of a device that weights may take; no limit if the chip is not a TPU."""
     device = next(iter(devices))
     if device.platform != "tpu":
         return math.inf
@@ -47,15 +47,15 @@ def gathered(
     *,
     room: float,
 ) -> ShardingPlan:
-    """``plan`` with the weights of stacked blocks in parts, where that is needed.
+    """``plan`` with the weights of stacked blocks in parts, if they need parts.
 
-    It is where they are larger than ``room``, or where the layout asks for it. Parts
-    are along sp, or along dp and sp where those are still too large.
+    Parts are needed if the weights exceed ``room``, or if the layout asks for parts.
+    Weights are split along sp, or along dp and sp if parts along sp are too large.
 
     Args:
-        plan: of whole weights, or of such that tp splits.
+        plan: a plan of whole weights, or of weights that tp splits.
         ported: the module, with its stacks.
-        weights: name -> object with a shape and an item size, of all of the plan's.
+        weights: name -> object with a shape and an item size, for the whole plan.
         room: bytes of a device that the weights may take.
     """
     found = plan
@@ -73,10 +73,10 @@ def gathered(
 
 
 def undivided(plan: ShardingPlan, *, room: float) -> str:
-    """What to tell of stacked weights that stay whole though they exceed ``room``.
+    """A line about stacked weights that stay whole though they exceed ``room``.
 
-    Empty where there is nothing to tell: they fit, are held in parts, or no axis is
-    there to hold them in parts over.
+    The line is empty if the weights fit, are held in parts, or have no axis to be split
+    over.
     """
     ways = {axis: n for axis in ("dp", "sp") if (n := plan.mesh.get(axis, 1)) > 1}
     fits = plan.bytes_per_device <= room
@@ -123,12 +123,12 @@ def _in_parts(
 def _finer(
     spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
 ) -> Spec | None:
-    """``spec`` with one dim split over ``axes`` as well; None where none divides."""
+    """``spec`` with one dim split over ``axes`` too; None if no dim divides."""
     if math.prod(shape) < SMALLEST:
         return None
     entries = list(spec) + [None] * (len(shape) - len(spec))
     parts = math.prod(mesh[axis] for axis in axes)
-    # A dim that nothing splits, and of these the first: whole rows move.
+    # The first dim that nothing splits: whole rows move.
     order = sorted(range(len(shape)), key=lambda dim: entries[dim] is not None)
     for dim in order:
         own = spec_axes(entries[dim])

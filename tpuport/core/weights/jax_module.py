@@ -1,8 +1,7 @@
-"""A component in JAX alone: what :mod:`tpuport.core.tracing.ported_module` is to a
-torch module.
+"""A component in JAX alone, as :mod:`tpuport.core.tracing.ported_module` is for torch.
 
-The component's sharding rules hold for its weights as they are stored; here each spec
-is turned with the dims of its weight.
+The component's sharding rules are written for the stored weights; each spec is permuted
+here with the dims of its weight.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ class JaxModule:
     """A module written in JAX whose weights live outside of it.
 
     Args:
-        weights: of the implementation and the config.
-        runtime: of the component; nothing of torch is traced in it.
+        weights: the weight map of the implementation for the config.
+        runtime: the component's runtime; no torch code is traced in it.
 
     Attributes:
-        arrays: name here -> the tensors in it, which is the array itself: as
-            :attr:`tpuport.core.tracing.ported_module.PortedModule.arrays`, with names
-            here.
+        arrays: array name -> the array's own name, in a tuple of one, as in
+            :attr:`tpuport.core.tracing.ported_module.PortedModule.arrays`.
     """
 
     def __init__(self, weights: WeightMap, runtime: Runtime) -> None:
@@ -56,13 +54,13 @@ class JaxModule:
         """Shape, dtype and sharding of the arrays; nothing is read.
 
         Args:
-            plan: of the stored tensors, by their names in upstream's module.
+            plan: plan of the stored tensors, by their names in upstream's module.
             mesh: the devices.
-            dtype: of all of them.
-            used: which stored tensors, by name, there will be.
+            dtype: dtype of all arrays.
+            used: whether a stored tensor, by name, will be there.
 
         Raises:
-            WeightsError: the plan is of other tensors.
+            WeightsError: the plan is for other tensors.
             ShardingError: the plan has problems.
         """
 
@@ -86,7 +84,7 @@ class JaxModule:
         """Stored tensors under the names and in the layouts of this module.
 
         Raises:
-            WeightsError: one is not of this module.
+            WeightsError: a tensor does not belong to this module.
         """
         for stored, tensor in tensors:
             yield self.map.convert(stored, tensor)
@@ -94,23 +92,23 @@ class JaxModule:
 
 @dataclass(frozen=True, slots=True)
 class BoundJaxModule:
-    """A module in JAX inside a program: ``model.module()`` is the implementation's."""
+    """A JAX module inside a program; ``model.module()`` is the implementation."""
 
     ported: JaxModule
     weights: Weights
 
     def module(self) -> Any:
-        """What the implementation binds: a module with these weights."""
+        """The implementation's module with these weights."""
         return self.ported.map.bind(self.weights)
 
     @property
     def dtype(self) -> Any:
-        """Of the weights, all of which have one."""
+        """The common dtype of all weights."""
         return next(iter(self.weights.values())).dtype
 
     @property
     def platform(self) -> str:
-        """Where the program is lowered."""
+        """The platform that the program is lowered for."""
         return self.ported.runtime.platform
 
     @property
@@ -128,13 +126,13 @@ class BoundJaxModule:
 
 
 class StoredWeight(Protocol):
-    """One weight of an implementation, and where it comes from.
+    """One weight of an implementation, and its stored tensor.
 
     Attributes:
-        name: in the implementation.
-        stored: upstream's name, as the component's sharding rules have it.
-        order: which of the stored dims stands at each of its own.
-        shape: in the implementation.
+        name: name in the implementation.
+        stored: upstream's name, as in the component's sharding rules.
+        order: the stored dim at each dim of the weight.
+        shape: shape in the implementation.
     """
 
     @property
@@ -148,24 +146,24 @@ class StoredWeight(Protocol):
 
 
 class WeightMap(Protocol):
-    """The weights of an implementation of one config."""
+    """The weights of an implementation for one config."""
 
     @property
     def by_stored_name(self) -> Mapping[str, StoredWeight]:
         """Every weight by upstream's name."""
 
     def check(self, stored: Iterable[str]) -> None:
-        """Refuse a checkpoint with other names than these.
+        """Refuse a checkpoint with other names.
 
         Raises:
-            WeightsError: some are missing, or some are unknown.
+            WeightsError: names are missing or unknown.
         """
 
     def convert(self, stored: str, array: Any) -> tuple[str, Any]:
-        """One stored tensor -> its name here, and the array with its dims turned.
+        """Name and array in the implementation, dims permuted, of a stored tensor.
 
         Raises:
-            WeightsError: no such weight, or one of another shape.
+            WeightsError: there is no such weight, or the shape differs.
         """
 
     def bind(self, arrays: Mapping[str, Any]) -> Any:

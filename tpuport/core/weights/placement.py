@@ -1,8 +1,8 @@
 """Weights from the host to their shards, one tensor at a time.
 
-A stack of blocks is filled on the devices: its buffers are made there, empty, and every
-tensor is written into them as it comes. The host holds no more of a stack than of any
-other weight, and the devices hold each weight once.
+A stack of blocks is filled on the devices: the devices make empty buffers, and every
+tensor is written into its buffer as it comes. The host holds no more of a stack than of
+any other weight, and the devices hold each weight once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpuport.core.weights.jax_module import JaxModule
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
 from tpuport.errors import PluginError, ShardingError
 
-#: Biases and the scales of norms: many shapes, little memory.
+#: Most bytes of a stack put together on the host: biases, and scales of norms.
 GATHERED_BYTES = 4 * 2**20
 
 
@@ -36,21 +36,21 @@ def abstract_weights(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype, sharding and layout of a module's arrays; nothing is read.
 
-    A stack is split as its blocks are, its leading dim is whole. Buffers that no file
-    holds are replicated. What the plan holds in more parts than it is used in is noted
-    in ``ported.gathered``.
+    A stack is split like its blocks; its leading dim is whole. Buffers that no file
+    holds are replicated. ``ported.gathered`` notes weights that the plan holds in more
+    parts than a block uses.
 
     Args:
         ported: the module, which may be on the meta device.
-        plan: of its stored tensors, by their names in the module.
+        plan: plan of the stored tensors, by their names in the module.
         mesh: the devices.
-        dtype: of a tensor, from its name and the tensor.
-        used: which stored tensors, by name, there will be.
+        dtype: gives a tensor's dtype from its name and the tensor.
+        used: whether a stored tensor, by name, will be there.
 
     Raises:
         ShardingError: the plan has problems, or splits the blocks of a stack in
             different ways.
-        PluginError: ``used`` parts a stack.
+        PluginError: ``used`` takes only some blocks of a stack.
     """
 
     shardings = named_shardings(plan, mesh)
@@ -95,15 +95,15 @@ def place_weights(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Iterable[tuple[str, np.ndarray]],
 ) -> dict[str, jax.Array]:
-    """The arrays ``wanted``, filled from ``tensors`` in whatever order they come.
+    """The arrays ``wanted``, filled from ``tensors`` in any order.
 
-    Each tensor is on its way to the devices before the next one is taken, and two at
-    most are in flight. Stacks of up to :data:`GATHERED_BYTES` are put together on the
+    Each tensor is on its way to the devices before the next is read, and at most two
+    are in flight. Stacks of up to :data:`GATHERED_BYTES` are put together on the
     host, which compiles no program for their shapes.
 
     Args:
-        ported: whose weights.
-        wanted: what :func:`abstract_weights` gives.
+        ported: the module.
+        wanted: the result of :func:`abstract_weights`.
         tensors: every tensor of every wanted array, by its name in the module.
     """
 
@@ -156,7 +156,7 @@ def _filling(
 
     one = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return (
-        # Made on the devices: a host array of this size is what streaming avoids.
+        # Make the buffer on the devices: streaming avoids a host array of this size.
         jax.jit(make, out_shardings=sharding),
         jax.jit(write, donate_argnums=0, out_shardings=sharding),
         one,

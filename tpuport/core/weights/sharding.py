@@ -1,4 +1,4 @@
-"""Where every weight goes: rules are claims, checked against all weights, then applied.
+"""Where every weight goes: rules claim weights, are checked against all, then applied.
 
 A rule that matches nothing, a weight that no rule or two rules match, and a dim that
 does not divide its axis are errors that name the thing; there is no catch-all and no
@@ -39,9 +39,9 @@ class ShardRule:
 
     Attributes:
         pattern: a regex for the full name.
-        spec: what splits each dim.
+        spec: the mesh axes that split each dim.
         optional: may match nothing, for weights that only some configs have.
-        note: why, for people.
+        note: the reason, for people.
 
     Raises:
         ShardingError: the pattern is not a regex, or the spec not a tuple of axis
@@ -72,8 +72,8 @@ class ShardRule:
 class WeightInfo:
     """Shape and bytes per element of a weight, for plans without the weights.
 
-    Any object with ``shape`` and ``itemsize`` or ``dtype.itemsize`` does as well:
-    torch tensors, jax and numpy arrays, ``jax.ShapeDtypeStruct``.
+    Plans take any object with ``shape`` and ``itemsize`` or ``dtype.itemsize``: torch
+    tensors, jax and numpy arrays, ``jax.ShapeDtypeStruct``.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class WeightInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleUse:
-    """What a rule came to: how many weights it matches and their bytes, unsplit."""
+    """A rule, the number of weights that it matches, and their bytes, unsplit."""
 
     pattern: str
     spec: Spec
@@ -96,20 +96,20 @@ class ShardingPlan:
     """Where the weights of one component go on one mesh.
 
     Attributes:
-        component: whose weights.
+        component: name of the component.
         mesh: axis name -> size.
         rules: every rule with its use, in the order given.
-        assignments: weight name -> spec, of the first rule that matches.
-        total_bytes: of all weights, each once.
-        bytes_per_device: what each device holds.
-        replicated_bytes: of the weights that every device holds whole; on a mesh of
-            one device that is all of them.
-        layout: which table of rules this is.
-        extra_bytes_per_device: what each device holds more than in the default layout.
-        held: the specs of weights that are held in more parts than ``assignments``
-            says, and gathered for use; see :mod:`tpuport.core.weights.gathering`.
+        assignments: weight name -> spec of the first rule that matches.
+        total_bytes: bytes of all weights, each counted once.
+        bytes_per_device: bytes that each device holds.
+        replicated_bytes: bytes of weights that every device holds whole; all weights on
+            a mesh of one device.
+        layout: name of the table of rules.
+        extra_bytes_per_device: bytes that each device holds beyond the default layout.
+        held: specs of weights that are held in more parts than in ``assignments`` and
+            gathered for use; see :mod:`tpuport.core.weights.gathering`.
         gathered_over: the axes of these parts.
-        gathered_bytes_per_device: what each device holds less for it.
+        gathered_bytes_per_device: bytes that parts save on each device.
     """
 
     component: str
@@ -153,18 +153,18 @@ class ShardingPlan:
         }
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """For people: a head, and a row for each rule that has weights."""
+        """A table for people: a head, and a row for each rule that has weights."""
         rows = [("spec", "weights", "bytes", "pattern")]
         rows += [
             (_spec_text(u.spec), str(u.matches), bytes_text(u.bytes), u.pattern)
             for u in self.rules
-            # Every weight has a rule: one for another config says nothing.
+            # Leave out rules without weights: they are for other configs.
             if u.matches
         ]
         return rows
 
     def remarks(self) -> list[str]:
-        """For people, below the table: the totals and the layout."""
+        """Lines for people, below the table: the totals and the layout."""
         told = [
             f"total {bytes_text(self.total_bytes)}, "
             f"{bytes_text(self.bytes_per_device)} per device, of that "
@@ -196,16 +196,16 @@ def plan_sharding(
     """Match rules with weights; nothing is placed and no array is read.
 
     Args:
-        rules: each weight must be matched by exactly one.
+        rules: exactly one rule must match each weight.
         weights: name -> object with a shape and an item size, see :class:`WeightInfo`.
         mesh_shape: axis name -> size, all axes of the mesh.
-        component: whose weights, for messages.
+        component: name of the component, for messages.
 
     Raises:
         ShardingError: lists every weight and rule that does not fit.
     """
     compiled = [re.compile(rule.pattern) for rule in rules]
-    # An axis the mesh lacks is reported with the rule; it then counts as size 1.
+    # An axis that the mesh lacks is reported with the rule, and counts as size 1.
     sizes = dict(mesh_shape)
     problems = _Problems(component)
     matches: Counter[int] = Counter()
@@ -263,7 +263,7 @@ def plan_sharding(
 def named_shardings(
     plan: ShardingPlan, mesh: jax.sharding.Mesh
 ) -> dict[str, jax.sharding.NamedSharding]:
-    """The jax sharding of every weight of the plan, by name, as it is held.
+    """The jax sharding in which every weight of the plan is held, by name.
 
     Raises:
         ShardingError: the plan is for a mesh of another shape.
@@ -282,18 +282,18 @@ def named_shardings(
 
 
 class _Problems:
-    """Collects problems; the same problem of many weights becomes one line."""
+    """Collects problems; one problem of many weights becomes one line."""
 
     def __init__(self, component: str) -> None:
         self._component = component
-        # Line -> the weights it is about. Blocks of a model repeat, and so would it.
+        # Line -> its weights. Blocks of a model repeat, and so would the line.
         self._found: dict[str, list[str]] = {}
 
     def check(self, mesh: Mapping[str, int]) -> None:
         """Refuse a plan with problems.
 
         Raises:
-            ShardingError: lists all of them.
+            ShardingError: lists all problems.
         """
         count = len(self._found)
         if count:
@@ -330,7 +330,7 @@ class _Problems:
         rule: ShardRule,
         sizes: Mapping[str, int],
     ) -> int:
-        """In how many parts the weight is split; 1 where it cannot be."""
+        """Number of parts of the weight; 1 if it cannot be split."""
         if rule.spec and len(rule.spec) != len(shape):
             self._add(
                 f"rule {rule.pattern!r} has a spec of rank {len(rule.spec)}, "
@@ -341,7 +341,7 @@ class _Problems:
             return 1
         ways = 1
         for dim, entry in enumerate(rule.spec):
-            # A set: an axis used twice is reported with the rule.
+            # A set, because an axis used twice is reported with the rule.
             axes = [axis for axis in dict.fromkeys(spec_axes(entry)) if axis in sizes]
             parts = math.prod(sizes[axis] for axis in axes)
             if shape[dim] % parts:

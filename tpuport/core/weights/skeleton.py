@@ -1,4 +1,4 @@
-"""Upstream's class built from a config without weights, and its names in the files."""
+"""Upstream's class built from a config without weights; weight names in files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpuport.errors import WeightsError
 
 
 class StoredModule(Protocol):
-    """What must be known of a component to find its class and its weights.
+    """The facts of a component that find its class and its weights.
 
     Attributes:
-        name: its folder in the checkpoint.
+        name: the component's folder in the checkpoint.
         class_path: ``"package:Class"``, the upstream class.
-        stored_prefix: what stored names may have in front of the class's own.
-        ignored: regexes of stored names that upstream's loader passes over as well.
+        stored_prefix: a prefix that stored names may have before the class's names.
+        ignored: regexes of stored names that upstream's loader ignores too.
     """
 
     @property
@@ -43,8 +43,8 @@ def build_skeleton(
 ) -> torch.nn.Module:
     """The upstream module with parameters on the meta device and buffers computed.
 
-    A full-size model costs no memory for its weights this way. Non-persistent buffers
-    (position tables) are computed by upstream's own constructor.
+    A full-size model then takes no memory for its weights. Upstream's own constructor
+    computes the non-persistent buffers (position tables).
 
     Raises:
         WeightsError: the config does not build the class.
@@ -65,7 +65,7 @@ def build_skeleton(
             ) from error
     assert isinstance(module, torch.nn.Module)
     if hasattr(module, "tie_weights"):
-        # Moving each parameter to meta by itself parts those that are one.
+        # Moving each parameter to meta separately unties tied parameters.
         module.tie_weights()
     return module.eval()
 
@@ -77,8 +77,8 @@ def match_names(
     tied: Mapping[str, str],
     expected: Sequence[str],
 ) -> dict[str, str]:
-    """Expected weight name -> name in the files. Tied weights may have either name, and
-    all of them the component's prefix.
+    """Expected weight name -> name in the files. A tied weight may have either name;
+    any name may have the prefix of the component.
 
     Raises:
         WeightsError: a tensor is missing or extra; the message names it.
@@ -118,5 +118,5 @@ def match_names(
 
 
 def is_used(used: Sequence[str], name: str) -> bool:
-    """Whether one of the regexes ``used`` is of the weight of that name."""
+    """Whether one of the regexes ``used`` matches the weight's name."""
     return any(re.fullmatch(pattern, name) for pattern in used)

@@ -1,4 +1,4 @@
-"""Weights rewritten once at load, where a native block wants them in another order.
+"""Weights rewritten once at load, for native blocks that want another order.
 
 Letters: H heads, D head dim.
 """
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightTransform:
-    """One rewriting of stored tensors, of the same shape and dtype.
+    """One rewriting of stored tensors that keeps shape and dtype.
 
     Attributes:
         pattern: a regex that matches the whole names of the tensors.
-        apply: ``apply(tensor, config)`` gives the tensor that takes its place.
-        reason: what for.
-        needed: whether a module of a config has such tensors; then one must match.
+        apply: ``apply(tensor, config)`` gives the new tensor.
+        reason: the reason for the rewriting.
+        needed: whether a module of a config must have a tensor that matches.
     """
 
     pattern: str
@@ -39,11 +39,11 @@ def transformer(
     config: Mapping[str, Any],
     names: Iterable[str],
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """``f(name, tensor)`` that applies whichever transform matches the name.
+    """``f(name, tensor)`` that applies the transform that matches the name.
 
     Args:
-        config: of the module.
-        names: of all its tensors.
+        config: config of the module.
+        names: names of all tensors of the module.
 
     Raises:
         PluginError: a transform that is needed matches none of the names; from ``f``:
@@ -80,10 +80,10 @@ def transformer(
 
 @functools.cache
 def half_order(head_dim: int) -> tuple[int, ...]:
-    """Where each element of a head goes from: first the even ones, then the odd.
+    """The source index of each element of a head: first the even, then the odd ones.
 
     Interleaved rotary pairs (2i, 2i + 1) become (i, i + D/2), so that a rotation takes
-    two contiguous halves. Queries and keys in the same order have the same products.
+    two contiguous halves. Queries and keys share the order, so products do not change.
     """
     return (*range(0, head_dim, 2), *range(1, head_dim, 2))
 
