@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from tpuport.core.files.atomic import replacing
+from tpuport.core.files.atomic import replacing, temporary_beside
 from tpuport.core.files.encoders import Encoder, open_encoder
 from tpuport.core.files.frames import FrameChecks, measure, to_uint8
 from tpuport.errors import OutputError, VideoError
@@ -296,7 +296,8 @@ def _replacing_frames(folder: Path) -> Iterator[Path]:
     """A folder whose PNGs take the place of those of ``folder`` at the end."""
     # All frames are written before any old one goes, so that a failure in between
     # leaves the earlier video whole.
-    scratch = Path(tempfile.mkdtemp(prefix=".tpuport-", dir=folder.parent))
+    scratch = temporary_beside(folder)
+    scratch.mkdir()
     try:
         yield scratch
         folder.mkdir(exist_ok=True)

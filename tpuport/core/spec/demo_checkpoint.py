@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tpuport.core.files.atomic import temporary_beside
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -85,7 +85,8 @@ def _intact(folder: Path) -> bool:
 def _make(port: ModelPort, variant: str, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+        temporary = temporary_beside(folder)
+        temporary.mkdir()
     except OSError as error:
         raise WeightsError(
             f"the demo checkpoint cannot be written to {folder.parent}: "
@@ -95,7 +96,6 @@ def _make(port: ModelPort, variant: str, folder: Path) -> None:
         port.make_demo(temporary, variant)
         seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
         (temporary / _SEAL).write_text(json.dumps(seal) + "\n")
-        temporary.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
         try:
