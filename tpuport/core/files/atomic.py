@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuport.errors import ArtifactError, UsageError
+from tpuport.errors import UsageError, WriteError
 
 _TEMPORARY = ".tpuport-"
 
@@ -112,16 +112,21 @@ def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         yield temporary
         temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _flush_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def flush(file: Path) -> None:
+    """Have the content of ``file`` on disk."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
     """Flush the names in ``folder``, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -139,7 +144,7 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, whole or not at all.
 
     Raises:
-        ArtifactError: the file cannot be written; what was there before still is.
+        WriteError: the file cannot be written; what was there before still is.
     """
     try:
         with replacing(path) as temporary:
@@ -153,7 +158,7 @@ def atomic_write_json(path: Path, data: Any) -> None:
 
     Raises:
         UsageError: ``data`` is not JSON (NaN and infinity are not).
-        ArtifactError: the file cannot be written.
+        WriteError: the file cannot be written.
     """
     try:
         text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
@@ -163,10 +168,10 @@ def atomic_write_json(path: Path, data: Any) -> None:
     atomic_write_bytes(path, encoded + b"\n")
 
 
-def cannot_write(path: Path, error: Exception) -> ArtifactError:
+def cannot_write(path: Path, error: Exception) -> WriteError:
     """The error for a file that could not be written, in one line."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ArtifactError(f"{path}: cannot be written: {one_line(reason)}")
+    return WriteError(f"{path}: cannot be written: {one_line(reason)}")
 
 
 def one_line(text: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -72,12 +71,3 @@ def _malformed(run: Mapping[str, Any]) -> str:
 def now() -> str:
     """The time in UTC, such as ``2025-01-31T12:00:00Z``."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def tpuport_version() -> str:
-    """The installed version, or "unknown"."""
-
-    try:
-        return version("tpuport")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"

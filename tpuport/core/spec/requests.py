@@ -167,10 +167,10 @@ class Requests:
             )
         )
 
-    def with_pixels(
+    def with_source(
         self, *, image: Any = None, video: Any = None, **asked: Any
-    ) -> tuple[Request, dict[str, torch.Tensor]]:
-        """The request, and the pixels that its encode stage reads.
+    ) -> tuple[Request, Source | None]:
+        """The request, and what its encode stage starts from.
 
         Args:
             image, video: as :meth:`Session.generate` takes them.
@@ -178,10 +178,7 @@ class Requests:
         """
         frames = _given(asked.get("num_frames"), self.variant.num_frames)
         source = read_source(image, video, frames)
-        request = self.request(source=source, **asked)
-        if source is None:
-            return request, {}
-        return request, {source.kind: source.for_videos(len(request.prompts))}
+        return self.request(source=source, **asked), source
 
 
 def read_source(image: Any, video: Any, frames: int) -> Source | None:
