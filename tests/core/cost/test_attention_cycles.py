@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,10 @@ def test_our_kernel_is_costed_beside(ours: AttentionCost, cost: AttentionCost) -
 
 
 @needs_libtpu
-def test_tiles_that_a_kernel_does_not_take_are_refused_by_name() -> None:
+def test_tiles_that_a_kernel_does_not_take_are_refused_by_name(tmp_path: Path) -> None:
     case = replace(SMALL, blocks=Blocks(q=512, kv=512, kv_compute=384))
     with pytest.raises(KernelError, match="512/512/384 cannot be compiled") as caught:
-        attention_cost(case)
+        attention_cost(case, cache=tmp_path)
     assert caught.value.refused
     assert "\n" not in str(caught.value)
 
@@ -127,7 +127,7 @@ def test_tiles_that_a_kernel_does_not_take_are_refused_by_name() -> None:
     ],
 )
 def test_jaxs_kernel_has_the_bundles_counted_by_hand(
-    head_dim: int, blocks: str, length: int, bundles: int
+    head_dim: int, blocks: str, length: int, bundles: int, folder: Path
 ) -> None:
     """Counted by hand in dumps of jax 0.10.2 for other lengths and numbers of heads,
     which decide a few dozen bundles of a step: where its copies begin and end."""
@@ -139,15 +139,16 @@ def test_jaxs_kernel_has_the_bundles_counted_by_hand(
         head_dim=head_dim,
         blocks=Blocks.parse(blocks),
     )
-    assert attention_cost(case).bundles_per_tile == pytest.approx(bundles, rel=0.02)
+    cost = attention_cost(case, cache=folder)
+    assert cost.bundles_per_tile == pytest.approx(bundles, rel=0.02)
 
 
 def test_without_libtpu_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TopologyError, match="v6e-1 needs libtpu, the TPU compiler"):
-        attention_cost(SMALL)
+        attention_cost(SMALL, cache=tmp_path)
 
 
 @pytest.mark.parametrize("option", [{"is_causal": True}, {"dtype": "float32"}])
@@ -187,8 +188,8 @@ def test_a_case_that_is_none_is_refused(change: dict[str, Any], said: str) -> No
 
 def test_cases_and_costs_survive_json() -> None:
     case = replace(SMALL, window=(3, 4))
-    assert AttentionCase.from_dict(json.loads(json.dumps(case.as_dict()))) == case
-    assert AttentionCase.from_dict(replace(case, blocks=None).as_dict()).blocks is None
+    assert AttentionCase.from_dict(json.loads(json.dumps(asdict(case)))) == case
+    assert AttentionCase.from_dict(asdict(replace(case, blocks=None))).blocks is None
 
 
 def test_the_hash_of_a_kernel_is_of_the_code_of_its_own_files(

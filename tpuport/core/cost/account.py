@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from tpuport.core.cost.collectives import Collective
@@ -51,8 +51,8 @@ class Row:
     source: str
     category: str
     times: int
-    cycles: float
-    seconds: float
+    cycles: float = 0.0
+    seconds: float = 0.0
     flops: float = 0.0
     hbm_bytes: float = 0.0
     bound: str = ""
@@ -61,16 +61,12 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        data = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name != "collective"
-        }
-        if self.collective is not None:
-            data["axis"] = self.collective.axis
-            data["bytes"] = self.collective.bytes
-            data["link_seconds"] = self.collective.seconds
-        return data
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        moved = data.pop("collective")
+        if moved is None:
+            return data
+        moves = {"axis": moved.axis, "bytes": moved.bytes}
+        return {**data, **moves, "link_seconds": moved.seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +88,6 @@ class CollectiveUse:
     bytes: int
     seconds: float
     exposed_seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -121,10 +113,9 @@ class Account:
 
     def bounds(self) -> dict[str, float]:
         """Seconds by the unit that limits them."""
-        units = (MXU, VECTOR, HBM, ICI)
         return {
             name: math.fsum(r.seconds for r in self.rows if r.bound == name)
-            for name in units
+            for name in (MXU, VECTOR, HBM, ICI)
         }
 
     @property
@@ -141,21 +132,18 @@ class Account:
 
     def collectives(self) -> list[CollectiveUse]:
         """By kind and axis, in the order in which they first run."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        found: dict[tuple[str, str], list[tuple[Row, Collective]]] = {}
         for row in self.rows:
-            if row.collective is not None:
-                key = (row.collective.kind, row.collective.axis)
-                found.setdefault(key, []).append(row)
+            if (moved := row.collective) is not None:
+                found.setdefault((moved.kind, moved.axis), []).append((row, moved))
         return [
             CollectiveUse(
                 kind=kind,
                 axis=axis,
-                count=sum(r.times for r in rows),
-                bytes=sum(r.times * r.collective.bytes for r in rows if r.collective),
-                seconds=math.fsum(
-                    r.times * r.collective.seconds for r in rows if r.collective
-                ),
-                exposed_seconds=math.fsum(r.seconds for r in rows),
+                count=sum(row.times for row, _ in moves),
+                bytes=sum(row.times * moved.bytes for row, moved in moves),
+                seconds=math.fsum(row.times * moved.seconds for row, moved in moves),
+                exposed_seconds=math.fsum(row.seconds for row, _ in moves),
             )
-            for (kind, axis), rows in found.items()
+            for (kind, axis), moves in found.items()
         ]

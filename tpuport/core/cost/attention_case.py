@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class Blocks:
                 "of COMPUTE"
             )
         return cls(q=q, kv=kv, kv_compute=kv_compute)
+
+    @classmethod
+    def of(cls, tiles: SplashBlocks) -> Blocks:
+        """Of the tiles that our kernel takes."""
+        return cls(q=tiles.q, kv=tiles.kv, kv_compute=tiles.kv_compute)
 
     def __str__(self) -> str:
         return f"{self.q}/{self.kv}/{self.kv_compute}"
@@ -112,45 +117,25 @@ class AttentionCase:
         """Bytes of an element."""
         return 4 if self.dtype == "float32" else 2
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; :meth:`from_dict` reads it back."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> AttentionCase:
-        """The case that :meth:`as_dict` wrote."""
-        blocks = data.get("blocks")
-        window = data.get("window")
-        return cls(
-            **{
-                **data,
-                "blocks": Blocks(**blocks) if blocks else None,
-                "window": tuple(window) if window else None,
-            }
-        )
-
-
-def padded(length: int, block: int) -> int:
-    """The smallest multiple of ``block`` that is at least ``length``."""
-    return -(-length // block) * block
+        """The case of ``dataclasses.asdict``, also by way of JSON."""
+        blocks, window = data["blocks"], data["window"]
+        read = {
+            "blocks": Blocks(**blocks) if blocks else None,
+            "window": tuple(window) if window else None,
+        }
+        return cls(**{**data, **read})
 
 
 def rule_blocks(case: AttentionCase) -> Blocks:
     """The tiles of tpuport's kernel by its own rule, without the table."""
-
-    found = default_blocks(
-        case.q_len,
-        case.kv_len,
-        case.head_dim,
-        chip=case.chip,
-        itemsize=case.itemsize,
-    )
-    return Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+    lengths = (case.q_len, case.kv_len, case.head_dim)
+    return Blocks.of(default_blocks(*lengths, chip=case.chip, itemsize=case.itemsize))
 
 
 def fits(case: AttentionCase, blocks: Blocks) -> bool:
     """Whether tpuport's kernel takes these tiles and they fit the chip's VMEM."""
-
     try:
         tiles = SplashBlocks(q=blocks.q, kv=blocks.kv, kv_compute=blocks.kv_compute)
     except ValueError:

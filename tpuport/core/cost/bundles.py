@@ -160,7 +160,7 @@ class Program:
         found: dict[str, tuple[int, int]] = {}
         for name in self._carried.get(loop.head, ()):
             definition = self._definitions[name]
-            first, following = (self._operand(o, env) for o in definition.operands[:2])
+            first = self._operand(definition.operands[0], env)
             if not isinstance(first, int) or isinstance(first, bool):
                 continue
             following = self._operand(definition.operands[1], {**env, name: first})
@@ -198,17 +198,14 @@ class Program:
         if name in self.inputs:
             return env.get(operand(self.inputs[name]), ("value", name))
         definition = self._definitions.get(name)
-        if definition is None:
-            return ("value", name)
-        if name in self.indices or definition.operation == "sphi":
+        if definition is None or definition.operation == "sphi":
             return ("value", name)
         value = self._compute(name, definition, env)
-        if definition.predicate is not None:
-            negated, predicate, otherwise = definition.predicate
-            if otherwise is not None:
-                holds = self.evaluate(predicate, env)
-                value = select(holds, negated, value, self._operand(otherwise, env))
-        return value
+        negated, predicate, otherwise = definition.predicate or (False, "", None)
+        if otherwise is None:
+            return value
+        holds = self.evaluate(predicate, env)
+        return select(holds, negated, value, self._operand(otherwise, env))
 
     def _compute(
         self, name: str, definition: _Definition, env: Mapping[str, int]
@@ -219,11 +216,8 @@ class Program:
             held = _PLACE.match(place)
             if held and held[1] in self.scalars:
                 return env.get(operand(self.scalars[held[1]]), ("load", place))
-            found = _LOADS.match(place)
-            spilled = self._spilled.get(found[1]) if found else None
-            if spilled is None:
-                return ("load", place)
-            return self.evaluate(spilled, env)
+            spilled = self._stored(place)
+            return ("load", place) if spilled is None else self.evaluate(spilled, env)
         values = [self._operand(o, env) for o in definition.operands]
         if operation == "smov" and values:
             return values[0]
@@ -245,9 +239,7 @@ class Program:
     def _compare(
         self, kind: str, operands: tuple[str, ...], values: list[Expression]
     ) -> Expression:
-        if any(isinstance(value, int) for value in values) and not all(
-            isinstance(value, int) for value in values
-        ):
+        if sum(isinstance(value, int) for value in values) == 1:
             # An index against something unknown is one test in all steps, whatever
             # the index is: it keeps its name.
             values = [
@@ -257,6 +249,11 @@ class Program:
                 for text, value in zip(operands, values, strict=True)
             ]
         return compare(kind, values[0], values[1])
+
+    def _stored(self, place: str) -> str | None:
+        """The variable that a load from a place gets, where one was stored there."""
+        found = _LOADS.match(place)
+        return self._spilled.get(found[1]) if found else None
 
     def _operand(self, text: str, env: Mapping[str, int]) -> Expression:
         if text.startswith("%"):
@@ -280,16 +277,15 @@ class Program:
             definition = self._definitions.get(at)
             if definition is None or definition.operation == "sphi":
                 continue
-            for operand in definition.operands:
-                if operand.startswith("%"):
-                    open_names.append(operand[1:])
-                elif (found := _LOADS.match(operand)) and self._spilled.get(found[1]):
-                    open_names.append(str(self._spilled[found[1]]))
+            operands = definition.operands
             if definition.predicate is not None:
                 _, predicate, otherwise = definition.predicate
-                open_names.append(predicate)
-                if otherwise and otherwise.startswith("%"):
-                    open_names.append(otherwise[1:])
+                operands = (*operands, f"%{predicate}", otherwise or "")
+            for operand in operands:
+                if operand.startswith("%"):
+                    open_names.append(operand[1:])
+                elif stored := self._stored(operand):
+                    open_names.append(stored)
         return False
 
 

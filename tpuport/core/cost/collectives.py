@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -96,16 +95,13 @@ def read_collective(
         return Collective(kind, axis, (), pairs, given, seconds, loads)
     groups = read_groups(instruction.attributes, devices)
     size = len(groups[0])
-    crossing = tuple(p for g in groups for p in itertools.pairwise(g))
-    axis = _axes(crossing, mesh)
-    if kind == "all-gather":
-        moved, payload = given * (size - 1), given * size
-    elif kind == "reduce-scatter":
-        moved, payload = given * (size - 1) // size, given
-    elif kind == "all-reduce":
-        moved, payload = 2 * given * (size - 1) // size, given
-    else:
-        moved, payload = given, given
+    axis = _axes([p for g in groups for p in itertools.pairwise(g)], mesh)
+    payload = given * size if kind == "all-gather" else given
+    moved = {
+        "all-gather": given * (size - 1),
+        "reduce-scatter": given * (size - 1) // size,
+        "all-reduce": 2 * given * (size - 1) // size,
+    }.get(kind, given)
     if kind in ("all-to-all", "ragged-all-to-all"):
         loads = network.all_to_all(groups, given)
         steps = network.hops(itertools.permutations(groups[0], 2))
@@ -125,8 +121,8 @@ def read_pairs(attributes: str) -> tuple[tuple[int, int], ...]:
     found = _PAIRS.search(attributes)
     if found is None:
         raise HloError(f"no source_target_pairs in {attributes[:200]!r}")
-    numbers = [int(n) for n in re.findall(r"\d+", found[1])]
-    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    pairs = re.findall(r"(\d+),(\d+)", found[1])
+    return tuple((int(source), int(target)) for source, target in pairs)
 
 
 def read_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -135,23 +131,25 @@ def read_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     Raises:
         HloError: in none of them.
     """
-
-    grid: Any
     if found := _LISTED.search(attributes):
-        groups = [
-            tuple(int(n) for n in group.split(",") if n)
-            for group in re.findall(r"\{([\d,]*)\}", found[1])
-        ]
+        groups = [_numbers(g) for g in re.findall(r"\{([\d,]*)\}", found[1])]
         return tuple(g for g in groups if g) or (tuple(range(devices)),)
     if found := _IOTA.search(attributes):
-        shape, dims = (tuple(map(int, found[i].split(","))) for i in (1, 2))
-        grid = np.arange(math.prod(dims)).reshape(dims)
-        if found[3]:
-            grid = grid.transpose(tuple(map(int, found[3].split(","))))
-        return tuple(tuple(map(int, row)) for row in grid.reshape(shape))
+        rows = _iota(found[2], found[3]).reshape(_numbers(found[1]))
+        return tuple(tuple(map(int, row)) for row in rows)
     if found := _MESH.search(attributes):
         return _mesh_groups(found[1], found[2], found[3])
     raise HloError(f"no replica_groups in {attributes[:200]!r}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """All numbers from 0 on in an array of these dims, in another order of them."""
+    grid = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return grid.transpose(_numbers(order)) if order else grid
 
 
 def _mesh_groups(
@@ -160,15 +158,12 @@ def _mesh_groups(
     """``mesh['a'=2,'b'=4] {'b'}``, also of a part of an axis: ``'b':(1)2``."""
 
     named = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", axes)}
-    total = math.prod(named.values())
-    ids: Any = np.arange(total)
+    ids = np.arange(math.prod(named.values()))
     if order:
         shaped = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order)
         if shaped is None:
             raise HloError(f"device ids {order!r} of a collective are not understood")
-        ids = ids.reshape(tuple(map(int, shaped[1].split(","))))
-        if shaped[2]:
-            ids = ids.transpose(tuple(map(int, shaped[2].split(","))))
+        ids = _iota(shaped[1], shaped[2])
     dims: list[int] = []
     chosen: list[int] = []
     wanted = {

@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,6 @@ from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import smallest_of, topology_devices
-
-Built = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
-"""A function and the arrays that it is compiled for."""
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _DTYPES = {
@@ -55,16 +53,16 @@ def main(folder: Path) -> None:
     if len(names) != 1:
         found = ", ".join(names) or "none"
         raise ScheduleError(f"compiled to {len(names)} kernels ({found}), not to one")
-    schedule = read_dump(folder / "schedule", request["chip"], only=names)[names[0]]
+    schedule = read_dump(folder / "schedule", request["chip"], names[0])
     scalars = {int(n): value for n, value in request.get("scalars", {}).items()}
-    way = usual(schedule.executions(scalars=scalars))
+    way = usual(schedule.executions(scalars))
     # Two cores share a grid where one of its axes lets them.
     shared = way.grid not in rest.pop("grids")
     cost = {
         "kernel": names[0],
         "grid": way.grid,
         "cores": chip(request["chip"]).cores if shared else 1,
-        "bundles": schedule.bundles,
+        "bundles": schedule.program.bundles,
         "cycles": way.cycles,
         "busiest": way.busiest,
         "utilization": way.utilization,
@@ -73,10 +71,7 @@ def main(folder: Path) -> None:
         "conditions": [
             f"{'' if value else 'not '}({text})" for text, value in way.conditions
         ],
-        "regions": [
-            {"start": r.start, "end": r.end, "depth": r.depth, "runs": r.runs}
-            for r in way.regions
-        ],
+        "regions": [asdict(region) for region in way.regions],
         **rest,
     }
     (folder / "cost.json").write_text(json.dumps(cost, indent=1))
@@ -105,8 +100,10 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     device = topology_devices(smallest_of(request["chip"]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
-    build = _attention if "case" in request else _custom_call
-    run, arrays = build(request)
+    if "case" in request:
+        run, arrays = build(AttentionCase.from_dict(request["case"]))
+    else:
+        run, arrays = _custom_call(request)
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
     started = time.perf_counter()
     # Kernels that ask what chip they are for are told by the mesh, not by this machine.
@@ -118,7 +115,7 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return [
         instruction.name
         for computation in parse(text).computations.values()
-        for instruction in computation.instructions
+        for instruction in computation.values()
         if instruction.target == "tpu_custom_call"
     ], {
         "grids": list(_grids(traced.jaxpr.jaxpr)),
@@ -127,13 +124,10 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     }
 
 
-def _attention(request: dict[str, Any]) -> Built:
-    """A call of one of the attention kernels that are compared."""
-    return build(AttentionCase.from_dict(request["case"]))
-
-
-def _custom_call(request: dict[str, Any]) -> Built:
-    """A custom call as a compiled program has it."""
+def _custom_call(
+    request: dict[str, Any],
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """A custom call as a compiled program has it, and the arrays that it takes."""
 
     def struct(dtype: str, shape: list[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(_DTYPES[dtype]))

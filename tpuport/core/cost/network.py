@@ -44,11 +44,10 @@ class Network:
 
     def __init__(self, topology: Topology, chip: Chip, devices: Sequence[Any]) -> None:
         self._chip = chip
-        dims = topology.dims
-        self._dims = dims
+        self._dims = topology.dims
         self._rings = topology.rings
         self._places: list[Place] = [
-            (*(int(c) for c in d.coords[: len(dims)]), int(d.core_on_chip))
+            (*(int(c) for c in d.coords[: len(self._dims)]), int(d.core_on_chip))
             for d in devices
         ]
 
@@ -92,14 +91,10 @@ class Network:
 
     def all_to_all(self, groups: Sequence[Sequence[int]], size: float) -> Loads:
         """Loads where every device sends an even share of ``size`` to each other."""
-        loads: Loads = defaultdict(float)
-        for group in groups:
-            share = size / len(group)
-            for link, part in self.permute(
-                itertools.permutations(group, 2), share
-            ).items():
-                loads[link] += part
-        return loads
+        return _together(
+            self.permute(itertools.permutations(group, 2), size / len(group))
+            for group in groups
+        )
 
     def ring(self, groups: Sequence[Sequence[int]], size: float) -> Loads:
         """Loads of passing ``size`` bytes round each group, half in each direction.
@@ -107,24 +102,21 @@ class Network:
         ``size`` is what every device has to receive: of an all-gather, all parts but
         its own.
         """
-        loads: Loads = defaultdict(float)
+        loads = []
         for group in groups:
             order = self._round(group)
-            count = len(order)
-            if count == 1:
+            pairs = list(zip(order, [*order[1:], order[0]], strict=True))
+            share = size
+            if len(order) == 1:
                 continue
-            near = [(i, (i + 1) % count) for i in range(count)]
-            if count == 2:
-                steps, share = near, size
-            else:
-                steps, share = near + [(j, i) for i, j in near], size / 2
-            pairs = [(order[i], order[j]) for i, j in steps]
+            if len(order) > 2:
+                pairs += [(b, a) for a, b in pairs]
+                share = size / 2
             # Where every member has links along more axes, rings along each of them
             # share the work.
             share /= max(1, self._degree(group) // 2)
-            for link, part in self.permute(pairs, share).items():
-                loads[link] += part
-        return loads
+            loads.append(self.permute(pairs, share))
+        return _together(loads)
 
     def _degree(self, group: Sequence[int]) -> int:
         """The fewest links that a member has to other members."""
@@ -146,16 +138,14 @@ class Network:
         """The members in an order that goes round over few links."""
         if len(group) <= 2:
             return list(group)
+        orders = itertools.permutations(range(len(self._dims)))
         return min(
-            (self._snake(group, axes) for axes in self._axis_orders()),
+            (self._snake(group, axes) for axes in orders),
             key=lambda order: sum(
                 len(self.route(a, b))
                 for a, b in zip(order, [*order[1:], order[0]], strict=True)
             ),
         )
-
-    def _axis_orders(self) -> list[tuple[int, ...]]:
-        return list(itertools.permutations(range(len(self._dims))))
 
     def _snake(self, group: Sequence[int], axes: tuple[int, ...]) -> list[int]:
         """Back and forth along the first axis, and back home through its first line.
@@ -167,20 +157,17 @@ class Network:
         first, rest = axes[0], axes[1:]
         lines: dict[tuple[int, ...], list[int]] = {}
         for device in sorted(group, key=lambda d: self._along(places[d], rest)):
-            lines.setdefault(self._line(places[device], rest), []).append(device)
+            line = tuple(places[device][axis] for axis in rest)
+            lines.setdefault(line, []).append(device)
         home: list[int] = []
         order: list[int] = []
         keep = len(lines) > 2 and all(len(v) > 1 for v in lines.values())
         for index, members in enumerate(lines.values()):
-            line = sorted(members, key=lambda d: (places[d][first], places[d][-1]))
+            row = sorted(members, key=lambda d: (places[d][first], places[d][-1]))
             if keep and index:
-                home.append(line.pop(0))
-            order += line if index % 2 == 0 else line[::-1]
+                home.append(row.pop(0))
+            order += row if index % 2 == 0 else row[::-1]
         return order + home[::-1]
-
-    @staticmethod
-    def _line(place: Place, axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(place[axis] for axis in axes)
 
     def _along(self, place: Place, axes: tuple[int, ...]) -> tuple[int, ...]:
         """Sorts lines so that each is next to the one before."""
@@ -191,3 +178,12 @@ class Network:
             key.append(self._dims[axis] - 1 - at if flip else at)
             flip = at % 2 == 1
         return tuple(key)
+
+
+def _together(loads: Iterable[Loads]) -> Loads:
+    """What several transfers at once put on each link."""
+    total: Loads = defaultdict(float)
+    for each in loads:
+        for link, part in each.items():
+            total[link] += part
+    return total

@@ -29,14 +29,6 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "sshra.s32": lambda a, b: a >> b,
     "sshrl.u32": lambda a, b: (a & 0xFFFFFFFF) >> b,
 }
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
 #: A comparison that is the opposite of one on the right.
 _OPPOSITE = {"ne": "eq", "ge": "lt", "gt": "le"}
 
@@ -49,8 +41,9 @@ def wrap(value: int) -> int:
 
 
 def compare(kind: str, left: Expression, right: Expression) -> Expression:
+    """``left`` beside ``right``; the kind is ``eq``, ``ne``, ``lt``, ``le``, ..."""
     if isinstance(left, int) and isinstance(right, int):
-        return _COMPARE[kind](left, right)
+        return getattr(operator, kind)(left, right)
     if left == right:
         return kind in ("eq", "le", "ge")
     if kind in _OPPOSITE:

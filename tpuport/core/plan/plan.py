@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tpuport.core.cost.account import CATEGORIES
@@ -252,7 +252,7 @@ class Plan:
             "lower_seconds": math.fsum(p.lower_seconds for p in self.programs),
             "program_bytes": self.program_bytes,
             "collectives": [
-                {"stage": p.stage, "program": p.program, **use.as_dict()}
+                {"stage": p.stage, "program": p.program, **asdict(use)}
                 for p in self.programs
                 if p.account is not None
                 for use in p.account.collectives()

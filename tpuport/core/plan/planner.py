@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
+from tpuport.core.cost.kernel_cycles import KernelsMet, keep_schedules
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
@@ -87,7 +87,6 @@ class Planner:
         self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
         self._skeletons: dict[str, Any] = {}
         self._tiling: dict[str, TilingDecision] = {}
-        self.kernels = KernelCosts(self.chip, self.cache, reporter=self.reporter)
         self.written: list[str] = []
 
     def elsewhere(self, topology: Topology) -> Planner:
@@ -291,7 +290,8 @@ class Planner:
             tiled = program.tiling is not None and program.tiling.tiled
             form = found.get(program.stage)
             if form is None or form.tiled != tiled:
-                form = _Form(tiled=tiled, kernels=KernelsMet(self.kernels))
+                kernels = KernelsMet(self.chip, self.cache, self.reporter)
+                form = _Form(tiled=tiled, kernels=kernels)
                 found[program.stage] = form
                 forms.append(form)
             what = f"compiling {program.stage}/{program.program}"
