@@ -128,9 +128,9 @@ class Small(Planner):
     small: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self.say = self.reporter.say if self.reporter else lambda text: None
+        self.say = self.reporter.say
         self.chip, self.devices = chip("v6e"), [None] * 4
-        self._skeletons, self._tiling, self.written = {}, {}, []
+        self._tiling, self.written = {}, []
 
     def check_mesh(self, spec: MeshSpec) -> None:
         assert spec.size == 4

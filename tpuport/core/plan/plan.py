@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tpuport.core.cost.account import CATEGORIES
+from tpuport.core.cost.account import Account
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -38,17 +39,22 @@ class StagePlan:
         """Of all its programs over the run."""
         return sum(p.calls for p in self.programs)
 
+    def _sum(self, what: Callable[[Account], float]) -> float | None:
+        """Over all calls; ``None`` where a program does not fit."""
+        return _total(
+            None if p.account is None else p.calls * what(p.account)
+            for p in self.programs
+        )
+
     @property
     def seconds(self) -> float | None:
         """Of all calls; ``None`` where a program does not fit."""
-        return _total(None if p.seconds is None else p.calls * p.seconds for p in self)
+        return self._sum(lambda account: account.seconds)
 
     @property
     def floor_per_call(self) -> float | None:
         """The mean over its calls of :attr:`Account.floor`."""
-        total = _total(
-            None if p.account is None else p.calls * p.account.floor for p in self
-        )
+        total = self._sum(lambda account: account.floor)
         return None if total is None else total / self.calls
 
     @property
@@ -59,23 +65,23 @@ class StagePlan:
     @property
     def flops(self) -> float:
         """Model FLOPs of all calls, on all devices together."""
-        return math.fsum(p.calls * p.flops for p in self)
+        return math.fsum(p.calls * p.flops for p in self.programs)
 
     @property
     def utilization(self) -> float | None:
         """Model FLOPs over what its devices could do in the time."""
         if not self.seconds:
             return None
-        devices = max(p.devices for p in self)
+        devices = max(p.devices for p in self.programs)
         return self.flops / (self.seconds * devices * self.chip.peak_flops)
 
     def split(self) -> dict[str, float]:
         """Seconds of a call by category, the mean over the calls."""
-        return self._mean(lambda account: account.split(), CATEGORIES)
+        return self._mean(Account.split)
 
     def bounds(self) -> dict[str, float]:
         """Seconds of a call by the unit that limits them, the mean over the calls."""
-        return self._mean(lambda account: account.bounds(), ())
+        return self._mean(Account.bounds)
 
     @property
     def bound(self) -> str | None:
@@ -83,18 +89,14 @@ class StagePlan:
         bounds = self.bounds()
         return max(bounds, key=lambda n: bounds[n]) if bounds else None
 
-    def _mean(self, what: Any, names: Sequence[str]) -> dict[str, float]:
-        found = dict.fromkeys(names, 0.0)
-        for program in self:
+    def _mean(self, what: Callable[[Account], dict[str, float]]) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for program in self.programs:
             if program.account is None:
                 return {}
             for name, seconds in what(program.account).items():
-                share = seconds * program.calls / self.calls
-                found[name] = found.get(name, 0.0) + share
-        return found
-
-    def __iter__(self) -> Any:
-        return iter(self.programs)
+                found[name] += seconds * program.calls / self.calls
+        return dict(found)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -108,7 +110,7 @@ class StagePlan:
             "bound": self.bound,
             "model_flops": self.flops,
             "utilization": self.utilization,
-            "programs": [_program(p, self.chip) for p in self],
+            "programs": [_program(p, self.chip) for p in self.programs],
         }
 
 
@@ -186,7 +188,7 @@ class Plan:
     @property
     def program_bytes(self) -> int:
         """Code of all programs."""
-        return sum(p.program_bytes for p in self.programs)
+        return sum(p.memory.code for p in self.programs)
 
     @property
     def seconds(self) -> float | None:
@@ -281,10 +283,10 @@ def _program(program: Measured, chip: Chip) -> dict[str, Any]:
         "calls": program.calls,
         "devices": program.devices,
         "fits": program.fits,
-        "memory": program.memory.as_dict(),
+        "memory": asdict(program.memory),
         "lower_seconds": program.lower_seconds,
         "compile_seconds": program.compile_seconds,
-        "program_bytes": program.program_bytes,
+        "program_bytes": program.memory.code,
         "seconds": program.seconds,
         "split": account.split() if account else {},
         "bounds": account.bounds() if account else {},

@@ -101,6 +101,8 @@ class Components:
         reporter: told what is loaded.
         stack: run the blocks that components declare as stacked under one scan; without
             it every block is compiled by itself, which gives the same numbers.
+        skeletons: modules without weights by component, which are slow to build: those
+            of the same checkpoint elsewhere.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Components:
         *,
         reporter: Reporter | None = None,
         stack: bool = True,
+        skeletons: dict[str, torch.nn.Module] | None = None,
     ) -> None:
         # An unknown layout is refused before anything is read.
         port.rules(next(iter(port.components)), settings.sharding)
@@ -126,7 +129,7 @@ class Components:
         self.settings = replace(settings, attention=attention)
         self._runtimes: dict[tuple[bool, AttentionChoice, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
-        self._skeletons: dict[str, torch.nn.Module] = {}
+        self.skeletons = {} if skeletons is None else skeletons
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
 
     @property
@@ -141,13 +144,13 @@ class Components:
 
     def skeleton(self, name: str) -> torch.nn.Module:
         """The upstream module of a component, without weights."""
-        if name not in self._skeletons:
+        if name not in self.skeletons:
             component = self.port.components[name]
             self.checkpoint.check_class(name, component.class_path)
-            self._skeletons[name] = build_skeleton(
+            self.skeletons[name] = build_skeleton(
                 component, self.checkpoint.config(name)
             )
-        return self._skeletons[name]
+        return self.skeletons[name]
 
     def dtype_of(self, name: str) -> str:
         """The dtype of a component's weights."""
@@ -390,6 +393,6 @@ class Components:
     def close(self) -> None:
         """Free weights, modules and tracing environments."""
         self.release()
-        self._skeletons.clear()
+        self.skeletons.clear()
         self._maps.clear()
         self._runtimes.clear()

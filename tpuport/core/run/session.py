@@ -138,7 +138,7 @@ class Session:
             and (self.checkpoint.folder / name / "config.json").is_file()
             and name not in on_host
         }
-        self.mesh_spec.validate(heads=heads, batch=None)
+        self.mesh_spec.validate(heads=heads)
 
     def _how(self, backend: str | None, vae_tiling: str | None) -> RunSettings:
         """Settings with what was asked for, in place of the session's."""

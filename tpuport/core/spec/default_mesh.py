@@ -40,11 +40,16 @@ def default_mesh(
     """
     if devices and devices[0].platform == "cpu":
         return MeshSpec()
-    heads = {
+    heads = heads_of(port, checkpoint)
+    native = any(c.native is not None for c in port.components.values())
+    tokens = native and port.blocks == Blocks.NATIVE and devices[0].platform == "tpu"
+    return auto_mesh(len(devices), heads=heads, batch=rows, tokens=tokens)
+
+
+def heads_of(port: ModelPort, checkpoint: Checkpoint) -> dict[str, int]:
+    """Attention heads by component, which tp has to divide."""
+    return {
         name: component.heads(checkpoint.config(name))
         for name, component in port.components.items()
         if component.heads is not None and checkpoint.has(name)
     }
-    native = any(c.native is not None for c in port.components.values())
-    tokens = native and port.blocks == Blocks.NATIVE and devices[0].platform == "tpu"
-    return auto_mesh(len(devices), heads=heads, batch=rows, tokens=tokens)
