@@ -177,7 +177,7 @@ def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
 def test_figures_are_of_a_device_where_a_chip_has_two(
     name: str, mesh: MeshSpec, head: str, what: str
 ) -> None:
-    moved = Collective("all-gather", "dp", ((0, 1),), (), 1 << 20, 1e-5, {})
+    moved = Collective("all-gather", "dp", 1 << 20, 1e-5, {})
     row = Row("op", "all-gather", "", "collective", 1, 1.0, 1e-5, collective=moved)
     program = measured(10, 0.5, account=Account(0.5, [row]))
     shown = text(replace(plan_of(mesh, program), chip=chip(name)))

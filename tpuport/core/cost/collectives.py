@@ -44,8 +44,6 @@ class Collective:
     Attributes:
         kind: one of :data:`KINDS`.
         axis: the mesh axes it crosses, joined by ``+``; empty where it crosses none.
-        groups: of devices; empty for a permute.
-        pairs: source and target devices of a permute.
         bytes: of its array on one device: the result, of a reduce-scatter the operand.
         seconds: how long it takes when nothing else uses its links.
         loads: bytes on each link.
@@ -53,8 +51,6 @@ class Collective:
 
     kind: str
     axis: str
-    groups: tuple[tuple[int, ...], ...]
-    pairs: tuple[tuple[int, int], ...]
     bytes: int
     seconds: float
     loads: Mapping[Link, float]
@@ -86,14 +82,12 @@ def read_collective(
     kind = collective_kind(instruction.opcode)
     assert kind is not None
     given = sum(operand.bytes for operand in operands)
-    devices = math.prod(mesh.values())
     if kind == "collective-permute":
         pairs = read_pairs(instruction.attributes)
         loads = network.permute(pairs, given)
         seconds = network.seconds(loads) + HOP_SECONDS * network.hops(pairs)
-        axis = _axes(pairs, mesh)
-        return Collective(kind, axis, (), pairs, given, seconds, loads)
-    groups = read_groups(instruction.attributes, devices)
+        return Collective(kind, _axes(pairs, mesh), given, seconds, loads)
+    groups = read_groups(instruction.attributes, math.prod(mesh.values()))
     size = len(groups[0])
     axis = _axes([p for g in groups for p in itertools.pairwise(g)], mesh)
     payload = given * size if kind == "all-gather" else given
@@ -109,7 +103,7 @@ def read_collective(
         loads = network.ring(groups, moved)
         steps = (size // 2) * (2 if kind == "all-reduce" else 1)
     seconds = network.seconds(loads) + HOP_SECONDS * steps if size > 1 else 0.0
-    return Collective(kind, axis, groups, (), payload, seconds, loads)
+    return Collective(kind, axis, payload, seconds, loads)
 
 
 def read_pairs(attributes: str) -> tuple[tuple[int, int], ...]:

@@ -101,10 +101,7 @@ class StagePlan:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "calls": self.calls,
-            "seconds": self.seconds,
-            "seconds_per_call": self.seconds_per_call,
-            "floor_per_call": self.floor_per_call,
+            **_told(self, "calls seconds seconds_per_call floor_per_call"),
             "split": self.split(),
             "bounds": self.bounds(),
             "bound": self.bound,
@@ -226,19 +223,11 @@ class Plan:
         """JSON-ready. Keys that scripts rely on are documented with the command."""
         denoise = self.stage(DENOISE)
         return {
-            "model": self.model,
-            "variant": self.variant,
-            "weights": self.weights,
-            "topology": self.topology,
+            **_told(self, "model variant weights topology"),
             "chip": self.chip.as_dict(),
             "mesh": self.mesh.shape,
             "devices": self.mesh.size,
-            "settings": dict(self.settings),
-            "dtype": self.dtype,
-            "attention": self.attention,
-            "sharding": self.sharding,
-            "blocks": self.blocks,
-            "implementations": dict(self.implementations),
+            **_told(self, "settings dtype attention sharding blocks implementations"),
             "compiler_flags": list(self.compiler_flags),
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
@@ -267,25 +256,16 @@ class Plan:
             "stages": {stage.name: stage.as_dict() for stage in self.stages},
             "sharding_plans": [p.as_dict() for p in self.sharding_plans],
             "kernels": list(self.kernels),
-            "advice": self.advice,
-            "meshes": self.meshes,
-            "files": self.files,
-            "notes": self.notes,
-            "tiling": self.tiling,
+            **_told(self, "advice meshes files notes tiling"),
         }
 
 
 def _program(program: Measured, chip: Chip) -> dict[str, Any]:
     account = program.account
     return {
-        "program": program.program,
-        "component": program.component,
-        "calls": program.calls,
-        "devices": program.devices,
-        "fits": program.fits,
+        **_told(program, "program component calls devices fits"),
         "memory": asdict(program.memory),
-        "lower_seconds": program.lower_seconds,
-        "compile_seconds": program.compile_seconds,
+        **_told(program, "lower_seconds compile_seconds"),
         "program_bytes": program.memory.code,
         "seconds": program.seconds,
         "split": account.split() if account else {},
@@ -293,10 +273,14 @@ def _program(program: Measured, chip: Chip) -> dict[str, Any]:
         "bound": account.bound if account else None,
         "model_flops": program.flops,
         "utilization": program.utilization(chip),
-        "attention": program.attention,
-        "convolutions": program.convolutions,
+        **_told(program, "attention convolutions"),
         "error": program.error or None,
     }
+
+
+def _told(what: Any, names: str) -> dict[str, Any]:
+    """Attributes that are JSON-ready, by name."""
+    return {name: getattr(what, name) for name in names.split()}
 
 
 def _total(seconds: Any) -> float | None:

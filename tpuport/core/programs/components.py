@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,32 +44,6 @@ from tpuport.kernels.attention.choice import AttentionChoice
 
 EVERYTHING = (".*",)
 """A regex of every weight's name."""
-
-
-def runtime_of(
-    port: ModelPort,
-    mesh: jax.sharding.Mesh,
-    attention: AttentionChoice,
-    *,
-    exact: bool,
-    patched: bool = True,
-) -> Runtime:
-    """The tracing environment of a component of ``port``.
-
-    Args:
-        exact: float32 weights mean float32 products, on chips whose matrix units would
-            otherwise round their inputs to bfloat16.
-        patched: whether the component runs upstream's code.
-    """
-    return model_runtime(
-        mesh=mesh,
-        platform=str(mesh.devices.flat[0].platform),
-        patches=port.patches if patched else (),
-        overrides=port.overrides if patched else (),
-        attention=port.attention,
-        attention_implementation=attention,
-        matmul_precision="highest" if exact else None,
-    )
 
 
 @dataclass
@@ -158,14 +133,22 @@ class Components:
 
     def runtime(self, name: str) -> Runtime:
         """The tracing environment of a component."""
+        # Float32 weights mean float32 products, on chips whose matrix units would
+        # otherwise round their inputs to bfloat16.
         exact = self.dtype_of(name) == Dtype.FLOAT32
         attention = attention_of(self.port, name, self.settings.attention)
         # Upstream's code is patched; another implementation runs none of it.
         patched = implementation_of(self.port, name) is None
         key = (exact, attention, patched)
         if key not in self._runtimes:
-            self._runtimes[key] = runtime_of(
-                self.port, self.mesh, attention, exact=exact, patched=patched
+            self._runtimes[key] = model_runtime(
+                mesh=self.mesh,
+                platform=self.platform,
+                patches=self.port.patches if patched else (),
+                overrides=self.port.overrides if patched else (),
+                attention=self.port.attention,
+                attention_implementation=attention,
+                matmul_precision="highest" if exact else None,
             )
         return self._runtimes[key]
 
@@ -237,11 +220,9 @@ class Components:
         Raises:
             ShardingError: rules and weights disagree.
         """
-
         runtime, plan = self.runtime(name), self.plan(name)
         floating = jax_dtype(self.dtype_of(name))
         replicated = NamedSharding(self.mesh, PartitionSpec())
-
         wanted = functools.partial(is_used, used)
         weight_map = self.weight_map(name)
         if weight_map is not None:
@@ -277,7 +258,6 @@ class Components:
         self._reporter.loading(name)
         wanted = self.abstract(name, used)
         module, plan = wanted.ported, wanted.plan
-        in_jax = isinstance(module, JaxModule)
         ported = self._upstream(name) if isinstance(module, JaxModule) else module
         files, found = self._match(name, ported)
         if plan.layout == GATHERED and not plan.held and ported.stacks:
@@ -312,16 +292,15 @@ class Components:
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
                 yield target, to_numpy(transform(target, tensor))
-            for buffer in () if in_jax else ported.names.computed:
-                yield buffer, to_numpy(tensors[buffer])
 
-        streamed = stream()
         if isinstance(module, JaxModule):
-            streamed = module.converted(streamed)
-        weights = place_weights(module, wanted.weights, streamed)
-        loaded = Loaded(module, weights, plan, wanted.replicated)
-        self._loaded[name, used] = loaded
-        return loaded
+            streamed = module.converted(stream())
+        else:
+            computed = ((n, to_numpy(tensors[n])) for n in ported.names.computed)
+            streamed = itertools.chain(stream(), computed)
+        wanted.weights = place_weights(module, wanted.weights, streamed)
+        self._loaded[name, used] = wanted
+        return wanted
 
     def check_files(self, name: str) -> None:
         """Refuse a component whose files do not fit its config; reads no tensor.
@@ -376,12 +355,10 @@ class Components:
         Returns:
             of all others, and of these.
         """
-        sizes = [
-            (name in stage, array_bytes(loaded.weights.values()))
-            for (name, _), loaded in self._loaded.items()
-        ]
-        own = sum(size for used, size in sizes if used)
-        return sum(size for _, size in sizes) - own, own
+        sizes = {False: 0, True: 0}
+        for (name, _), loaded in self._loaded.items():
+            sizes[name in stage] += array_bytes(loaded.weights.values())
+        return sizes[False], sizes[True]
 
     def release(self, *names: str) -> None:
         """Free the weights of the named components, or of all."""
