@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Float32
-from tpuport.core.mesh.halos import passed
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note
@@ -198,7 +197,8 @@ def _edges(
     outer = outer_columns(x, before, **options)
 
     def exchanged(*sides: Array) -> tuple[Array, Array]:
-        left, right = passed(columns, *sides)
+        first, last = sides
+        left, right = columns.moved(last, 1), columns.moved(first, -1)
         if not columns.even:
             # The next device may have no real column.
             right = jnp.where(columns.ahead(x.shape[3]) > x.shape[3], right, 0)
@@ -213,7 +213,7 @@ def _edges(
         pieces = [jax.lax.slice_in_dim(p, place, place + 1, axis=2) for p in parts]
         return jnp.concatenate(pieces, axis=1)
 
-    above, below = passed(space.rows, row(0), row(-1))
+    above, below = space.rows.moved(row(-1), 1), space.rows.moved(row(0), -1)
     # Corners belong to the columns, and come with a second exchange.
     sides = [
         jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)

@@ -13,22 +13,6 @@ Border = Literal["zeros", "edge"]
 """What lies beyond the picture: zeros, or its outermost row or column again."""
 
 
-def passed(
-    side: Side, first: jax.Array, last: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The last element of the device before, and the first of the one after."""
-    import jax
-    import jax.numpy as jnp
-
-    if side.parts == 1:
-        return jnp.zeros_like(last), jnp.zeros_like(first)
-    up = [(i, i + 1) for i in range(side.parts - 1)]
-    down = [(i + 1, i) for i in range(side.parts - 1)]
-    # Who gets from nobody gets zeros.
-    before = jax.lax.ppermute(last, side.axis, up)
-    return before, jax.lax.ppermute(first, side.axis, down)
-
-
 def exchanged(
     side: Side, x: jax.Array, dim: int, before: int, after: int, border: Border
 ) -> jax.Array:
@@ -54,9 +38,7 @@ def exchanged(
     last: jax.Array | None = None
     if not side.even:
         # Phantom elements stand for what lies beyond the picture.
-        form = [1] * x.ndim
-        form[dim] = n
-        real = side.real(n).reshape(form)
+        real = side.real(n, x.ndim, dim)
         if border == "edge":
             at = jnp.clip(side.whole(n) - 1 - side.start(n), 0, n - 1)
             last = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=dim)
@@ -64,18 +46,14 @@ def exchanged(
         else:
             x = jnp.where(real, x, 0)
     place = jax.lax.axis_index(side.axis)
-    parts = []
+    parts = [x]
     if before:
-        pairs = [(i, i + 1) for i in range(side.parts - 1)]
-        # Who gets from nobody gets zeros.
-        got = jax.lax.ppermute(cut(n - before, n), side.axis, pairs)
+        got = side.moved(cut(n - before, n), 1)
         if border == "edge":
             got = jnp.where(place == 0, cut(0, 1), got)
-        parts.append(got)
-    parts.append(x)
+        parts.insert(0, got)
     if after:
-        pairs = [(i + 1, i) for i in range(side.parts - 1)]
-        got = jax.lax.ppermute(cut(0, after), side.axis, pairs)
+        got = side.moved(cut(0, after), -1)
         if border == "edge":
             ends = side.start(n) + n >= side.whole(n)
             got = jnp.where(ends, cut(n - 1, n) if last is None else last, got)
@@ -126,11 +104,31 @@ class Side:
 
         return jax.lax.axis_index(self.axis) * n
 
-    def real(self, n: int) -> jax.Array:
-        """Booleans [n]: which of this device's elements are no phantoms."""
+    def real(self, n: int, ndim: int = 1, dim: int = 0) -> jax.Array:
+        """Which of this device's elements are no phantoms.
+
+        Args:
+            ndim, dim: of an array whose dim the n elements are.
+
+        Returns:
+            booleans that broadcast to the array.
+        """
         import jax.numpy as jnp
 
-        return self.start(n) + jnp.arange(n) < self.whole(n)
+        real = self.start(n) + jnp.arange(n) < self.whole(n)
+        return real.reshape([n if at == dim else 1 for at in range(ndim)])
+
+    def moved(self, x: jax.Array, by: int) -> jax.Array:
+        """``x`` of the device that is ``by`` before this one; zeros without one."""
+        import jax
+        import jax.numpy as jnp
+
+        if self.parts == 1:
+            return jnp.zeros_like(x)
+        places = range(self.parts)
+        return jax.lax.ppermute(
+            x, self.axis, [(i, i + by) for i in places if i + by in places]
+        )
 
     def count(self, n: int) -> jax.Array | int:
         """How many of them there are."""

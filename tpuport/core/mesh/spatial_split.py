@@ -19,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.mesh.device_mesh import mesh_over
 from tpuport.core.mesh.halos import Border, Side, exchanged
+from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -115,12 +117,9 @@ class Space:
         """
         found: jax.Array | None = None
         for side, dim in zip((self.rows, self.columns), dims, strict=True):
-            if side.even:
-                continue
-            form = [1] * len(shape)
-            form[dim] = shape[dim]
-            real = side.real(shape[dim]).reshape(form)
-            found = real if found is None else found & real
+            if not side.even:
+                real = side.real(shape[dim], len(shape), dim)
+                found = real if found is None else found & real
         return found
 
     def gather(self, x: jax.Array, dims: tuple[int, int]) -> jax.Array:
@@ -205,7 +204,6 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
         devices: how many there are.
         videos, rows, columns: of what is split.
     """
-
     by_video = math.gcd(devices, videos)
     left = devices // by_video
 
@@ -213,7 +211,7 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
         sides = zip((rows, columns), split, strict=True)
         return math.prod(-(-n // parts) + 2 * (parts > 1) for n, parts in sides)
 
-    splits = [(r, left // r) for r in range(1, left + 1) if left % r == 0]
+    splits = [(r, left // r) for r in divisors(left)]
     most = 1.1 * min(map(work, splits))
     best = next(split for split in splits if work(split) <= most)
     return SpatialSplit(videos=by_video, rows=best[0], columns=best[1])
@@ -255,14 +253,8 @@ def split_of(
 
 def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
     """The devices of ``mesh``, in its order, along the axes of a split."""
-    import jax
-
     sizes = (split.videos, split.rows, split.columns)
-    return jax.sharding.Mesh(
-        mesh.devices.reshape(sizes),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-    )
+    return mesh_over(mesh.devices.flat, dict(zip(AXES, sizes, strict=True)))
 
 
 def partition(letters: str) -> jax.sharding.PartitionSpec:
