@@ -113,12 +113,6 @@ class AbstractComponents(Components):
             self._loaded[name, used] = self.abstract(name, used)
         return self._loaded[name, used]
 
-    def release(self, *names: str) -> None:
-        """Forget the named components, or all; there is nothing to free."""
-        for key in tuple(self._loaded):
-            if not names or key[0] in names:
-                self._loaded.pop(key)
-
 
 def abstract_programs(
     components: Components,
@@ -181,7 +175,6 @@ def abstract_programs(
             if decided is not None:
                 decided(tiling)
         walked.inputs = walked.written
-    placed_nowhere.release()
 
 
 def weighed(
@@ -213,17 +206,18 @@ def weighed(
         tiling = other
 
 
+@dataclass
 class _Walk:
-    """Goes through the calls of a run without making them."""
+    """Goes through the calls of a run without making them.
 
-    def __init__(
-        self, executor: Executor, request: Request, inputs: Mapping[str, Any]
-    ) -> None:
-        self._executor = executor
-        self._request = request
-        # What a stage reads, and what it writes for the next one.
-        self.inputs = inputs
-        self.written: Mapping[str, Any] = {}
+    Attributes:
+        inputs, written: what a stage reads, and what it writes for the next one.
+    """
+
+    executor: Executor
+    request: Request
+    inputs: Mapping[str, Any]
+    written: Mapping[str, Any] = field(default_factory=dict)
 
     def stage(
         self, stage: Stage, finish: bool, tiling: TilingDecision | None
@@ -241,7 +235,7 @@ class _Walk:
             found.calls += 1
             return found.outputs()
 
-        executor, request = self._executor, self._request
+        executor, request = self.executor, self.request
         with executor.reporter.timed(f"tracing {stage.name}"):
             for batch in range(request.batches):
                 context = executor.context(

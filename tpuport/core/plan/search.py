@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,10 +174,10 @@ def advise(
         for spec in planner.legal_meshes()
         if spec not in {*known, plan.mesh}
     ]
+    smaller = list(_smaller(planner, plan))
     changes = (
         sorted(meshes, key=lambda change: change.estimate),
-        _smaller(planner, plan, "frames", _lengths),
-        _smaller(planner, plan, "size", _pictures),
+        *([c for c in smaller if c.kind == kind] for kind in ("frames", "size")),
     )
     found = [_first_that_fits(planner, each, stages, until) for each in changes]
     return [advice for advice in (*found, _slice(planner, plan)) if advice]
@@ -279,39 +279,28 @@ def _on_mesh(
     return _Change(kind=kind, to=to, mesh=spec, estimate=_estimate(plan, share, grown))
 
 
-#: A video of another size: in words, and what changes in the request.
-_Size = tuple[str, dict[str, Any]]
+def _sizes(request: Request, variant: Variant) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Shorter videos and smaller pictures of about the same shape, large ones first.
 
-
-def _lengths(request: Request, variant: Variant) -> Iterator[_Size]:
-    """Shorter videos, the longest first."""
-    rule = variant.frames
-    frames = request.num_frames - rule.step
-    while rule.allows(frames):
+    Each in words, with what changes in the request.
+    """
+    lengths, sizes = variant.frames, variant.sizes
+    frames = request.num_frames - lengths.step
+    while lengths.allows(frames):
         yield f"{frames} frames", {"num_frames": frames}
-        frames -= rule.step
-
-
-def _pictures(request: Request, variant: Variant) -> Iterator[_Size]:
-    """Smaller pictures of about the same shape, the largest first."""
-    rule = variant.sizes
-    asked = (request.height, request.width)
-    for height in range(request.height, 0, -rule.multiple):
-        width = request.width * height // request.height // rule.multiple
-        width *= rule.multiple
-        if (height, width) != asked and rule.allows(height) and rule.allows(width):
+        frames -= lengths.step
+    for height in range(request.height, 0, -sizes.multiple):
+        width = request.width * height // request.height
+        width -= width % sizes.multiple
+        asked = (height, width) == (request.height, request.width)
+        if not asked and sizes.allows(height) and sizes.allows(width):
             yield f"{width}x{height}", {"height": height, "width": width}
 
 
-def _smaller(
-    planner: Planner,
-    plan: Plan,
-    kind: str,
-    sizes: Callable[[Request, Variant], Iterator[_Size]],
-) -> Iterator[_Change]:
-    """The runs of these sizes that are legal."""
+def _smaller(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """The legal runs of a shorter or a smaller video."""
     request = planner.request(plan.mesh)
-    for text, changes in sizes(request, planner.variant):
+    for text, changes in _sizes(request, planner.variant):
         try:
             changed = replace(request, **changes)
             planner.requests(plan.mesh).check(changed)
@@ -320,7 +309,7 @@ def _smaller(
         whole = math.prod(getattr(request, name) for name in changes)
         share = math.prod(changes.values()) / whole
         yield _Change(
-            kind=kind,
+            kind="frames" if "num_frames" in changes else "size",
             to=text,
             mesh=plan.mesh,
             request=changed,
