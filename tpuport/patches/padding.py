@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.mesh.halos import Border
-from tpuport.core.mesh.spatial_split import Space
+from tpuport.core.mesh.spatial_split import Border, Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 
