@@ -9,8 +9,8 @@ import pytest
 
 from tests.core.plan.test_search import measured, plan_of
 from tpuport.cli.shown.plan_text import text
-from tpuport.core.cost.account import Account, Row
-from tpuport.core.cost.collectives import Collective
+from tpuport.core.cost.network import Collective
+from tpuport.core.cost.program_time import Account, Row
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.plan import Plan

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tpuport.core.cost.collectives import (
+from tpuport.core.cost.hlo import Instruction
+from tpuport.core.cost.network import (
     Collective,
+    Network,
     read_collective,
     read_groups,
     read_pairs,
 )
-from tpuport.core.cost.hlo import Instruction
-from tpuport.core.cost.network import Network
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import Topology, parse_topology
 from tpuport.errors import TpuportError

@@ -23,7 +23,7 @@ from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.tracing.op_overrides import OpContext
-from tpuport.core.cost.account import KernelCost
+from tpuport.core.cost.program_time import KernelCost
 from tpuport.core.cost.program_time import account
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network

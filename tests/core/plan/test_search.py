@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tpuport.cli.shown.plan_text import text
-from tpuport.core.cost.account import Account, Row
 from tpuport.core.cost.hlo import HloError
 from tpuport.core.cost.kernel_cycles import KernelError
+from tpuport.core.cost.program_time import Account, Row
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, parse_topology

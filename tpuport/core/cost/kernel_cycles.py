@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.cost.account import MXU, VECTOR, KernelCost
 from tpuport.core.cost.hlo import Instruction
 from tpuport.core.cost.kernel_schedule import dump_flags
+from tpuport.core.cost.program_time import MXU, VECTOR, KernelCost
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.slices import check_libtpu, compile_environment, smallest_of
@@ -35,10 +35,7 @@ from tpuport.errors import TpuportError
 #: Raised when the meaning of what is kept on disk changes.
 _FORMAT = 4
 #: The modules beside this one that make a cost of a kernel.
-_READERS = (
-    *("bundles", "scalar_logic", "kernel_schedule"),
-    *("kernel_worker", "attention_kernels"),
-)
+_READERS = (*("bundles", "kernel_schedule", "kernel_worker", "attention_kernels"),)
 #: After which a compile is given up; tiles too large for VMEM can take hours until the
 #: compiler says so.
 _TIMEOUT_SECONDS = 600

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuport.core.cost.account import Account
 from tpuport.core.cost.flops import model_flops
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network
-from tpuport.core.cost.program_time import Kernels, account
+from tpuport.core.cost.program_time import Account, Kernels, account
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.device_memory import plan_of, refused_bytes

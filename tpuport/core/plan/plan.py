@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tpuport.core.cost.account import Account
+from tpuport.core.cost.program_time import Account
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.mesh_spec import MeshSpec

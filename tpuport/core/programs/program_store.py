@@ -165,11 +165,11 @@ class Programs:
                 continue
             except Exception as error:
                 # Whatever jax raises for an executable that the backend does not take.
+                assert entry is not None
                 self._not_loaded.add(key.name)
                 self.reporter.say(
-                    f"{key.name} of {holder.folder}: jax cannot load it "
-                    f"({type(error).__name__}: {one_line(error)}); going on with jax's "
-                    "own cache"
+                    f"{entry.path}: jax cannot load it ({type(error).__name__}: "
+                    f"{one_line(error)}); going on with jax's own cache"
                 )
                 continue
             if entry is None:
