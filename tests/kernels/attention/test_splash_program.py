@@ -79,31 +79,6 @@ def test_compiles_for_other_chips(chip: str, folder: Path) -> None:
     assert math.prod(cost.grid) * cost.cores == 2 * 3 * 3
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.aot)]
-)
-def test_all_options_compile_together(dtype: str, folder: Path) -> None:
-    cost = attention_cost(
-        AttentionCase(
-            implementation="tpuport",
-            heads=4,
-            kv_heads=2,
-            q_len=1031,
-            kv_len=2000,
-            head_dim=80,
-            dtype=dtype,
-            blocks=Blocks(q=256, kv=512, kv_compute=256),
-            is_causal=True,
-            window=(400, 100),
-            k_smooth=True,
-            has_lengths=True,
-        ),
-        cache=folder,
-    )
-    # 256 queries see 656 keys, which never reach into more than two blocks.
-    assert cost.grid == (1, 4, 5, 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v7x"])

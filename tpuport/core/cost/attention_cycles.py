@@ -77,7 +77,7 @@ class AttentionCost:
         """Scores the kernel computes, those of padding too, on all cores."""
         queries = round_up(self.case.q_len, self.blocks.q)
         keys = round_up(self.case.kv_len, self.blocks.kv)
-        return self.case.batch * self.case.heads * queries * keys
+        return self.case.heads * queries * keys
 
     @property
     def bundles_per_tile(self) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from tpuport.core.cost.attention_case import AttentionCase, Blocks
-from tpuport.kernels.attention.attention import smooth_keys
 from tpuport.kernels.attention.splash import splash_attention
 from tpuport.kernels.attention.splash_blocks import SplashBlocks
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
@@ -36,37 +34,21 @@ def build(
     """The call of a case whose blocks are chosen, and the arrays it takes.
 
     Raises:
-        NotImplementedError: an option that is not costed of this kernel.
+        NotImplementedError: a dtype that is not costed of this kernel.
     """
     blocks = case.blocks
     assert blocks is not None
-    dtype = jnp.dtype(case.dtype)
-    kv = (case.batch, case.kv_heads or case.heads, case.kv_len, case.head_dim)
-    q = jax.ShapeDtypeStruct((case.batch, case.heads, case.q_len, kv[3]), dtype)
-    arrays = [q, *[jax.ShapeDtypeStruct(kv, dtype)] * 2]
-    if case.implementation == "jax":
-        options = (case.is_causal, case.has_lengths, case.k_smooth, case.window)
-        if any(options) or case.dtype != "bfloat16":
-            raise NotImplementedError(
-                "of jax's splash only full attention in bfloat16 is costed"
-            )
-        return functools.partial(jax_splash, blocks=blocks), arrays
-    if case.has_lengths:
-        arrays.append(jax.ShapeDtypeStruct((case.batch,), jnp.int32))
-
-    def ours(q: Any, k: Any, v: Any, lengths: Any = None) -> jax.Array:
-        return splash_attention(
-            q,
-            smooth_keys(k, lengths) if case.k_smooth else k,
-            v,
-            is_causal=case.is_causal,
-            window=case.window,
-            kv_lengths=lengths,
-            blocks=SplashBlocks(**asdict(blocks)),
-            chip=case.chip,
-        )
-
-    return ours, arrays
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, case.heads, length, case.head_dim), case.dtype)
+        for length in (case.q_len, case.kv_len, case.kv_len)
+    )
+    if case.implementation == "tpuport":
+        tiles = SplashBlocks(**asdict(blocks))
+        ours = functools.partial(splash_attention, blocks=tiles, chip=case.chip)
+        return ours, [q, k, v]
+    if case.dtype != "bfloat16":
+        raise NotImplementedError("of jax's splash only bfloat16 is costed")
+    return functools.partial(jax_splash, blocks=blocks), [q, k, v]
 
 
 def jax_splash(

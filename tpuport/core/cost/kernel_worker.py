@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpuport.core.cost.attention_case import AttentionCase
+from tpuport.core.cost.attention_case import AttentionCase, Blocks
 from tpuport.core.cost.attention_kernels import build
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
@@ -101,7 +101,8 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     mesh = Mesh(np.array([device]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
     if "case" in request:
-        run, arrays = build(AttentionCase.from_dict(request["case"]))
+        blocks = Blocks(**request["case"].pop("blocks"))
+        run, arrays = build(AttentionCase(**request["case"], blocks=blocks))
     else:
         run, arrays = _custom_call(request)
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
