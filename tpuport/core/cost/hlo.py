@@ -8,6 +8,7 @@ is kept. Format: XLA's ``hlo_instruction.cc``,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -105,16 +106,10 @@ class Instruction:
     @property
     def config(self) -> dict[str, Any]:
         """The JSON of ``backend_config``; empty where there is none."""
-        at = self.attributes.find("backend_config={")
-        if at < 0:
-            return {}
-        try:
-            found, _ = json.JSONDecoder(strict=False).raw_decode(
-                self.attributes, at + len("backend_config=")
-            )
-        except ValueError:
-            return {}
-        return dict(found)
+        _, _, text = self.attributes.partition("backend_config=")
+        with contextlib.suppress(ValueError):  # as of an empty or another text
+            return dict(json.JSONDecoder(strict=False).raw_decode(text)[0])
+        return {}
 
     @property
     def estimated_cycles(self) -> int | None:

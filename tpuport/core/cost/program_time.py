@@ -355,7 +355,8 @@ class _Walk:
             if collective_kind(found.opcode) is None:
                 continue
             given = self._operands(found)
-            if _is_scattered(instruction, found):
+            inside = found is not instruction and found.opcode == "all-reduce"
+            if inside and instruction.bytes < found.bytes:
                 # A fusion that sums and keeps each device's slice moves what a
                 # reduce-scatter moves; the text has it as an all-reduce and a slice.
                 found = replace(found, opcode="reduce-scatter")
@@ -488,11 +489,3 @@ def _occupied(
     ends = max([now, *(busy.get(unit, 0.0) for unit in units)]) + seconds
     busy.update(dict.fromkeys(units, ends))
     return ends
-
-
-def _is_scattered(outer: Instruction, inner: Instruction) -> bool:
-    return (
-        inner.opcode == "all-reduce"
-        and outer is not inner
-        and outer.bytes < inner.bytes
-    )

@@ -158,7 +158,6 @@ def abstract_programs(
         components.mesh,
         settings,
         reporter=told,
-        stack=components.stack,
         skeletons=components.skeletons,
     )
     executor = Executor(placed_nowhere, settings, reporter=told)

@@ -29,7 +29,6 @@ from tpuport.core.spec.choices import (
 )
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -74,8 +73,6 @@ class Components:
         settings: the dtype of the weights, which is known, the attention and the
             layout of the sharding rules.
         reporter: told what is loaded.
-        stack: run the blocks that components declare as stacked under one scan; without
-            it every block is compiled by itself, which gives the same numbers.
         skeletons: modules without weights by component, which are slow to build: those
             of the same checkpoint elsewhere.
     """
@@ -88,7 +85,6 @@ class Components:
         settings: RunSettings,
         *,
         reporter: Reporter | None = None,
-        stack: bool = True,
         skeletons: dict[str, torch.nn.Module] | None = None,
     ) -> None:
         # An unknown layout is refused before anything is read.
@@ -98,7 +94,6 @@ class Components:
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = settings.dtype
-        self.stack = stack
         self._reporter = reporter or Reporter()
         attention = check_implementation(settings.attention, self.platform)
         self.settings = replace(settings, attention=attention)
@@ -187,15 +182,11 @@ class Components:
         }
         layout, mesh = self.settings.sharding, dict(self.mesh.shape)
         plan = self.port.sharding_plan(name, layout, weights, mesh)
-        stacked = self._stacked(name)
+        stacked = self.port.components[name].stacked
         if stacked and self.mesh.size > 1:
             ported = PortedModule(ported.module, ported.runtime, stacked)
             plan = gathered(plan, ported, weights, room=self._room(name))
         return plan
-
-    def _stacked(self, name: str) -> tuple[str | StackedBlocks, ...]:
-        """The blocks of a component that run under one scan."""
-        return self.port.components[name].stacked if self.stack else ()
 
     def _room(self, name: str) -> float:
         """Bytes of a device that the weights of a component may take.
@@ -229,7 +220,8 @@ class Components:
             module = JaxModule(weight_map, runtime)
             structs = module.abstract_weights(plan, self.mesh, floating, wanted)
             return Loaded(module, structs, plan, replicated)
-        ported = PortedModule(self.skeleton(name), runtime, self._stacked(name))
+        stacked = self.port.components[name].stacked
+        ported = PortedModule(self.skeleton(name), runtime, stacked)
         computed = set(ported.names.computed)
 
         def dtype(weight: str, tensor: torch.Tensor) -> Any:

@@ -84,7 +84,7 @@ class ProgramKey:
         model, form: the port.
         stage, program, component: which of its programs, and whose weights it takes.
         options: static options: dtype, matmul precision, attention, sharding layout,
-            stacked blocks, the component's implementation, step cache, donation.
+            the component's implementation, step cache, donation.
         config: the component's config, upstream's bookkeeping left out.
         weights: name -> dtype, shape and split of every weight.
         arguments: the same for carry, constants and inputs, by path.
@@ -217,10 +217,7 @@ def session_fields(
     devices = list(components.mesh.devices.flat)
     port = components.port
     known = settings_fields(port, component, components.settings)
-    known["options"] |= {
-        "matmul_precision": runtime.matmul_precision,
-        "stack": components.stack,
-    }
+    known["options"]["matmul_precision"] = runtime.matmul_precision
     return {
         **known,
         "mesh": {axis: int(size) for axis, size in components.mesh.shape.items()},
