@@ -20,7 +20,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import progress as _progress
 from tpuport.core.enums import Backend
 from tpuport.core.files.sealed_json import read_document, write_document
-from tpuport.core.mesh.compiler_flags import flags_of_chip
+from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.programs import built_folder
 from tpuport.core.programs.built_folder import MANIFEST, MANIFEST_SCHEMA
 from tpuport.core.programs.executable_files import read_entry
@@ -350,7 +350,7 @@ def test_executables_for_absent_chips(absent: Any) -> None:
     assert key.devices[7] == "7 of process 0 at (1, 3, 0).0"
     assert "libtpu" in key.versions
     # A process without the flags, or with others, compiles again and says so.
-    assert {flag.text for flag in flags_of_chip("v6e")} <= set(key.flags)
+    assert {flag.text for flag in choose_flags("v6e").applied} <= set(key.flags)
     # Beside it, what jax's own cache would look for on the machine with the chips.
     assert list((folder / "xla").glob("jit_denoise_step-*-cache"))
     assert entry.traced.attention

@@ -18,7 +18,7 @@ from tests.cli.tools import Cli
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.plan import _final
 from tpuport.core.mesh.chips import chip as chip_named
-from tpuport.core.mesh.compiler_flags import flags_of_chip
+from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.planner import Planner
 
@@ -106,7 +106,9 @@ def test_what_is_planned_is_what_would_run(planned: Any) -> None:
     assert found["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
     assert found["settings"]["num_inference_steps"] == 3
     assert found["blocks"] == "native"
-    assert found["compiler_flags"] == [flag.text for flag in flags_of_chip("v6e")]
+    assert found["compiler_flags"] == [
+        flag.text for flag in choose_flags("v6e").applied
+    ]
     (program,) = found["stages"]["denoise"]["programs"]
     assert (program["program"], program["calls"]) == ("step", 3)
     assert {r["split"][1] for r in program["attention"]} == {"tp"}

@@ -14,8 +14,8 @@ import pytest
 from tpuport.core.cost import attention_case, attention_cycles, kernel_cycles
 from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
 from tpuport.core.cost.attention_cycles import AttentionCost, attention_cost
-from tpuport.core.cost.attention_kernels import build
 from tpuport.core.cost.kernel_cycles import KernelError
+from tpuport.core.cost.kernel_worker import build
 from tpuport.core.mesh.slices import TopologyError
 from tpuport.errors import UsageError
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
-from tpuport.core.cost.attention_kernels import jax_blocks
 from tpuport.core.cost.kernel_cycles import compiler_versions, kept_cost
+from tpuport.core.cost.kernel_worker import jax_blocks
 from tpuport.kernels.attention.selection import splash_sizes
 from tpuport.kernels.padding import round_up
 

@@ -101,11 +101,6 @@ class Execution:
     regions: tuple[Region, ...]
 
     @property
-    def steps(self) -> int:
-        """Grid steps of one core."""
-        return math.prod(self.grid)
-
-    @property
     def utilization(self) -> dict[str, float]:
         """Unit -> share of its slots that is filled."""
         return {

@@ -144,34 +144,20 @@ class ChosenFlags:
         ]
 
 
-def flags_of_chip(chip: str, stage: str | None = None) -> tuple[LibtpuFlag, ...]:
-    """The rows of the table for a chip, such as ``"v6e"``; none for others.
-
-    Args:
-        chip: the name of it.
-        stage: whose programs; every stage's where it is not given.
-    """
-    return tuple(
-        flag
-        for flag in FLAGS
-        if chip in flag.chips and (stage is None or stage in flag.stages)
-    )
-
-
 def choose_flags(
-    chip: str, given: Sequence[str], stage: str | None = None
+    chip: str, given: Sequence[str] = (), stage: str | None = None
 ) -> ChosenFlags:
     """The flags for a chip, beside those that the user has given.
 
     Args:
-        chip: the name of it.
+        chip: the name of it, such as ``"v6e"``.
         given: flags in force for the process, such as ``"--xla_a=1"``.
-        stage: as :func:`flags_of_chip` takes it.
+        stage: whose programs; every stage's where it is not given.
     """
     # ``--noxla_a`` is one of ``xla_a``.
     names = (text.lstrip("-").partition("=")[0].removeprefix("no") for text in given)
     yours = dict(zip(names, given, strict=True))
-    rows = flags_of_chip(chip, stage)
+    rows = [f for f in FLAGS if chip in f.chips and stage in (None, *f.stages)]
     return ChosenFlags(
         chip=chip,
         applied=tuple(flag for flag in rows if flag.name not in yours),
@@ -184,7 +170,7 @@ def flags_for(device: jax.Device, stage: str | None = None) -> ChosenFlags:
 
     Args:
         device: one of the mesh.
-        stage: as :func:`flags_of_chip` takes it.
+        stage: as :func:`choose_flags` takes it.
 
     Raises:
         TpuportError: this jax does not tell what flags are in force.

@@ -25,9 +25,6 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
 
-BUDGET_SECONDS = 540.0
-"""What a search may take; a compile that has begun is finished."""
-
 #: Of each kind of change, how many are compiled at most.
 TRIES = 3
 
@@ -85,7 +82,7 @@ class Candidate:
         }
 
 
-def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]:
+def rank(planner: Planner, *, budget: float) -> list[Candidate]:
     """The legal meshes, the fastest that fit first, then the others.
 
     The denoising stage decides, or the first of the stages planned where it is not
@@ -157,7 +154,7 @@ def advise(
     plan: Plan,
     *,
     ranked: Sequence[Candidate] = (),
-    budget: float = BUDGET_SECONDS,
+    budget: float,
 ) -> list[dict[str, Any]]:
     """What to change so that a run fits: a mesh, a shorter or smaller video, a slice.
 

@@ -283,12 +283,10 @@ def host_name() -> str:
 
     A program compiled for another one may use instructions that this one lacks.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    # Of the first processor: later ones are overwritten.
-    pairs = reversed([line.partition(":") for line in lines])
+    info = Path("/proc/cpuinfo")
+    # Of the first processor.
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.is_file() else []
+    pairs = (line.partition(":") for line in lines)
     found = {key.strip(): value.strip() for key, _, value in pairs}
     name = found.get("model name") or machine.processor() or machine.machine()
     features = found.get("flags") or found.get("Features") or machine.version()
@@ -323,11 +321,10 @@ def _array(leaf: Any) -> str:
 
 def _device(device: Any) -> str:
     """Number, process and place; a place is told by TPUs alone."""
-    text = f"{device.id} of process {device.process_index}"
     coords = getattr(device, "coords", None)
-    if coords is None:
-        return text
-    return f"{text} at {tuple(coords)}.{getattr(device, 'core_on_chip', 0)}"
+    core = getattr(device, "core_on_chip", 0)
+    at = "" if coords is None else f" at {tuple(coords)}.{core}"
+    return f"{device.id} of process {device.process_index}{at}"
 
 
 def port_packages(port: ModelPort) -> tuple[str, ...]:
