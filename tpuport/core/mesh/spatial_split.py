@@ -220,8 +220,10 @@ class Space:
         x = x.astype(jnp.float32)
         real = self.mask(x.shape, dims)
         count: Any = 1
+        sides = dict(zip(dims, (self.rows, self.columns), strict=True))
         for axis in axes:
-            count = count * self._count(x.shape, dims, axis)
+            n = x.shape[axis]
+            count = count * (sides[axis].count(n) if axis in sides else n)
         some = jnp.maximum(count, 1)
 
         def total(x: jax.Array) -> jax.Array:
@@ -281,12 +283,6 @@ class Space:
         import jax
 
         return jax.lax.pmax(x, self.axes) if self.axes else x
-
-    def _count(self, shape: Sequence[int], dims: tuple[int, int], axis: int) -> Any:
-        for side, dim in zip((self.rows, self.columns), dims, strict=True):
-            if axis == dim:
-                return side.count(shape[dim])
-        return shape[axis]
 
 
 # ---------------------------------------------------------------------- programs

@@ -43,9 +43,12 @@ def config_checkpoint(
     Raises:
         WeightsError: the cache folder cannot be written.
     """
+    # The demo most like the variant: of its form, and of its task if any is.
+    demos = [v for v in port.variants if not v.repo_id and v.form == variant.form]
+    alike = [v for v in demos if set(variant.tasks) <= set(v.tasks)]
     demo = demo_checkpoint(
         port,
-        _demo_for(port, variant).name,
+        (alike or demos)[0].name,
         cache,
         say,
         why=f"for its tokenizers and scheduler: they stand in for those of "
@@ -97,13 +100,6 @@ def hub_configs(
             f"({type(error).__name__}: {reason}). Check the name and the network, or "
             "leave --weights out: a named variant is planned from its own configs"
         ) from error
-
-
-def _demo_for(port: ModelPort, variant: Variant) -> Variant:
-    """The demo most like the variant: of its form, and of its task if any is."""
-    demos = [v for v in port.variants if not v.repo_id and v.form == variant.form]
-    alike = [v for v in demos if set(variant.tasks) <= set(v.tasks)]
-    return (alike or demos)[0]
 
 
 def _config(port: ModelPort, component: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def rank(planner: Planner, *, budget: float) -> list[Candidate]:
     found: list[Candidate] = []
     failed: list[TpuportError] = []
     longest = 0.0
-    for spec in sorted(planner.legal_meshes(), key=_likely):
+    # Most promising first: dp shares nothing but weights, then even halves of sp, tp.
+    likely = sorted(planner.legal_meshes(), key=lambda m: (-m.dp, abs(m.sp - m.tp)))
+    for spec in likely:
         begun = time.perf_counter()
         weights = planner.weight_bytes(spec)
         plan, left_out, told = None, "", "does not fit"
@@ -131,14 +133,6 @@ def rank(planner: Planner, *, budget: float) -> list[Candidate]:
     if failed and all(c.plan is None for c in found):
         raise failed[0]
     return sorted(found, key=_rank_key)
-
-
-def _likely(spec: MeshSpec) -> tuple[int, int]:
-    """Most promising first: dp shares nothing but weights, then even halves of sp, tp.
-
-    Only the order in which meshes are compiled depends on it.
-    """
-    return (-spec.dp, abs(spec.sp - spec.tp))
 
 
 def _rank_key(candidate: Candidate) -> tuple[int, float]:
