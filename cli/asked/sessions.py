@@ -126,9 +126,8 @@ def _executables(settings: Settings) -> BuiltFolder | None:
     """The folder of executables that settings name, where it will be used."""
     if settings.executables is None or settings.backend == Backend.DIFFUSERS:
         return None
-    from tpuport.core.programs.built_folder import BuiltFolder, check_built
+    from tpuport.core.programs.built_folder import BuiltFolder
 
-    check_built(settings.executables)
     return BuiltFolder.open(settings.executables, whole=False)
 
 

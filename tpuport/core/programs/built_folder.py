@@ -66,8 +66,14 @@ class BuiltFolder:
             whole: also find every executable undamaged.
 
         Raises:
+            MissingArtifactError: there is no such folder, or no manifest in it.
             ArtifactError: the manifest or an executable is missing or damaged.
         """
+        if not folder.is_dir():
+            problem = "is not a folder" if folder.exists() else "does not exist"
+            raise MissingArtifactError(
+                f"the folder of executables {folder} {problem}; {_REMEDY}"
+            )
         manifest = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
         entries = []
         for program in manifest["programs"]:
@@ -207,21 +213,6 @@ class BuiltFolder:
             f"{self.folder}: {key.name} is not for this run (what it was compiled for "
             f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
         )
-
-
-def check_built(folder: Path) -> None:
-    """Refuse a folder that is not there or holds no manifest; reads nothing.
-
-    Raises:
-        MissingArtifactError: there is none.
-    """
-    if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise MissingArtifactError(
-            f"the folder of executables {folder} {problem}; {_REMEDY}"
-        )
-    if not (folder / MANIFEST).exists():
-        raise MissingArtifactError(f"{folder / MANIFEST}: is missing; {_REMEDY}")
 
 
 def write_manifest(
