@@ -49,7 +49,7 @@ for way, least in (("passed", 0.0), ("gathered", ring.LEAST_HIDDEN)):
     bodies = []
     for computation in program.computations.values():
         order = []
-        for one in computation.instructions:
+        for one in computation.values():
             if one.opcode.startswith("collective-permute"):
                 order.append(one.opcode.removeprefix("collective-permute-"))
             elif one.target == "tpu_custom_call":
