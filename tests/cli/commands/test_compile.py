@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import SMALL, Cli, Made, call
+from tests.processes import run_python
 from tpuport.cli.asked.sessions import check_early, check_run_early
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import progress as _progress
@@ -310,12 +309,10 @@ def test_what_is_shown_of_a_program(
 def process(*args: str | Path, env: dict[str, str] | None = None) -> Any:
     """``tpuport ARGS`` in a process of its own: libtpu is loaded once in each."""
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "tpuport", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**clean, **(env or {})},
+    ran = run_python(
+        ["-m", "tpuport", *map(str, args)],
+        environment={**clean, **(env or {})},
+        folder=ROOT,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
