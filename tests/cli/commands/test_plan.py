@@ -192,6 +192,7 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
 def test_two_compile_at_once_and_the_options_of_attention_reach_them(
     tmp_path: Path,
 ) -> None:
+    """18 CPU seconds: two compiles for TPUs and the schedules of their kernels."""
     small = ("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--json")
     asked = ("splash", "splash:window=64,64;block_q=256;block_kv=128")
 

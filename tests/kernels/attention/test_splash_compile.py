@@ -63,6 +63,7 @@ def lines_of(*calls: str) -> list[str]:
 
 @needs_libtpu
 def test_compiles_for_v6e() -> None:
+    """14 CPU seconds: compiles for a TPU, one of the largest blocks."""
     # Long enough for the largest blocks, which must fit VMEM.
     assert lines_of(
         "compile(64, True, jnp.bfloat16)", "compile(64, True, jnp.float32, 8191)"
