@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def planned(*records: AttentionRecord, **changes: Any) -> Plan:
-    program = measured(10, 0.5, attention=[record.as_dict() for record in records])
+    program = measured(10, 0.5, attention=[asdict(record) for record in records])
     return plan_of(MESH, replace(program, **changes))
 
 

@@ -31,7 +31,7 @@ def port_without(module: torch.nn.Module, component: str, *names: str) -> Ported
 
 
 def test_every_patch_applies_here() -> None:
-    states = {s.name: s.state for s in inspect_patches(PORT.patches).entries}
+    states = {s.name: s.state for s in inspect_patches(PORT.patches)}
     assert set(states.values()) == {"applicable"}, states
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpuport.core.cost.account import Account
@@ -133,8 +133,8 @@ def measure(
         "lower_seconds": traced - started,
         "flops": model_flops(program.traced().jaxpr, program.records()),
         "devices": program.mesh.size,
-        "attention": [record.as_dict() for record in program.records()],
-        "convolutions": [record.as_dict() for record in program.convolutions()],
+        "attention": list(map(asdict, program.records())),
+        "convolutions": list(map(asdict, program.convolutions())),
     }
     before = time.perf_counter()
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -157,10 +157,6 @@ class AttentionRecord:
     ring_keys: str | None = None
     notice: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionRecord:
@@ -179,7 +175,3 @@ class ConvolutionRecord:
     implementation: str
     reason: str = ""
     count: int = 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)

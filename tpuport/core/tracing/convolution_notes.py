@@ -8,7 +8,7 @@ and plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.tracing.context import ConvolutionRecord
@@ -53,6 +53,6 @@ def counted(records: Iterable[ConvolutionRecord]) -> tuple[ConvolutionRecord, ..
 
 
 def joined(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """:func:`counted` for records in the form of :meth:`ConvolutionRecord.as_dict`."""
+    """:func:`counted` for records as dictionaries."""
     found = counted(ConvolutionRecord(**entry) for entry in entries)
-    return tuple(record.as_dict() for record in found)
+    return tuple(map(asdict, found))
