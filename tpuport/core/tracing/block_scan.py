@@ -25,7 +25,7 @@ import torch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as torch_pytree
 
-from tpuport.core.tracing.block_stacks import Stack
+from tpuport.core.tracing.block_stacks import Stack, forwards_replaced
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 from tpuport.errors import PluginError
 
@@ -50,25 +50,18 @@ def scanned(
         PluginError: from a block's call, when the loop over the blocks does more than
             hand their state on.
     """
-    saved: list[tuple[torch.nn.Module, Any]] = []
-    try:
-        for stack in stacks:
-            arrays = {name: weights[stack.name(name)] for name in stack.tensors}
-            whole = {
-                name: gathered[stack.name(name)]
-                for name in stack.tensors
-                if stack.name(name) in gathered
-            }
-            runner = _Runner(stack, arrays, env, whole)
-            for index, block in enumerate(stack.blocks):
-                saved.append((block, vars(block).get("forward")))
-                vars(block)["forward"] = runner.forward_of(index)
+    replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+    for stack in stacks:
+        names = {tensor: stack.name(tensor) for tensor in stack.tensors}
+        arrays = {tensor: weights[name] for tensor, name in names.items()}
+        whole = {t: gathered[name] for t, name in names.items() if name in gathered}
+        runner = _Runner(stack, arrays, env, whole)
+        replacements += [
+            (block, runner.forward_of(index))
+            for index, block in enumerate(stack.blocks)
+        ]
+    with forwards_replaced(replacements):
         yield
-    finally:
-        for block, before in reversed(saved):
-            vars(block).pop("forward", None)
-            if before is not None:
-                vars(block)["forward"] = before
 
 
 def slices(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import torch
@@ -27,10 +27,6 @@ from tpuport.errors import PluginError
 
 Weights = Mapping[str, Any]
 Within = Callable[["torch.nn.Module"], contextlib.AbstractContextManager[Any]]
-
-
-def _as_it_is(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +120,7 @@ class PortedModule:
         method: str = "forward",
         weight_overrides: Weights | None = None,
         attributes: Mapping[str, Any] | None = None,
-        within: Within = _as_it_is,
+        within: Within = contextlib.nullcontext,
         **kwargs: Any,
     ) -> Any:
         """Call ``method`` of the module as a pure function.
@@ -213,21 +209,43 @@ class PortedModule:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class BoundModule:
-    """A ported module inside a program: ``model(...)`` calls its forward."""
+class HasRuntime(Protocol):
+    """A module that is traced in a runtime."""
 
-    ported: PortedModule
+    @property
+    def runtime(self) -> Runtime: ...
+
+
+M = TypeVar("M", bound=HasRuntime)
+
+
+@dataclass(frozen=True)
+class Bound(Generic[M]):
+    """A module with its weights inside a program."""
+
+    ported: M
     weights: Weights
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`PortedModule.apply`."""
-        return self.ported.apply(self.weights, *args, **kwargs)
 
     @property
     def space(self) -> Space | None:
         """How the picture is split over devices in the program being traced."""
         return self.ported.runtime.space
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """``x`` split over mesh axes; see :func:`constrain`."""
+        return constrain(self.ported.runtime.mesh, x, *axes)
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """See :func:`tpuport.core.tracing.array_layout.row_major`."""
+        return row_major(x, self.ported.runtime.platform)
+
+
+class BoundModule(Bound[PortedModule]):
+    """A ported module inside a program: ``model(...)`` calls its forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`PortedModule.apply`."""
+        return self.ported.apply(self.weights, *args, **kwargs)
 
     def capture(
         self, split: ForwardSplit, where: Where, /, *args: Any, **kwargs: Any
@@ -267,26 +285,14 @@ class BoundModule:
 
         return self(*args, within=within, **kwargs)
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """``x`` split over mesh axes, one per leading dim.
-
-        An axis that does not divide its dim leaves that dim whole.
-        """
-        return constrain(self.ported.runtime.mesh, x, *axes)
-
-    def row_major(self, x: jax.Array) -> jax.Array:
-        """``x`` with its last dim along the lanes of a TPU.
-
-        See :func:`tpuport.core.tracing.array_layout.row_major`.
-        """
-        return row_major(x, self.ported.runtime.platform)
-
 
 def constrain(
     mesh: jax.sharding.Mesh | None, x: jax.Array, *axes: str | None
 ) -> jax.Array:
-    """``x`` split over mesh axes; see :meth:`BoundModule.constrain`."""
+    """``x`` split over mesh axes, one per leading dim.
 
+    An axis that does not divide its dim leaves that dim whole.
+    """
     if mesh is None or mesh.size == 1:
         return x
     fitting = [

@@ -7,16 +7,13 @@ here with the dims of its weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.core.mesh.spatial_split import Space
-from tpuport.core.tracing.array_layout import row_major
-from tpuport.core.tracing.ported_module import Weights, constrain
+from tpuport.core.tracing.ported_module import Bound, Weights
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
 
@@ -90,12 +87,8 @@ class JaxModule:
             yield self.map.convert(stored, tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class BoundJaxModule:
+class BoundJaxModule(Bound[JaxModule]):
     """A JAX module inside a program; ``model.module()`` is the implementation."""
-
-    ported: JaxModule
-    weights: Weights
 
     def module(self) -> Any:
         """The implementation's module with these weights."""
@@ -110,19 +103,6 @@ class BoundJaxModule:
     def platform(self) -> str:
         """The platform that the program is lowered for."""
         return self.ported.runtime.platform
-
-    @property
-    def space(self) -> Space | None:
-        """How the picture is split over devices in the program being traced."""
-        return self.ported.runtime.space
-
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """See :meth:`tpuport.core.tracing.ported_module.BoundModule.constrain`."""
-        return constrain(self.ported.runtime.mesh, x, *axes)
-
-    def row_major(self, x: jax.Array) -> jax.Array:
-        """See :func:`tpuport.core.tracing.array_layout.row_major`."""
-        return row_major(x, self.platform)
 
 
 class StoredWeight(Protocol):
