@@ -6,13 +6,9 @@ torch evaluates it in float32 and rounds the result. In float32 nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 
 
@@ -32,13 +28,9 @@ def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
     return wide.astype(input.dtype)
 
 
-def _make(context: OpContext) -> Callable[..., Any]:
-    return gelu
-
-
 GELU_ROUNDED_ONCE = OpOverride(
     targets=("torch.ops.aten.gelu",),
-    make=_make,
+    make=lambda context: gelu,
     owner="tpuport.patches.activations",
     reason="GELU in float32, rounded once, as torch's kernels have it",
 )

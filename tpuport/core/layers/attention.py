@@ -20,17 +20,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tpuport.core import compat
 from tpuport.core.arrays import Array, Float, Int, Shaped
 from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.ported_module import on_devices
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.attention import attention
 from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.kernels.attention.problem import describe
-from tpuport.kernels.attention.selection import IMPLEMENTATIONS, select
+from tpuport.kernels.attention.selection import IMPLEMENTATIONS, Selection, select
 
 
 def check_implementation(choice: AttentionChoice, platform: str) -> AttentionChoice:
@@ -238,7 +237,7 @@ def split_attention(
     split = _split(context, q, k, placed=is_causal or choice.window is not None)
     each = q.shape[-2]
     if split.queries[2]:
-        padding = ((0, -each % _sizes(context)[split.queries[2]]), (0, 0))
+        padding = ((0, -each % context.axis_size(split.queries[2])), (0, 0))
         q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
@@ -251,11 +250,19 @@ def split_attention(
         frame_tokens=frame_tokens,
         split=split,
     )
-    if context.mesh is not None and context.mesh.size > 1:
-        # Even if nothing is split: the compiler cannot partition a TPU kernel.
-        out = _mapped(context, run, (q, k, v, mask, lengths), split)[..., :each, :]
-    else:
-        out = run(q, k, v, mask, lengths)
+    q_axes = (*(None,) * (q.ndim - 4), *split.queries)
+    mask_axes: tuple[str | None, ...] = ()
+    if mask is not None:
+        whole = zip(split.queries, mask.shape, strict=True)
+        mask_axes = tuple(axis if n > 1 else None for axis, n in whole)
+    # Even if nothing is split: the compiler cannot partition a TPU kernel.
+    out = on_devices(
+        context.mesh,
+        run,
+        (q, k, v, mask, lengths),
+        (q_axes, split.keys, split.keys, mask_axes, split.queries[:1]),
+        q_axes,
+    )[..., :each, :]
     if frames is None:
         return out
     return jnp.moveaxis(out, 0, 2).reshape(batch, heads, length, out.shape[-1])
@@ -298,11 +305,6 @@ def _by_frames(
     return jax.lax.map(one_frame, (q, ends))
 
 
-def _sizes(context: OpContext) -> dict[str, int]:
-    """Devices along each axis of the mesh."""
-    return dict(context.mesh.shape) if context.mesh is not None else {}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
     """The axes of the mesh that split items, heads, tokens and features.
@@ -327,12 +329,7 @@ def _split(
 
     ``placed`` says whether a query needs its position.
     """
-    sizes, policy = _sizes(context), context.attention
-
-    def axis(name: str | None, *counts: int) -> str | None:
-        size = sizes.get(name, 1) if name else 1
-        return name if size > 1 and all(n % size == 0 for n in counts) else None
-
+    axis, policy = context.axis, context.attention
     batch, heads = q.shape[-4:-2]
     batch_axis = axis(policy.batch, batch)
     head_axis = axis(policy.heads, heads)
@@ -360,30 +357,6 @@ _Arrays = tuple[
 ]
 
 
-def _mapped(
-    context: OpContext, run: Callable[..., Array], arrays: _Arrays, split: _Split
-) -> Float[Array, ...]:
-    """``run`` on each device's part of the arrays that are given."""
-    q, k, v, mask, lengths = arrays
-    q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split.queries)
-    given = {"q": q, "k": k, "v": v}
-    specs = {"q": q_spec, "k": PartitionSpec(*split.keys)}
-    specs["v"] = specs["k"]
-    if mask is not None:
-        given["mask"] = mask
-        whole = zip(split.queries, mask.shape, strict=True)
-        specs["mask"] = PartitionSpec(*(a if n > 1 else None for a, n in whole))
-    if lengths is not None:
-        given["lengths"] = lengths
-        specs["lengths"] = PartitionSpec(split.queries[0])
-    return compat.shard_map(
-        lambda given: run(**given),
-        mesh=context.mesh,
-        in_specs=(specs,),
-        out_specs=q_spec,
-    )(given)
-
-
 def _record(
     context: OpContext,
     choice: AttentionChoice,
@@ -399,11 +372,10 @@ def _record(
     ``arrays`` are split; ``length`` counts all queries without padding.
     """
     q, k, v, mask, lengths = arrays
-    sizes = _sizes(context)
 
     def local(x: Array, axes: tuple[str | None, ...]) -> Array:
         shape = tuple(
-            n // (sizes[a] if a else 1) if n > 1 else n
+            n // context.axis_size(a) if n > 1 else n
             for n, a in zip(x.shape[-len(axes) :], axes, strict=True)
         )
         return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -427,30 +399,47 @@ def _record(
         chip=context.chip,
         fall_back=True,
     )
-    reason = "; ".join(
-        [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
-    )
-    record = AttentionRecord(
+    note_attention(
+        context,
+        choice,
+        selection,
         query=(*q.shape[-4:-2], length, q.shape[-1]),
         key=tuple(k.shape),
-        implementation=selection.implementation,
-        reason=reason,
         split=split.queries,
         key_lengths=lengths is not None,
         frame_tokens=frame_tokens,
+        causal=is_causal,
+        dtype=str(q.dtype),
+    )
+
+
+def note_attention(
+    context: OpContext,
+    choice: AttentionChoice,
+    selection: Selection,
+    more: str = "",
+    **fields: Any,
+) -> AttentionRecord:
+    """Note what a call runs as, once per distinct call.
+
+    Args:
+        more: a further reason.
+        fields: of the record, those that choice and selection do not have.
+    """
+    passed_over = (f"not {name}: {why}" for name, why in selection.passed_over)
+    reasons = (selection.reason, *passed_over, more)
+    record = AttentionRecord(
+        implementation=selection.implementation,
+        reason="; ".join(filter(None, reasons)),
         blocks=dict(selection.blocks),
         window=choice.window,
         k_smooth=choice.k_smooth,
-        causal=is_causal,
-        dtype=str(q.dtype),
         notice=selection.notice,
+        **fields,
     )
     if record not in context.records:
         context.records.append(record)
-
-
-def _make(context: OpContext) -> Callable[..., Any]:
-    return functools.partial(scaled_dot_product_attention, context)
+    return record
 
 
 ATTENTION = OpOverride(
@@ -458,7 +447,7 @@ ATTENTION = OpOverride(
         "torch.nn.functional.scaled_dot_product_attention",
         "torch.ops.aten.scaled_dot_product_attention",
     ),
-    make=_make,
+    make=lambda context: functools.partial(scaled_dot_product_attention, context),
     owner="tpuport.core.layers.attention",
     reason="masks, lengths and splits honoured exactly; no Lq x Lk array",
 )

@@ -122,13 +122,9 @@ class JointSequence:
 
     def axes(self, batch: int) -> tuple[str | None, str | None]:
         """The mesh axes that split ``batch`` items and the tokens, or ``None``."""
-        policy, sizes = self.active.context.attention, self.active.axis_size
+        context, policy = self.active.context, self.active.context.attention
         sequence = policy.sequence if self.divided else None
-        divides = sizes(policy.batch) > 1 and batch % sizes(policy.batch) == 0
-        return (
-            policy.batch if divides else None,
-            sequence if sizes(sequence) > 1 else None,
-        )
+        return context.axis(policy.batch, batch), context.axis(sequence)
 
     def is_text(self) -> Bool[Array, "l"]:
         """Which tokens are text, bool [L]."""
@@ -152,11 +148,9 @@ class JointSequence:
     def _constrain(
         self, x: Shaped[Array, "b l *rest"], axis: str | None
     ) -> Shaped[Array, "b l *rest"]:
-        policy = self.active.context.attention
-        sizes = self.active.axis_size
-        batch = policy.batch if sizes(policy.batch) > 1 else None
-        along = axis if sizes(axis) > 1 else None
-        return constrain(self.active.context.mesh, x, batch, along)
+        context = self.active.context
+        batch = context.axis(context.attention.batch)
+        return constrain(context.mesh, x, batch, context.axis(axis))
 
 
 def gated(

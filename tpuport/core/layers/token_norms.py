@@ -11,18 +11,16 @@ tokens. XLA's code runs elsewhere, and if a kernel refuses a size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tpuport.core import compat
-from tpuport.core.arrays import Array, Float, Float32, Shaped
+from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.tracing.kernel_options import kernel_options
+from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.norms.token_norm import head_norm_rotary, modulated_layer_norm
 
 #: Shift and scale of each item, in either order.
@@ -139,41 +137,13 @@ def _modulated_by_kernel(
     each = x.shape[1] // sequence.active.axis_size(tokens)
     firsts = jnp.arange(0, x.shape[1], each, dtype=jnp.int32)
     out = on_devices(
-        sequence,
+        sequence.active.context.mesh,
         run,
         (turned, scale, shift, firsts),
         ((batch, None, tokens), (batch,), (batch,), (tokens,)),
         (batch, None, tokens),
     )
     return out.swapaxes(1, 2)
-
-
-def on_devices(
-    sequence: JointSequence,
-    run: Callable[..., Array],
-    arrays: tuple[Shaped[Array, ...], ...],
-    split: tuple[tuple[str | None, ...], ...],
-    result: tuple[str | None, ...],
-) -> Float[Array, ...]:
-    """``run`` on each device's part of the arrays.
-
-    Args:
-        sequence: tells the mesh.
-        run: takes a part of each array.
-        arrays: the whole arrays.
-        split: the mesh axis that splits each dim of each array.
-        result: the mesh axis that splits each dim of the result.
-    """
-    mesh = sequence.active.context.mesh
-    if mesh is None or mesh.size == 1:
-        return run(*arrays)
-    out: Array = compat.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=tuple(PartitionSpec(*axes) for axes in split),
-        out_specs=PartitionSpec(*result),
-    )(*arrays)
-    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,16 +251,10 @@ def _turned_by_kernel(
         still = jnp.ones(x.shape[2:], jnp.float32)
         tables = still, jnp.zeros_like(still)
     batch, tokens = sequence.axes(x.shape[0])
-    heads = sequence.active.context.attention.heads
-    count = sequence.active.axis_size(heads)
-    split = (
-        batch,
-        heads if count > 1 and not x.shape[1] % count else None,
-        None,
-        tokens,
-    )
+    context = sequence.active.context
+    split = (batch, context.axis(context.attention.heads, x.shape[1]), None, tokens)
     return on_devices(
-        sequence,
+        context.mesh,
         run,
         (x, jnp.stack([weight, bias]), *tables),
         (split, (), (None, tokens), (None, tokens)),

@@ -38,9 +38,7 @@ class Active:
 
     def axis_size(self, name: str | None) -> int:
         """Devices along a mesh axis; 1 if the mesh has no such axis."""
-        if name is None or self.context.mesh is None:
-            return 1
-        return int(dict(self.context.mesh.shape).get(name, 1))
+        return self.context.axis_size(name)
 
 
 _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar(
@@ -97,6 +95,17 @@ class OpContext:
     space: Space | None = None
     records: list[AttentionRecord]
     convolutions: list[ConvolutionRecord] = field(default_factory=list)
+
+    def axis_size(self, name: str | None) -> int:
+        """Devices along a mesh axis; 1 if the mesh has no such axis."""
+        if name is None or self.mesh is None:
+            return 1
+        return int(dict(self.mesh.shape).get(name, 1))
+
+    def axis(self, name: str | None, *counts: int) -> str | None:
+        """The mesh axis if it has several devices and divides all ``counts``."""
+        size = self.axis_size(name)
+        return name if size > 1 and all(n % size == 0 for n in counts) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

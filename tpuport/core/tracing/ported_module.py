@@ -16,6 +16,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn.utils.stateless import _reparametrize_module
 
+from tpuport.core import compat
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing import forward_split as splitting
 from tpuport.core.tracing.array_layout import row_major
@@ -301,6 +302,30 @@ def constrain(
     ]
     sharding = NamedSharding(mesh, PartitionSpec(*fitting))
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def on_devices(
+    mesh: jax.sharding.Mesh | None,
+    run: Callable[..., jax.Array],
+    arrays: Sequence[jax.Array | None],
+    split: Sequence[tuple[str | None, ...]],
+    result: tuple[str | None, ...],
+) -> jax.Array:
+    """``run`` on each device's part of the arrays.
+
+    Args:
+        split: the mesh axis that splits each dim of each array.
+        result: the mesh axis that splits each dim of the result.
+    """
+    if mesh is None or mesh.size == 1:
+        return run(*arrays)
+    out: jax.Array = compat.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*axes) for axes in split),
+        out_specs=PartitionSpec(*result),
+    )(*arrays)
+    return out
 
 
 @contextlib.contextmanager
