@@ -13,14 +13,7 @@ from tpuport.core.tracing.op_overrides import OpOverride
 
 
 def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
-    """``torch.nn.functional.gelu``, evaluated in float32.
-
-    Args:
-        input: of any shape.
-        approximate: ``"none"`` or ``"tanh"``.
-
-    Returns:
-        of the shape and dtype of ``input``.
+    """``torch.nn.functional.gelu`` of any shape, evaluated in float32.
 
     Source: ATen/native/cpu/Activation.cpp, ``GeluKernelImpl``.
     """

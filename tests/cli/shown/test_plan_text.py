@@ -89,7 +89,7 @@ def test_every_option_of_a_call_is_told(change: dict[str, Any], shown: str) -> N
 
 
 def test_a_call_that_several_programs_make_is_told_once() -> None:
-    record = JOINT.as_dict()
+    record = asdict(JOINT)
     mesh_plan = planned(JOINT)
     (stage,) = mesh_plan.stages
     (step,) = stage.programs

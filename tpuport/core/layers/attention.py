@@ -105,7 +105,7 @@ def _match_heads(
 ) -> tuple[
     Float[Array, "b h lq d"], Float[Array, "b hk lk dk"], Float[Array, "b hk lv dv"]
 ]:
-    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] where Hkv divides H.
+    """q, k and v with as many value heads as key heads, which divide the query's.
 
     Raises:
         ValueError: the head counts neither broadcast nor, with ``enable_gqa``, divide
@@ -199,17 +199,13 @@ def split_attention(
     """Run the kernel on each device's part of q.
 
     Args:
-        q: of shape [B, H, Lq, D].
-        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
-        v: of shape [B, Hkv, Lk, Dv].
-        mask: as kernels take it.
-        is_causal: as kernels take it.
-        scale: as kernels take it.
+        q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]; Hkv divides H.
+        mask, is_causal, scale: as kernels take them.
         lengths: number of keys of each item, int32 [B].
         frame_tokens: tokens per frame of frame-causal attention; divides Lq = Lk.
 
     Returns:
-        of shape [B, H, Lq, Dv].
+        [B, H, Lq, Dv].
     """
     choice = context.implementation
     if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
@@ -289,10 +285,7 @@ def _by_frames(
     mask: Shaped[Array, "#b #h #n #lk"] | None = None,
     lengths: Int[Array, "b"] | None = None,
 ) -> Float[Array, "f b h n dv"]:
-    """``kernel`` on F frames of N queries, one frame after the other.
-
-    ``k`` and ``v`` have the tokens of all frames.
-    """
+    """``kernel`` on F frames of N queries, each on the keys of all frames so far."""
 
     def one_frame(frame: tuple[Array, Array]) -> Array:
         q, end = frame

@@ -43,13 +43,11 @@ def put_text(
     text: Float[Array, "b ..."],
     dim: int,
 ) -> Float[Array, "b *dims"]:
-    """``x`` with ``text`` in the places of the text.
+    """``x`` with ``text`` in the places of the text, which is after the video.
 
     Args:
-        sequence: with text after video.
         x: [B, L, ...] or [B, H, ...] with L at ``dim``, split over the sequence axis.
         text: shaped like ``x`` with T at ``dim``, whole on every device.
-        dim: the dim of the tokens.
     """
     count = sequence.text
 
@@ -74,13 +72,7 @@ def put_text(
 def take_text(
     sequence: JointSequence, x: Float[Array, "b ..."], dim: int
 ) -> Float[Array, "b ..."]:
-    """The text's part of ``x``, whole on every device.
-
-    Args:
-        sequence: with text after video.
-        x: as :func:`put_text` takes it.
-        dim: the dim of the tokens.
-    """
+    """The text's part of ``x``, whole on every device; see :func:`put_text`."""
     count, start = sequence.text, sequence.length - sequence.text
     axis = _sequence_axis(sequence)
     if axis is None:
@@ -117,9 +109,8 @@ def attend_streams(
         video: q, k and v of the joint sequence, in the layout of
             :func:`tpuport.core.layers.joint_sequence.to_heads`, with anything finite in
             the places of text and padding.
-        text: q, k and v of the text alone.
+        text: q, k and v of the text alone. All are rounded to ``dtype``.
         lengths: number of leading text tokens that count, integers [B].
-        dtype: q, k and v are rounded to it.
 
     Returns:
         The result for the joint sequence, and for the text alone, each in the layout of

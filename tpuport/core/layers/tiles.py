@@ -248,9 +248,6 @@ class TileJoin:
 
     Between two tiles the join holds one row of seams and the blended frames of one tile
     in time. The caller keeps the pieces.
-
-    Args:
-        plan: the tiles.
     """
 
     def __init__(self, plan: TilePlan) -> None:
@@ -318,11 +315,7 @@ class _Seams:
     ) -> None:
         """Blend a tile of shape [B, C, F, H, W] in place, and keep its ends.
 
-        Args:
-            tile: float32, with values of ``dtype``.
-            index: the tile's place.
-            spans: the spans of the tile's frames, rows and columns.
-            dtype: the dtype in which upstream blends.
+        The tile is float32, with values of ``dtype``, in which upstream blends.
         """
         t, i, j = index
         if i > 0:

@@ -69,11 +69,8 @@ def modulated_norm(
 
     Args:
         sequence: which tokens are text.
-        x: of shape [B, L, E].
         weight, bias: of the norm, [E]; ``None`` if the norm has none.
-        eps: of the norm.
-        text: (shift, scale) of text tokens, each [B, E].
-        video: (shift, scale) of all other tokens, each [B, E].
+        text, video: (shift, scale), each [B, E], of text tokens and of all others.
 
     Returns:
         of the shape and dtype of ``x``.
@@ -169,18 +166,16 @@ def turned(
     tables: Tables | None,
     dtype: Any,
 ) -> Float[Array, "b h m n"]:
-    """Queries or keys: normed and rotated in float32, rounded once.
+    """Queries or keys: normed and rotated in float32, rounded once to ``dtype``.
 
     The two halves of the head dim are computed apart up to the end, so that no float32
     array of all heads is held.
 
     Args:
-        sequence: tells the layout.
         x: as :func:`to_heads` gives it, from weights in the order of halves.
         norm: norm over the head dim, or ``None``. Its input is ``x`` rounded to
             ``dtype``, because upstream rounds its projection before the norm.
         tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
-        dtype: dtype of the result.
     """
     axis = 2 if sequence.feature_major else 3
     mean: Any = 0.0

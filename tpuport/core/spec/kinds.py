@@ -151,6 +151,8 @@ blocks = _word(Blocks)
 backend = _word(Backend)
 place = _word(Place)
 stage = _word(StageName)
+mesh = MeshSpec.parse
+step_cache = StepCache.parse
 
 
 def tiling(value: Any) -> Tiling:
@@ -182,18 +184,8 @@ def dtype(value: Any) -> Dtype:
     return Dtype(name)
 
 
-def mesh(value: Any) -> MeshSpec:
-    """As :meth:`MeshSpec.parse`."""
-    return MeshSpec.parse(value)
-
-
 def attention(value: Any) -> AttentionChoice:
     """As :meth:`AttentionChoice.parse`."""
     if isinstance(value, AttentionChoice):
         return value
     return AttentionChoice.parse(text(value))
-
-
-def step_cache(value: Any) -> StepCache | None:
-    """As :meth:`StepCache.parse`."""
-    return StepCache.parse(value)

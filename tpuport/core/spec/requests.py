@@ -172,9 +172,7 @@ class Requests:
     ) -> tuple[Request, Source | None]:
         """The request, and what its encode stage starts from.
 
-        Args:
-            image, video: as :meth:`Session.generate` takes them.
-            asked: as :meth:`request` takes it.
+        Arguments are those of :meth:`Session.generate`.
         """
         frames = _given(asked.get("num_frames"), self.variant.num_frames)
         source = read_source(image, video, frames)

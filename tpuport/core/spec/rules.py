@@ -75,26 +75,14 @@ class Known:
     room: int | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A check.
-
-    Attributes:
-        needs: fields of :class:`Known`: what the check is called with.
-        check: refuses what cannot be.
-    """
-
-    needs: tuple[str, ...]
-    check: Callable[..., None]
-
-
-RULES: list[Rule] = []
+RULES: list[Callable[..., None]] = []
 """All rules, in the order in which they speak."""
 
 
 def rule(check: Callable[..., None]) -> Callable[..., None]:
-    """Add a check to the rules; its parameters name what it needs."""
-    RULES.append(Rule(tuple(inspect.signature(check).parameters), check))
+    """Add a check to the rules; its parameters are the fields of :class:`Known`
+    that it needs."""
+    RULES.append(check)
     return check
 
 
@@ -105,9 +93,10 @@ def check(known: Known) -> None:
         TpuportError: of the first rule that is broken.
     """
     for rule in RULES:
-        values = [getattr(known, name) for name in rule.needs]
+        needs = inspect.signature(rule).parameters
+        values = [getattr(known, name) for name in needs]
         if all(value is not None for value in values):
-            rule.check(*values)
+            rule(*values)
 
 
 # --- settings alone

@@ -223,9 +223,7 @@ def _internals() -> frozenset[str]:
 def _unequal(one: Any, other: Any, path: str, seen: set[Any]) -> Iterator[str]:
     """The differences of two attributes, each as a line of text.
 
-    Args:
-        path: path of the attributes, with a dot behind.
-        seen: pairs of objects that are being compared further up.
+    ``path`` has a dot behind; ``seen`` are the pairs being compared further up.
     """
     import torch
 

@@ -128,12 +128,10 @@ class PortedModule:
 
         Args:
             weights: one array per name in :attr:`arrays`.
-            args: positional arguments; all arrays in them are JAX arrays.
-            method: the method of the module to call.
+            args, kwargs: of the method; all arrays in them are JAX arrays.
             weight_overrides: arrays by the names of the weights that they replace.
             attributes: module attributes (dotted) that hold during this call only.
             within: makes a context for the call from the module.
-            kwargs: keyword arguments, like ``args``.
 
         Returns:
             What the method returns, with JAX arrays in place of tensors.
@@ -175,8 +173,7 @@ class PortedModule:
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of all weights, for lowering without data.
 
-        Args:
-            dtype: gives a tensor's dtype from its name in the module and the tensor.
+        ``dtype`` gives a tensor's dtype from its name in the module and the tensor.
         """
 
         tensors = self.tensors()

@@ -52,7 +52,6 @@ class JaxModule:
 
         Args:
             plan: plan of the stored tensors, by their names in upstream's module.
-            mesh: the devices.
             dtype: dtype of all arrays.
             used: whether a stored tensor, by name, will be there.
 

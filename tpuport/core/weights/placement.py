@@ -43,7 +43,6 @@ def abstract_weights(
     Args:
         ported: the module, which may be on the meta device.
         plan: plan of the stored tensors, by their names in the module.
-        mesh: the devices.
         dtype: gives a tensor's dtype from its name and the tensor.
         used: whether a stored tensor, by name, will be there.
 
@@ -102,7 +101,6 @@ def place_weights(
     host, which compiles no program for their shapes.
 
     Args:
-        ported: the module.
         wanted: the result of :func:`abstract_weights`.
         tensors: every tensor of every wanted array, by its name in the module.
     """

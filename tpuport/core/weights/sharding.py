@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.reports import bytes_text
@@ -130,16 +130,7 @@ class ShardingPlan:
         return {
             "component": self.component,
             "mesh": dict(self.mesh),
-            "rules": [
-                {
-                    "pattern": use.pattern,
-                    "spec": _json_spec(use.spec),
-                    "matches": use.matches,
-                    "bytes": use.bytes,
-                    "note": use.note,
-                }
-                for use in self.rules
-            ],
+            "rules": [{**asdict(u), "spec": _json_spec(u.spec)} for u in self.rules],
             "total_bytes": self.total_bytes,
             "bytes_per_device": self.bytes_per_device,
             "replicated_bytes": self.replicated_bytes,

@@ -90,12 +90,11 @@ def match_names(
     if component.stored_prefix:
         for names in aliases.values():
             names += [component.stored_prefix + name for name in names]
-    found: dict[str, str] = {}
-    for name, candidates in aliases.items():
-        for candidate in candidates:
-            if candidate in stored:
-                found[name] = candidate
-                break
+    found = {
+        name: next(candidate for candidate in candidates if candidate in stored)
+        for name, candidates in aliases.items()
+        if not stored.keys().isdisjoint(candidates)
+    }
     missing = [name for name in expected if name not in found]
     known = {c for candidates in aliases.values() for c in candidates}
     extra = [
@@ -104,15 +103,15 @@ def match_names(
         if name not in known
         and not any(re.fullmatch(pattern, name) for pattern in component.ignored)
     ]
-    problems = []
-    for label, names in (("missing", missing), ("extra", extra)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            problems.append(f"{label} tensor {names[0]}{more}")
-    if problems:
+    if missing or extra:
         raise WeightsError(
             f"{source}: {component.name}/ does not fit its config.json: "
-            + "; ".join(problems)
+            + "; ".join(
+                f"{label} tensor {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                for label, names in (("missing", missing), ("extra", extra))
+                if names
+            )
         )
     return found
 

@@ -26,9 +26,6 @@ def tuned_blocks(
 
     Args:
         chip: generation, such as ``v6e``.
-        head_dim: width of a head.
-        q_len, kv_len: tokens of queries and keys.
-        table: the file to look in.
 
     Raises:
         ValueError: the file is not a table of blocks.

@@ -51,9 +51,6 @@ def channel_moments(
     Returns:
         float32 [N, C] each, zeros where nothing is real. Blocks have their own, joined
         by Chan's formula: no difference of large numbers anywhere.
-
-    Raises:
-        ValueError: an int that is not the side's.
     """
     count, frames, rows, columns, channels = x.shape
     block = rows_per_step(rows, columns, channels)
@@ -157,16 +154,13 @@ def apply_norm(
     """``(x - mean) * scale + shift``, modulated, through SiLU.
 
     Args:
-        x: [N, T, Y, X, C].
-        mean, scale, shift: float32 [N, C].
+        x: [N, T, Y, X, C]; ``mean``, ``scale`` and ``shift`` are float32 [N, C].
         modulation: [N, t, y, X, 2 C]: factors and summands. Y is a multiple of y, and T
             of t; where T is odd and more than 1, its first frame has the first of t,
             and the others the rest.
-        silu: whether to end with it.
         kept: how many of the last frames to write once more, as an array of their own:
             cut out afterwards they would be read first. At most T.
-        vmem_limit: bytes of VMEM that the kernel may take.
-        interpret: run on the CPU, for tests.
+        vmem_limit, interpret: as of :func:`channel_moments`.
 
     Returns:
         of the shape and dtype of ``x``, in float32 until the end; and
@@ -302,11 +296,9 @@ def _apply_body(
     each = repeats if modulated else 1
     body: Callable[[Any, None], None] = lambda i, _: some(i * each, each, i)  # noqa: E731
     jax.lax.fori_loop(0, rows // each, body, None)
-    if kept_from is None:
-        return
-    # Held by a name, as decorators are called at once.
-    late: Callable[[Any], Any] = pl.when(pl.program_id(1) >= kept_from)
 
-    @late
-    def _() -> None:
+    def keep() -> None:
         kept_ref[...] = out_ref[...]
+
+    if kept_from is not None:
+        pl.when(pl.program_id(1) >= kept_from)(keep)
