@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -231,9 +231,10 @@ def split_attention(
         q = jnp.moveaxis(q, 2, 0)
         run = functools.partial(_by_frames, kernel, frame_tokens)
     split = _split(context, q, k, placed=is_causal or choice.window is not None)
+    q_split, k_split = split
     each = q.shape[-2]
-    if split.queries[2]:
-        padding = ((0, -each % context.axis_size(split.queries[2])), (0, 0))
+    if q_split[2]:
+        padding = ((0, -each % context.axis_size(q_split[2])), (0, 0))
         q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
@@ -246,17 +247,17 @@ def split_attention(
         frame_tokens=frame_tokens,
         split=split,
     )
-    q_axes = (*(None,) * (q.ndim - 4), *split.queries)
+    q_axes = (*(None,) * (q.ndim - 4), *q_split)
     mask_axes: tuple[str | None, ...] = ()
     if mask is not None:
-        whole = zip(split.queries, mask.shape, strict=True)
+        whole = zip(q_split, mask.shape, strict=True)
         mask_axes = tuple(axis if n > 1 else None for axis, n in whole)
     # Even if nothing is split: the compiler cannot partition a TPU kernel.
     out = on_devices(
         context.mesh,
         run,
         (q, k, v, mask, lengths),
-        (q_axes, split.keys, split.keys, mask_axes, split.queries[:1]),
+        (q_axes, k_split, k_split, mask_axes, q_split[:1]),
         q_axes,
     )[..., :each, :]
     if frames is None:
@@ -298,17 +299,8 @@ def _by_frames(
     return jax.lax.map(one_frame, (q, ends))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Split:
-    """The axes of the mesh that split items, heads, tokens and features.
-
-    Attributes:
-        queries: axes of queries and of the result.
-        keys: axes of keys and values.
-    """
-
-    queries: tuple[str | None, str | None, str | None, None]
-    keys: tuple[str | None, str | None, None, None]
+#: The axes of the mesh that split items, heads, tokens and features.
+_Axes = tuple[str | None, str | None, str | None, None]
 
 
 def _split(
@@ -317,8 +309,8 @@ def _split(
     k: Float[Array, "b hk lk dk"],
     *,
     placed: bool,
-) -> _Split:
-    """How queries [..., B, H, L, D], with frames in front or not, are split.
+) -> tuple[_Axes, _Axes]:
+    """How queries [..., B, H, L, D] are split, and keys and values.
 
     ``placed`` says whether a query needs its position.
     """
@@ -334,10 +326,8 @@ def _split(
     # queries has none. A slice of each frame needs no position: every device gets a
     # part of all frames.
     sequence_axis = None if placed else axis(policy.sequence)
-    return _Split(
-        queries=(batch_axis, head_axis, sequence_axis, None),
-        keys=(batch_axis, kv_head_axis, None, None),
-    )
+    queries = (batch_axis, head_axis, sequence_axis, None)
+    return queries, (batch_axis, kv_head_axis, None, None)
 
 
 #: q, k, v, the mask and the key lengths; q may have frames in front.
@@ -358,13 +348,14 @@ def _record(
     length: int,
     is_causal: bool,
     frame_tokens: int | None,
-    split: _Split,
+    split: tuple[_Axes, _Axes],
 ) -> None:
     """Note what this call runs as, once per distinct call.
 
     ``arrays`` are split; ``length`` counts all queries without padding.
     """
     q, k, v, mask, lengths = arrays
+    q_split, k_split = split
 
     def local(x: Array, axes: tuple[str | None, ...]) -> Array:
         shape = tuple(
@@ -378,12 +369,12 @@ def _record(
     counted = end if lengths is not None or q.ndim > 4 else None
     selection = select(
         describe(
-            local(q, split.queries),
-            local(k, split.keys),
-            local(v, split.keys),
-            mask=None if mask is None else local(mask, split.queries),
+            local(q, q_split),
+            local(k, k_split),
+            local(v, k_split),
+            mask=None if mask is None else local(mask, q_split),
             is_causal=is_causal,
-            kv_lengths=None if counted is None else local(counted, split.queries[:1]),
+            kv_lengths=None if counted is None else local(counted, q_split[:1]),
             window=choice.window,
             platform=context.platform,
             interpret=False,
@@ -398,7 +389,7 @@ def _record(
         selection,
         query=(*q.shape[-4:-2], length, q.shape[-1]),
         key=tuple(k.shape),
-        split=split.queries,
+        split=q_split,
         key_lengths=lengths is not None,
         frame_tokens=frame_tokens,
         causal=is_causal,

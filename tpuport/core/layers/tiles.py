@@ -38,6 +38,11 @@ class Span(NamedTuple):
     at: int
     keep: int
 
+    @property
+    def read(self) -> slice:
+        """The input elements that the tile reads."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
@@ -138,14 +143,7 @@ class TilePlan:
     def tiles(self) -> tuple[Tile, ...]:
         """All tiles in the order of running: by frames, then rows, then columns."""
         return tuple(
-            Tile(
-                index=(t, i, j),
-                slices=(
-                    slice(frames.start, frames.stop),
-                    slice(rows.start, rows.stop),
-                    slice(columns.start, columns.stop),
-                ),
-            )
+            Tile(index=(t, i, j), slices=(frames.read, rows.read, columns.read))
             for (t, frames), (i, rows), (j, columns) in itertools.product(
                 *(enumerate(axis.spans) for axis in self.axes)
             )

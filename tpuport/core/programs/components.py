@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -312,9 +313,9 @@ class Components:
             for buffer in () if in_jax else ported.names.computed:
                 yield buffer, to_numpy(tensors[buffer])
 
-        streamed = stream()
+        streamed: Iterable[tuple[str, np.ndarray]] = stream()
         if isinstance(module, JaxModule):
-            streamed = module.converted(streamed)
+            streamed = itertools.starmap(module.map.convert, streamed)
         weights = place_weights(module, wanted.weights, streamed)
         loaded = Loaded(module, weights, plan, wanted.replicated)
         self._loaded[name, used] = loaded

@@ -68,7 +68,6 @@ def slices(
     stack: Stack, weights: Mapping[str, jax.Array], env: Any
 ) -> dict[str, torch.Tensor]:
     """The tensors of each block by their own names, cut out when they are read."""
-
     found: dict[str, torch.Tensor] = {}
     for tensor in stack.tensors:
         whole = weights[stack.name(tensor)]
@@ -261,7 +260,6 @@ class _Chain:
 
     def run(self, index: int) -> list[Any]:
         """The outputs of block ``index``."""
-
         if index in self.ran:
             return self.ran[index]
         start = max(s for s in self.starts if s <= index)
@@ -287,7 +285,6 @@ class _Chain:
 
     def _scan(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
         """The arguments of block ``stop``."""
-
         assert self.state is not None
         slots = [self._slot[position] for position in self.state]
         outputs = list(self.state.values())
@@ -323,7 +320,6 @@ class _Chain:
 
     def _block(self, layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
         """One block on the weights ``layer``."""
-
         # Gather inside the loop: before the loop all blocks would be whole at once.
         constrain = jax.lax.with_sharding_constraint
         whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
@@ -371,7 +367,6 @@ def _is_array(leaf: Any) -> bool:
 
 def _strong(x: jax.Array) -> jax.Array:
     """``x`` with a dtype that is not weak, as a scan's carry needs it."""
-
     return jnp.asarray(x, dtype=x.dtype)
 
 

@@ -6,11 +6,10 @@ here with the dims of its weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.tracing.ported_module import Bound, Weights
@@ -59,7 +58,6 @@ class JaxModule:
             WeightsError: the plan is for other tensors.
             ShardingError: the plan has problems.
         """
-
         shardings = named_shardings(plan, mesh)
         self.map.check(shardings)
         found = {}
@@ -73,17 +71,6 @@ class JaxModule:
                 weight.shape, dtype, sharding=NamedSharding(mesh, turned)
             )
         return found
-
-    def converted(
-        self, tensors: Iterable[tuple[str, np.ndarray]]
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Stored tensors under the names and in the layouts of this module.
-
-        Raises:
-            WeightsError: a tensor does not belong to this module.
-        """
-        for stored, tensor in tensors:
-            yield self.map.convert(stored, tensor)
 
 
 class BoundJaxModule(Bound[JaxModule]):

@@ -51,7 +51,6 @@ def abstract_weights(
             different ways.
         PluginError: ``used`` takes only some blocks of a stack.
     """
-
     shardings = named_shardings(plan, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     structs = ported.abstract_weights(dtype)
@@ -104,7 +103,6 @@ def place_weights(
         wanted: the result of :func:`abstract_weights`.
         tensors: every tensor of every wanted array, by its name in the module.
     """
-
     places = {
         name: (array, index)
         for array, members in ported.arrays.items()

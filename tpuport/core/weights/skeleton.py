@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -32,12 +32,6 @@ class StoredModule(Protocol):
     def ignored(self) -> tuple[str, ...]: ...
 
 
-def load_class(class_path: str) -> Any:
-    """The class that ``"package:Class"`` names."""
-    module, _, name = class_path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def build_skeleton(
     component: StoredModule, config: Mapping[str, Any]
 ) -> torch.nn.Module:
@@ -51,7 +45,7 @@ def build_skeleton(
     """
     from accelerate import init_empty_weights
 
-    cls = load_class(component.class_path)
+    cls = pkgutil.resolve_name(component.class_path)
     with init_empty_weights(include_buffers=False):
         try:
             if hasattr(cls, "from_config"):
