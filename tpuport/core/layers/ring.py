@@ -15,7 +15,7 @@ Everything here runs inside ``shard_map``; tokens are last, as our kernel has th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Ring:
     """
 
     axis: str
-    groups: Sequence[Sequence[int]]
+    groups: list[list[int]]
     rank: Int[Array, ""]
 
     @property
@@ -68,19 +68,15 @@ class Ring:
 
     def total(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """The sum over the group."""
-        out: Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
+        out: Array = jax.lax.psum(x, self.axis, axis_index_groups=self.groups)
         return out
 
     def gather(self, x: Float[Array, "h 1 d c"]) -> Float[Array, "h 1 d l"]:
         """All tokens of the group, in order."""
         out: Array = jax.lax.all_gather(
-            x, self.axis, axis=3, axis_index_groups=self._lists, tiled=True
+            x, self.axis, axis=3, axis_index_groups=self.groups, tiled=True
         )
         return out
-
-    @property
-    def _lists(self) -> list[list[int]]:
-        return [list(group) for group in self.groups]
 
 
 def ring_attention(

@@ -114,11 +114,7 @@ def _modulated_by_kernel(
     video: Pair,
     text: Pair,
 ) -> Float[Array, "b l e"]:
-    """:func:`modulated_norm` by the kernel; shifts and scales are float32 [B, E].
-
-    Raises:
-        NotImplementedError: the kernel does not take so many tokens or features.
-    """
+    """:func:`modulated_norm` by the kernel; shifts and scales are float32 [B, E]."""
     marked = (0, 0) if text[1] is video[1] else sequence.text_places
     run = functools.partial(
         modulated_layer_norm,
@@ -223,11 +219,7 @@ def _turned_by_kernel(
     norm: HeadNorm,
     tables: tuple[Float[Array, "d l"], Float[Array, "d l"]] | None,
 ) -> Float[Array, "b h d l"]:
-    """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype.
-
-    Raises:
-        NotImplementedError: the kernel does not take so many tokens or features.
-    """
+    """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype."""
     run = functools.partial(
         head_norm_rotary,
         eps=norm.eps,

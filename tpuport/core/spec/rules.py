@@ -364,21 +364,23 @@ def check_options(port: ModelPort, asked: Any, more: str = "") -> dict[str, Any]
 
 def plain_request(asked: Asked, variant: Variant) -> Request:
     """The request without prompts, and without what it is made from."""
-    names = (
-        *("height", "width", "num_frames", "fps"),
-        *("num_inference_steps", "guidance_scale"),
-    )
-    given = {name: getattr(asked, name) for name in names}
     return Request(
         prompts=("",) * len(asked.seed),
         negative_prompts=("",) * len(asked.seed),
         seeds=tuple((seed,) for seed in asked.seed),
         batch_size=1,
-        **{
-            name: getattr(variant, name) if value is None else value
-            for name, value in given.items()
-        },
+        **with_defaults(asked, variant, "height", "width", *SAMPLING),
     )
+
+
+#: What a request takes from a variant as it is.
+SAMPLING = ("num_frames", "fps", "num_inference_steps", "guidance_scale")
+
+
+def with_defaults(asked: Asked, variant: Variant, *names: str) -> dict[str, Any]:
+    """What was asked for, and the variant's defaults for the rest."""
+    given = {name: getattr(asked, name) for name in names}
+    return {n: getattr(variant, n) if v is None else v for n, v in given.items()}
 
 
 def check_folder(flag: str, folder: Path) -> None:

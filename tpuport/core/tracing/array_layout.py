@@ -23,11 +23,7 @@ def row_major(x: jax.Array, platform: str) -> jax.Array:
 
 
 def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> Any:
-    """Sharding of a weight, and the order of its dims in a TPU's memory.
-
-    Args:
-        shape: of the weight, as torch has it.
-        sharding: over the mesh.
+    """Sharding of a weight as torch has it, and the order of its dims on a TPU.
 
     Returns:
         ``sharding``. On TPUs a convolution's weight [O, C, taps] with two axes of taps

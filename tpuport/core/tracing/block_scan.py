@@ -40,7 +40,6 @@ def scanned(
     """In this block calls of stacked blocks run under scans.
 
     Args:
-        stacks: the stacks of the module that is called.
         weights: has the array of every tensor of every stack.
         env: the torchax environment, active.
         gathered: by array, the sharding in which a block uses a weight that is held in

@@ -35,9 +35,8 @@ def passed_over(
 ) -> None:
     """Note that ``instead`` takes over a call, and forget what the attempt noted.
 
-    Args:
-        known: number of notes before the attempt: what a refused attempt traced is no
-            part of the program.
+    ``known`` is the number of notes before the attempt: what a refused attempt traced
+    is no part of the program.
     """
     del context.convolutions[known:]
     note(context, instead, str(why), call=call)

@@ -86,11 +86,7 @@ def output_parts(
     itemsize: int,
     vmem_limit: int,
 ) -> int:
-    """In how many parts output channels are made: as few as VMEM has room for.
-
-    Raises:
-        NotImplementedError: there is no room for the smallest part.
-    """
+    """In how many parts output channels are made: as few as VMEM has room for."""
     outputs = round_up(outputs, LANES)
     tiles = outputs // (FULL if outputs % FULL == 0 else LANES)
     needed = 0

@@ -94,11 +94,8 @@ def joined(
     """Count, mean and sum of squares about it of the parts along ``axes`` together.
 
     Chan's formula (Chan, Golub and LeVeque 1979). A part of no elements counts for
-    nothing, and zeros come of such parts alone.
-
-    Args:
-        counts: of elements, of a shape that broadcasts to that of the others.
-        means, spreads: float32, of one shape.
+    nothing, and zeros come of such parts alone. ``counts`` broadcasts to the float32
+    means and spreads.
     """
     counts = jnp.broadcast_to(counts.astype(jnp.float32), means.shape)
     count = jnp.sum(counts, axes)
@@ -218,11 +215,7 @@ def apply_norm(
 
 
 def _modulation_spec(x: jax.Array, modulation: jax.Array) -> tuple[int, pl.BlockSpec]:
-    """Rows of the modulation that a step reads, and the block of them.
-
-    Raises:
-        ValueError: the modulation does not fit.
-    """
+    """Rows of the modulation that a step reads, and the block of them."""
     count, frames, rows, columns, channels = x.shape
     times, lines = modulation.shape[1:3]
     wanted = (count, times, lines, columns, 2 * channels)
@@ -247,11 +240,7 @@ def _kept_spec(shape: Any, first: int) -> pl.BlockSpec:
 
 
 def latent_frame(t: Any, frames: int, times: int) -> Any:
-    """Which of ``times`` frames of a modulation belongs to frame t of ``frames``.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+    """Which of ``times`` frames of a modulation belongs to frame t of ``frames``."""
     if frames > 1 and frames % 2:
         # The first one stands for itself.
         if times < 2 or (frames - 1) % (times - 1):
