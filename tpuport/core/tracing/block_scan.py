@@ -146,12 +146,8 @@ class _Chain:
             if is_array
         ]
         # Positions among the leaves -> positions among the arrays.
-        self._slot = {
-            position: slot
-            for slot, position in enumerate(
-                p for p, is_array in enumerate(self._is_array) if is_array
-            )
-        }
+        places = (p for p, is_array in enumerate(self._is_array) if is_array)
+        self._slot = {position: slot for slot, position in enumerate(places)}
         self.starts[self.start] = arrays
         block = self.runner.stack.blocks[self.start]
         found: dict[str, Any] = {}
