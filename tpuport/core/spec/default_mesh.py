@@ -29,7 +29,7 @@ def default_mesh(
     large for a chip are then gathered block by block; see
     :mod:`tpuport.core.weights.gathering`.
 
-    ``rows`` of the denoiser's batch must be divided by dp.
+    dp must divide ``rows``, those of the denoiser's batch.
 
     Raises:
         MeshError: there is no device.

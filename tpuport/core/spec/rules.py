@@ -80,8 +80,7 @@ RULES: list[Callable[..., None]] = []
 
 
 def rule(check: Callable[..., None]) -> Callable[..., None]:
-    """Add a check to the rules; its parameters are the fields of :class:`Known`
-    that it needs."""
+    """Add a check; its parameters are the fields of :class:`Known` that it needs."""
     RULES.append(check)
     return check
 
