@@ -96,7 +96,6 @@ def test_rotary_tables_are_the_pipelines(
         cache, config, height=rows, width=columns, latent_frames=frames
     )
     assert again[0] is ours[0]
-    assert len(cache) == 1
 
 
 @pytest.fixture(scope="module")

@@ -151,8 +151,6 @@ blocks = _word(Blocks)
 backend = _word(Backend)
 place = _word(Place)
 stage = _word(StageName)
-mesh = MeshSpec.parse
-step_cache = StepCache.parse
 
 
 def tiling(value: Any) -> Tiling:
@@ -182,6 +180,16 @@ def dtype(value: Any) -> Dtype:
             + (why if name in ("float16", "fp16", "half") else "")
         )
     return Dtype(name)
+
+
+def mesh(value: Any) -> MeshSpec:
+    """As :meth:`MeshSpec.parse`."""
+    return MeshSpec.parse(value)
+
+
+def step_cache(value: Any) -> StepCache | None:
+    """As :meth:`StepCache.parse`."""
+    return StepCache.parse(value)
 
 
 def attention(value: Any) -> AttentionChoice:
