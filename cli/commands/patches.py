@@ -145,7 +145,7 @@ def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:
     found: dict[Patch, dict[str, PatchStatus]] = {}
     for blocks in reversed(BLOCKS):  # what every port has comes first
         patches = with_blocks(form, blocks).patches
-        states = inspect_patches(patches).entries
+        states = inspect_patches(patches)
         for patch, state in zip(patches, states, strict=True):
             found.setdefault(patch, {})[blocks] = state
     return found

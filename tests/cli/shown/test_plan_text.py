@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def planned(*records: AttentionRecord, **changes: Any) -> Plan:
-    program = measured(10, 0.5, attention=[record.as_dict() for record in records])
+    program = measured(10, 0.5, attention=[asdict(record) for record in records])
     return plan_of(MESH, replace(program, **changes))
 
 
@@ -89,7 +89,7 @@ def test_every_option_of_a_call_is_told(change: dict[str, Any], shown: str) -> N
 
 
 def test_a_call_that_several_programs_make_is_told_once() -> None:
-    record = JOINT.as_dict()
+    record = asdict(JOINT)
     mesh_plan = planned(JOINT)
     (stage,) = mesh_plan.stages
     (step,) = stage.programs

@@ -16,7 +16,7 @@ from tests.processes import ENVIRONMENT, ROOT, needs_libtpu, run_json
 __all__ = ["ENVIRONMENT", "ROOT"]
 
 PROGRAM = """
-import json, re, sys
+import dataclasses, json, re, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -77,7 +77,7 @@ print(json.dumps({
     "in a layer": collectives(body),
     "moved in a layer": moved(body),
     "temporaries": memory.temp_size_in_bytes,
-    "attention": [r.as_dict() for r in runtime.records],
+    "attention": [dataclasses.asdict(r) for r in runtime.records],
     "weights": plan.bytes_per_device,
     "arguments": memory.argument_size_in_bytes,
 }))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from tpuport.core.spec.demo_checkpoint import demo_checkpoint
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.core.weights.skeleton import load_class
 from tpuport.errors import HubError
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
@@ -104,7 +104,7 @@ def hub_configs(
 
 def _config(port: ModelPort, component: str, config: dict[str, Any]) -> dict[str, Any]:
     """The variant's values over the class's defaults, as a saved config has them."""
-    cls = load_class(port.components[component].class_path)
+    cls = pkgutil.resolve_name(port.components[component].class_path)
     if not hasattr(cls, "from_config"):
         return dict(cls.config_class.from_dict(config).to_dict())
 

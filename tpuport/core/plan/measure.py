@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpuport.core.cost.flops import model_flops
@@ -153,8 +153,8 @@ def measure(
         account=found,
         flops=flops,
         devices=program.mesh.size,
-        attention=[record.as_dict() for record in program.attention],
-        convolutions=[record.as_dict() for record in program.convolutions],
+        attention=[asdict(record) for record in program.attention],
+        convolutions=[asdict(record) for record in program.convolutions],
         error=refused[:500],
         hlo=text if keep_text else "",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -285,8 +285,9 @@ class Components:
                     tensor = tensor.to(dtype)
                 yield target, to_numpy(transform(target, tensor))
 
+        streamed: Iterable[tuple[str, np.ndarray]]
         if isinstance(module, JaxModule):
-            streamed = module.converted(stream())
+            streamed = itertools.starmap(module.map.convert, stream())
         else:
             computed = ((n, to_numpy(tensors[n])) for n in ported.names.computed)
             streamed = itertools.chain(stream(), computed)

@@ -29,11 +29,7 @@ def default_mesh(
     large for a chip are then gathered block by block; see
     :mod:`tpuport.core.weights.gathering`.
 
-    Args:
-        port: the model, with its blocks in place.
-        checkpoint: its configs.
-        devices: to choose from.
-        rows: of the denoiser's batch, which dp must divide.
+    dp must divide ``rows``, those of the denoiser's batch.
 
     Raises:
         MeshError: there is no device.

@@ -15,7 +15,7 @@ import pytest
 from tests.processes import needs_libtpu, run_program
 
 PROGRAM = r"""
-import json, math, re, sys
+import dataclasses, json, math, re, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -72,7 +72,7 @@ def compiled(case):
     memory = program.memory_analysis()
     found = {
         "kernels": kernels(text),
-        "attention": [r.as_dict() for r in runtime.records],
+        "attention": [dataclasses.asdict(r) for r in runtime.records],
         "weights": plan.bytes_per_device,
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
