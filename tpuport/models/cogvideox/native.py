@@ -19,8 +19,8 @@ from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.context import current
 from tpuport.core.tracing.forward_split import ForwardSplit
-from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform, to_halves
+from tpuport.patches.diffusers import diffusers_patch
 
 
 def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,34 +231,25 @@ def _halves(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
     return to_halves(tensor, int(config["attention_head_dim"]))
 
 
-_LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/cogvideox_transformer_3d.py"
-)
+_MODULE = "models.transformers.cogvideox_transformer_3d"
 
 TRANSFORMER = NativeForm(
     patches=(
-        Patch(
-            name="cogvideox-native-forward",
-            target="diffusers.models.transformers.cogvideox_transformer_3d"
-            ":CogVideoXTransformer3DModel.forward",
-            replacement=_forward,
-            wraps=True,
-            reason="text and video tokens in one padded sequence, split over the mesh, "
+        diffusers_patch(
+            "cogvideox-native-forward",
+            f"{_MODULE}:CogVideoXTransformer3DModel.forward",
+            _forward,
+            "text and video tokens in one padded sequence, split over the mesh, "
             "through all blocks",
-            upstream="diffusers>=0.42,<0.43",
-            link=_LINK,
-        ),
-        Patch(
-            name="cogvideox-native-block",
-            target="diffusers.models.transformers.cogvideox_transformer_3d"
-            ":CogVideoXBlock.forward",
-            replacement=_block_forward,
             wraps=True,
-            reason="no joining and parting of tokens, no rotary pairs, no turned "
+        ),
+        diffusers_patch(
+            "cogvideox-native-block",
+            f"{_MODULE}:CogVideoXBlock.forward",
+            _block_forward,
+            "no joining and parting of tokens, no rotary pairs, no turned "
             "arrays around attention",
-            upstream="diffusers>=0.42,<0.43",
-            link=_LINK,
+            wraps=True,
         ),
     ),
     transforms=(

@@ -25,16 +25,14 @@ from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.context import current
-from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform, to_halves
 from tpuport.models.hunyuanvideo.patches import (
-    LINK,
     MODULE,
-    UPSTREAM,
     VideoGrid,
     named,
     text_tokens,
 )
+from tpuport.patches.diffusers import diffusers_patch
 
 Pair = tuple["jax.Array", "jax.Array"]
 """For the tokens that are marked and for all others; one array where none are."""
@@ -337,25 +335,21 @@ HALVES = (
 
 TRANSFORMER_15 = NativeForm(
     patches=(
-        Patch(
-            name="hunyuanvideo15-native-forward",
-            target=f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
-            replacement=_forward,
-            wraps=True,
-            reason="video in one padded sequence with room for the text, split over "
+        diffusers_patch(
+            "hunyuanvideo15-native-forward",
+            f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
+            _forward,
+            "video in one padded sequence with room for the text, split over "
             "the mesh, through all blocks; text whole on every device",
-            upstream=UPSTREAM,
-            link=LINK,
-        ),
-        Patch(
-            name="hunyuanvideo15-native-block",
-            target=f"{MODULE}:HunyuanVideo15TransformerBlock.forward",
-            replacement=double_block,
             wraps=True,
-            reason="text put into the padded sequence for attention alone, no rotary "
+        ),
+        diffusers_patch(
+            "hunyuanvideo15-native-block",
+            f"{MODULE}:HunyuanVideo15TransformerBlock.forward",
+            double_block,
+            "text put into the padded sequence for attention alone, no rotary "
             "pairs, no turned arrays around attention",
-            upstream=UPSTREAM,
-            link=LINK,
+            wraps=True,
         ),
     ),
     transforms=HALVES,

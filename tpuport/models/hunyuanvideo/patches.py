@@ -21,6 +21,7 @@ import torch
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.vae_patches import VAE_15
 from tpuport.patches import standard
+from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
 
@@ -327,50 +328,37 @@ def with_lora_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
-UPSTREAM = "diffusers>=0.42,<0.43"
-LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/transformer_hunyuan_video15.py"
-)
+MODULE = "models.transformers.transformer_hunyuan_video15"
 
 TRANSFORMER_15: tuple[Patch, ...] = (
-    Patch(
-        name="hunyuanvideo15-joint-attention",
-        target=f"{MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
-        replacement=_joint_attention,
-        reason="every block builds a boolean mask of S x S from the outer product of "
+    diffusers_patch(
+        "hunyuanvideo15-joint-attention",
+        f"{MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
+        _joint_attention,
+        "every block builds a boolean mask of S x S from the outer product of "
         "the text mask, 2.6 GB at 480p with 121 frames, that no fused kernel takes; "
         "the number of valid keys says the same",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo15-token-refiner",
-        target=f"{MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
-        replacement=_refine,
-        reason="the same outer product over the tokens of the language model",
-        upstream=UPSTREAM,
-        link=LINK,
+    diffusers_patch(
+        "hunyuanvideo15-token-refiner",
+        f"{MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
+        _refine,
+        "the same outer product over the tokens of the language model",
     ),
-    Patch(
-        name="hunyuanvideo15-refiner-block",
-        target=f"{MODULE}:HunyuanVideo15IndividualTokenRefinerBlock.forward",
-        replacement=_refiner_block,
-        reason="takes that mask; with the number of valid tokens in its place both "
+    diffusers_patch(
+        "hunyuanvideo15-refiner-block",
+        f"{MODULE}:HunyuanVideo15IndividualTokenRefinerBlock.forward",
+        _refiner_block,
+        "takes that mask; with the number of valid tokens in its place both "
         "blocks are one scan",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo15-forward",
-        target=f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
-        replacement=with_lora_scale(_forward),
-        wraps=True,
-        reason="branches on whether image_embeds are zeros and indexes each item by a "
+    diffusers_patch(
+        "hunyuanvideo15-forward",
+        f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
+        with_lora_scale(_forward),
+        "branches on whether image_embeds are zeros and indexes each item by a "
         "boolean mask: neither can be traced",
-        upstream=UPSTREAM,
-        link=LINK,
+        wraps=True,
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""

@@ -20,6 +20,7 @@ from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.patches import VideoGrid, with_lora_scale
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B
 from tpuport.patches import standard
+from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_order
 
@@ -200,59 +201,44 @@ def _forward(
     return grid.output(grid.unpatchify(video))
 
 
-MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
-UPSTREAM = "diffusers>=0.42,<0.43"
-LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/transformer_hunyuan_video.py"
-)
+MODULE = "models.transformers.transformer_hunyuan_video"
 
 TRANSFORMER_13B: tuple[Patch, ...] = (
-    Patch(
-        name="hunyuanvideo-attention",
-        target=f"{MODULE}:dispatch_attention_fn",
-        replacement=attend_tokens,
-        reason="hands a mask of the padded text's keys to every block, with which no "
+    diffusers_patch(
+        "hunyuanvideo-attention",
+        f"{MODULE}:dispatch_attention_fn",
+        attend_tokens,
+        "hands a mask of the padded text's keys to every block, with which no "
         "fused kernel runs; the number of valid keys says the same",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo-token-refiner",
-        target=f"{MODULE}:HunyuanVideoIndividualTokenRefiner.forward",
-        replacement=_refine,
-        reason="builds a mask of text tokens squared, repeated for every head, with "
+    diffusers_patch(
+        "hunyuanvideo-token-refiner",
+        f"{MODULE}:HunyuanVideoIndividualTokenRefiner.forward",
+        _refine,
+        "builds a mask of text tokens squared, repeated for every head, with "
         "which no fused kernel runs",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo-refiner-block",
-        target=f"{MODULE}:HunyuanVideoIndividualTokenRefinerBlock.forward",
-        replacement=_refiner_block,
-        reason="takes that mask; with the number of valid tokens in its place both "
+    diffusers_patch(
+        "hunyuanvideo-refiner-block",
+        f"{MODULE}:HunyuanVideoIndividualTokenRefinerBlock.forward",
+        _refiner_block,
+        "takes that mask; with the number of valid tokens in its place both "
         "blocks are one scan",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo-single-block-output",
-        target=f"{MODULE}:HunyuanVideoSingleTransformerBlock.forward",
-        replacement=_single_block,
-        reason="joins attention and feed-forward to five times the width before the "
+    diffusers_patch(
+        "hunyuanvideo-single-block-output",
+        f"{MODULE}:HunyuanVideoSingleTransformerBlock.forward",
+        _single_block,
+        "joins attention and feed-forward to five times the width before the "
         "output layer, 3.7 GB at 720p with 129 frames; over tp it has to be gathered, "
         "because both parts are split by themselves",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo-forward",
-        target=f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
-        replacement=with_lora_scale(_forward),
+    diffusers_patch(
+        "hunyuanvideo-forward",
+        f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
+        with_lora_scale(_forward),
+        "makes the mask of keys that the patched attention takes as lengths",
         wraps=True,
-        reason="makes the mask of keys that the patched attention takes as lengths",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""
