@@ -18,19 +18,17 @@ import torch
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import text_and_video as streams
 from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.layers.text_and_video import Stream, parameters, refuse_kwargs
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform
 from tpuport.models.hunyuanvideo.native import (
     HALVES,
-    Stream,
     begin,
     double_block,
     finish,
     halves,
     modulation,
-    parameters,
-    refuse_kwargs,
 )
 from tpuport.models.hunyuanvideo.patches import VideoGrid, named
 from tpuport.models.hunyuanvideo.patches_13b import MODULE
