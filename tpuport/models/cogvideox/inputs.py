@@ -85,12 +85,10 @@ def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
     return ids
 
 
-def name_embeddings(ctx: StageContext, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    count = len(ctx.prompts)
-    named = {"prompt_embeds": rows[-count:].contiguous()}
-    if ctx.request.guided:
-        named["negative_prompt_embeds"] = rows[:count].contiguous()
-    return named
+def chunk_lengths(frames: int, each: int) -> list[int]:
+    """Frames per chunk of ``each``: what is left over is in the first, as upstream."""
+    rest = [each] * (max(frames // each, 1) - 1)
+    return [frames - sum(rest), *rest]
 
 
 def latent_shape(
