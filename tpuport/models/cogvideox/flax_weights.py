@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpuport.errors import WeightsError
-from tpuport.models.cogvideox.flax_vae import FlaxVae, VaeConfig
+from tpuport.models.cogvideox.flax_vae import FlaxVae, vae_config
 
 Array = TypeVar("Array")
 
@@ -58,7 +58,7 @@ class FlaxWeights:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        known = VaeConfig.of(config)
+        known = vae_config(config)
         abstract = nnx.eval_shape(lambda: FlaxVae(known))
         self._graph, state = nnx.split(abstract)
         self._paths: dict[str, tuple[Any, ...]] = {}
