@@ -15,7 +15,6 @@ from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage_work import StageContext, tell_lost
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import WeightsError
 
 MAX_TEXT_TOKENS = 226
 """The default of upstream's pipeline, ``max_sequence_length``."""
@@ -45,14 +44,7 @@ def require_tokenizer(checkpoint: Checkpoint) -> None:
     Raises:
         WeightsError: the file is missing.
     """
-    folder = checkpoint.folder / "tokenizer"
-    if not any(
-        (folder / name).is_file() for name in ("spiece.model", "tokenizer.json")
-    ):
-        raise WeightsError(
-            f"{checkpoint.source}: tokenizer/spiece.model is missing; the checkpoint "
-            "is incomplete"
-        )
+    checkpoint.require("tokenizer/spiece.model", "tokenizer/tokenizer.json")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
