@@ -53,8 +53,7 @@ BREAKS = (
     Break(
         "a sharding rule dropped",
         "tpuport/models/cogvideox/sharding.py",
-        'ShardRule(pattern=r"transformer_blocks\\.\\d+\\.attn1\\.to_out\\.0\\.bias", '
-        "spec=()),",
+        '*row(_BLOCK + r"attn1\\.to_out\\.0", note="sums over tp"),',
         "",
         "tests/models/cogvideox/test_sharding.py",
     ),
@@ -96,8 +95,8 @@ BREAKS = (
     Break(
         "rotary positions in another order of axes",
         "tpuport/models/cogvideox/rotary.py",
-        "grid=(frames, rows, columns),",
-        "grid=(frames, columns, rows),",
+        "pipe, rows, columns, frames,",
+        "pipe, columns, rows, frames,",
         "tests/models/cogvideox/test_patches.py",
     ),
     Break(

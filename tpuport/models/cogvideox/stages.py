@@ -236,9 +236,8 @@ def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
     _, frames, _, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
     tables: dict[str, Any] = {}
     if config.get("use_rotary_positional_embeddings"):
-        tables["cos"], tables["sin"] = rotary.tables(
-            ctx.rotary, config, height=rows, width=columns, latent_frames=frames
-        )
+        cos, sin = rotary.tables(config, rows, columns, frames)
+        tables |= {"cos": cos, "sin": sin}
     embed = ctx.module("transformer").patch_embed
     frames = (frames - 1) * embed.temporal_compression_ratio + 1
     learned = embed.use_learned_positional_embeddings

@@ -94,7 +94,7 @@ def euler_work(
     latents = ctx.inputs.get("initial_latents")
     if latents is None:
         latents = ctx.noise(shape, dtype)
-    cos, sin = rotary.tables(ctx.rotary, config, tuple(latents.shape[2:]))
+    cos, sin = rotary.tables(config, latents.shape[2:])
 
     def call(index: int) -> Call:
         given = {

@@ -136,7 +136,7 @@ def _refiner_block(
     query, key, value = (
         _heads(attn, project(normed)) for project in (attn.to_q, attn.to_k, attn.to_v)
     )
-    lengths, *sees_all = attention_mask or (None,)
+    lengths, *sees_all = (None,) if attention_mask is None else attention_mask
     out = attend_heads(query, key, value, lengths)
     if sees_all:
         out = torch.where(sees_all[0], out, value[:, :1])

@@ -29,7 +29,7 @@ from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.models.hunyuanvideo import common, encoders, images, inputs, upstream
+from tpuport.models.hunyuanvideo import common, encoders, inputs, upstream
 from tpuport.models.hunyuanvideo.common import encoder_program, trimmed
 from tpuport.models.hunyuanvideo.vae import (
     ENCODE_15,
@@ -63,11 +63,11 @@ def plan_encode(ctx: StageContext) -> Work:
     if bool(has_glyphs.any()):
         calls.append(Call("glyphs", {"input_ids": glyph_ids, "mask": glyph_mask}))
     if ctx.request.task == Task.IMAGE:
-        pictures = images.fitted(ctx)
+        pictures = inputs.fitted_images(ctx)
         extractor = inputs.load_feature_extractor(ctx.checkpoint)
         pixels = inputs.image_pixels(extractor, pictures)
         calls.append(Call("image", {"pixel_values": pixels}))
-        calls.append(Call("condition", {"pixels": images.condition_pixels(pictures)}))
+        calls.append(Call("condition", {"pixels": inputs.condition_pixels(pictures)}))
     start = inputs.chat_template().crop_start
 
     def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tpuport.core.run.upstream_stages import (
     upstream_pipeline,
 )
 from tpuport.core.spec.stage_work import StageContext
-from tpuport.models.hunyuanvideo import images, inputs
+from tpuport.models.hunyuanvideo import inputs
 from tpuport.models.hunyuanvideo.common import unscaled_latents
 from tpuport.models.hunyuanvideo.config import guided_13b
 
@@ -59,11 +59,11 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
             return named
         pipeline, count = HunyuanVideo15ImageToVideoPipeline, len(ctx.prompts)
         tokens, latents = [], []
-        for picture in images.fitted(ctx):
+        for picture in inputs.fitted_images(ctx):
             latents.append(
                 pipeline._get_image_latents(
                     ctx.upstream_component("vae"),
-                    images.processor(),
+                    inputs.image_processor(),
                     picture,
                     picture.height,
                     picture.width,
