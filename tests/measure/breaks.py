@@ -88,8 +88,8 @@ BREAKS = (
     Break(
         "a coefficient of the sampler wrong",
         "tpuport/models/cogvideox/scheduler.py",
-        "a = math.sqrt((1 - alpha_prev) / (1 - alpha))",
-        "a = math.sqrt((1 - alpha) / (1 - alpha_prev))",
+        "d = to_next[1] / b",
+        "d = to_next[1] * b",
         "tests/models/cogvideox/test_scheduler.py",
     ),
     Break(
