@@ -190,11 +190,6 @@ OPTIONS = (
 )
 
 
-def guided_15(request: Request) -> bool:
-    """Two predictions a step: upstream's guider does without at a scale of 1."""
-    return request.guided
-
-
 def guided_13b(request: Request) -> bool:
     """Two predictions a step: upstream's ``true_cfg_scale`` and a negative prompt."""
     return float(request.options.get("true_cfg_scale", 1.0)) > 1
