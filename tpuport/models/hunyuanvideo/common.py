@@ -50,8 +50,7 @@ INITIAL_LATENTS = initial_latents_spec(*_LATENT_DIMS)
 
 
 def encoder_program(component: str, fn: Callable[..., Any], *inputs: str) -> Program:
-    """A program that gives what ``fn`` gives of a model and the inputs of these
-    names."""
+    """A program that calls ``fn`` on a model and the inputs of these names."""
 
     def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
         return None, fn(model, *(given[name] for name in inputs))
@@ -81,8 +80,8 @@ def euler_work(
 
     Args:
         shape, dtype: in which noise is drawn where none is given.
-        constants: of the step, but for the rotary tables.
-        inputs: of a step of the schedule, but for its time and size.
+        constants: what all steps take besides the rotary tables.
+        inputs: what a step of the schedule takes besides its time and size.
     """
     steps = ctx.request.num_inference_steps
     config = ctx.checkpoint.config("transformer")
@@ -159,14 +158,15 @@ def decode_stage(
     upstream: Callable[[StageContext], dict[str, Any]],
     decode_chunk: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Stage:
-    """The decode stage of a form: ``decode_tile`` on each tile of the latents.
+    """The decode stage of a form.
 
-    The program ``tile`` gives floats in the weights' dtype, which the host blends: of
-    tiles in rows and columns. Latents that are one tile become frames by
-    ``decode_chunk``, chunk by chunk, in the programs ``first`` and ``next``; without it
-    all at once, in ``whole``, or in tiles in time that are blended on the device, in
-    ``seam`` and ``tile``: see :mod:`tpuport.models.hunyuanvideo.tiles_in_time`. Of what
-    gives frames there is one for floats and one for bytes, such as ``first uint8``.
+    The program ``tile`` gives a tile of rows and columns as floats in the weights'
+    dtype, and the host blends them. Latents that are one tile become frames in the
+    programs ``first`` and ``next``, chunk by chunk, where there is a ``decode_chunk``.
+    Without one they become frames all at once in ``whole``, or in tiles in time that
+    the device blends, in ``seam`` and ``tile``: see
+    :mod:`tpuport.models.hunyuanvideo.tiles_in_time`. A program that gives frames is
+    there for floats and for bytes, such as ``first uint8``.
     """
 
     def tile(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
