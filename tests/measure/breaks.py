@@ -53,8 +53,7 @@ BREAKS = (
     Break(
         "a sharding rule dropped",
         "tpuport/models/cogvideox/sharding.py",
-        'ShardRule(pattern=r"transformer_blocks\\.\\d+\\.attn1\\.to_out\\.0\\.bias", '
-        "spec=()),",
+        '*row(_BLOCK + r"attn1\\.to_out\\.0", note="sums over tp"),',
         "",
         "tests/models/cogvideox/test_sharding.py",
     ),
@@ -89,15 +88,15 @@ BREAKS = (
     Break(
         "a coefficient of the sampler wrong",
         "tpuport/models/cogvideox/scheduler.py",
-        "a = math.sqrt((1 - alpha_prev) / (1 - alpha))",
-        "a = math.sqrt((1 - alpha) / (1 - alpha_prev))",
+        "d = to_next[1] / b",
+        "d = to_next[1] * b",
         "tests/models/cogvideox/test_scheduler.py",
     ),
     Break(
         "rotary positions in another order of axes",
         "tpuport/models/cogvideox/rotary.py",
-        "grid=(frames, rows, columns),",
-        "grid=(frames, columns, rows),",
+        "pipe, rows, columns, frames,",
+        "pipe, columns, rows, frames,",
         "tests/models/cogvideox/test_patches.py",
     ),
     Break(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from tpuport.core.tracing.context import current
-from tpuport.core.tracing.patching import Patch
+from tpuport.patches.diffusers import diffusers_patch
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,16 +28,13 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MODULATED_NORMS = tuple(
-    Patch(
-        name=f"{name}-apart",
-        target=f"diffusers.models.normalization:{upstream}.forward",
-        replacement=_apart,
-        wraps=True,
-        reason="in one with the projection that follows the last block it takes a TPU "
+    diffusers_patch(
+        f"{name}-apart",
+        f"models.normalization:{upstream}.forward",
+        _apart,
+        "in one with the projection that follows the last block it takes a TPU "
         "compiler as long as several blocks",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/normalization.py",
+        wraps=True,
     )
     for name, upstream in (
         ("ada-layer-norm", "AdaLayerNorm"),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tpuport.core.tracing.patching import Patch
+from tpuport.patches.diffusers import diffusers_patch
 
 
 def timestep_embedding(
@@ -44,15 +45,12 @@ def timestep_embedding(
 
 
 TIMESTEP_EMBEDDING: tuple[Patch, ...] = (
-    Patch(
-        name="diffusers-timestep-embedding",
-        target="diffusers.models.embeddings:get_timestep_embedding",
-        replacement=timestep_embedding,
-        reason="the last bit of an exponential depends on the compiler: a timestep of "
+    diffusers_patch(
+        "diffusers-timestep-embedding",
+        "models.embeddings:get_timestep_embedding",
+        timestep_embedding,
+        "the last bit of an exponential depends on the compiler: a timestep of "
         "1000 makes 2e-5 of it, and an embedded guidance of 6000 2e-4",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/embeddings.py",
     ),
 )
 """For any model that embeds timesteps with diffusers' function."""

@@ -6,8 +6,8 @@ is not turned with them, or split as they are stored, gives another video or non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,14 @@ from tpuport.core.spec.choices import check_chosen, choices, with_chosen
 from tpuport.core.spec.component import Component, Implementation
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.stage import Program
-from tpuport.core.weights.jax_module import BoundJaxModule
+from tpuport.core.weights.jax_module import BoundJaxModule, Weight, WeightMap
 from tpuport.errors import PluginError, UsageError, WeightsError
 
 NAME = "transformer"
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
 
 
-@dataclass(frozen=True)
-class Weight:
-    name: str
-    stored: str
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-class ToyWeights:
+class ToyWeights(WeightMap):
     """``to_q.weight`` [W, C] is ``q.kernel`` [C, W]; and so on."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -57,15 +49,7 @@ class ToyWeights:
             Weight("out.kernel", "to_out.weight", (1, 0), (wide, channels)),
             Weight("out.bias", "to_out.bias", (0,), (channels,)),
         ]
-        self.by_stored_name = {weight.stored: weight for weight in found}
-
-    def check(self, stored: Iterable[str]) -> None:
-        if wrong := set(stored) ^ set(self.by_stored_name):
-            raise WeightsError(f"not of the toy: {sorted(wrong)}")
-
-    def convert(self, stored: str, array: Any) -> tuple[str, Any]:
-        weight = self.by_stored_name[stored]
-        return weight.name, array.transpose(weight.order)
+        super().__init__("toy", found)
 
     def bind(self, arrays: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
         def forward(latents: Any, embeds: Any) -> Any:
@@ -274,7 +258,7 @@ def test_a_weight_that_it_does_not_account_for_is_refused(
     install(with_chosen(port, {NAME: "plain"}))
     with tpuport.load("toy", cache_dir=tmp_path) as session:
         for refuse in (session.components.check_files, session.components.load):
-            with pytest.raises(WeightsError, match=r"not of the toy: .'to_out.bias'"):
+            with pytest.raises(WeightsError, match=r"the toy of its .*: to_out\.bias"):
                 refuse(NAME)
 
 

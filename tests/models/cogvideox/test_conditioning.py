@@ -31,6 +31,7 @@ from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox import conditioning, config
+from tpuport.models.cogvideox.inputs import chunk_lengths
 from tpuport.models.cogvideox.plugin import PORT
 
 SHAPE: dict[str, Any] = {
@@ -99,7 +100,7 @@ def test_videos_are_preprocessed_as_upstream(load: Callable[..., Session]) -> No
     [(1, [1]), (9, [9]), (17, [9, 8]), (49, [9, 8, 8, 8, 8, 8]), (8, [8]), (5, [5])],
 )
 def test_frames_are_encoded_in_eights(frames: int, lengths: list[int]) -> None:
-    assert conditioning.chunk_lengths(frames) == lengths
+    assert chunk_lengths(frames, 8) == lengths
 
 
 # --------------------------------------------------------------------- encoder
@@ -129,7 +130,7 @@ def test_the_moments_are_upstreams(
     x = torch.rand(batch, 3, frames, 32, 48, generator=torch.Generator().manual_seed(0))
     x = x * 2 - 1
     carry, start, found = None, 0, []
-    for length in conditioning.chunk_lengths(frames):
+    for length in chunk_lengths(frames, 8):
         chunk = to_numpy(x[:, :, start : start + length])
         carry, moments = run(weights, carry, {"pixels": chunk})
         found.append(np.asarray(moments))

@@ -12,7 +12,6 @@ import torch
 
 from tests.models.conftest import make_transformer, make_vae
 from tests.tolerances import TOLERANCES
-from tpuport.core.layers.rotary_tables import RotaryCache
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.run.ported_program import PortedProgram
@@ -86,16 +85,10 @@ def test_rotary_tables_are_the_pipelines(
     cos, sin = pipe._prepare_rotary_positional_embeddings(
         rows * 8, columns * 8, frames, torch.device("cpu")
     )
-    cache = RotaryCache()
-    ours = rotary.tables(
-        cache, config, height=rows, width=columns, latent_frames=frames
-    )
+    ours = rotary.tables(config, rows, columns, frames)
     assert np.array_equal(ours[0], cos.numpy())
     assert np.array_equal(ours[1], sin.numpy())
-    again = rotary.tables(
-        cache, config, height=rows, width=columns, latent_frames=frames
-    )
-    assert again[0] is ours[0]
+    assert rotary.tables(dict(config), rows, columns, frames)[0] is ours[0]
 
 
 @pytest.fixture(scope="module")

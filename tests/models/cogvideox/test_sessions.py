@@ -208,17 +208,6 @@ def test_a_warm_start_compiles_nothing(
         assert all(c.cached == expected for c in compiles)
 
 
-def test_a_cached_table_per_grid(load: Any) -> None:
-    embeds = dict.fromkeys(
-        ("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 20, 32)
-    )
-    with load("5b") as session:
-        for width, tables in ((64, 1), (64, 1), (48, 2)):
-            request = session.request(prompt="a fox", **{**SHAPE, "width": width})
-            session.run_stage("denoise", request, embeds)
-            assert len(session.executor.rotary) == tables
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

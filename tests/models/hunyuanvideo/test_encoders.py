@@ -172,8 +172,8 @@ def ragged(*sides: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("class_name", "config", "function"),
     [
-        pytest.param("Qwen2_5_VLTextModel", QWEN, encoders.qwen_states, id="qwen"),
-        pytest.param("LlamaModel", LLAMA, encoders.llama_states, id="llama"),
+        pytest.param("Qwen2_5_VLTextModel", QWEN, encoders.language_states, id="qwen"),
+        pytest.param("LlamaModel", LLAMA, encoders.language_states, id="llama"),
     ],
 )
 def test_language_model_states_are_upstreams(
@@ -335,7 +335,7 @@ def test_the_layers_after_the_state_are_not_computed(tmp_path: Path) -> None:
         return float(cost["flops"])
 
     whole = flops(lambda model, i, m: model(i, attention_mask=m).last_hidden_state)
-    assert flops(encoders.qwen_states) < 0.65 * whole  # three layers of five
+    assert flops(encoders.language_states) < 0.65 * whole  # three layers of five
 
 
 # ---------------------------------------------------------------- demo, whole way
@@ -365,7 +365,7 @@ def test_prompts_of_15_are_encoded_as_upstream_does(demo_15: Checkpoint) -> None
     chat = inputs.load_tokenizer(demo_15, "tokenizer", "Qwen2Tokenizer")
     ids, our_mask = inputs.chat_ids(chat, PROMPTS)
     qwen = load(demo_15.folder / "text_encoder", "Qwen2_5_VLTextModel")
-    ours = run(qwen, encoders.qwen_states, ids, our_mask)
+    ours = run(qwen, encoders.language_states, ids, our_mask)
     start = inputs.chat_template().crop_start
     assert torch.equal(our_mask[:, start:].float(), mask)
     assert_close(ours[:, start:], states)
@@ -396,7 +396,7 @@ def test_prompts_of_13b_are_encoded_as_upstream_does(demo_13b: Checkpoint) -> No
     llama = load(demo_13b.folder / "text_encoder", "LlamaModel")
     start = inputs.llama_crop()
     assert torch.equal(our_mask[:, start:], mask)
-    assert_close(run(llama, encoders.llama_states, ids, our_mask)[:, start:], states)
+    assert_close(run(llama, encoders.language_states, ids, our_mask)[:, start:], states)
     clip_tokenizer = inputs.load_tokenizer(demo_13b, "tokenizer_2", "CLIPTokenizer")
     clip = load(demo_13b.folder / "text_encoder_2", "CLIPTextModel")
     pooled_ids = inputs.clip_ids(clip_tokenizer, PROMPTS)

@@ -197,7 +197,7 @@ def test_a_13b_checkpoint_without_tokenizer_files_is_refused(
 def test_a_checkpoint_without_image_processor_is_refused(
     demo_15: Checkpoint, demo_13b: Checkpoint
 ) -> None:
-    inputs.require_feature_extractor(demo_15)
+    inputs.load_feature_extractor(demo_15)
     with pytest.raises(WeightsError, match=r"preprocessor_config\.json"):
         inputs.load_feature_extractor(demo_13b)
 

@@ -380,7 +380,7 @@ def test_heads_that_tp_cuts_through_give_the_same_numbers(tp: int) -> None:
     mask = torch.tensor([[1] * 5 + [0] * 4, [1] * 9])
 
     def run(values: Any, ids: Any, mask: Any) -> Any:
-        return encoders.qwen_states(ported.bind(values), ids, mask)
+        return encoders.language_states(ported.bind(values), ids, mask)
 
     ours = to_torch(jax.jit(run)(values, to_numpy(ids), to_numpy(mask)))
     expected = module(ids, attention_mask=mask, output_hidden_states=True)

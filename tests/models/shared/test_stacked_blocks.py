@@ -97,11 +97,11 @@ ENCODERS: dict[str, tuple[str, dict[str, Any], Callable[..., Any], Any, list[int
     "qwen": (
         "Qwen2_5_VLTextModel",
         small.QWEN,
-        encoders.qwen_states,
+        encoders.language_states,
         (IDS, MASK),
         [3],
     ),
-    "llama": ("LlamaModel", small.LLAMA, encoders.llama_states, (IDS, MASK), [3]),
+    "llama": ("LlamaModel", small.LLAMA, encoders.language_states, (IDS, MASK), [3]),
     # The first of three layers has the position bias.
     "byt5": ("T5EncoderModel", small.BYT5, encoders.byt5_states, (IDS, MASK), [2]),
     "siglip": (

@@ -13,15 +13,20 @@ device. After attention the text's result is read out again.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from tpuport.core.arrays import Array, Bool, Float, Int
+from tpuport.core.layers import joint_sequence, token_norms
+from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
+from tpuport.core.tracing.context import current
 from tpuport.core.tracing.ported_module import on_devices
 
 Heads = tuple[Float[Array, "b h m n"], Float[Array, "b h m n"], Float[Array, "b h m n"]]
@@ -30,6 +35,119 @@ TextHeads = tuple[
     Float[Array, "b h tm tn"], Float[Array, "b h tm tn"], Float[Array, "b h tm tn"]
 ]
 """Queries, keys and values of the text alone."""
+
+
+Pair = tuple["jax.Array", "jax.Array"]
+"""For the tokens that are marked and for all others; one array where none are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where the tokens of a stream are, and which take values of their own.
+
+    Attributes:
+        tokens: their layout.
+        marked: the same with the tokens that take the first of a pair as its "text".
+    """
+
+    tokens: JointSequence
+    marked: JointSequence
+
+    @classmethod
+    def of(cls, tokens: JointSequence, first: int = 0) -> Stream:
+        """A stream whose ``first`` tokens are marked."""
+        return cls(tokens, replace(tokens, text=first, text_first=True))
+
+    def norm(self, norm: Any, x: jax.Array, shift: Pair, scale: Pair) -> jax.Array:
+        """``x`` [B, L, E] normed and modulated."""
+        weight, bias = parameters(norm)
+        y = token_norms.modulated_norm(
+            self.marked,
+            x,
+            weight=weight,
+            bias=bias,
+            eps=norm.eps,
+            text=(shift[0], scale[0]),
+            video=(shift[1], scale[1]),
+        )
+        # Once, not within every projection that reads it.
+        return jax.lax.optimization_barrier(self.tokens.split(y))
+
+    def add(self, x: jax.Array, update: jax.Array, gate: Pair) -> jax.Array:
+        """``x + gate * update``, [B, L, E]."""
+        return joint_sequence.gated(self.marked, x, update, text=gate[0], video=gate[1])
+
+    def heads(self, linear: Any, y: jax.Array, count: int) -> jax.Array:
+        """A projection of ``y`` [B, L, E] to ``count`` heads, in float32."""
+        weight, bias = parameters(linear)
+        head_dim = weight.shape[0] // count
+        return joint_sequence.to_heads(self.tokens, y, weight, bias, head_dim)
+
+    def turned(
+        self, linear: Any, norm: Any, y: jax.Array, count: int, tables: Any = None
+    ) -> jax.Array:
+        """Queries or keys: projected, normed and rotated by ``tables``."""
+        given = None
+        if norm is not None:
+            given = token_norms.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
+        found = self.heads(linear, y, count)
+        return token_norms.turned(self.tokens, found, given, tables, y.dtype)
+
+    def output(self, linear: Any, out: jax.Array) -> jax.Array:
+        """The projection [B, L, E] of what attention gave."""
+        return joint_sequence.from_heads(self.tokens, out, *parameters(linear))
+
+    def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
+        """Both layers with a GELU between them, in float32."""
+        first, _, last = ff.net[:3]
+        return feed_forward(
+            self.tokens,
+            y,
+            parameters(first.proj),
+            parameters(last),
+            tanh=first.approximate == "tanh",
+        )
+
+    def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
+        """A layer and the approximate GELU, rounded once."""
+        return gelu_dense(self.tokens, y, *parameters(linear))
+
+
+def parameters(module: Any) -> tuple[Any, Any]:
+    """Weight and bias as arrays; ``None`` where there is none."""
+    arrays = current().arrays
+    weight, bias = module.weight, getattr(module, "bias", None)
+    return (
+        None if weight is None else arrays(weight),
+        None if bias is None else arrays(bias),
+    )
+
+
+def _centres(norm: Any) -> bool:
+    """Whether a norm of queries or keys takes the mean off.
+
+    Raises:
+        NotImplementedError: it is neither a layer norm nor an RMS norm.
+    """
+    from diffusers.models.normalization import RMSNorm
+
+    if isinstance(norm, RMSNorm):
+        return False
+    if isinstance(norm, torch.nn.LayerNorm):
+        return True
+    raise NotImplementedError(
+        f"the native blocks have no {type(norm).__name__} of queries and keys; run "
+        "with blocks='upstream'"
+    )
+
+
+def refuse_kwargs(attention_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise NotImplementedError where upstream would hand something to attention."""
+    if attention_kwargs:
+        raise NotImplementedError(
+            "the native blocks take no attention_kwargs, got "
+            f"{', '.join(attention_kwargs)}; run with blocks='upstream'"
+        )
 
 
 def text_alone(sequence: JointSequence) -> JointSequence:

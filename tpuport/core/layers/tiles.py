@@ -112,6 +112,23 @@ def tiled_axis(
     return Axis(spans=tuple(spans), blend=blend)
 
 
+def overlapping_axis(
+    size: int, made: Callable[[int], int], *, window: int, sample: int, overlap: float
+) -> Axis:
+    """:func:`tiled_axis` of tiles that overlap by a share of their length.
+
+    Args:
+        size, made, window: as there.
+        sample: output elements of a tile.
+        overlap: the share.
+    """
+    blend = int(sample * overlap)
+    stride = int(window * (1 - overlap))
+    return tiled_axis(
+        size, made, window=window, stride=stride, blend=blend, keep=sample - blend
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
     """One call of the autoencoder.

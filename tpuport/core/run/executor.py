@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from tpuport.core.enums import Pixels, Tiling
-from tpuport.core.layers.rotary_tables import RotaryCache
 from tpuport.core.mesh.device_memory import planned_bytes, program_room
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.jax_cache import persistent_cache
@@ -56,7 +55,6 @@ class Executor:
         self.settings = settings
         self.components = components
         self.reporter = reporter or (programs.reporter if programs else Reporter())
-        self.rotary = RotaryCache()
         self.programs = programs or Programs(components, reporter=self.reporter)
         self._upstream: dict[tuple[str, str], Any] = {}
         self._memory = MemoryLog(components.mesh.devices.flat)
@@ -96,7 +94,6 @@ class Executor:
             batch=batch,
             inputs=cut,
             dtype=self.components.dtype,
-            rotary=self.rotary,
             module=self.components.skeleton,
             say=self.reporter.say,
             pixels=pixels,

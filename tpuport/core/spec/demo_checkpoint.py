@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,17 @@ from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import WeightsError
 
 _SEAL = "tpuport-demo.json"
+
+_TEXT = """
+a an the of on in at over under near with and slow fast wide close aerial shot view
+camera pans follows zooms cinematic realistic animated watercolor red blue green golden
+bright dark misty snowy rainy sunny quiet busy old young small giant panda cat dog fox
+bird horse whale robot astronaut child woman man dancer musician painter runs jumps
+swims flies plays paints sings dances reads looks rides forest river ocean mountain city
+street garden desert bridge train boat guitar piano book lantern flower cherry blossom
+waterfall sunset sunrise night morning sky cloud star wave leaf window table motion blur
+detail light
+"""
 
 
 def demo_checkpoint(
@@ -67,6 +79,12 @@ def write_checkpoint(
         library = "diffusers" if hasattr(diffusers, cls) else "transformers"
         index[name] = [library, cls]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def demo_sentences() -> list[str]:
+    """Made-up sentences that a demo's tokenizers are trained on."""
+    draw = random.Random(0)
+    return [" ".join(draw.choices(_TEXT.split(), k=8)) for _ in range(600)]
 
 
 def _files(folder: Path) -> list[Path]:

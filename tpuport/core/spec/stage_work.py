@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from tpuport.core.layers.rotary_tables import RotaryCache
     from tpuport.core.weights.checkpoint import Checkpoint
 
 Tree = Any
@@ -98,7 +97,6 @@ class StageContext:
         batch: which batch of the run.
         inputs: the tensors read, already cut to this batch.
         dtype: of the weights.
-        rotary: the cache of rotary tables.
         module: the skeleton module of a component, for upstream helpers on it; its
             parameters hold no data.
         device: where plain upstream code should run.
@@ -117,7 +115,6 @@ class StageContext:
     batch: int
     inputs: Mapping[str, torch.Tensor]
     dtype: str
-    rotary: RotaryCache
     module: Callable[[str], torch.nn.Module]
     device: str = "cpu"
     say: Callable[[str], None] = lambda text: None

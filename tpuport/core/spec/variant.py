@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+Configs = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By variant or form, by component."""
+
+
+def read_configs(module: str) -> Configs:
+    """The configs in the JSON file beside a module's file."""
+    found: Configs = json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,6 +65,23 @@ class Checkpoint:
             "complete diffusers checkpoint"
         )
 
+    def require(self, name: str, *instead: str) -> None:
+        """Refuse a checkpoint without a file.
+
+        Args:
+            name: such as ``"tokenizer/spiece.model"``.
+            instead: files that do as well.
+
+        Raises:
+            WeightsError: none of them is there.
+        """
+        if not any((self.folder / path).is_file() for path in (name, *instead)):
+            others = f" (and {', '.join(instead)})" if instead else ""
+            raise WeightsError(
+                f"{self.source}: {name} is missing{others}; the checkpoint is "
+                "incomplete"
+            )
+
     def check_class(self, component: str, class_path: str) -> None:
         """Refuse a component of another class than the port is for.
 

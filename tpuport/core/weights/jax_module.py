@@ -6,8 +6,10 @@ here with the dims of its weight.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.core.tracing.ported_module import Bound, Weights
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
+from tpuport.errors import WeightsError
 
 
 class JaxModule:
@@ -91,32 +94,52 @@ class BoundJaxModule(Bound[JaxModule]):
         return self.ported.runtime.platform
 
 
-class StoredWeight(Protocol):
-    """One weight of an implementation, and its stored tensor.
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of an implementation.
 
     Attributes:
-        name: name in the implementation.
+        name: name in the implementation, such as ``"decoder.conv_in.kernel"``.
         stored: upstream's name, as in the component's sharding rules.
         order: the stored dim at each dim of the weight.
         shape: shape in the implementation.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def stored(self) -> str: ...
-    @property
-    def order(self) -> tuple[int, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class WeightMap(Protocol):
-    """The weights of an implementation for one config."""
+    name: str
+    stored: str
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
 
     @property
-    def by_stored_name(self) -> Mapping[str, StoredWeight]:
-        """Every weight by upstream's name."""
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        return tuple(self.shape[self.order.index(n)] for n in range(len(self.order)))
+
+
+class WeightMap(ABC):
+    """The weights of an implementation of one config.
+
+    Args:
+        title: what errors call the implementation, such as ``"Flax VAE"``.
+        weights: all of them.
+
+    Attributes:
+        by_name: every weight by its name here.
+        by_stored_name: every weight by upstream's name.
+    """
+
+    def __init__(self, title: str, weights: Iterable[Weight]) -> None:
+        self.title = title
+        self.by_name: Mapping[str, Weight] = {w.name: w for w in weights}
+        self.by_stored_name = {w.stored: w for w in self.by_name.values()}
+
+    @abstractmethod
+    def bind(self, arrays: Mapping[str, Any]) -> Any:
+        """The module with these weights: arrays, or tracers inside a program.
+
+        Args:
+            arrays: by name, all of them or those of the parts that are used.
+        """
 
     def check(self, stored: Iterable[str]) -> None:
         """Refuse a checkpoint with other names.
@@ -124,13 +147,41 @@ class WeightMap(Protocol):
         Raises:
             WeightsError: names are missing or unknown.
         """
+        found = set(stored)
+        missing = sorted(self.by_stored_name.keys() - found)
+        unknown = sorted(found - self.by_stored_name.keys())
+        said = [
+            f"{len(names)} {what}: {', '.join(names[:5])}"
+            + (" ..." if len(names) > 5 else "")
+            for what, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        if said:
+            raise WeightsError(
+                f"the checkpoint does not fit the {self.title} of its config: "
+                f"{'; '.join(said)}. Check config.json, or use torchax"
+            )
 
     def convert(self, stored: str, array: Any) -> tuple[str, Any]:
         """Name and array in the implementation, dims permuted, of a stored tensor.
 
+        Args:
+            stored: upstream's name.
+            array: NumPy, torch or JAX; a view of it is returned where it can be.
+
         Raises:
             WeightsError: there is no such weight, or the shape differs.
         """
-
-    def bind(self, arrays: Mapping[str, Any]) -> Any:
-        """The module with these weights: arrays, or tracers inside a program."""
+        weight = self.by_stored_name.get(stored)
+        if weight is None:
+            raise WeightsError(
+                f"the checkpoint has {stored!r}, which the {self.title} of its config "
+                "does not; check config.json"
+            )
+        if tuple(array.shape) != weight.stored_shape:
+            raise WeightsError(
+                f"{stored} has the shape {tuple(array.shape)}; its config says "
+                f"{weight.stored_shape}"
+            )
+        turn = array.permute if hasattr(array, "permute") else array.transpose
+        return weight.name, turn(weight.order)

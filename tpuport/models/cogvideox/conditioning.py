@@ -24,6 +24,7 @@ from tpuport.core.spec.stage_work import Call, StageContext
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.inputs import (
+    chunk_lengths,
     latent_shape,
     padding_frames,
     scaling_factor,
@@ -66,13 +67,6 @@ def preprocess(ctx: StageContext, frames: torch.Tensor) -> torch.Tensor:
     return torch.stack(videos).permute(0, 2, 1, 3, 4).contiguous()
 
 
-def chunk_lengths(frames: int) -> list[int]:
-    """Frames per chunk: eights, and what is left over in the first one, as upstream."""
-    chunks = max(frames // FRAMES_PER_CHUNK, 1)
-    rest = [FRAMES_PER_CHUNK] * (chunks - 1)
-    return [frames - sum(rest), *rest]
-
-
 def encode_chunk(
     model: BoundModule, carry: Any, constants: None, inputs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
@@ -88,16 +82,10 @@ def encode_chunk(
     return cache, moments
 
 
-ENCODE_CHUNK = Program(
-    component="vae",
-    fn=encode_chunk,
-    space=SpatialLayout(
-        inputs={"pixels": "BCFYX"},
-        carry="BCFYX",
-        output="BCTYX",
-        granule=8,
-    ),
+ENCODE_SPACE = SpatialLayout(
+    inputs={"pixels": "BCFYX"}, carry="BCFYX", output="BCTYX", granule=8
 )
+ENCODE_CHUNK = Program(component="vae", fn=encode_chunk, space=ENCODE_SPACE)
 """For the first chunk and for those that follow."""
 
 
@@ -105,7 +93,7 @@ def encode_calls(ctx: StageContext) -> Iterator[Call]:
     """The calls that encode the pixels, all videos of the batch at once."""
     frames = pixels(ctx)
     start = 0
-    for index, length in enumerate(chunk_lengths(frames.shape[1])):
+    for index, length in enumerate(chunk_lengths(frames.shape[1], FRAMES_PER_CHUNK)):
         chunk = preprocess(ctx, frames[:, start : start + length])
         yield Call("next" if index else "first", {"pixels": chunk})
         start += length

@@ -229,7 +229,8 @@ def detect(checkpoint: Checkpoint) -> Variant:
     kind = _SCHEDULERS.get((checkpoint.index.get("scheduler") or [0, 0])[1], "ddim")
     frames = int(config.get("sample_frames", 49))
     rule = FrameRule(step=8)
-    return Variant(
+    return replace(
+        VARIANT_2B,
         name="custom",
         title="a checkpoint of no published size",
         repo_id=checkpoint.source,
@@ -237,12 +238,10 @@ def detect(checkpoint: Checkpoint) -> Variant:
         width=int(config.get("sample_width", 90)) * 8,
         num_frames=frames if rule.allows(frames) else rule.nearest(frames)[0],
         fps=16 if config.get("patch_size_t") else 8,
-        num_inference_steps=50,
-        guidance_scale=6.0,
-        dtype="bfloat16",
         frames=rule,
-        sizes=SizeRule(multiple=PIXELS_PER_PATCH),
         options={"scheduler": "checkpoint", "dynamic_cfg": kind == "dpm"},
+        configs={},
+        notes="",
         tasks=("i2v",) if form.image else TEXT_TASKS,
     )
 

@@ -9,26 +9,15 @@ from __future__ import annotations
 
 import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 import torch
 
-from tpuport.core.spec.demo_checkpoint import write_checkpoint
+from tpuport.core.spec.demo_checkpoint import demo_sentences, write_checkpoint
 from tpuport.models.cogvideox.published import CONFIGS
 
-_TEXT = """
-a an the of on in at over under near with and slow fast wide close aerial shot view
-camera pans follows zooms cinematic realistic animated watercolor red blue green golden
-bright dark misty snowy rainy sunny quiet busy old young small giant panda cat dog fox
-bird horse whale robot astronaut child woman man dancer musician painter runs jumps
-swims flies plays paints sings dances reads looks rides forest river ocean mountain city
-street garden desert bridge train boat guitar piano book lantern flower cherry blossom
-waterfall sunset sunrise night morning sky cloud star wave leaf window table motion blur
-detail light
-"""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789"
 _CHARACTERS = _LETTERS + " .,;:!?'-()"
 
@@ -73,9 +62,7 @@ def make_demo(folder: Path, variant: str = "demo") -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """A T5 tokenizer trained on a few hundred made-up sentences."""
-    draw = random.Random(0)
-    sentences = [" ".join(draw.choices(_TEXT.split(), k=8)) for _ in range(600)]
-    sentences += [_CHARACTERS] * 20
+    sentences = [*demo_sentences(), *[_CHARACTERS] * 20]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),

@@ -9,31 +9,21 @@ frames, H/W rows and columns of pixels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tpuport.core.files.frames import PIXELS, encode_pixels
-from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.spec.component import Implementation
 from tpuport.core.spec.stage import Program
 from tpuport.core.weights.jax_module import BoundJaxModule
+from tpuport.models.cogvideox import conditioning, stages
 from tpuport.models.cogvideox.flax_grid import Grid, grid_of
 from tpuport.models.cogvideox.flax_weights import FlaxWeights
 
-#: Rows and columns of pixels to one of latents, in every published checkpoint.
-GRANULE = 8
-
 #: Of what goes from chunk to chunk.
 _CACHE = "BTYXC"
-
-
-def _weights(config: Mapping[str, Any]) -> FlaxWeights:
-
-    return FlaxWeights(config)
 
 
 def _grid(model: BoundJaxModule) -> Grid:
@@ -52,73 +42,27 @@ def encode_chunk(
     return cache, moments.transpose(0, 4, 1, 2, 3)
 
 
-def _video(
-    model: BoundJaxModule, carry: Any, inputs: Mapping[str, Any]
+def decode(
+    model: BoundJaxModule, carry: Any, constants: None, inputs: Mapping[str, Any]
 ) -> tuple[Any, jax.Array]:
-    """Latents [B, C, T, Y, X] of a chunk -> the cache, and [B, 3, F, H, W]."""
+    """Latents [B, C, T, Y, X] of a chunk -> video [B, 3, F, H, W] of about [-1, 1]."""
     z = inputs["latents"].astype(model.dtype).transpose(0, 2, 3, 4, 1)
     video, cache = model.module().decode(z, carry, _grid(model))
     return cache, video.transpose(0, 4, 1, 2, 3)
 
 
-def decode_chunk(
-    model: BoundJaxModule,
-    carry: Any,
-    constants: None,
-    inputs: Mapping[str, Any],
-    *,
-    pixels: str,
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Latents [B, C, T, Y, X] of a chunk -> frames, as ``encode_pixels`` gives them."""
-    cache, video = _video(model, carry, inputs)
-    frames = video.astype(jnp.float32) * 0.5 + 0.5
-    return cache, encode_pixels(frames, pixels, model.space)
-
-
-def decode_tile(
-    model: BoundJaxModule, carry: Any, constants: None, inputs: Mapping[str, Any]
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Latents [B, C, T, Y, X] of a tile's chunk -> ``video`` [B, 3, F, H, W].
-
-    About [-1, 1], unclipped, in the weights' dtype: tiles are blended as floats.
-    """
-    cache, video = _video(model, carry, inputs)
-    return cache, {"video": video}
-
-
-def _encode_programs() -> dict[str, Program]:
-    space = SpatialLayout(
-        inputs={"pixels": "BCFYX"}, carry=_CACHE, output="BCTYX", granule=GRANULE
-    )
-    return {
-        place: Program(component="vae", fn=encode_chunk, space=space)
-        for place in ("first", "next")
-    }
-
-
-def _decode_programs() -> dict[str, Program]:
-    frames = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
-    forms: dict[str, tuple[Any, Mapping[str, str]]] = {
-        pixels: (functools.partial(decode_chunk, pixels=pixels), frames)
-        for pixels in PIXELS
-    }
-    forms["tile"] = (decode_tile, {"video": "BCFYX"})
-    return {
-        f"{place} {form}": Program(
-            component="vae",
-            fn=fn,
-            space=SpatialLayout(
-                inputs={"latents": "BCTYX"}, carry=_CACHE, output=output
-            ),
-        )
-        for place in ("first", "next")
-        for form, (fn, output) in forms.items()
-    }
-
+_ENCODE = Program(
+    component="vae",
+    fn=encode_chunk,
+    space=replace(conditioning.ENCODE_SPACE, carry=_CACHE),
+)
 
 FLAX = Implementation(
-    weights=_weights,
-    programs={"encode": _encode_programs(), "decode": _decode_programs()},
+    weights=FlaxWeights,
+    programs={
+        "encode": {"first": _ENCODE, "next": _ENCODE},
+        "decode": stages.decode_programs(decode, _CACHE),
+    },
     packages=("flax",),
 )
 """The VAE in Flax, for ``--vae flax``."""

@@ -9,8 +9,10 @@ Source: diffusers 0.42 ``AutoencoderKLCogVideoX``.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,200 +40,132 @@ Cache = dict[str, Any]
 _MIDDLE = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VaeConfig:
-    """What decides the shapes and the numbers.
+def vae_config(config: Mapping[str, Any]) -> Any:
+    """Upstream's config; what it leaves out has upstream's defaults.
 
-    Attributes: as upstream's config has them.
+    Its ``temporal_levels`` are the levels of the pyramid at which frames are halved.
+
+    Raises:
+        NotImplementedError: an option that the Flax VAE does not have.
     """
+    from diffusers import AutoencoderKLCogVideoX
 
-    in_channels: int = 3
-    out_channels: int = 3
-    latent_channels: int = 16
-    block_out_channels: tuple[int, ...] = (128, 256, 256, 512)
-    layers_per_block: int = 3
-    norm_num_groups: int = 32
-    norm_eps: float = 1e-6
-    temporal_compression_ratio: int = 4
-    use_quant_conv: bool = False
-    use_post_quant_conv: bool = False
-
-    def __post_init__(self) -> None:
-        levels = self.temporal_compression_ratio.bit_length() - 1
-        if 2**levels != self.temporal_compression_ratio:
+    parameters = inspect.signature(AutoencoderKLCogVideoX).parameters
+    known = SimpleNamespace(**{n: p.default for n, p in parameters.items()})
+    vars(known).update(config)
+    blocks = len(known.block_out_channels)
+    only: dict[str, tuple[Any, ...]] = {
+        "act_fn": ("silu", "swish"),
+        "down_block_types": (["CogVideoXDownBlock3D"] * blocks,),
+        "up_block_types": (["CogVideoXUpBlock3D"] * blocks,),
+    }
+    for name, values in only.items():
+        found = config.get(name, values[0])
+        found = found if isinstance(found, str) else list(found)
+        if found not in values:
             raise NotImplementedError(
-                "the Flax VAE halves frames: temporal_compression_ratio of "
-                f"{self.temporal_compression_ratio} is no power of two; use the "
-                "torchax VAE"
+                f"the Flax VAE has no {name}={found!r}; it knows {values[0]!r}. "
+                "Use the torchax VAE"
             )
-        for name, used in (
-            ("use_quant_conv", self.use_quant_conv),
-            ("use_post_quant_conv", self.use_post_quant_conv),
-        ):
-            # Upstream gives these as many channels as pixels have.
-            if used and self.latent_channels != self.out_channels:
-                raise NotImplementedError(
-                    f"{name} needs as many latent channels as pixels have, as upstream "
-                    f"builds it; there are {self.latent_channels} and "
-                    f"{self.out_channels}"
-                )
-
-    @property
-    def temporal_levels(self) -> int:
-        """Levels of the pyramid at which frames are halved."""
-        return self.temporal_compression_ratio.bit_length() - 1
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> VaeConfig:
-        """From upstream's config; what it leaves out has upstream's defaults.
-
-        Raises:
-            NotImplementedError: an option that the Flax VAE does not have.
-        """
-        blocks = tuple(config.get("block_out_channels", cls().block_out_channels))
-        known: dict[str, Any] = {
-            "act_fn": ("silu", "swish"),
-            "down_block_types": (["CogVideoXDownBlock3D"] * len(blocks),),
-            "up_block_types": (["CogVideoXUpBlock3D"] * len(blocks),),
-        }
-        for name, values in known.items():
-            found = config.get(name, values[0])
-            found = found if isinstance(found, str) else list(found)
-            if found not in values:
-                raise NotImplementedError(
-                    f"the Flax VAE has no {name}={found!r}; it knows {values[0]!r}. "
-                    "Use the torchax VAE"
-                )
-        fields = {
-            name: config[name] for name in cls.__dataclass_fields__ if name in config
-        }
-        fields["block_out_channels"] = blocks
-        if "temporal_compression_ratio" in fields:
-            ratio = fields["temporal_compression_ratio"]
-            fields["temporal_compression_ratio"] = int(ratio)
-        return cls(**fields)
+    ratio = int(known.temporal_compression_ratio)
+    known.temporal_levels = ratio.bit_length() - 1
+    if 2**known.temporal_levels != ratio:
+        raise NotImplementedError(
+            f"the Flax VAE halves frames: temporal_compression_ratio of {ratio} is no "
+            "power of two; use the torchax VAE"
+        )
+    for name in ("use_quant_conv", "use_post_quant_conv"):
+        # Upstream gives these as many channels as pixels have.
+        if getattr(known, name) and known.latent_channels != known.out_channels:
+            raise NotImplementedError(
+                f"{name} needs as many latent channels as pixels have, as upstream "
+                f"builds it; there are {known.latent_channels} and "
+                f"{known.out_channels}"
+            )
+    return known
 
 
 class Level(nnx.Module):
     """The blocks of one resolution, and what changes it, under upstream's names."""
 
-    def __init__(
-        self,
-        blocks: list[ResnetBlock],
-        down: Downsample | None = None,
-        up: Upsample | None = None,
-    ) -> None:
+    def __init__(self, blocks: list[ResnetBlock], **samplers: nnx.Module) -> None:
         self.resnets = nnx.List(blocks)
-        if down is not None:
-            self.downsamplers = nnx.List([down])
-        if up is not None:
-            self.upsamplers = nnx.List([up])
+        for name, sampler in samplers.items():
+            setattr(self, name, nnx.List([sampler]))
 
 
-class Encoder(nnx.Module):
-    """Pixels to moments. Source: ``CogVideoXEncoder3D``."""
+class Half(nnx.Module):
+    """The encoder or the decoder: levels of blocks between two convolutions.
 
-    def __init__(self, config: VaeConfig) -> None:
-        widths = config.block_out_channels
-        options: dict[str, Any] = {
-            "groups": config.norm_num_groups,
-            "epsilon": config.norm_eps,
-            "latents": None,
-        }
-        self.conv_in = CausalConv(config.in_channels, widths[0])
-        blocks: list[Level] = []
-        width = widths[0]
-        for level, outputs in enumerate(widths):
-            resnets = []
-            for _ in range(config.layers_per_block):
-                resnets.append(ResnetBlock(width, outputs, **options))
-                width = outputs
-            down = None
-            if level < len(widths) - 1:
-                down = Downsample(width, in_time=level < config.temporal_levels)
-            blocks.append(Level(resnets, down=down))
-        self.down_blocks = nnx.List(blocks)
-        self.mid_block = Level(
-            [ResnetBlock(width, width, **options) for _ in range(_MIDDLE)]
+    Sources: ``CogVideoXEncoder3D``, ``CogVideoXDecoder3D``.
+
+    Args:
+        way: ``"down"`` to moments or ``"up"`` to pixels.
+        config: of :func:`vae_config`.
+        channels: of the input and of the output.
+        latents: channels of the latents that norms depend on; ``None`` for plain ones.
+    """
+
+    def __init__(
+        self, way: str, config: Any, channels: tuple[int, int], latents: int | None
+    ) -> None:
+        self.way, up = way, way == "up"
+        groups = config.norm_num_groups
+        widths = config.block_out_channels[:: -1 if up else 1]
+
+        def blocks(*sizes: int) -> list[ResnetBlock]:
+            options = {"groups": groups, "epsilon": config.norm_eps}
+            return [
+                ResnetBlock(*pair, **options, latents=latents)
+                for pair in itertools.pairwise(sizes)
+            ]
+
+        self.conv_in = CausalConv(channels[0], widths[0])
+        levels: list[Level] = []
+        for index, width in enumerate(widths):
+            samplers = {}
+            if index < len(widths) - 1:
+                sampler: Any = Upsample if up else Downsample
+                in_time = index < config.temporal_levels
+                samplers = {f"{way}samplers": sampler(width, in_time=in_time)}
+            before = widths[max(index - 1, 0)]
+            depth = config.layers_per_block + up
+            levels.append(Level(blocks(before, *[width] * depth), **samplers))
+        setattr(self, f"{way}_blocks", nnx.List(levels))
+        self.mid_block = Level(blocks(*[widths[0 if up else -1]] * (_MIDDLE + 1)))
+        self.norm_out = (
+            GroupNorm(widths[-1], groups, 1e-6)
+            if latents is None
+            else SpatialNorm(widths[-1], latents, groups)
         )
-        self.norm_out = GroupNorm(width, config.norm_num_groups, 1e-6)
-        self.conv_out = CausalConv(width, 2 * config.latent_channels)
+        self.conv_out = CausalConv(widths[-1], channels[1])
 
     def __call__(
-        self, x: jax.Array, cache: Cache | None, grid: Grid
+        self, x: jax.Array, z: jax.Array | None, cache: Cache | None, grid: Grid
     ) -> tuple[jax.Array, Cache]:
-        """[B, F, 8Y, 8X, 3] -> moments [B, T, Y, X, 2C], and the next chunk's cache."""
+        """A chunk [B, T, Y, X, C] through all levels, and the next chunk's cache.
+
+        ``z`` are the latents, for norms that depend on them.
+        """
         old: Mapping[str, Any] = cache or {}
         kept: Cache = {}
         h, kept["conv_in"] = self.conv_in(x, old.get("conv_in"), grid)
         kept["blocks"] = []
-        levels = list(self.down_blocks)
+        levels = list(getattr(self, f"{self.way}_blocks"))
+        middle = list(self.mid_block.resnets)
         for index, level in enumerate(levels):
-            blocks = list(level.resnets)
-            if level is levels[-1]:
-                # The same resolution: one run of blocks.
-                blocks += self.mid_block.resnets
-            frames = old["blocks"][index] if old else None
-            h, moments, frames = run_blocks(blocks, h, None, frames, grid)
-            kept["blocks"].append(frames)
-            if hasattr(level, "downsamplers"):
-                h = level.downsamplers[0](h, grid)
-        h, last = self.norm_out(h, moments, grid)
-        h, kept["conv_out"] = self.conv_out(h, old.get("conv_out"), grid, last)
-        return h, kept
-
-
-class Decoder(nnx.Module):
-    """Latents to pixels. Source: ``CogVideoXDecoder3D``."""
-
-    def __init__(self, config: VaeConfig) -> None:
-        widths = config.block_out_channels[::-1]
-        options: dict[str, Any] = {
-            "groups": config.norm_num_groups,
-            "epsilon": config.norm_eps,
-            "latents": config.latent_channels,
-        }
-        self.conv_in = CausalConv(config.latent_channels, widths[0])
-        self.mid_block = Level(
-            [ResnetBlock(widths[0], widths[0], **options) for _ in range(_MIDDLE)]
-        )
-        blocks: list[Level] = []
-        width = widths[0]
-        for level, outputs in enumerate(widths):
-            resnets = []
-            for _ in range(config.layers_per_block + 1):
-                resnets.append(ResnetBlock(width, outputs, **options))
-                width = outputs
-            up = None
-            if level < len(widths) - 1:
-                up = Upsample(width, in_time=level < config.temporal_levels)
-            blocks.append(Level(resnets, up=up))
-        self.up_blocks = nnx.List(blocks)
-        self.norm_out = SpatialNorm(
-            width, config.latent_channels, config.norm_num_groups
-        )
-        self.conv_out = CausalConv(width, config.out_channels)
-
-    def __call__(
-        self, z: jax.Array, cache: Cache | None, grid: Grid
-    ) -> tuple[jax.Array, Cache]:
-        """[B, T, Y, X, C] -> frames [B, F, 8Y, 8X, 3], and the next chunk's cache."""
-        old: Mapping[str, Any] = cache or {}
-        kept: Cache = {}
-        h, kept["conv_in"] = self.conv_in(z, old.get("conv_in"), grid)
-        kept["blocks"] = []
-        levels = list(self.up_blocks)
-        for index, level in enumerate(levels):
-            blocks = list(level.resnets)
-            if level is levels[0]:
-                # The same resolution: one run of blocks.
-                blocks = [*self.mid_block.resnets, *blocks]
+            # Those of the middle have the resolution next to them: one run of blocks.
+            blocks = middle if self.way == "up" and not index else []
+            blocks = [*blocks, *level.resnets]
+            if self.way == "down" and level is levels[-1]:
+                blocks += middle
             frames = old["blocks"][index] if old else None
             h, moments, frames = run_blocks(blocks, h, z, frames, grid)
             kept["blocks"].append(frames)
-            if hasattr(level, "upsamplers"):
-                h = level.upsamplers[0](h, grid)
-        h, last = self.norm_out(h, moments, grid, z)
+            for sampler in getattr(level, f"{self.way}samplers", ()):
+                h = sampler(h, grid)
+        norm: Any = self.norm_out
+        h, last = norm(h, moments, grid, *(() if z is None else (z,)))
         h, kept["conv_out"] = self.conv_out(h, old.get("conv_out"), grid, last)
         return h, kept
 
@@ -239,9 +173,10 @@ class Decoder(nnx.Module):
 class FlaxVae(nnx.Module):
     """Encoder and decoder of one checkpoint."""
 
-    def __init__(self, config: VaeConfig) -> None:
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+    def __init__(self, config: Any) -> None:
+        latents = config.latent_channels
+        self.encoder = Half("down", config, (config.in_channels, 2 * latents), None)
+        self.decoder = Half("up", config, (latents, config.out_channels), latents)
         if config.use_quant_conv:
             self.quant_conv = Pointwise(*[2 * config.out_channels] * 2)
         if config.use_post_quant_conv:
@@ -260,7 +195,7 @@ class FlaxVae(nnx.Module):
             [B, T, Y, X, 2C], mean and logarithm of the variance, in the dtype of
             ``x``, and the cache.
         """
-        h, kept = self.encoder(x, cache, grid)
+        h, kept = self.encoder(x, None, cache, grid)
         if hasattr(self, "quant_conv"):
             h = self.quant_conv(h, grid).astype(h.dtype)
         return h, kept
@@ -279,4 +214,4 @@ class FlaxVae(nnx.Module):
         """
         if hasattr(self, "post_quant_conv"):
             z = self.post_quant_conv(z, grid).astype(z.dtype)
-        return self.decoder(z, cache, grid)
+        return self.decoder(z, z, cache, grid)

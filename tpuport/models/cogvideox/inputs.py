@@ -15,7 +15,6 @@ from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage_work import StageContext, tell_lost
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import WeightsError
 
 MAX_TEXT_TOKENS = 226
 """The default of upstream's pipeline, ``max_sequence_length``."""
@@ -45,14 +44,7 @@ def require_tokenizer(checkpoint: Checkpoint) -> None:
     Raises:
         WeightsError: the file is missing.
     """
-    folder = checkpoint.folder / "tokenizer"
-    if not any(
-        (folder / name).is_file() for name in ("spiece.model", "tokenizer.json")
-    ):
-        raise WeightsError(
-            f"{checkpoint.source}: tokenizer/spiece.model is missing; the checkpoint "
-            "is incomplete"
-        )
+    checkpoint.require("tokenizer/spiece.model", "tokenizer/tokenizer.json")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -85,12 +77,10 @@ def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
     return ids
 
 
-def name_embeddings(ctx: StageContext, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    count = len(ctx.prompts)
-    named = {"prompt_embeds": rows[-count:].contiguous()}
-    if ctx.request.guided:
-        named["negative_prompt_embeds"] = rows[:count].contiguous()
-    return named
+def chunk_lengths(frames: int, each: int) -> list[int]:
+    """Frames per chunk of ``each``: what is left over is in the first, as upstream."""
+    rest = [each] * (max(frames // each, 1) - 1)
+    return [frames - sum(rest), *rest]
 
 
 def latent_shape(

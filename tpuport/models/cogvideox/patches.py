@@ -14,6 +14,7 @@ from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.cogvideox import vae_native as native
 from tpuport.patches import standard
+from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 
 #: What takes over, in reports; the convolutions in it are noted one by one.
@@ -140,68 +141,51 @@ def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+_VAE = "models.autoencoders.autoencoder_kl_cogvideox"
+
 PATCHES: tuple[Patch, ...] = (
     *standard.PATCHES,
     MODULATED_NORMS[0],
-    Patch(
-        name="cogvideox-upsample",
-        target="diffusers.models.upsampling:CogVideoXUpsample3D.forward",
-        replacement=_upsample,
-        wraps=True,
-        reason="on a TPU rows and columns are repeated within the convolution's kernel "
+    diffusers_patch(
+        "cogvideox-upsample",
+        "models.upsampling:CogVideoXUpsample3D.forward",
+        _upsample,
+        "on a TPU rows and columns are repeated within the convolution's kernel "
         "and frames after it, so that nothing is convolved or stored twice; elsewhere "
         "nothing changes",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/upsampling.py",
-    ),
-    Patch(
-        name="cogvideox-resnet-block",
-        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
-        ":CogVideoXResnetBlock3D.forward",
-        replacement=_resnet_block,
         wraps=True,
-        reason="on a TPU norm, modulation and SiLU are one pass, and convolutions run "
+    ),
+    diffusers_patch(
+        "cogvideox-resnet-block",
+        f"{_VAE}:CogVideoXResnetBlock3D.forward",
+        _resnet_block,
+        "on a TPU norm, modulation and SiLU are one pass, and convolutions run "
         "in the project's kernel; elsewhere nothing changes",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/autoencoders/autoencoder_kl_cogvideox.py",
-    ),
-    Patch(
-        name="cogvideox-activation-in-norm",
-        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
-        ":CogVideoXDecoder3D.forward",
-        replacement=_activation_in_norm,
         wraps=True,
-        reason="on a TPU the last norm and the SiLU after it are one pass over frames "
+    ),
+    diffusers_patch(
+        "cogvideox-activation-in-norm",
+        f"{_VAE}:CogVideoXDecoder3D.forward",
+        _activation_in_norm,
+        "on a TPU the last norm and the SiLU after it are one pass over frames "
         "of the full size; elsewhere nothing changes",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/autoencoders/autoencoder_kl_cogvideox.py",
-    ),
-    Patch(
-        name="cogvideox-norm-at-latent-size",
-        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
-        ":CogVideoXSpatialNorm3D.forward",
-        replacement=_norm_at_latent_size,
         wraps=True,
-        reason="the decoder's norms enlarge the latents to the size of the features "
+    ),
+    diffusers_patch(
+        "cogvideox-norm-at-latent-size",
+        f"{_VAE}:CogVideoXSpatialNorm3D.forward",
+        _norm_at_latent_size,
+        "the decoder's norms enlarge the latents to the size of the features "
         "and then convolve them pointwise: up to 256 times the work, same numbers",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/autoencoders/autoencoder_kl_cogvideox.py",
-    ),
-    Patch(
-        name="cogvideox-pointwise-conv-cache",
-        target="diffusers.models.autoencoders.autoencoder_kl_cogvideox"
-        ":CogVideoXCausalConv3d.forward",
-        replacement=_forget_pointwise_cache,
         wraps=True,
-        reason="a convolution of temporal size 1 keeps its whole input as a cache that "
+    ),
+    diffusers_patch(
+        "cogvideox-pointwise-conv-cache",
+        f"{_VAE}:CogVideoXCausalConv3d.forward",
+        _forget_pointwise_cache,
+        "a convolution of temporal size 1 keeps its whole input as a cache that "
         "is never read: it costs memory, and its shape depends on the chunk length, so "
         "the third chunk of a decode would compile once more",
-        upstream="diffusers>=0.42,<0.43",
-        link="https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-        "models/autoencoders/autoencoder_kl_cogvideox.py",
+        wraps=True,
     ),
 )

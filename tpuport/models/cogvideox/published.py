@@ -10,11 +10,6 @@ diffusers 0.42.1.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from tpuport.core.spec.variant import read_configs
 
-CONFIGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(
-    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-)
+CONFIGS = read_configs(__file__)

@@ -6,16 +6,15 @@ output m, the previous prediction and the noise:
     x0   = a * x + b * m
     next = c * x + d * x0 + e * previous_x0 + f * noise
 
-The six coefficients are computed on the host by the upstream scheduler object itself,
-in float64, and handed to the compiled step as inputs. Sources: diffusers
-``CogVideoXDDIMScheduler.step`` and ``CogVideoXDPMScheduler.step`` (formulas 12 and 16
-of the DDIM paper, arXiv 2010.02502; DPM-Solver++, arXiv 2211.01095).
+Upstream's own step in float64 on unit vectors tells the six coefficients, and the
+compiled step takes them as inputs. Sources: diffusers ``CogVideoXDDIMScheduler.step``
+and ``CogVideoXDPMScheduler.step`` (formulas 12 and 16 of the DDIM paper, arXiv
+2010.02502; DPM-Solver++, arXiv 2211.01095).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,86 +83,56 @@ def make_schedule(scheduler: Any, steps: int, run: int | None = None) -> Schedul
     Raises:
         UsageError: the scheduler's prediction type is unknown to upstream's step.
     """
+    kind = scheduler.config["prediction_type"]
+    if kind not in ("epsilon", "sample", "v_prediction"):
+        raise UsageError(f"prediction_type {kind!r} of the scheduler is not known")
     scheduler.set_timesteps(steps)
+    for name in ("alphas_cumprod", "final_alpha_cumprod"):
+        setattr(scheduler, name, torch.as_tensor(getattr(scheduler, name)).double())
     timesteps = [int(t) for t in scheduler.timesteps][steps - (run or steps) :]
-    second_order = hasattr(scheduler, "get_mult")
-    rows: list[list[float]] = []
-    draws: list[int] = []
+    found = []
     for index, timestep in enumerate(timesteps):
-        back = timesteps[index - 1] if index else None
-        previous = timestep - scheduler.config.num_train_timesteps // steps
-        alpha = _alpha(scheduler, timestep)
-        alpha_prev = (
-            _alpha(scheduler, previous)
-            if previous >= 0
-            else float(scheduler.final_alpha_cumprod)
-        )
-        to_x0 = _x0_coefficients(scheduler.config, alpha)
-        if second_order:
-            update, drawn = _dpm_update(
-                scheduler,
-                alpha,
-                alpha_prev,
-                None if back is None else _alpha(scheduler, back),
-                last=previous < 0,
-            )
-        else:
-            a = math.sqrt((1 - alpha_prev) / (1 - alpha))
-            update = [a, math.sqrt(alpha_prev) - math.sqrt(alpha) * a, 0.0, 0.0]
-            drawn = 0
-        rows.append([*to_x0, *update])
-        draws.append(drawn)
-    return Schedule(
-        timesteps=np.array(timesteps, np.int32),
-        coefficients=np.array(rows, np.float64).astype(np.float32),
-        noise_draws=tuple(draws),
-        initial_scale=float(scheduler.init_noise_sigma),
-    )
-
-
-def _alpha(scheduler: Any, timestep: int) -> float:
-    return float(scheduler.alphas_cumprod[timestep])
-
-
-def _x0_coefficients(config: Mapping[str, Any], alpha: float) -> list[float]:
-    """a and b of ``x0 = a * sample + b * model_output``."""
-    kind = config["prediction_type"]
-    if kind == "epsilon":
-        if not alpha:
+        if kind == "epsilon" and not scheduler.alphas_cumprod[timestep]:
             raise UsageError(
                 "the scheduler predicts epsilon from a timestep without any signal "
                 "(rescale_betas_zero_snr); upstream divides by zero there"
             )
-        return [1 / math.sqrt(alpha), -math.sqrt(1 - alpha) / math.sqrt(alpha)]
-    if kind == "sample":
-        return [0.0, 1.0]
-    if kind == "v_prediction":
-        return [math.sqrt(alpha), -math.sqrt(1 - alpha)]
-    raise UsageError(f"prediction_type {kind!r} of the scheduler is not known")
+        back = timesteps[index - 1] if index else None
+        found.append(_coefficients(scheduler, timestep, back))
+    return Schedule(
+        timesteps=np.array(timesteps, np.int32),
+        coefficients=np.array([row for row, _ in found], np.float32),
+        noise_draws=tuple(draws for _, draws in found),
+        initial_scale=float(scheduler.init_noise_sigma),
+    )
 
 
-def _dpm_update(
-    scheduler: Any,
-    alpha: float,
-    alpha_prev: float,
-    alpha_back: float | None,
-    *,
-    last: bool,
+def _coefficients(
+    scheduler: Any, timestep: int, back: int | None
 ) -> tuple[list[float], int]:
-    """c, d, e, f of one solver step, and how often upstream draws noise in it."""
+    """a to f of one step, and how often upstream draws noise in it.
 
-    def wrap(value: float | None) -> Any:
-        return None if value is None else torch.tensor(value, dtype=torch.float64)
-
-    args = (wrap(alpha), wrap(alpha_prev), wrap(alpha_back))
-    h, r, _, _ = scheduler.get_variables(*args)
-    mult = [float(m) for m in scheduler.get_mult(h, r, *args)]
-    noise = float((1 - args[1]) ** 0.5 * (1 - (-2 * h).exp()) ** 0.5)
-    if alpha_back is None or last:
-        # First order: on the first step there is no previous prediction, and on the
-        # last one every noise level is 0.
-        return [mult[0], -mult[1], 0.0, noise], 1
-    return [mult[0], -mult[1] * mult[2], mult[1] * mult[3], noise], 2
+    Args:
+        back: the timestep before; the first step has none, and no previous prediction.
+    """
+    sample, output, previous, _ = torch.eye(4, dtype=torch.float64)
+    generator, again = (torch.Generator().manual_seed(0) for _ in range(2))
+    if hasattr(scheduler, "get_mult"):
+        old = None if back is None else previous
+        after, x0 = scheduler.step(
+            output, old, timestep, back, sample, generator=generator
+        )
+    else:
+        after, x0 = scheduler.step(output, timestep, sample, return_dict=False)
+    draws, noise = 0, torch.zeros(4)
+    while not torch.equal(again.get_state(), generator.get_state()):
+        draws, noise = draws + 1, torch.randn(4, generator=again, dtype=torch.float64)
+    # The last element of every vector but the noise is 0.
+    f = after[3] / noise[3] if draws else torch.tensor(0.0)
+    to_next = after - f * noise
+    a, b = x0[:2]
+    d = to_next[1] / b
+    return [float(n) for n in (a, b, to_next[0] - d * a, d, to_next[2], f)], draws
 
 
 def guidance_scales(

@@ -1,151 +1,102 @@
 """Where the weights of each component go.
 
-torch stores Linear weights as [out, in]: a column-parallel layer splits dim 0 and its
-bias, a row-parallel layer splits dim 1 and keeps its bias whole. Every stored weight
-matches exactly one rule; the session refuses anything else.
+Every stored weight matches exactly one rule; the session refuses anything else.
 """
 
 from __future__ import annotations
 
 from tpuport.core.tracing.context import AttentionPolicy
 from tpuport.core.weights.sharding import ShardRule
+from tpuport.core.weights.tensor_parallel import (
+    ROW,
+    Rules,
+    column,
+    replicated,
+    row,
+    where_there_are,
+)
 
 ATTENTION = AttentionPolicy(batch="dp", heads="tp", sequence="sp")
 
-COLUMN = ("tp", None)
-ROW = (None, "tp")
+_BLOCK = r"transformer_blocks\.\d+\."
+_QKV = _BLOCK + r"attn1\.to_[qkv]"
 
-TRANSFORMER: tuple[ShardRule, ...] = (
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.attn1\.to_[qkv]\.weight",
-        spec=COLUMN,
-        note="heads over tp",
+TRANSFORMER: Rules = (
+    *column(_QKV, bias=False, note="heads over tp"),
+    ShardRule(pattern=_QKV + r"\.bias", spec=("tp",), optional=True),
+    *row(_BLOCK + r"attn1\.to_out\.0", note="sums over tp"),
+    *replicated(
+        _BLOCK + r"attn1\.norm_[qk]", note="per head dim, the same for every head"
     ),
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.attn1\.to_[qkv]\.bias",
-        spec=("tp",),
-        optional=True,
-    ),
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.attn1\.to_out\.0\.weight",
-        spec=ROW,
-        note="sums over tp",
-    ),
-    ShardRule(pattern=r"transformer_blocks\.\d+\.attn1\.to_out\.0\.bias", spec=()),
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.attn1\.norm_[qk]\.(weight|bias)",
-        spec=(),
-        note="per head dim, the same for every head",
-    ),
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.ff\.net\.0\.proj\.weight", spec=COLUMN
-    ),
-    ShardRule(pattern=r"transformer_blocks\.\d+\.ff\.net\.0\.proj\.bias", spec=("tp",)),
-    ShardRule(pattern=r"transformer_blocks\.\d+\.ff\.net\.2\.weight", spec=ROW),
-    ShardRule(pattern=r"transformer_blocks\.\d+\.ff\.net\.2\.bias", spec=()),
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.norm[12]\.linear\.weight",
-        spec=COLUMN,
+    *column(_BLOCK + r"ff\.net\.0\.proj"),
+    *row(_BLOCK + r"ff\.net\.2"),
+    *column(
+        _BLOCK + r"norm[12]\.linear",
         note="adaLN, 2.4 of 5.6 billion parameters of 1.5-5b with ff",
     ),
-    ShardRule(pattern=r"transformer_blocks\.\d+\.norm[12]\.linear\.bias", spec=("tp",)),
-    ShardRule(
-        pattern=r"transformer_blocks\.\d+\.norm[12]\.norm\.(weight|bias)", spec=()
-    ),
-    ShardRule(pattern=r"norm_out\.linear\.weight", spec=COLUMN),
-    ShardRule(pattern=r"norm_out\.linear\.bias", spec=("tp",)),
-    ShardRule(pattern=r"(norm_final|norm_out\.norm)\.(weight|bias)", spec=()),
-    ShardRule(
-        pattern=r"patch_embed\.(proj|text_proj)\.(weight|bias)",
-        spec=(),
+    *column(r"norm_out\.linear"),
+    *replicated(_BLOCK + r"norm[12]\.norm", "norm_final", r"norm_out\.norm"),
+    *replicated(
+        r"patch_embed\.(proj|text_proj)",
         note="convolution in 1.0, linear in 1.5; small in both",
     ),
-    ShardRule(
-        pattern=r"patch_embed\.pos_embedding",
-        spec=(),
+    *replicated(
+        "patch_embed",
+        leaves="pos_embedding",
         optional=True,
         note="learned positions, stored by image-to-video checkpoints only",
     ),
-    ShardRule(pattern=r"time_embedding\.linear_[12]\.(weight|bias)", spec=()),
-    ShardRule(
-        pattern=r"ofs_embedding\.linear_[12]\.(weight|bias)",
-        spec=(),
-        optional=True,
-        note="1.5 image to video",
+    *replicated(r"time_embedding\.linear_[12]", "proj_out"),
+    *replicated(
+        r"ofs_embedding\.linear_[12]", optional=True, note="1.5 image to video"
     ),
-    ShardRule(pattern=r"proj_out\.(weight|bias)", spec=()),
 )
 
-TEXT_ENCODER: tuple[ShardRule, ...] = (
+_LAYER = r"encoder\.block\.\d+\.layer\."
+
+TEXT_ENCODER: Rules = (
     ShardRule(
         pattern=r"shared\.weight",
         spec=ROW,
         note="by feature: a lookup by id stays local for any vocabulary size",
     ),
-    ShardRule(
-        pattern=r"encoder\.block\.\d+\.layer\.0\.SelfAttention\.[qkv]\.weight",
-        spec=COLUMN,
-    ),
-    ShardRule(
-        pattern=r"encoder\.block\.\d+\.layer\.0\.SelfAttention\.o\.weight", spec=ROW
-    ),
+    *column(_LAYER + r"0\.SelfAttention\.[qkv]", bias=False),
+    *row(_LAYER + r"0\.SelfAttention\.o", bias=False),
     ShardRule(
         pattern=r"encoder\.block\.0\.layer\.0\.SelfAttention"
         r"\.relative_attention_bias\.weight",
         spec=ROW,
         note="[buckets, heads]",
     ),
-    ShardRule(
-        pattern=r"encoder\.block\.\d+\.layer\.1\.DenseReluDense\.wi(_[01])?\.weight",
-        spec=COLUMN,
-    ),
-    ShardRule(
-        pattern=r"encoder\.block\.\d+\.layer\.1\.DenseReluDense\.wo\.weight", spec=ROW
-    ),
-    ShardRule(
-        pattern=r"encoder\.(block\.\d+\.layer\.[01]\.layer_norm|final_layer_norm)"
-        r"\.weight",
-        spec=(),
+    *column(_LAYER + r"1\.DenseReluDense\.wi(_[01])?", bias=False),
+    *row(_LAYER + r"1\.DenseReluDense\.wo", bias=False),
+    *replicated(
+        _LAYER + r"[01]\.layer_norm", r"encoder\.final_layer_norm", leaves="weight"
     ),
 )
 
-_VAE_BLOCK = r"(encoder|decoder)\.(mid_block|(down|up)_blocks\.\d+)"
+_CODER = "(encoder|decoder)"
+_VAE_BLOCK = rf"{_CODER}\.(mid_block|(down|up)_blocks\.\d+)\."
+_SPATIAL_NORM = r"(norm_layer|conv_[yb]\.conv)"
 
-VAE: tuple[ShardRule, ...] = (
-    ShardRule(
-        pattern=r"(encoder|decoder)\.conv_(in|out)\.conv\.(weight|bias)", spec=()
+VAE: Rules = (
+    *replicated(_CODER + r"\.conv_(in|out)\.conv"),
+    *replicated(r"resnets\.\d+\.conv[12]\.conv", within=_VAE_BLOCK),
+    *replicated(
+        r"resnets\.\d+\.conv_shortcut(\.conv)?", within=_VAE_BLOCK, optional=True
     ),
-    ShardRule(
-        pattern=_VAE_BLOCK + r"\.resnets\.\d+\.conv[12]\.conv\.(weight|bias)", spec=()
-    ),
-    ShardRule(
-        pattern=_VAE_BLOCK + r"\.resnets\.\d+\.conv_shortcut\.(conv\.)?(weight|bias)",
-        spec=(),
-        optional=True,
-    ),
-    ShardRule(
-        pattern=_VAE_BLOCK + r"\.resnets\.\d+\.norm[12]\.(weight|bias)",
-        spec=(),
+    *replicated(
+        _VAE_BLOCK + r"resnets\.\d+\.norm[12]",
+        r"encoder\.norm_out",
         note="plain group norm, in the encoder",
     ),
-    ShardRule(
-        pattern=_VAE_BLOCK
-        + r"\.resnets\.\d+\.norm[12]\.(norm_layer|conv_[yb]\.conv)\.(weight|bias)",
-        spec=(),
+    *replicated(
+        _VAE_BLOCK + r"resnets\.\d+\.norm[12]\." + _SPATIAL_NORM,
+        r"decoder\.norm_out\." + _SPATIAL_NORM,
         note="norm conditioned on the latents, in the decoder",
     ),
-    ShardRule(
-        pattern=_VAE_BLOCK + r"\.(down|up)samplers\.\d+\.conv\.(weight|bias)", spec=()
-    ),
-    ShardRule(pattern=r"encoder\.norm_out\.(weight|bias)", spec=()),
-    ShardRule(
-        pattern=r"decoder\.norm_out\.(norm_layer|conv_[yb]\.conv)\.(weight|bias)",
-        spec=(),
-    ),
-    ShardRule(
-        pattern=r"(post_)?quant_conv\.(weight|bias)",
-        spec=(),
-        optional=True,
-        note="off in every published checkpoint",
+    *replicated(r"(down|up)samplers\.\d+\.conv", within=_VAE_BLOCK),
+    *where_there_are(
+        *replicated("(post_)?quant_conv", note="off in every published checkpoint")
     ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,10 +21,22 @@ import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Task, Tiling
-from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiles import in_words
 from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.run.model_stages import (
+    FLOATS,
+    FRAMES,
+    Step,
+    by_name,
+    chunk_work,
+    frame_programs,
+    initial_latents_spec,
+    rows_by_name,
+    text_specs,
+    texts_of,
+    tile_work,
+)
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
@@ -36,15 +49,14 @@ from tpuport.models.cogvideox import (
     vae_tiles,
 )
 from tpuport.models.cogvideox.inputs import (
+    chunk_lengths,
     draw_noise,
     initial_latents,
     latent_shape,
     latents_for_vae,
-    name_embeddings,
     require_tokenizer,
     tokenize,
 )
-from tpuport.models.cogvideox.vae_tiles import chunk_lengths as chunk_lengths
 
 #: What a 1.5 image-to-video transformer takes as ``ofs``; fixed in upstream's pipeline.
 OFFSET = 2.0
@@ -66,14 +78,11 @@ def plan_encode(ctx: StageContext) -> Work:
 
     After them the image or the video that the run starts from, chunk by chunk.
     """
-    prompts = ctx.prompts
-    if ctx.request.guided:
-        prompts = (*ctx.negative_prompts, *prompts)
-
+    prompts = texts_of(ctx, ctx.request.guided)
     chunks = 0
     if ctx.request.task in conditioning.SOURCES:
         frames = conditioning.pixels(ctx).shape[1]
-        chunks = len(conditioning.chunk_lengths(frames))
+        chunks = len(chunk_lengths(frames, conditioning.FRAMES_PER_CHUNK))
 
     def calls() -> Iterator[Call]:
         yield Call("encode", {"input_ids": tokenize(ctx, prompts)})
@@ -81,7 +90,11 @@ def plan_encode(ctx: StageContext) -> Work:
             yield from conditioning.encode_calls(ctx)
 
     def finish(carry: Any, outputs: list[Any]) -> dict[str, Any]:
-        named = name_embeddings(ctx, to_torch(outputs[0]))
+        named = by_name(
+            {"prompt_embeds": to_torch(outputs[0])},
+            len(ctx.prompts),
+            guided=ctx.request.guided,
+        )
         if chunks:
             moments = torch.cat([to_torch(output) for output in outputs[1:]], dim=2)
             # Split in space, they come with phantom rows and columns.
@@ -173,9 +186,7 @@ def plan_denoise(ctx: StageContext) -> Work:
         first = int(schedule.timesteps[0])
         latents = conditioning.noised(source, latents, sampler, first)
     latents = latents * schedule.initial_scale
-    embeds = ctx.inputs["prompt_embeds"]
-    if request.guided:
-        embeds = torch.cat([ctx.inputs["negative_prompt_embeds"], embeds])
+    embeds = rows_by_name(ctx, "prompt_embeds", guided=request.guided)
     scales = scheduler.guidance_scales(
         schedule.timesteps,
         request.guidance_scale,
@@ -225,9 +236,8 @@ def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
     _, frames, _, rows, columns = latent_shape(ctx.request, ctx.checkpoint)
     tables: dict[str, Any] = {}
     if config.get("use_rotary_positional_embeddings"):
-        tables["cos"], tables["sin"] = rotary.tables(
-            ctx.rotary, config, height=rows, width=columns, latent_frames=frames
-        )
+        cos, sin = rotary.tables(config, rows, columns, frames)
+        tables |= {"cos": cos, "sin": sin}
     embed = ctx.module("transformer").patch_embed
     frames = (frames - 1) * embed.temporal_compression_ratio + 1
     learned = embed.use_learned_positional_embeddings
@@ -239,44 +249,34 @@ def _positions(ctx: StageContext, config: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- decode
 
 
-def _decode_chunk(
-    model: BoundModule,
-    carry: Any,
-    constants: None,
-    inputs: Mapping[str, Any],
-    *,
-    pixels: str,
-) -> tuple[Any, Any]:
-    """Latents [B, C, T, Y, X] of a chunk -> frames, as ``encode_pixels`` gives them.
-
-    The carry is the decoder's convolution cache: the last frames of each causal
-    convolution's input in the chunk before.
-    """
-    cache, video = _decode_video(model, carry, inputs)
-    frames = video.astype(jnp.float32) * 0.5 + 0.5
-    return cache, encode_pixels(frames, pixels, model.space)
-
-
-def _decode_tile(
+def _decode(
     model: BoundModule, carry: Any, constants: None, inputs: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Latents [B, C, T, Y, X] of a tile's chunk -> ``video`` [B, 3, F, H, W].
-
-    About [-1, 1], unclipped, in the weights' dtype: tiles are blended as floats.
-    """
-    cache, video = _decode_video(model, carry, inputs)
-    return cache, {"video": video}
-
-
-def _decode_video(
-    model: BoundModule, carry: Any, inputs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """The decoder on a chunk: its new cache and its video."""
+    """Latents [B, C, T, Y, X] of a chunk -> video [B, 3, F, H, W] of about [-1, 1].
+
+    Unclipped, in the weights' dtype. The carry is the decoder's convolution cache: the
+    last frames of each causal convolution's input in the chunk before.
+    """
     z = inputs["latents"].astype(model.weights["decoder.conv_in.conv.weight"].dtype)
     if model.ported.module.post_quant_conv is not None:
         z = model(z, method="post_quant_conv")
     video, cache = model(z, conv_cache=carry, method="decoder")
     return cache, video
+
+
+def decode_programs(decode: Step, cache: str) -> dict[str, Program]:
+    """For first chunks and all others: frames, or the floats of a tile.
+
+    Args:
+        decode: as the function of this module, of any implementation.
+        cache: the dims of the arrays that go from chunk to chunk.
+    """
+    tile = SpatialLayout(inputs={"latents": "BCTYX"}, carry=cache, output="BCFYX")
+    return {
+        **frame_programs(("first", "next"), decode, replace(tile, output=FRAMES)),
+        "first tile": Program(component="vae", fn=decode, space=tile),
+        "next tile": Program(component="vae", fn=decode, space=tile),
+    }
 
 
 def _tiles(ctx: StageContext) -> str:
@@ -292,54 +292,16 @@ def plan_decode(ctx: StageContext) -> Work:
     :mod:`tpuport.models.cogvideox.vae_tiles`.
     """
     z = latents_for_vae(ctx)
-    lengths = chunk_lengths(z.shape[2])
-    rows, columns = ctx.request.height, ctx.request.width
+    lengths = chunk_lengths(z.shape[2], vae_tiles.FRAMES_PER_CHUNK)
     vae = ctx.module("vae")
     axes = vae_tiles.decode_axes(vae, *z.shape[3:])
     if ctx.vae_tiling == Tiling.ON and in_words(*axes):
         ratio = int(vae.config.temporal_compression_ratio)
         made = functools.partial(vae_tiles.frames_of_chunk, ratio)
-        return vae_tiles.tiled_work(z, axes, lengths, made, ctx.pixels)
-
-    def calls() -> Iterator[Call]:
-        start = 0
-        for index, length in enumerate(lengths):
-            chunk = z[:, :, start : start + length].contiguous()
-            place = "next" if index else "first"
-            yield Call(f"{place} {ctx.pixels}", {"latents": chunk})
-            start += length
-
-    def frames(index: int, output: Mapping[str, Any]) -> Any:
-        return as_frames(output["frames"], rows, columns)
-
-    return Work(
-        carry=None, constants=None, calls=calls(), total=len(lengths), frames=frames
-    )
-
-
-#: Of the arrays of a chunk; the caches have the order of what they are cut from.
-_DECODED = SpatialLayout(
-    inputs={"latents": "BCTYX"},
-    carry="BCTYX",
-    output={"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"},
-)
-
-_DECODED_TILE = SpatialLayout(
-    inputs={"latents": "BCTYX"}, carry="BCTYX", output={"video": "BCFYX"}
-)
-
-
-def _decode_programs() -> dict[str, Program]:
-    forms: dict[str, tuple[Any, SpatialLayout]] = {
-        pixels: (functools.partial(_decode_chunk, pixels=pixels), _DECODED)
-        for pixels in PIXELS
-    }
-    forms["tile"] = (_decode_tile, _DECODED_TILE)
-    return {
-        f"{place} {form}": Program(component="vae", fn=fn, space=space)
-        for place in ("first", "next")
-        for form, (fn, space) in forms.items()
-    }
+        plans = vae_tiles.chunk_plans(axes, lengths, made)
+        return tile_work(z, plans, ctx.pixels, ("first tile", "next tile"))
+    size = (ctx.request.height, ctx.request.width)
+    return chunk_work(z, lengths, size, ctx.pixels)
 
 
 # ------------------------------------------------------------------------ table
@@ -354,7 +316,7 @@ def _guided_rows(request: Request) -> int:
     return request.batch_size * (2 if request.guided else 1)
 
 
-_EMBEDDING_DTYPES = ("float32", "bfloat16", "float16")
+_LATENTS = ("frames", "channels", "rows", "columns")
 
 STAGES: tuple[Stage, ...] = (
     Stage(
@@ -373,32 +335,16 @@ STAGES: tuple[Stage, ...] = (
         plan=plan_encode,
         upstream=upstream.encode,
         writes=(
-            TensorSpec(
-                name="prompt_embeds",
-                shape=("videos", "text_tokens", "text_width"),
-                dtypes=_EMBEDDING_DTYPES,
-                role="prompt",
+            *text_specs(
+                {"prompt_embeds": ("text_tokens", "text_width")},
+                "only when guidance is on",
             ),
-            TensorSpec(
-                name="negative_prompt_embeds",
-                shape=("videos", "text_tokens", "text_width"),
-                dtypes=_EMBEDDING_DTYPES,
-                optional=True,
-                role="negative",
-                note="only when guidance is on",
-            ),
-            TensorSpec(
-                name="initial_latents",
-                shape=("videos", "frames", "channels", "rows", "columns"),
-                dtypes=_EMBEDDING_DTYPES,
-                optional=True,
-                note="given by the user in place of the seed's noise",
-            ),
+            initial_latents_spec(*_LATENTS),
             *(
                 TensorSpec(
                     name=name,
-                    shape=("videos", "frames", "channels", "rows", "columns"),
-                    dtypes=_EMBEDDING_DTYPES,
+                    shape=("videos", *_LATENTS),
+                    dtypes=FLOATS,
                     optional=True,
                     note=f"of the {kind} that the run starts from, sampled and scaled",
                 )
@@ -417,7 +363,7 @@ STAGES: tuple[Stage, ...] = (
         writes=(
             TensorSpec(
                 name="latents",
-                shape=("videos", "frames", "channels", "rows", "columns"),
+                shape=("videos", *_LATENTS),
                 dtypes=("float32",),
                 note="padding frames of patch_size_t included, unscaled",
             ),
@@ -429,7 +375,7 @@ STAGES: tuple[Stage, ...] = (
         unit="chunk",
         components=("vae",),
         loads={"vae": (r"decoder\..*", r"post_quant_conv\..*")},
-        programs=_decode_programs(),
+        programs=decode_programs(_decode, "BCTYX"),
         tiles=_tiles,
         plan=plan_decode,
         upstream=upstream.decode,

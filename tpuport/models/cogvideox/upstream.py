@@ -9,11 +9,14 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
-from tpuport.core.arrays import torch_dtype
-from tpuport.core.enums import Task, Tiling
+from tpuport.core.enums import Task
+from tpuport.core.run.upstream_stages import (
+    upstream_decode,
+    upstream_denoise,
+    upstream_pipeline,
+)
 from tpuport.core.spec.stage_work import StageContext, one_or_all
 from tpuport.models.cogvideox import scheduler
 from tpuport.models.cogvideox.conditioning import (
@@ -43,7 +46,11 @@ PIPELINES = {
 
 def encode(ctx: StageContext) -> dict[str, Any]:
     """The same by ``encode_prompt`` and ``prepare_latents`` of upstream's pipelines."""
-    pipe = _pipeline(ctx, "text_encoder", tokenizer=load_tokenizer(ctx.checkpoint))
+    pipe = _pipeline(
+        ctx,
+        text_encoder=ctx.upstream_component("text_encoder"),
+        tokenizer=load_tokenizer(ctx.checkpoint),
+    )
     # Tokenising here as well is what reports a prompt over the limit.
     tokenize(ctx, ctx.prompts)
     with torch.no_grad():
@@ -123,9 +130,12 @@ def denoise(ctx: StageContext) -> dict[str, Any]:
     image or the video was encoded by the stage before.
     """
     request = ctx.request
-    pipe = _pipeline(ctx, "transformer")
-    pipe.scheduler = scheduler.make_scheduler(
-        ctx.checkpoint, request.options["scheduler"]
+    pipe = _pipeline(
+        ctx,
+        transformer=ctx.upstream_component("transformer"),
+        scheduler=scheduler.make_scheduler(
+            ctx.checkpoint, request.options["scheduler"]
+        ),
     )
     strides = vae_strides(ctx.checkpoint)
     pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = strides
@@ -152,21 +162,18 @@ def denoise(ctx: StageContext) -> dict[str, Any]:
         asked["strength"] = request.strength
     else:
         asked["num_frames"] = request.num_frames
-    with torch.no_grad():
-        latents = pipe(
-            **embeds,
-            **asked,
-            height=request.height,
-            width=request.width,
-            num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
-            use_dynamic_cfg=request.options["dynamic_cfg"],
-            generator=one_or_all(generators),
-            max_sequence_length=embeds["prompt_embeds"].shape[1],
-            output_type="latent",
-            return_dict=False,
-        )[0]
-    return {"latents": latents.float().cpu()}
+    return upstream_denoise(
+        ctx,
+        pipe,
+        **embeds,
+        **asked,
+        height=request.height,
+        width=request.width,
+        guidance_scale=request.guidance_scale,
+        use_dynamic_cfg=request.options["dynamic_cfg"],
+        generator=one_or_all(generators),
+        max_sequence_length=embeds["prompt_embeds"].shape[1],
+    )
 
 
 def _prepared(
@@ -182,33 +189,13 @@ def _prepared(
 
 
 def decode(ctx: StageContext) -> dict[str, Any]:
-    """The same by ``AutoencoderKLCogVideoX.decode`` and upstream's postprocessing."""
-    from diffusers.video_processor import VideoProcessor
-
-    vae = ctx.upstream_component("vae")
-    spatial, _ = vae_strides(ctx.checkpoint)
-    with torch.no_grad():
-        z = latents_for_vae(ctx).to(ctx.device, torch_dtype(ctx.dtype))
-        # The encoder of the same object, where it is kept, stays as it was.
-        before, vae.use_tiling = vae.use_tiling, ctx.vae_tiling == Tiling.ON
-        try:
-            video = vae.decode(z).sample
-        finally:
-            vae.use_tiling = before
-    frames = VideoProcessor(vae_scale_factor=spatial).postprocess_video(
-        video.float(), output_type="np"
-    )
-    return {"frames": np.asarray(frames, np.float32)}
+    """The same by ``AutoencoderKLCogVideoX.decode``."""
+    z = latents_for_vae(ctx)
+    return upstream_decode(ctx, z, each=len(z))
 
 
-def _pipeline(ctx: StageContext, component: str, **parts: Any) -> Any:
-    """The pipeline of the task with only this component loaded, and these parts."""
+def _pipeline(ctx: StageContext, **parts: Any) -> Any:
+    """The pipeline of the task with these parts."""
     import diffusers
 
-    loaded: dict[str, Any] = dict.fromkeys(
-        ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
-    )
-    loaded |= {component: ctx.upstream_component(component), **parts}
-    pipe = getattr(diffusers, PIPELINES[ctx.request.task])(**loaded)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return upstream_pipeline(getattr(diffusers, PIPELINES[ctx.request.task]), **parts)

@@ -13,27 +13,14 @@ pixels. Source: diffusers ``autoencoder_kl_cogvideox.py``, ``tiled_decode``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
-
-from tpuport.core.layers.tiled_frames import JoinedFrames
-from tpuport.core.layers.tiles import Axis, TilePlan, tiled_axis, whole_axis
-from tpuport.core.spec.stage_work import Call, Work
+from tpuport.core.layers.tiles import Axis, TilePlan, overlapping_axis, whole_axis
 
 #: Latent frames that upstream decodes at a time.
 FRAMES_PER_CHUNK = 2
-
-
-def chunk_lengths(latent_frames: int) -> list[int]:
-    """Latent frames per chunk: twos, and an odd one in the first chunk, as upstream."""
-    if latent_frames < FRAMES_PER_CHUNK:
-        return [latent_frames]
-    chunks = latent_frames // FRAMES_PER_CHUNK
-    first = FRAMES_PER_CHUNK + latent_frames % FRAMES_PER_CHUNK
-    return [first] + [FRAMES_PER_CHUNK] * (chunks - 1)
 
 
 def frames_of_chunk(ratio: int, latent_frames: int, first: bool) -> int:
@@ -53,92 +40,33 @@ def decode_axes(vae: Any, rows: int, columns: int) -> tuple[Axis, Axis]:
         ValueError: tile settings of which nothing is kept.
     """
     pixels = 2 ** (len(vae.config.block_out_channels) - 1)
+    tiled = rows > vae.tile_latent_min_height or columns > vae.tile_latent_min_width
 
-    def made(n: int) -> int:
-        return n * pixels
-
-    if rows <= vae.tile_latent_min_height and columns <= vae.tile_latent_min_width:
-        return whole_axis(rows, made), whole_axis(columns, made)
-
-    def axis(side: int, window: int, sample: int, overlap: float) -> Axis:
-        blend = int(sample * overlap)
-        return tiled_axis(
-            side,
-            made,
-            window=window,
-            stride=int(window * (1 - overlap)),
-            blend=blend,
-            keep=sample - blend,
+    def axis(size: int, side: str) -> Axis:
+        if not tiled:
+            return whole_axis(size, lambda n: n * pixels)
+        return overlapping_axis(
+            size,
+            lambda n: n * pixels,
+            window=getattr(vae, f"tile_latent_min_{side}"),
+            sample=getattr(vae, f"tile_sample_min_{side}"),
+            overlap=getattr(vae, f"tile_overlap_factor_{side}"),
         )
 
-    return (
-        axis(
-            rows,
-            vae.tile_latent_min_height,
-            vae.tile_sample_min_height,
-            vae.tile_overlap_factor_height,
-        ),
-        axis(
-            columns,
-            vae.tile_latent_min_width,
-            vae.tile_sample_min_width,
-            vae.tile_overlap_factor_width,
-        ),
-    )
+    return axis(rows, "height"), axis(columns, "width")
 
 
-def tiled_work(
-    z: torch.Tensor,
-    axes: tuple[Axis, Axis],
-    chunks: Sequence[int],
-    made: Callable[[int, bool], int],
-    pixels: str,
-) -> Work:
-    """The calls of a decode in tiles, and the frames that come of them.
-
-    The programs are ``first tile`` and ``next tile``: latents of a tile's chunk in,
-    ``video`` [B, 3, F, H, W] out, about [-1, 1].
+def chunk_plans(
+    axes: tuple[Axis, Axis], chunks: Sequence[int], made: Callable[..., int]
+) -> list[TilePlan]:
+    """The tiles of each chunk.
 
     Args:
-        z: latents [B, C, T, Y, X].
         axes: of :func:`decode_axes`.
         chunks: latent frames of each chunk.
-        made: ``made(n, first)`` frames come of a chunk of n latent frames.
-        pixels: of the frames, ``"float32"`` or ``"uint8"``.
+        made: ``made(n, first=...)`` frames come of a chunk of n latent frames.
     """
-    starts = [sum(chunks[:index]) for index in range(len(chunks))]
-    plans = [
-        TilePlan(axes=(_chunk_axis(n, made(n, index == 0)), *axes))
+    return [
+        TilePlan(axes=(whole_axis(n, partial(made, first=index == 0)), *axes))
         for index, n in enumerate(chunks)
     ]
-    joined = [JoinedFrames(plan, pixels) for plan in plans]
-    tiles = plans[0].tiles
-
-    def calls() -> Iterator[Call]:
-        for tile in tiles:
-            _, rows, columns = tile.slices
-            for index, (start, n) in enumerate(zip(starts, chunks, strict=True)):
-                chunk = z[:, :, start : start + n, rows, columns].contiguous()
-                place = "next" if index else "first"
-                yield Call(f"{place} tile", {"latents": chunk}, fresh=index == 0)
-
-    def frames(index: int, output: dict[str, np.ndarray]) -> Any:
-        tile, chunk = divmod(index, len(chunks))
-        rows, columns = (
-            axis.spans[place].made
-            for axis, place in zip(axes, tiles[tile].index[1:], strict=True)
-        )
-        # Split in space, a tile comes with phantom rows and columns.
-        return joined[chunk].add(output["video"][..., :rows, :columns])
-
-    return Work(
-        carry=None,
-        constants=None,
-        calls=calls(),
-        total=len(tiles) * len(chunks),
-        frames=frames,
-    )
-
-
-def _chunk_axis(latents: int, frames: int) -> Axis:
-    return whole_axis(latents, lambda n: frames)

@@ -6,27 +6,35 @@ frames, H and W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Tiling
-from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
+from tpuport.core.files.frames import PIXELS
 from tpuport.core.files.stage_tensors import TensorSpec
-from tpuport.core.layers.tiled_frames import JoinedFrames
-from tpuport.core.layers.tiles import TilePlan, in_words
-from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.layers.flow_match import FlowSchedule, make_flow_schedule
+from tpuport.core.layers.text_trimming import trim
+from tpuport.core.layers.tiles import in_words
+from tpuport.core.run.model_stages import (
+    Step,
+    chunk_work,
+    frame_programs,
+    initial_latents_spec,
+    rows_by_name,
+    tile_work,
+)
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.core.tracing.chunk_state import chunk_lengths
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.models.hunyuanvideo import tiles_in_time, vae
+from tpuport.models.hunyuanvideo import rotary, tiles_in_time, vae
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
@@ -37,86 +45,92 @@ DECODER = (r"decoder\..*", r"post_quant_conv\..*")
 #: the keys and values of the whole video once more.
 FRAMES_PER_CHUNK = 2
 
-FLOATS = ("float32", "bfloat16", "float16")
-"""Dtypes of embeddings and of given noise."""
-MASKS = ("int64", "int32", "bool", *FLOATS)
-"""Dtypes of masks: upstream's pipelines cast them to the model's."""
-
-_LATENT_DIMS = ("videos", "channels", "frames", "rows", "columns")
-INITIAL_LATENTS = TensorSpec(
-    name="initial_latents",
-    shape=_LATENT_DIMS,
-    dtypes=FLOATS,
-    optional=True,
-    note="given by the user in place of the seed's noise",
-)
+_LATENT_DIMS = ("channels", "frames", "rows", "columns")
+INITIAL_LATENTS = initial_latents_spec(*_LATENT_DIMS)
 
 
-def text_specs(
-    shapes: Mapping[str, tuple[str, ...]], note: str
-) -> tuple[TensorSpec, ...]:
-    """What encode writes of the prompts, and of the negative prompts in front of it.
+def encoder_program(component: str, fn: Callable[..., Any], *inputs: str) -> Program:
+    """A program that calls ``fn`` on a model and the inputs of these names."""
 
-    Args:
-        shapes: of each tensor without the videos; masks have ``mask`` in their names.
-        note: when there are negative ones.
-    """
+    def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+        return None, fn(model, *(given[name] for name in inputs))
 
-    def spec(name: str, prefix: str, role: str) -> TensorSpec:
-        return TensorSpec(
-            name=prefix + name,
-            shape=("videos", *shapes[name]),
-            dtypes=MASKS if "mask" in name else FLOATS,
-            optional=bool(prefix),
-            role=role,
-            note=note if prefix else "",
-        )
-
-    return (
-        *(spec(name, "", "prompt") for name in shapes),
-        *(spec(name, "negative_", "negative") for name in shapes),
-    )
+    return Program(component=component, fn=run)
 
 
-def by_name(
-    tensors: Mapping[str, torch.Tensor], count: int, *, guided: bool
-) -> dict[str, torch.Tensor]:
-    """Rows of the model as tensors of ``count`` prompts and negative prompts."""
-    named = {name: rows[-count:].contiguous() for name, rows in tensors.items()}
-    if guided:
-        for name, rows in tensors.items():
-            named[f"negative_{name}"] = rows[:count].contiguous()
-    return named
+# --------------------------------------------------------------------- denoise
 
 
-def rows_by_name(ctx: StageContext, name: str, *, guided: bool) -> torch.Tensor:
-    """The inverse of :func:`by_name`: the negative prompts' rows first."""
-    if not guided:
-        return ctx.inputs[name]
-    return torch.cat([ctx.inputs[f"negative_{name}"], ctx.inputs[name]])
+def trimmed(
+    ctx: StageContext, name: str, mask: str, buckets: Sequence[int], *, guided: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's rows of embeddings and of their mask, without needless padding."""
+    rows, masks = (rows_by_name(ctx, n, guided=guided) for n in (name, mask))
+    return trim(rows, masks, buckets)
 
 
 def euler_work(
     ctx: StageContext,
-    latents: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
     constants: Mapping[str, Any],
-    inputs: Iterable[Mapping[str, Any]],
+    inputs: Callable[[FlowSchedule, int], dict[str, Any]],
 ) -> Work:
-    """The denoising loop: one call of ``step`` for each of ``inputs``."""
+    """The denoising loop of a batch: one call of ``step`` a step.
+
+    Args:
+        shape, dtype: in which noise is drawn where none is given.
+        constants: what all steps take besides the rotary tables.
+        inputs: what a step of the schedule takes besides its time and size.
+    """
     steps = ctx.request.num_inference_steps
+    config = ctx.checkpoint.config("transformer")
+    schedule = make_flow_schedule(
+        ctx.checkpoint.config("scheduler"),
+        steps,
+        float(ctx.request.options["flow_shift"]),
+    )
+    latents = ctx.inputs.get("initial_latents")
+    if latents is None:
+        latents = ctx.noise(shape, dtype)
+    cos, sin = rotary.tables(config, latents.shape[2:])
+
+    def call(index: int) -> Call:
+        given = {
+            "timestep": schedule.timesteps[index],
+            "delta": schedule.deltas[index],
+        }
+        return Call("step", {**given, **inputs(schedule, index)})
+
     return Work(
         carry={"latents": latents.float()},
-        constants=constants,
-        calls=(Call("step", given) for given in inputs),
+        constants={**constants, "cos": cos, "sin": sin},
+        calls=map(call, range(steps)),
         total=steps,
         finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
         watch=finite_or_error(steps),
     )
 
 
-def denoise_stage(
-    step: Callable[..., Any], files: tuple[str, ...], **functions: Any
-) -> Stage:
+def euler_step(
+    latents: Any, prediction: Any, delta: Any, guidance: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Carry and output of a step.
+
+    Args:
+        latents: [B, C, T, Y, X], float32.
+        prediction: the same, or [2B, C, T, Y, X] with guidance.
+        delta: size of the step.
+        guidance: scale, where there are two predictions.
+    """
+    if prediction.shape[0] != latents.shape[0]:
+        uncond, cond = jnp.split(prediction, 2)
+        prediction = uncond + guidance * (cond - uncond)
+    latents = latents + delta * prediction
+    return {"latents": latents}, {"finite": jnp.isfinite(latents).all()}
+
+
+def denoise_stage(step: Step, files: tuple[str, ...], **functions: Any) -> Stage:
     """The denoise stage of a form; ``functions`` are its plan, upstream, batch_rows."""
     return Stage(
         name="denoise",
@@ -127,7 +141,7 @@ def denoise_stage(
         writes=(
             TensorSpec(
                 name="latents",
-                shape=_LATENT_DIMS,
+                shape=("videos", *_LATENT_DIMS),
                 dtypes=("float32",),
                 note="scaled, as the sampler leaves them",
             ),
@@ -136,56 +150,50 @@ def denoise_stage(
     )
 
 
+# ---------------------------------------------------------------------- decode
+
+
 def decode_stage(
     decode_tile: Callable[[BoundModule, Any], Any],
     upstream: Callable[[StageContext], dict[str, Any]],
     decode_chunk: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Stage:
-    """The decode stage of a form: ``decode_tile`` on each tile of the latents.
+    """The decode stage of a form.
 
-    The program ``tile`` gives floats in the weights' dtype, which the host blends: of
-    tiles in rows and columns. Latents that are one tile become frames by
-    ``decode_chunk``, chunk by chunk, in the programs ``first`` and ``next``; without it
-    all at once, in ``whole``, or in tiles in time that are blended on the device, in
-    ``seam`` and ``tile``: see :mod:`tpuport.models.hunyuanvideo.tiles_in_time`. Of what
-    gives frames there is one for floats and one for bytes, such as ``first uint8``.
+    The program ``tile`` gives a tile of rows and columns as floats in the weights'
+    dtype, and the host blends them. Latents that are one tile become frames in the
+    programs ``first`` and ``next``, chunk by chunk, where there is a ``decode_chunk``.
+    Without one they become frames all at once in ``whole``, or in tiles in time that
+    the device blends, in ``seam`` and ``tile``: see
+    :mod:`tpuport.models.hunyuanvideo.tiles_in_time`. A program that gives frames is
+    there for floats and for bytes, such as ``first uint8``.
     """
 
-    def run(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+    def tile(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
         return None, decode_tile(model, given["latents"])
 
-    def whole(
-        pixels: str, model: BoundModule, carry: None, constants: None, given: Any
-    ) -> Any:
-        return None, _pixels(model, decode_tile(model, given["latents"]), pixels)
+    programs = {"tile": Program(component="vae", fn=tile, space=vae.TILE)}
+    if decode_chunk is not None:
 
-    def chunk(
-        pixels: str, model: BoundModule, carry: Any, constants: Any, given: Any
-    ) -> Any:
-        assert decode_chunk is not None
-        total = constants["frames"].shape[0]
-        carry, video = decode_chunk(
-            model, carry, given["latents"], given["start"], total
-        )
-        return carry, _pixels(model, video, pixels)
+        def chunk(model: BoundModule, carry: Any, constants: Any, given: Any) -> Any:
+            total = constants["frames"].shape[0]
+            return decode_chunk(model, carry, given["latents"], given["start"], total)
 
-    chunked = decode_chunk is not None
-
-    def form(fn: Any, space: SpatialLayout) -> Program:
-        return Program(component="vae", fn=fn, space=space)
-
-    def by_pixels(place: str, fn: Any, space: SpatialLayout) -> dict[str, Program]:
-        return {f"{place} {p}": form(partial(fn, p), space) for p in PIXELS}
-
-    programs = {"tile": form(run, vae.TILE)}
-    if chunked:
-        for place in ("first", "next"):
-            programs |= by_pixels(place, chunk, vae.CHUNK)
+        programs |= frame_programs(("first", "next"), chunk, vae.CHUNK)
     else:
-        programs |= by_pixels("whole", whole, vae.WHOLE)
-        programs["seam"] = form(tiles_in_time.first_seam, tiles_in_time.SEAM)
-        blended = partial(tiles_in_time.tile_frames, decode_tile)
-        programs |= by_pixels("tile", blended, tiles_in_time.TILE)
+        programs |= frame_programs(("whole",), tile, vae.WHOLE)
+        programs["seam"] = Program(
+            component="vae", fn=tiles_in_time.first_seam, space=tiles_in_time.SEAM
+        )
+        programs |= {
+            f"tile {pixels}": Program(
+                component="vae",
+                fn=partial(tiles_in_time.tile_frames, decode_tile, pixels),
+                space=tiles_in_time.TILE,
+            )
+            for pixels in PIXELS
+        }
+    chunked = decode_chunk is not None
     return Stage(
         name="decode",
         unit="chunk" if chunked else "tile",
@@ -197,16 +205,6 @@ def decode_stage(
         tiles=_tiles,
         writes=(),
     )
-
-
-def _pixels(model: BoundModule, video: Any, pixels: str) -> dict[str, Any]:
-    """A video [B, 3, F, H, W] of about [-1, 1] as it leaves the device."""
-    return encode_pixels(video.astype("float32") * 0.5 + 0.5, pixels, model.space)
-
-
-def rows_of(ctx: StageContext, guided: bool) -> tuple[str, ...]:
-    """The texts of a batch in the order of the model's rows: negative ones first."""
-    return (*ctx.negative_prompts, *ctx.prompts) if guided else ctx.prompts
 
 
 def latent_shape(
@@ -232,11 +230,6 @@ def unscaled_latents(ctx: StageContext) -> torch.Tensor:
     return ctx.inputs["latents"].float() / scaling
 
 
-def tiled(ctx: StageContext) -> bool:
-    """Whether this run decodes in tiles: ``auto`` was decided by then."""
-    return ctx.vae_tiling == Tiling.ON
-
-
 def _tiles(ctx: StageContext) -> str:
     """Of rows and columns; the tiles in time of 13b are no choice."""
     module: Any = ctx.module("vae")
@@ -253,63 +246,16 @@ def plan_frames(ctx: StageContext, *, chunked: bool) -> Work:
         chunked: whether latents that are one tile are decoded chunk by chunk.
     """
     z = unscaled_latents(ctx)
-    plan = vae.plan_decode(ctx.module("vae"), tuple(z.shape), tiled(ctx))
-    if len(plan.tiles) == 1:
-        return _untiled(ctx, z, plan, chunked=chunked)
+    tiling = ctx.vae_tiling == Tiling.ON
+    plan = vae.plan_decode(ctx.module("vae"), tuple(z.shape), tiling)
     if tiles_in_time.is_in_time(plan):
         return tiles_in_time.in_time_work(z, plan, ctx.pixels)
-
-    def calls() -> Iterator[Call]:
-        for tile in plan.tiles:
-            yield Call("tile", {"latents": tile.cut(z).contiguous()})
-
-    joined = JoinedFrames(plan, ctx.pixels)
-    return Work(
-        carry=None,
-        constants=None,
-        calls=calls(),
-        total=len(plan.tiles),
-        frames=lambda index, output: joined.add(without_phantoms(plan, index, output)),
-    )
-
-
-def without_phantoms(plan: TilePlan, index: int, output: np.ndarray) -> np.ndarray:
-    """A tile [B, 3, F, H, W] less the rows and columns that let it divide."""
-    places = plan.tiles[index].index[1:]
-    rows, columns = (
-        axis.spans[n].made for axis, n in zip(plan.axes[1:], places, strict=True)
-    )
-    return output[..., :rows, :columns]
-
-
-def _untiled(
-    ctx: StageContext, z: torch.Tensor, plan: TilePlan, *, chunked: bool
-) -> Work:
-    """Decode latents [B, C, T, Y, X] at once, or chunk by chunk."""
-    total = z.shape[2]
-    lengths = chunk_lengths(total, FRAMES_PER_CHUNK) if chunked else [total]
+    if len(plan.tiles) > 1:
+        return tile_work(z, [plan], ctx.pixels)
     _, rows, columns = plan.output
-
-    def calls() -> Iterator[Call]:
-        start = 0
-        for index, length in enumerate(lengths):
-            place = "whole" if not chunked else "next" if index else "first"
-            given: dict[str, Any] = {
-                "latents": z[:, :, start : start + length].contiguous()
-            }
-            if chunked:
-                given["start"] = np.int32(start)
-            yield Call(f"{place} {ctx.pixels}", given)
-            start += length
-
-    def frames(index: int, output: Mapping[str, Any]) -> np.ndarray:
-        return as_frames(output["frames"], rows, columns)
-
-    return Work(
-        carry=None,
-        # Its length is how many latent frames there are in all chunks.
-        constants={"frames": np.arange(total, dtype=np.int32)} if chunked else None,
-        calls=calls(),
-        total=len(lengths),
-        frames=frames,
-    )
+    size = (rows, columns)
+    if chunked:
+        lengths = chunk_lengths(z.shape[2], FRAMES_PER_CHUNK)
+        return chunk_work(z, lengths, size, ctx.pixels, counted=True)
+    places = ("whole", "whole")
+    return chunk_work(z, [z.shape[2]], size, ctx.pixels, places=places)

@@ -7,7 +7,6 @@ models of Tencent-Hunyuan/HunyuanVideo-1.5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,126 +35,6 @@ _MULTIPLE = 16
 _HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
 
 
-def _variant(
-    name: str,
-    resolution: str,
-    task: str,
-    shift: float,
-    *,
-    repo: str = "",
-    guidance: float = 6.0,
-    steps: int = 50,
-    note: str = "",
-    meanflow: bool = False,
-) -> Variant:
-    height, width = SIZES[resolution]
-    words = {"t2v": "text to video", "i2v": "image to video"}
-    kind = f", {note}" if note else ""
-    return Variant(
-        name=name,
-        title=f"HunyuanVideo-1.5, {resolution}, {words[task]}{kind}",
-        repo_id=f"{_HUB}{repo or f'{resolution}_{task}'}",
-        height=height,
-        width=width,
-        num_frames=121,
-        fps=24,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-        dtype="bfloat16",
-        frames=FrameRule(step=4),
-        sizes=SizeRule(multiple=_MULTIPLE),
-        options={"flow_shift": shift},
-        configs={
-            **CONFIGS["1.5"],
-            "transformer": {
-                **CONFIGS["1.5"]["transformer"],
-                "target_size": TARGET_SIZES[resolution],
-                "task_type": task,
-                "use_meanflow": meanflow,
-            },
-        },
-        tasks=(task,),
-        form=FORM_15,
-        resolutions={resolution: TARGET_SIZES[resolution], **TARGET_SIZES},
-    )
-
-
-def _demo(name: str, form: str, configs: Mapping[str, Any], **changes: Any) -> Variant:
-    return Variant(
-        name=name,
-        repo_id="",
-        height=96,
-        width=160,
-        num_frames=17,
-        fps=24,
-        num_inference_steps=8,
-        guidance_scale=6.0,
-        dtype="bfloat16",
-        frames=FrameRule(step=4),
-        sizes=SizeRule(multiple=_MULTIPLE),
-        configs=configs,
-        notes="random weights: the video shows that everything runs, not a picture",
-        form=form,
-        **changes,
-    )
-
-
-DEMO = _demo(
-    "demo",
-    FORM_15,
-    CONFIGS["demo-1.5"],
-    title="a small checkpoint with random weights, made on first use",
-    options={"flow_shift": 5.0},
-    tasks=("t2v", "i2v"),
-    resolutions={"demo": 128, **TARGET_SIZES},
-)
-
-DEMO_13B = _demo(
-    "demo-13b",
-    FORM_13B,
-    CONFIGS["demo-13b"],
-    title="the same of the 13b form",
-    options={"flow_shift": 7.0, "true_cfg_scale": 1.0},
-)
-
-#: By size class and task, the shift of the noise levels that a checkpoint has.
-_SHIFTS = {
-    ("480p", "t2v"): 5.0,
-    ("480p", "i2v"): 5.0,
-    ("720p", "t2v"): 9.0,
-    ("720p", "i2v"): 7.0,
-}
-
-VARIANTS_15 = (
-    *(
-        _variant(f"1.5-{size}-{task}", size, task, s)
-        for (size, task), s in _SHIFTS.items()
-    ),
-    *(
-        _variant(
-            f"1.5-{size}-{task}-cfg-distilled",
-            size,
-            task,
-            shift,
-            repo=f"{size}_{task}_distilled",
-            guidance=1.0,
-            note="guidance distilled",
-        )
-        for (size, task), shift in _SHIFTS.items()
-    ),
-    _variant(
-        "1.5-480p-i2v-step-distilled",
-        "480p",
-        "i2v",
-        7.0,
-        repo="480p_i2v_step_distilled",
-        guidance=1.0,
-        steps=12,
-        note="step distilled",
-        meanflow=True,
-    ),
-)
-
 VARIANT_13B = Variant(
     name="13b",
     title="HunyuanVideo (13B), text to video",
@@ -173,6 +52,114 @@ VARIANT_13B = Variant(
     configs=CONFIGS["13b"],
     notes="the guidance scale is an input of the model, not two predictions",
     form=FORM_13B,
+)
+
+DEMO_13B = replace(
+    VARIANT_13B,
+    name="demo-13b",
+    title="the same of the 13b form",
+    repo_id="",
+    height=96,
+    width=160,
+    num_frames=17,
+    num_inference_steps=8,
+    configs=CONFIGS["demo-13b"],
+    notes="random weights: the video shows that everything runs, not a picture",
+)
+
+DEMO = replace(
+    DEMO_13B,
+    name="demo",
+    title="a small checkpoint with random weights, made on first use",
+    options={"flow_shift": 5.0},
+    configs=CONFIGS["demo-1.5"],
+    tasks=("t2v", "i2v"),
+    form=FORM_15,
+    resolutions={"demo": 128, **TARGET_SIZES},
+)
+
+#: Of 1.5, a checkpoint of no published size.
+_CUSTOM_15 = replace(
+    VARIANT_13B,
+    name="custom",
+    title="a checkpoint of no published size",
+    num_frames=121,
+    configs={},
+    notes="",
+    form=FORM_15,
+)
+
+
+def _variant(
+    resolution: str,
+    task: str,
+    shift: float,
+    kind: str = "",
+    *,
+    repo: str = "",
+    guidance: float = 6.0,
+    steps: int = 50,
+    meanflow: bool = False,
+) -> Variant:
+    height, width = SIZES[resolution]
+    words = {"t2v": "text to video", "i2v": "image to video"}[task]
+    name = "-".join(filter(None, ("1.5", resolution, task, kind)))
+    title = f"HunyuanVideo-1.5, {resolution}, {words}"
+    return replace(
+        _CUSTOM_15,
+        name=name.replace("guidance", "cfg"),
+        title=f"{title}, {kind.replace('-', ' ')}" if kind else title,
+        repo_id=f"{_HUB}{repo or f'{resolution}_{task}'}",
+        height=height,
+        width=width,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        options={"flow_shift": shift},
+        configs={
+            **CONFIGS["1.5"],
+            "transformer": {
+                **CONFIGS["1.5"]["transformer"],
+                "target_size": TARGET_SIZES[resolution],
+                "task_type": task,
+                "use_meanflow": meanflow,
+            },
+        },
+        tasks=(task,),
+        resolutions={resolution: TARGET_SIZES[resolution], **TARGET_SIZES},
+    )
+
+
+#: By size class and task, the shift of the noise levels that a checkpoint has.
+_SHIFTS = {
+    ("480p", "t2v"): 5.0,
+    ("480p", "i2v"): 5.0,
+    ("720p", "t2v"): 9.0,
+    ("720p", "i2v"): 7.0,
+}
+
+VARIANTS_15 = (
+    *(_variant(size, task, shift) for (size, task), shift in _SHIFTS.items()),
+    *(
+        _variant(
+            size,
+            task,
+            shift,
+            "guidance-distilled",
+            repo=f"{size}_{task}_distilled",
+            guidance=1.0,
+        )
+        for (size, task), shift in _SHIFTS.items()
+    ),
+    _variant(
+        "480p",
+        "i2v",
+        7.0,
+        "step-distilled",
+        repo="480p_i2v_step_distilled",
+        guidance=1.0,
+        steps=12,
+        meanflow=True,
+    ),
 )
 
 VARIANTS = (DEMO, *VARIANTS_15, VARIANT_13B, DEMO_13B)
@@ -201,11 +188,6 @@ OPTIONS = (
         parse=_parse_number,
     ),
 )
-
-
-def guided_15(request: Request) -> bool:
-    """Two predictions a step: upstream's guider does without at a scale of 1."""
-    return request.guided
 
 
 def guided_13b(request: Request) -> bool:
@@ -267,22 +249,14 @@ def detect_15(checkpoint: Checkpoint) -> Variant:
     height, width = bucket(target, (9, 16))
     # Nothing is known of what it was trained for: both tasks where it has the parts.
     tasks = ("t2v", "i2v") if checkpoint.has("image_encoder") else ("t2v",)
-    return Variant(
-        name="custom",
-        title="a checkpoint of no published size",
+    return replace(
+        _CUSTOM_15,
         repo_id=checkpoint.source,
         height=height,
         width=width,
-        num_frames=121,
-        fps=24,
-        num_inference_steps=50,
         guidance_scale=guidance if guidance is not None else 6.0,
-        dtype="bfloat16",
-        frames=FrameRule(step=4),
-        sizes=SizeRule(multiple=_MULTIPLE),
         options={"flow_shift": shift},
         tasks=tasks,
-        form=FORM_15,
         resolutions={f"{target}": target, **TARGET_SIZES},
     )
 
@@ -371,9 +345,9 @@ def check_15(request: Request, variant: Variant, checkpoint: Checkpoint) -> None
                 f"{checkpoint.source} has no image_encoder; it makes videos from text "
                 "only"
             )
-        from tpuport.models.hunyuanvideo.inputs import require_feature_extractor
+        from tpuport.models.hunyuanvideo.inputs import FEATURE_EXTRACTOR
 
-        require_feature_extractor(checkpoint)
+        checkpoint.require(FEATURE_EXTRACTOR)
 
 
 def _check_guider(checkpoint: Checkpoint) -> None:

@@ -7,7 +7,6 @@ published ones do, so that the pipelines' fixed crop ends right where the prompt
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tokenizers import (
     trainers,
 )
 
+from tpuport.core.spec.demo_checkpoint import demo_sentences
 from tpuport.models.hunyuanvideo.inputs import chat_template
 
 CHAT_TEMPLATE = (
@@ -33,27 +33,11 @@ CHAT_TEMPLATE = (
 )
 """Turns in the form Qwen was trained on."""
 
-_TEXT = """
-a an the of on in at over under near with and slow fast wide close aerial shot view
-camera pans follows zooms cinematic realistic animated watercolor red blue green golden
-bright dark misty snowy rainy sunny quiet busy old young small giant panda cat dog fox
-bird horse whale robot astronaut child woman man dancer musician painter runs jumps
-swims flies plays paints sings dances reads looks rides forest river ocean mountain city
-street garden desert bridge train boat guitar piano book lantern flower cherry blossom
-waterfall sunset sunrise night morning sky cloud star wave leaf window table motion blur
-detail light
-"""
-
 
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file, and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-def _sentences() -> list[str]:
-    draw = random.Random(0)
-    return [" ".join(draw.choices(_TEXT.split(), k=8)) for _ in range(600)]
 
 
 def _merges(backend: Any, corpus: Sequence[str], suffix: str = "") -> list[list[str]]:
@@ -112,7 +96,7 @@ def write_qwen_tokenizer(folder: Path) -> None:
 
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     turns = f"system\n{chat_template().system_message}", "user\n", "assistant\n"
-    merges = _merges(Qwen2Tokenizer().backend_tokenizer, [*turns, *_sentences()])
+    merges = _merges(Qwen2Tokenizer().backend_tokenizer, [*turns, *demo_sentences()])
     base = _vocabulary(merges, ())
     added = {token: len(base) + i for i, token in enumerate(special)}
     _write_bpe(folder, base, merges)
@@ -167,7 +151,7 @@ def write_llama_tokenizer(folder: Path) -> None:
     for token in special:
         template = template.replace(token, "\0")
     turns = [turn for turn in template.split("\0") if turn]
-    merges = _merges(backend, [*turns, *_sentences()])
+    merges = _merges(backend, [*turns, *demo_sentences()])
     backend.model = models.BPE(
         vocab=_vocabulary(merges, ()), merges=[(a, b) for a, b in merges]
     )
@@ -204,7 +188,7 @@ def write_clip_tokenizer(folder: Path) -> None:
 
     start, end, suffix = "<|startoftext|>", "<|endoftext|>", "</w>"
     backend = CLIPTokenizer().backend_tokenizer
-    merges = _merges(backend, _sentences(), suffix)
+    merges = _merges(backend, demo_sentences(), suffix)
     _write_bpe(folder, _vocabulary(merges, (start, end), suffix), merges)
     roles = {
         "bos_token": start,

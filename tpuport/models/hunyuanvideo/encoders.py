@@ -28,10 +28,16 @@ transformers 5 dropped an inner module of these classes, and their names with it
 """
 
 
-def _decoder_states(
+def language_states(
     model: BoundModule, input_ids: jax.Array, attention_mask: jax.Array
 ) -> jax.Array:
-    """The third last hidden state [R, L, E]; the compiler drops the last two layers."""
+    """States [R, L, E] of ``Qwen2_5_VLTextModel`` or ``LlamaModel`` on [R, L].
+
+    The third last ones; the compiler drops the last two layers. Not cropped: the
+    template's tokens are in front. Rows of padding are finite. Sources: diffusers
+    ``HunyuanVideo15Pipeline._get_mllm_prompt_embeds`` and
+    ``HunyuanVideoPipeline._get_llama_prompt_embeds``.
+    """
     out = model(
         input_ids,
         attention_mask=attention_mask,
@@ -40,27 +46,6 @@ def _decoder_states(
     )
     states: jax.Array = out.hidden_states[HIDDEN_STATE]
     return states
-
-
-def qwen_states(
-    model: BoundModule, input_ids: jax.Array, attention_mask: jax.Array
-) -> jax.Array:
-    """States [R, L, E] of ``Qwen2_5_VLTextModel`` on ids and mask [R, L].
-
-    Not cropped: the template's tokens are in front. Rows of padding are finite. Source:
-    diffusers ``HunyuanVideo15Pipeline._get_mllm_prompt_embeds``.
-    """
-    return _decoder_states(model, input_ids, attention_mask)
-
-
-def llama_states(
-    model: BoundModule, input_ids: jax.Array, attention_mask: jax.Array
-) -> jax.Array:
-    """States [R, L, E] of ``LlamaModel`` on ids and mask [R, L], not cropped.
-
-    Source: diffusers ``HunyuanVideoPipeline._get_llama_prompt_embeds``.
-    """
-    return _decoder_states(model, input_ids, attention_mask)
 
 
 def byt5_states(

@@ -2,7 +2,7 @@
 
 Host side only: plain torch tensors and tokenizers, no jax. Templates, crop lengths and
 limits are read from diffusers' own code, so that they are upstream's.
-Legend: R rows (prompts), L tokens.
+Legend: R rows (prompts), L tokens, B videos of a batch, Y rows and X columns of pixels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from tpuport.core.spec.stage_work import tell_lost
+from tpuport.core.files.sources import to_images
+from tpuport.core.spec.stage_work import StageContext, tell_lost
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import WeightsError
 
 Say = Callable[[str], None]
+
+FEATURE_EXTRACTOR = "feature_extractor/preprocessor_config.json"
+"""The config of the image processor."""
 
 
 def _silent(text: str) -> None:
@@ -42,36 +45,24 @@ class ChatTemplate:
     max_length: int
 
 
+def _default(function: Any, parameter: str) -> Any:
+    """What upstream's function takes where it is not told."""
+    return inspect.signature(function).parameters[parameter].default
+
+
 def chat_template() -> ChatTemplate:
     """The template of ``HunyuanVideo15Pipeline._get_mllm_prompt_embeds``."""
     from diffusers import HunyuanVideo15Pipeline
 
-    parameters = inspect.signature(
-        HunyuanVideo15Pipeline._get_mllm_prompt_embeds
-    ).parameters
+    function = HunyuanVideo15Pipeline._get_mllm_prompt_embeds
     return ChatTemplate(
-        system_message=parameters["system_message"].default,
-        crop_start=parameters["crop_start"].default,
-        max_length=parameters["tokenizer_max_length"].default,
+        system_message=_default(function, "system_message"),
+        crop_start=_default(function, "crop_start"),
+        max_length=_default(function, "tokenizer_max_length"),
     )
-
-
-def glyph_tokens() -> int:
-    """L of the quoted texts, of ``HunyuanVideo15Pipeline._get_byt5_prompt_embeds``."""
-    from diffusers import HunyuanVideo15Pipeline
-
-    function = HunyuanVideo15Pipeline._get_byt5_prompt_embeds
-    parameter = inspect.signature(function).parameters["tokenizer_max_length"]
-    return int(parameter.default)
 
 
 # ------------------------------------------------------------------ checkpoint
-
-
-def _missing(checkpoint: Checkpoint, name: str) -> WeightsError:
-    return WeightsError(
-        f"{checkpoint.source}: {name} is missing; the checkpoint is incomplete"
-    )
 
 
 def _require_bpe(checkpoint: Checkpoint, folder: str) -> None:
@@ -79,23 +70,8 @@ def _require_bpe(checkpoint: Checkpoint, folder: str) -> None:
 
     transformers would make one of special tokens alone, and encode any prompt.
     """
-    path = checkpoint.folder / folder
-    if (path / "tokenizer.json").is_file():
-        return
     for name in ("vocab.json", "merges.txt"):
-        if not (path / name).is_file():
-            raise _missing(checkpoint, f"{folder}/{name} (or tokenizer.json)")
-
-
-def _has_chat_template(checkpoint: Checkpoint) -> bool:
-    path = checkpoint.folder / "tokenizer"
-    if (path / "chat_template.jinja").is_file():
-        return True
-    try:
-        config = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(config.get("chat_template"))
+        checkpoint.require(f"{folder}/{name}", f"{folder}/tokenizer.json")
 
 
 def require_tokenizers_15(checkpoint: Checkpoint) -> None:
@@ -105,14 +81,15 @@ def require_tokenizers_15(checkpoint: Checkpoint) -> None:
         WeightsError: Qwen's vocabulary or chat template, or ByT5's config is missing.
     """
     _require_bpe(checkpoint, "tokenizer")
-    if not _has_chat_template(checkpoint):
-        raise _missing(
-            checkpoint,
-            "tokenizer/chat_template.jinja (or chat_template in tokenizer_config.json)",
-        )
+    try:
+        config = checkpoint.folder / "tokenizer" / "tokenizer_config.json"
+        template = json.loads(config.read_text("utf-8")).get("chat_template")
+    except (OSError, ValueError):
+        template = None
+    if not template:
+        checkpoint.require("tokenizer/chat_template.jinja")
     # Bytes need no vocabulary; an empty folder would still be a broken download.
-    if not (checkpoint.folder / "tokenizer_2" / "tokenizer_config.json").is_file():
-        raise _missing(checkpoint, "tokenizer_2/tokenizer_config.json")
+    checkpoint.require("tokenizer_2/tokenizer_config.json")
 
 
 def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
@@ -121,20 +98,8 @@ def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
     Raises:
         WeightsError: Llama's ``tokenizer.json`` or CLIP's vocabulary is missing.
     """
-    if not (checkpoint.folder / "tokenizer" / "tokenizer.json").is_file():
-        raise _missing(checkpoint, "tokenizer/tokenizer.json")
+    checkpoint.require("tokenizer/tokenizer.json")
     _require_bpe(checkpoint, "tokenizer_2")
-
-
-def require_feature_extractor(checkpoint: Checkpoint) -> None:
-    """Refuse an image-to-video checkpoint without its image processor's config.
-
-    Raises:
-        WeightsError: the file is missing.
-    """
-    name = "feature_extractor/preprocessor_config.json"
-    if not (checkpoint.folder / name).is_file():
-        raise _missing(checkpoint, name)
 
 
 def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
@@ -158,7 +123,7 @@ def load_feature_extractor(checkpoint: Checkpoint) -> Any:
     """The SigLIP image processor of a checkpoint, from its files alone."""
     from transformers import SiglipImageProcessor
 
-    require_feature_extractor(checkpoint)
+    checkpoint.require(FEATURE_EXTRACTOR)
     return SiglipImageProcessor.from_pretrained(
         checkpoint.folder / "feature_extractor", local_files_only=True
     )
@@ -167,19 +132,38 @@ def load_feature_extractor(checkpoint: Checkpoint) -> Any:
 # ----------------------------------------------------------------------- token
 
 
-def _lost(tokenizer: Any, text: str, prompt: str, kept: int, special: bool) -> str:
-    """The end of ``prompt`` within ``text`` that is beyond the first tokens."""
+def _tell_lost(
+    say: Say,
+    tokenizer: Any,
+    text: str,
+    prompt: str,
+    limit: int,
+    *,
+    crop: int = 0,
+    special: bool = True,
+    ends: int = 0,
+    reader: str = "",
+) -> None:
+    """Say what a tokenizer cuts off the end of ``prompt`` within ``text``.
+
+    Args:
+        limit: tokens that are read, after the first ``crop``.
+        special: whether special tokens are added to the text.
+        ends: how many of the tokens that are read end whatever was cut.
+        reader: as :func:`tpuport.core.spec.stage_work.tell_lost` takes it.
+    """
     spans = tokenizer(
         text,
         add_special_tokens=special,
         return_offsets_mapping=True,
         verbose=False,
     ).offset_mapping
-    if len(spans) <= kept:
-        return ""
+    if len(spans) <= crop + limit:
+        return
     start = text.rfind(prompt)
     end = start + len(prompt) if start >= 0 else len(text)
-    return text[spans[kept][0] : end]
+    if lost := text[spans[crop + limit - ends][0] : end]:
+        tell_lost(say, len(spans) - crop, limit, lost, reader)
 
 
 def chat_ids(
@@ -195,23 +179,27 @@ def chat_ids(
     )
 
     template = chat_template()
-    length = template.crop_start + template.max_length
     for prompt in dict.fromkeys(prompts):
         (turns,) = format_text_input([prompt], template.system_message)
         text = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, tokenize=False
         )
-        found = len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        lost = _lost(tokenizer, text, turns[-1]["content"], length, special=False)
-        if lost:
-            tell_lost(say, found - template.crop_start, template.max_length, lost)
+        _tell_lost(
+            say,
+            tokenizer,
+            text,
+            turns[-1]["content"],
+            template.max_length,
+            crop=template.crop_start,
+            special=False,
+        )
     batch = tokenizer.apply_chat_template(
         format_text_input(list(prompts), template.system_message),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
         padding="max_length",
-        max_length=length,
+        max_length=template.crop_start + template.max_length,
         truncation=True,
         return_tensors="pt",
     )
@@ -229,11 +217,13 @@ def glyph_ids(
         out and gives zero states, as :func:`.encoders.byt5_states` does. Source:
         ``HunyuanVideo15Pipeline._get_byt5_prompt_embeds``.
     """
+    from diffusers import HunyuanVideo15Pipeline
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
         extract_glyph_texts,
     )
 
-    length = glyph_tokens()
+    function = HunyuanVideo15Pipeline._get_byt5_prompt_embeds
+    length = int(_default(function, "tokenizer_max_length"))
     texts = [extract_glyph_texts(prompt) for prompt in prompts]
     ids = torch.full((len(texts), length), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -255,15 +245,6 @@ def glyph_ids(
             ids[row], mask[row] = batch.input_ids[0], batch.attention_mask[0]
     has_glyph = torch.tensor([text is not None for text in texts])
     return ids, mask, has_glyph
-
-
-def clip_tokens() -> int:
-    """L of the pooled encoding, of ``HunyuanVideoPipeline._get_clip_prompt_embeds``."""
-    from diffusers import HunyuanVideoPipeline
-
-    function = HunyuanVideoPipeline._get_clip_prompt_embeds
-    parameter = inspect.signature(function).parameters["max_sequence_length"]
-    return int(parameter.default)
 
 
 def llama_crop() -> int:
@@ -289,11 +270,8 @@ def llama_ids(
     template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE["template"]
     length = llama_crop() + max_sequence_length
     for prompt in dict.fromkeys(prompts):
-        text = template.format(prompt)
-        found = len(tokenizer(text, verbose=False).input_ids)
-        lost = _lost(tokenizer, text, prompt, length, special=True)
-        if lost:
-            tell_lost(say, found - llama_crop(), max_sequence_length, lost)
+        text, crop = template.format(prompt), llama_crop()
+        _tell_lost(say, tokenizer, text, prompt, max_sequence_length, crop=crop)
     batch = tokenizer(
         [template.format(prompt) for prompt in prompts],
         max_length=length,
@@ -312,14 +290,14 @@ def clip_ids(
 
     The same as ``HunyuanVideoPipeline._get_clip_prompt_embeds`` gives its encoder.
     """
-    length = clip_tokens()
+    from diffusers import HunyuanVideoPipeline
+
+    function = HunyuanVideoPipeline._get_clip_prompt_embeds
+    length = int(_default(function, "max_sequence_length"))
+    reader = " of the pooled encoder"
     for prompt in dict.fromkeys(prompts):
-        found = len(tokenizer(prompt, verbose=False).input_ids)
-        if found > length:
-            # The last token kept is the end-of-text token.
-            lost = _lost(tokenizer, prompt, prompt, length - 1, special=True)
-            if lost:
-                tell_lost(say, found, length, lost, " of the pooled encoder")
+        # The last token kept is the end-of-text token.
+        _tell_lost(say, tokenizer, prompt, prompt, length, ends=1, reader=reader)
     ids: torch.Tensor = tokenizer(
         list(prompts),
         padding="max_length",
@@ -343,3 +321,38 @@ def image_pixels(feature_extractor: Any, images: Sequence[Image]) -> torch.Tenso
         images=list(images), do_resize=True, return_tensors="pt", do_convert_rgb=True
     ).pixel_values
     return pixels
+
+
+def image_processor() -> Any:
+    """The image processor of ``HunyuanVideo15ImageToVideoPipeline``."""
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import (
+        HunyuanVideo15ImageProcessor,
+    )
+
+    return HunyuanVideo15ImageProcessor(
+        vae_scale_factor=16, do_resize=False, do_convert_rgb=True
+    )
+
+
+def fitted_images(ctx: StageContext) -> list[Image]:
+    """The images of a batch, scaled and cropped about the centre to the video's size.
+
+    One where all videos start from the same image, else one for each.
+    """
+    request = ctx.request
+    sources = request.sources[request.slice(ctx.batch)]
+    pixels = ctx.inputs["image"][: 1 if len(set(sources)) == 1 else None]
+    return [
+        image_processor().resize(
+            image, height=request.height, width=request.width, resize_mode="crop"
+        )
+        for image in to_images(pixels)
+    ]
+
+
+def condition_pixels(pictures: Sequence[Image]) -> torch.Tensor:
+    """[len(pictures), 3, 1, Y, X] in [-1, 1] for the autoencoder."""
+    pixels: torch.Tensor = image_processor().preprocess(
+        list(pictures), height=pictures[0].height, width=pictures[0].width
+    )
+    return pixels.unsqueeze(2)

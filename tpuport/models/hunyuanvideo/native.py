@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,118 +19,23 @@ import torch
 
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import text_and_video as streams
-from tpuport.core.layers import token_norms
-from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.layers.text_and_video import (
+    Pair,
+    Stream,
+    parameters,
+    refuse_kwargs,
+)
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.context import current
-from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform, to_halves
 from tpuport.models.hunyuanvideo.patches import (
-    LINK,
     MODULE,
-    UPSTREAM,
     VideoGrid,
     named,
     text_tokens,
 )
-
-Pair = tuple["jax.Array", "jax.Array"]
-"""For the tokens that are marked and for all others; one array where none are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Where the tokens of a stream are, and which take values of their own.
-
-    Attributes:
-        tokens: their layout.
-        marked: the same with the tokens that take the first of a pair as its "text".
-    """
-
-    tokens: JointSequence
-    marked: JointSequence
-
-    @classmethod
-    def of(cls, tokens: JointSequence, first: int = 0) -> Stream:
-        """A stream whose ``first`` tokens are marked."""
-        return cls(tokens, replace(tokens, text=first, text_first=True))
-
-    def norm(self, norm: Any, x: jax.Array, shift: Pair, scale: Pair) -> jax.Array:
-        """``x`` [B, L, E] normed and modulated."""
-        arrays = self.tokens.active.arrays
-        y = token_norms.modulated_norm(
-            self.marked,
-            x,
-            weight=None if norm.weight is None else arrays(norm.weight),
-            bias=None if norm.bias is None else arrays(norm.bias),
-            eps=norm.eps,
-            text=(shift[0], scale[0]),
-            video=(shift[1], scale[1]),
-        )
-        return jax.lax.optimization_barrier(self.tokens.split(y))
-
-    def add(self, x: jax.Array, update: jax.Array, gate: Pair) -> jax.Array:
-        """``x + gate * update``, [B, L, E]."""
-        return joint.gated(self.marked, x, update, text=gate[0], video=gate[1])
-
-    def heads(self, linear: Any, y: jax.Array, count: int) -> jax.Array:
-        """A projection of ``y`` [B, L, E] to ``count`` heads, in float32."""
-        weight, bias = parameters(linear)
-        head_dim = weight.shape[0] // count
-        return joint.to_heads(self.tokens, y, weight, bias, head_dim)
-
-    def turned(
-        self, linear: Any, norm: Any, y: jax.Array, count: int, tables: Any = None
-    ) -> jax.Array:
-        """Queries or keys: projected, normed and rotated by ``tables``."""
-        given = None
-        if norm is not None:
-            given = token_norms.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
-        found = self.heads(linear, y, count)
-        return token_norms.turned(self.tokens, found, given, tables, y.dtype)
-
-    def output(self, linear: Any, out: jax.Array) -> jax.Array:
-        """The projection [B, L, E] of what attention gave."""
-        return joint.from_heads(self.tokens, out, *parameters(linear))
-
-    def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
-        """Both layers with the approximate GELU between them, in float32."""
-        return feed_forward(
-            self.tokens, y, parameters(ff.net[0].proj), parameters(ff.net[2])
-        )
-
-    def hidden(self, linear: Any, y: jax.Array) -> jax.Array:
-        """A layer and the approximate GELU, rounded once."""
-        return gelu_dense(self.tokens, y, *parameters(linear))
-
-
-def parameters(module: Any) -> tuple[Any, Any]:
-    """Weight and bias as arrays; ``None`` where there is none."""
-    arrays = current().arrays
-    weight, bias = module.weight, getattr(module, "bias", None)
-    return (
-        None if weight is None else arrays(weight),
-        None if bias is None else arrays(bias),
-    )
-
-
-def _centres(norm: Any) -> bool:
-    """Whether a norm of queries or keys takes the mean off.
-
-    Raises:
-        NotImplementedError: it is neither a layer norm nor an RMS norm.
-    """
-    from diffusers.models.normalization import RMSNorm
-
-    if isinstance(norm, RMSNorm):
-        return False
-    if isinstance(norm, torch.nn.LayerNorm):
-        return True
-    raise NotImplementedError(
-        f"the native blocks have no {type(norm).__name__} of queries and keys; run "
-        "with blocks='upstream'"
-    )
+from tpuport.patches.diffusers import diffusers_patch
 
 
 def modulation(
@@ -206,15 +110,6 @@ def double_block(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return forward
-
-
-def refuse_kwargs(attention_kwargs: Mapping[str, Any] | None) -> None:
-    """Raise NotImplementedError where upstream would hand something to attention."""
-    if attention_kwargs:
-        raise NotImplementedError(
-            "the native blocks take no attention_kwargs, got "
-            f"{', '.join(attention_kwargs)}; run with blocks='upstream'"
-        )
 
 
 def patches(x: jax.Array, patch: tuple[int, ...]) -> jax.Array:
@@ -337,25 +232,21 @@ HALVES = (
 
 TRANSFORMER_15 = NativeForm(
     patches=(
-        Patch(
-            name="hunyuanvideo15-native-forward",
-            target=f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
-            replacement=_forward,
-            wraps=True,
-            reason="video in one padded sequence with room for the text, split over "
+        diffusers_patch(
+            "hunyuanvideo15-native-forward",
+            f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
+            _forward,
+            "video in one padded sequence with room for the text, split over "
             "the mesh, through all blocks; text whole on every device",
-            upstream=UPSTREAM,
-            link=LINK,
-        ),
-        Patch(
-            name="hunyuanvideo15-native-block",
-            target=f"{MODULE}:HunyuanVideo15TransformerBlock.forward",
-            replacement=double_block,
             wraps=True,
-            reason="text put into the padded sequence for attention alone, no rotary "
+        ),
+        diffusers_patch(
+            "hunyuanvideo15-native-block",
+            f"{MODULE}:HunyuanVideo15TransformerBlock.forward",
+            double_block,
+            "text put into the padded sequence for attention alone, no rotary "
             "pairs, no turned arrays around attention",
-            upstream=UPSTREAM,
-            link=LINK,
+            wraps=True,
         ),
     ),
     transforms=HALVES,

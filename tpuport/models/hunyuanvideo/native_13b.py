@@ -18,22 +18,21 @@ import torch
 from tpuport.core.layers import joint_sequence as joint
 from tpuport.core.layers import text_and_video as streams
 from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.layers.text_and_video import Stream, parameters, refuse_kwargs
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.weights.transforms import WeightTransform
 from tpuport.models.hunyuanvideo.native import (
     HALVES,
-    Stream,
     begin,
     double_block,
     finish,
     halves,
     modulation,
-    parameters,
-    refuse_kwargs,
 )
 from tpuport.models.hunyuanvideo.patches import VideoGrid, named
-from tpuport.models.hunyuanvideo.patches_13b import LINK, MODULE, UPSTREAM
+from tpuport.models.hunyuanvideo.patches_13b import MODULE
+from tpuport.patches.diffusers import diffusers_patch
 
 
 def _single_block(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,28 +125,24 @@ def _has_single_blocks(config: Mapping[str, Any]) -> bool:
 
 
 def _block(name: str, class_name: str, replacement: Callable[..., Any]) -> Patch:
-    return Patch(
-        name=f"hunyuanvideo-native-{name}",
-        target=f"{MODULE}:{class_name}.forward",
-        replacement=replacement,
+    return diffusers_patch(
+        f"hunyuanvideo-native-{name}",
+        f"{MODULE}:{class_name}.forward",
+        replacement,
+        _REASON,
         wraps=True,
-        reason=_REASON,
-        upstream=UPSTREAM,
-        link=LINK,
     )
 
 
 TRANSFORMER_13B = NativeForm(
     patches=(
-        Patch(
-            name="hunyuanvideo-native-forward",
-            target=f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
-            replacement=_forward,
-            wraps=True,
-            reason="one padded sequence, split over the mesh: of the video through the "
+        diffusers_patch(
+            "hunyuanvideo-native-forward",
+            f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
+            _forward,
+            "one padded sequence, split over the mesh: of the video through the "
             "double blocks, with the text through the single ones",
-            upstream=UPSTREAM,
-            link=LINK,
+            wraps=True,
         ),
         _block("block", "HunyuanVideoTransformerBlock", double_block),
         _block(

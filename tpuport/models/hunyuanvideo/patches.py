@@ -21,6 +21,7 @@ import torch
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.hunyuanvideo.vae_patches import VAE_15
 from tpuport.patches import standard
+from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 from tpuport.patches.valid_tokens import attend, take_tokens, valid_first, valid_order
 
@@ -33,16 +34,19 @@ def _heads(attn: Any, x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(2, (attn.heads, -1))
 
 
-def _attend_tokens(
+def attend_heads(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     lengths: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [B, L, H, D], as [B, L, H D] in the dtype of the query."""
+    """Attention of [B, L, H, D], in the dtype of the query.
+
+    Args:
+        lengths: how many keys are valid, integers of shape [B]; ``None`` for all.
+    """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = attend(q, k, v, key_lengths=lengths)
-    return out.transpose(1, 2).flatten(2, 3)
+    return attend(q, k, v, key_lengths=lengths).transpose(1, 2)
 
 
 def _joint_attention(
@@ -88,7 +92,7 @@ def _joint_attention(
         key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
     if encoder_hidden_states is None:
         # Upstream leaves out the projection here, too.
-        return _attend_tokens(query, key, value, None), None
+        return attend_heads(query, key, value, None).flatten(2, 3), None
 
     text_query = _heads(attn, attn.add_q_proj(encoder_hidden_states))
     text_key = _heads(attn, attn.add_k_proj(encoder_hidden_states))
@@ -98,12 +102,12 @@ def _joint_attention(
     if attn.norm_added_k is not None:
         text_key = attn.norm_added_k(text_key)
     count = hidden_states.shape[1]
-    out = _attend_tokens(
+    out = attend_heads(
         torch.cat([query, text_query], dim=1),
         torch.cat([key, text_key], dim=1),
         torch.cat([value, text_value], dim=1),
         None if attention_mask is None else attention_mask + count,
-    )
+    ).flatten(2, 3)
     project, drop = attn.to_out
     return drop(project(out[:, :count])), attn.to_add_out(out[:, count:])
 
@@ -112,59 +116,97 @@ def _refiner_block(
     self: Any,
     hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.Tensor:
-    """In place of ``HunyuanVideo15IndividualTokenRefinerBlock.forward``.
+    """In place of the ``forward`` of a refiner's block, of either form.
 
     Args:
         self: the block.
-        hidden_states: [B, L, C], valid tokens first.
+        hidden_states: [B, L, C], the tokens that are keys first.
         temb: [B, C].
-        attention_mask: the number of valid tokens of each item [B]; ``None`` for all.
+        attention_mask: how many keys each item has [B], and, of 13b alone, which tokens
+            see them all [B, L, 1, 1], the others see the first alone; ``None`` where
+            all see all.
 
     Returns:
         [B, L, C].
     """
     gate_attention, gate_mlp = self.norm_out(temb)
     normed, attn = self.norm1(hidden_states), self.attn
-    out = _attend_tokens(
-        _heads(attn, attn.to_q(normed)),
-        _heads(attn, attn.to_k(normed)),
-        _heads(attn, attn.to_v(normed)),
-        attention_mask,
+    query, key, value = (
+        _heads(attn, project(normed)) for project in (attn.to_q, attn.to_k, attn.to_v)
     )
+    lengths, *sees_all = (None,) if attention_mask is None else attention_mask
+    out = attend_heads(query, key, value, lengths)
+    if sees_all:
+        out = torch.where(sees_all[0], out, value[:, :1])
     project, drop = attn.to_out
-    x = hidden_states + drop(project(out)) * gate_attention
+    x = hidden_states + drop(project(out.flatten(2, 3))) * gate_attention
     return x + self.ff(self.norm2(x)) * gate_mlp
 
 
-def _refine(
-    self: Any,
-    hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """In place of ``HunyuanVideo15IndividualTokenRefiner.forward``.
+def _refiner(*, first: bool) -> Callable[..., torch.Tensor]:
+    """In place of the ``forward`` of a refiner of text.
 
     Args:
-        self: the refiner.
-        hidden_states: tokens of one text encoder [B, L, C].
-        temb: [B, C].
-        attention_mask: [B, L] of any dtype; ``None`` where all are valid.
-
-    Returns:
-        [B, L, C] in the order given. Valid tokens are upstream's; others, of which
-        upstream attends to none, attend to the valid ones here and are finite.
+        first: as in 13b, every token sees the first one, valid or not, and those that
+            are not valid see no other: its value is then their result. All rows are
+            upstream's. In 1.5 valid tokens are; others, of which upstream attends to
+            none, attend to the valid ones here and are finite.
     """
-    if attention_mask is None:
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens of one text encoder [B, L, C], in the order given.
+
+        ``attention_mask`` is [B, L] of any dtype; ``None`` where all are valid.
+        """
+        if attention_mask is None:
+            for block in self.refiner_blocks:
+                hidden_states = block(hidden_states, temb)
+            return hidden_states
+        keys = valid = attention_mask.bool()
+        if first:
+            # The first token stays the first one.
+            keys = valid | (torch.arange(valid.shape[1], device=valid.device) == 0)
+        order, lengths = valid_order(keys)
+        given: tuple[torch.Tensor, ...] = (lengths,)
+        if first:
+            given += (take_tokens(valid[:, :, None], order)[..., None],)
+        x = take_tokens(hidden_states, order)
         for block in self.refiner_blocks:
-            hidden_states = block(hidden_states, temb)
-        return hidden_states
-    order, lengths = valid_order(attention_mask)
-    x = take_tokens(hidden_states, order)
-    for block in self.refiner_blocks:
-        x = block(x, temb, lengths)
-    return take_tokens(x, order.argsort(dim=1))
+            x = block(x, temb, given)
+        return take_tokens(x, order.argsort(dim=1))
+
+    return forward
+
+
+def refiner_patches(
+    name: str, classes: str, why: str, *, first: bool
+) -> tuple[Patch, Patch]:
+    """Patches of a form's refiner of text and of its blocks; see :func:`_refiner`.
+
+    Args:
+        name: in front of theirs.
+        classes: module and what the classes' names begin with.
+        why: the refiner has to be patched.
+    """
+    classes += "IndividualTokenRefiner"
+    refiner = diffusers_patch(
+        f"{name}-token-refiner", f"{classes}.forward", _refiner(first=first), why
+    )
+    block = diffusers_patch(
+        f"{name}-refiner-block",
+        f"{classes}Block.forward",
+        _refiner_block,
+        "takes that mask; with the number of valid tokens in its place both blocks are "
+        "one scan",
+    )
+    return refiner, block
 
 
 def text_tokens(
@@ -327,50 +369,30 @@ def with_lora_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-MODULE = "diffusers.models.transformers.transformer_hunyuan_video15"
-UPSTREAM = "diffusers>=0.42,<0.43"
-LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/transformer_hunyuan_video15.py"
-)
+MODULE = "models.transformers.transformer_hunyuan_video15"
 
 TRANSFORMER_15: tuple[Patch, ...] = (
-    Patch(
-        name="hunyuanvideo15-joint-attention",
-        target=f"{MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
-        replacement=_joint_attention,
-        reason="every block builds a boolean mask of S x S from the outer product of "
+    diffusers_patch(
+        "hunyuanvideo15-joint-attention",
+        f"{MODULE}:HunyuanVideo15AttnProcessor2_0.__call__",
+        _joint_attention,
+        "every block builds a boolean mask of S x S from the outer product of "
         "the text mask, 2.6 GB at 480p with 121 frames, that no fused kernel takes; "
         "the number of valid keys says the same",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo15-token-refiner",
-        target=f"{MODULE}:HunyuanVideo15IndividualTokenRefiner.forward",
-        replacement=_refine,
-        reason="the same outer product over the tokens of the language model",
-        upstream=UPSTREAM,
-        link=LINK,
+    *refiner_patches(
+        "hunyuanvideo15",
+        f"{MODULE}:HunyuanVideo15",
+        "the same outer product over the tokens of the language model",
+        first=False,
     ),
-    Patch(
-        name="hunyuanvideo15-refiner-block",
-        target=f"{MODULE}:HunyuanVideo15IndividualTokenRefinerBlock.forward",
-        replacement=_refiner_block,
-        reason="takes that mask; with the number of valid tokens in its place both "
-        "blocks are one scan",
-        upstream=UPSTREAM,
-        link=LINK,
-    ),
-    Patch(
-        name="hunyuanvideo15-forward",
-        target=f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
-        replacement=with_lora_scale(_forward),
-        wraps=True,
-        reason="branches on whether image_embeds are zeros and indexes each item by a "
+    diffusers_patch(
+        "hunyuanvideo15-forward",
+        f"{MODULE}:HunyuanVideo15Transformer3DModel.forward",
+        with_lora_scale(_forward),
+        "branches on whether image_embeds are zeros and indexes each item by a "
         "boolean mask: neither can be traced",
-        upstream=UPSTREAM,
-        link=LINK,
+        wraps=True,
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""

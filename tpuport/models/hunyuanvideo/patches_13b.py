@@ -17,11 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from tpuport.core.tracing.patching import Patch
-from tpuport.models.hunyuanvideo.patches import VideoGrid, with_lora_scale
+from tpuport.models.hunyuanvideo.patches import (
+    VideoGrid,
+    attend_heads,
+    refiner_patches,
+    with_lora_scale,
+)
 from tpuport.models.hunyuanvideo.vae_patches import VAE_13B
 from tpuport.patches import standard
+from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
-from tpuport.patches.valid_tokens import attend, take_tokens, valid_order
 
 
 def attend_tokens(
@@ -60,76 +65,7 @@ def attend_tokens(
             "the patched attention takes the number of valid keys, of shape "
             f"[{query.shape[0]}], for attn_mask; got one of shape {[*attn_mask.shape]}"
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attend(q, k, v, key_lengths=attn_mask).transpose(1, 2)
-
-
-def _refiner_block(
-    self: Any,
-    hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    attention_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """In place of ``HunyuanVideoIndividualTokenRefinerBlock.forward``.
-
-    Args:
-        self: the block.
-        hidden_states: [B, L, C]; the first token, then the valid ones.
-        temb: [B, C].
-        attention_mask: how many keys each item has [B], and which tokens see them all
-            [B, L, 1, 1], the others see the first alone; ``None`` where all see all.
-
-    Returns:
-        [B, L, C].
-    """
-    gate_attention, gate_mlp = self.norm_out(temb)
-    normed, attn = self.norm1(hidden_states), self.attn
-    query, key, value = (
-        project(normed).unflatten(2, (attn.heads, -1))
-        for project in (attn.to_q, attn.to_k, attn.to_v)
-    )
-    lengths, sees_all = (None, None) if attention_mask is None else attention_mask
-    out = attend_tokens(query, key, value, lengths)
-    if sees_all is not None:
-        out = torch.where(sees_all, out, value[:, :1])
-    project, drop = attn.to_out
-    x = hidden_states + drop(project(out.flatten(2, 3))) * gate_attention
-    return x + self.ff(self.norm2(x)) * gate_mlp
-
-
-def _refine(
-    self: Any,
-    hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """In place of ``HunyuanVideoIndividualTokenRefiner.forward``.
-
-    A valid token sees the valid ones and, valid or not, the first; any other token sees
-    the first alone, whose value is then its result. All rows are upstream's.
-
-    Args:
-        self: the refiner.
-        hidden_states: text tokens [B, L, C].
-        temb: [B, C].
-        attention_mask: [B, L] of any dtype; ``None`` where all are valid.
-
-    Returns:
-        [B, L, C] in the order given.
-    """
-    if attention_mask is None:
-        for block in self.refiner_blocks:
-            hidden_states = block(hidden_states, temb)
-        return hidden_states
-    valid = attention_mask.bool()
-    first = torch.arange(valid.shape[1], device=valid.device) == 0
-    # The first token stays the first one.
-    order, lengths = valid_order(valid | first)
-    x = take_tokens(hidden_states, order)
-    sees_all = take_tokens(valid[:, :, None], order)[..., None]
-    for block in self.refiner_blocks:
-        x = block(x, temb, (lengths, sees_all))
-    return take_tokens(x, order.argsort(dim=1))
+    return attend_heads(query, key, value, attn_mask)
 
 
 def _single_block(
@@ -200,59 +136,37 @@ def _forward(
     return grid.output(grid.unpatchify(video))
 
 
-MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
-UPSTREAM = "diffusers>=0.42,<0.43"
-LINK = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/"
-    "models/transformers/transformer_hunyuan_video.py"
-)
+MODULE = "models.transformers.transformer_hunyuan_video"
 
 TRANSFORMER_13B: tuple[Patch, ...] = (
-    Patch(
-        name="hunyuanvideo-attention",
-        target=f"{MODULE}:dispatch_attention_fn",
-        replacement=attend_tokens,
-        reason="hands a mask of the padded text's keys to every block, with which no "
+    diffusers_patch(
+        "hunyuanvideo-attention",
+        f"{MODULE}:dispatch_attention_fn",
+        attend_tokens,
+        "hands a mask of the padded text's keys to every block, with which no "
         "fused kernel runs; the number of valid keys says the same",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo-token-refiner",
-        target=f"{MODULE}:HunyuanVideoIndividualTokenRefiner.forward",
-        replacement=_refine,
-        reason="builds a mask of text tokens squared, repeated for every head, with "
-        "which no fused kernel runs",
-        upstream=UPSTREAM,
-        link=LINK,
+    *refiner_patches(
+        "hunyuanvideo",
+        f"{MODULE}:HunyuanVideo",
+        "builds a mask of text tokens squared, repeated for every head, with which no "
+        "fused kernel runs",
+        first=True,
     ),
-    Patch(
-        name="hunyuanvideo-refiner-block",
-        target=f"{MODULE}:HunyuanVideoIndividualTokenRefinerBlock.forward",
-        replacement=_refiner_block,
-        reason="takes that mask; with the number of valid tokens in its place both "
-        "blocks are one scan",
-        upstream=UPSTREAM,
-        link=LINK,
-    ),
-    Patch(
-        name="hunyuanvideo-single-block-output",
-        target=f"{MODULE}:HunyuanVideoSingleTransformerBlock.forward",
-        replacement=_single_block,
-        reason="joins attention and feed-forward to five times the width before the "
+    diffusers_patch(
+        "hunyuanvideo-single-block-output",
+        f"{MODULE}:HunyuanVideoSingleTransformerBlock.forward",
+        _single_block,
+        "joins attention and feed-forward to five times the width before the "
         "output layer, 3.7 GB at 720p with 129 frames; over tp it has to be gathered, "
         "because both parts are split by themselves",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
-    Patch(
-        name="hunyuanvideo-forward",
-        target=f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
-        replacement=with_lora_scale(_forward),
+    diffusers_patch(
+        "hunyuanvideo-forward",
+        f"{MODULE}:HunyuanVideoTransformer3DModel.forward",
+        with_lora_scale(_forward),
+        "makes the mask of keys that the patched attention takes as lengths",
         wraps=True,
-        reason="makes the mask of keys that the patched attention takes as lengths",
-        upstream=UPSTREAM,
-        link=LINK,
     ),
 )
 """For the transformer; they belong together, forward hands lengths to the attention."""

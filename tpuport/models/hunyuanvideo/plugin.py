@@ -30,14 +30,18 @@ def _layers(path: str, first: int = 0) -> tuple[StackedBlocks, ...]:
     return (StackedBlocks(path=path, first=first, differ=("layer_idx",)),)
 
 
-COMPONENTS_15 = {
-    "text_encoder": Component(
+def _by_name(*components: Component) -> dict[str, Component]:
+    return {component.name: component for component in components}
+
+
+COMPONENTS_15 = _by_name(
+    Component(
         name="text_encoder",
         class_path="transformers:Qwen2_5_VLTextModel",
         sharding=sharding.QWEN,
         stacked=_layers("layers"),
     ),
-    "text_encoder_2": Component(
+    Component(
         name="text_encoder_2",
         class_path="transformers:T5EncoderModel",
         sharding=sharding.BYT5,
@@ -46,7 +50,7 @@ COMPONENTS_15 = {
         # As the model's authors run it.
         dtype="float32",
     ),
-    "image_encoder": Component(
+    Component(
         name="image_encoder",
         class_path="transformers:SiglipVisionModel",
         sharding=sharding.SIGLIP,
@@ -55,7 +59,7 @@ COMPONENTS_15 = {
         heads=_heads(12),
         stacked=("encoder.layers",),
     ),
-    "transformer": Component(
+    Component(
         name="transformer",
         class_path="diffusers:HunyuanVideo15Transformer3DModel",
         sharding=sharding.TRANSFORMER_15,
@@ -65,22 +69,22 @@ COMPONENTS_15 = {
         heads=_heads(16),
         native=f"{HERE}.native:TRANSFORMER_15",
     ),
-    "vae": Component(
+    Component(
         name="vae",
         class_path="diffusers:AutoencoderKLHunyuanVideo15",
         sharding=sharding.VAE_15,
     ),
-}
+)
 
-COMPONENTS_13B = {
-    "text_encoder": Component(
+COMPONENTS_13B = _by_name(
+    Component(
         name="text_encoder",
         class_path="transformers:LlamaModel",
         sharding=sharding.LLAMA,
         stacked=_layers("layers"),
         heads=_heads(32),
     ),
-    "text_encoder_2": Component(
+    Component(
         name="text_encoder_2",
         class_path="transformers:CLIPTextModel",
         sharding=sharding.CLIP,
@@ -88,7 +92,7 @@ COMPONENTS_13B = {
         ignored=(r"(text_model\.)?embeddings\.position_ids",),
         stacked=("encoder.layers",),
     ),
-    "transformer": Component(
+    Component(
         name="transformer",
         class_path="diffusers:HunyuanVideoTransformer3DModel",
         sharding=sharding.TRANSFORMER_13B,
@@ -101,12 +105,12 @@ COMPONENTS_13B = {
         heads=_heads(24),
         native=f"{HERE}.native_13b:TRANSFORMER_13B",
     ),
-    "vae": Component(
+    Component(
         name="vae",
         class_path="diffusers:AutoencoderKLHunyuanVideo",
         sharding=sharding.VAE_13B,
     ),
-}
+)
 
 #: A form of the model, from what is the form's own.
 _form = functools.partial(
@@ -145,7 +149,6 @@ PORT = _form(
     check=config.check_15,
     check_variant=config.check_variant_15,
     write_processors=f"{HERE}.demo:write_processors",
-    guided=config.guided_15,
     latent_shape=f"{HERE}.stages:latent_shape",
     forms=(PORT_13B,),
 )

@@ -10,9 +10,11 @@ stored with all their padding and trimmed when they are used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -20,33 +22,15 @@ import torch
 from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Task
 from tpuport.core.files.stage_tensors import TensorSpec
-from tpuport.core.layers.text_trimming import trim
+from tpuport.core.layers.flow_match import FlowSchedule
+from tpuport.core.run.model_stages import FLOATS, by_name, text_specs, texts_of
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.models.hunyuanvideo import (
-    common,
-    encoders,
-    images,
-    inputs,
-    rotary,
-    scheduler,
-    upstream,
-)
-from tpuport.models.hunyuanvideo.common import (
-    ENCODER,
-    FLOATS,
-    INITIAL_LATENTS,
-    by_name,
-    decode_stage,
-    denoise_stage,
-    euler_work,
-    rows_by_name,
-    rows_of,
-    text_specs,
-)
+from tpuport.models.hunyuanvideo import common, encoders, inputs, upstream
+from tpuport.models.hunyuanvideo.common import encoder_program, trimmed
 from tpuport.models.hunyuanvideo.vae import (
     ENCODE_15,
     decode_chunk_15,
@@ -62,30 +46,15 @@ GLYPH_BUCKETS = (0, 32, 64, 128)
 # ---------------------------------------------------------------------- encode
 
 
-def _text(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """ids, mask [R, L] -> states [R, L, E]."""
-    return None, encoders.qwen_states(model, given["input_ids"], given["mask"])
-
-
-def _glyphs(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """ids, mask [R, Lg] -> states [R, Lg, E]."""
-    return None, encoders.byt5_states(model, given["input_ids"], given["mask"])
-
-
-def _image_tokens(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """pixels [B, 3, Y, X] -> tokens [B, Li, E]."""
-    return None, encoders.siglip_states(model, given["pixel_values"])
-
-
-def _image_latents(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
+def _image_latents(model: BoundModule, pixels: jax.Array) -> jax.Array:
     """pixels [B, 3, 1, Y, X] in [-1, 1] -> scaled latents [B, C, 1, Y, X]."""
     scaling = model.ported.module.config.scaling_factor
-    return None, encode_mode_15(model, given["pixels"]) * scaling
+    return encode_mode_15(model, pixels) * scaling
 
 
 def plan_encode(ctx: StageContext) -> Work:
     """Encode the prompts of a batch, with the negative ones when guided, and images."""
-    texts = rows_of(ctx, ctx.request.guided)
+    texts = texts_of(ctx, ctx.request.guided)
     chat = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "Qwen2Tokenizer")
     ids, mask = inputs.chat_ids(chat, texts, ctx.say)
     calls = [Call("text", {"input_ids": ids, "mask": mask})]
@@ -94,11 +63,11 @@ def plan_encode(ctx: StageContext) -> Work:
     if bool(has_glyphs.any()):
         calls.append(Call("glyphs", {"input_ids": glyph_ids, "mask": glyph_mask}))
     if ctx.request.task == Task.IMAGE:
-        pictures = images.fitted(ctx)
+        pictures = inputs.fitted_images(ctx)
         extractor = inputs.load_feature_extractor(ctx.checkpoint)
         pixels = inputs.image_pixels(extractor, pictures)
         calls.append(Call("image", {"pixel_values": pixels}))
-        calls.append(Call("condition", {"pixels": images.condition_pixels(pictures)}))
+        calls.append(Call("condition", {"pixels": inputs.condition_pixels(pictures)}))
     start = inputs.chat_template().crop_start
 
     def finish(carry: None, outputs: list[Any]) -> dict[str, Any]:
@@ -194,59 +163,41 @@ def _denoise_step(
     )[0]
     # Whole everywhere: halves that lie apart would be selected by index.
     prediction = model.row_major(model.constrain(prediction)).astype(jnp.float32)
-    if guided:
-        uncond, cond = jnp.split(prediction, 2)
-        prediction = uncond + given["guidance"] * (cond - uncond)
-    latents = latents + given["delta"] * prediction
-    return {"latents": latents}, {"finite": jnp.isfinite(latents).all()}
+    return common.euler_step(latents, prediction, given["delta"], given["guidance"])
 
 
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     request = ctx.request
-    config = ctx.checkpoint.config("transformer")
-    schedule = scheduler.schedule(ctx)
-    latents = ctx.inputs.get("initial_latents")
-    if latents is None:
-        shape = latent_shape(request, ctx.checkpoint)
-        latents = ctx.noise(shape, ctx.inputs["prompt_embeds"].dtype)
-
-    def rows(name: str) -> torch.Tensor:
-        return rows_by_name(ctx, name, guided=request.guided)
-
-    text, text_mask = trim(
-        rows("prompt_embeds"), rows("prompt_embeds_mask"), TEXT_BUCKETS
+    guided = request.guided
+    text, text_mask = trimmed(
+        ctx, "prompt_embeds", "prompt_embeds_mask", TEXT_BUCKETS, guided=guided
     )
-    glyphs, glyph_mask = trim(
-        rows("prompt_embeds_2"), rows("prompt_embeds_mask_2"), GLYPH_BUCKETS
+    glyphs, glyph_mask = trimmed(
+        ctx, "prompt_embeds_2", "prompt_embeds_mask_2", GLYPH_BUCKETS, guided=guided
     )
-    cos, sin = rotary.tables(ctx.rotary, config, tuple(latents.shape[2:]))
-    constants: dict[str, Any] = {
+    constants = {
         "text": text,
         "text_mask": text_mask,
         "glyphs": glyphs,
         "glyph_mask": glyph_mask,
-        "cos": cos,
-        "sin": sin,
     }
     for name in ("image_embeds", "image_latents"):
         if name in ctx.inputs:
             constants[name] = ctx.inputs[name]
-    meanflow = bool(config.get("use_meanflow"))
+    meanflow = bool(ctx.checkpoint.config("transformer").get("use_meanflow"))
 
-    def given() -> Iterator[dict[str, Any]]:
-        for index, timestep in enumerate(schedule.timesteps):
-            step: dict[str, Any] = {
-                "timestep": timestep,
-                "delta": schedule.deltas[index],
-                "guidance": np.float32(request.guidance_scale),
-            }
-            if meanflow and request.task == Task.IMAGE:
-                # Upstream's text-to-video pipeline has no second time.
-                step["next_timestep"] = schedule.next_timesteps[index]
-            yield step
+    def step(schedule: FlowSchedule, index: int) -> dict[str, Any]:
+        given: dict[str, Any] = {"guidance": np.float32(request.guidance_scale)}
+        if meanflow and request.task == Task.IMAGE:
+            # Upstream's text-to-video pipeline has no second time.
+            given["next_timestep"] = schedule.next_timesteps[index]
+        return given
 
-    return euler_work(ctx, latents, constants, given())
+    shape = latent_shape(request, ctx.checkpoint)
+    return common.euler_work(
+        ctx, shape, ctx.inputs["prompt_embeds"].dtype, constants, step
+    )
 
 
 def latent_shape(request: Request, checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -277,12 +228,20 @@ STAGES: tuple[Stage, ...] = (
         files=("tokenizer", "tokenizer_2", "feature_extractor"),
         require=inputs.require_tokenizers_15,
         needs=encode_needs,
-        loads={"vae": ENCODER},
+        loads={"vae": common.ENCODER},
         programs={
-            "text": Program(component="text_encoder", fn=_text),
-            "glyphs": Program(component="text_encoder_2", fn=_glyphs),
-            "image": Program(component="image_encoder", fn=_image_tokens),
-            "condition": Program(component="vae", fn=_image_latents, space=ENCODE_15),
+            "text": encoder_program(
+                "text_encoder", encoders.language_states, "input_ids", "mask"
+            ),
+            "glyphs": encoder_program(
+                "text_encoder_2", encoders.byt5_states, "input_ids", "mask"
+            ),
+            "image": encoder_program(
+                "image_encoder", encoders.siglip_states, "pixel_values"
+            ),
+            "condition": replace(
+                encoder_program("vae", _image_latents, "pixels"), space=ENCODE_15
+            ),
         },
         plan=plan_encode,
         upstream=upstream.encode_15,
@@ -302,15 +261,15 @@ STAGES: tuple[Stage, ...] = (
                 optional=True,
                 note="of the first frame, scaled; image to video only",
             ),
-            INITIAL_LATENTS,
+            common.INITIAL_LATENTS,
         ),
     ),
-    denoise_stage(
+    common.denoise_stage(
         _denoise_step,
         ("scheduler", "guider"),
         plan=plan_denoise,
         upstream=upstream.denoise_15,
         batch_rows=_guided_rows,
     ),
-    decode_stage(decode_tile_15, upstream.decode, decode_chunk_15),
+    common.decode_stage(decode_tile_15, upstream.decode, decode_chunk_15),
 )

@@ -9,7 +9,7 @@ prompt is made only for a ``true_cfg_scale`` above 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,30 +17,20 @@ import numpy as np
 import torch
 
 from tpuport.core.arrays import to_torch
-from tpuport.core.layers.text_trimming import trim
+from tpuport.core.layers.flow_match import FlowSchedule
+from tpuport.core.run.model_stages import (
+    by_name,
+    rows_by_name,
+    text_specs,
+    texts_of,
+)
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.stage import Program, Stage
+from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.models.hunyuanvideo import (
-    common,
-    encoders,
-    inputs,
-    rotary,
-    scheduler,
-    upstream,
-)
-from tpuport.models.hunyuanvideo.common import (
-    INITIAL_LATENTS,
-    by_name,
-    decode_stage,
-    denoise_stage,
-    euler_work,
-    rows_by_name,
-    rows_of,
-    text_specs,
-)
+from tpuport.models.hunyuanvideo import common, encoders, inputs, upstream
+from tpuport.models.hunyuanvideo.common import encoder_program
 from tpuport.models.hunyuanvideo.config import guided_13b
 from tpuport.models.hunyuanvideo.vae import decode_tile_13b
 
@@ -51,20 +41,10 @@ TEXT_BUCKETS = (32, 64, 128, 192)
 # ---------------------------------------------------------------------- encode
 
 
-def _text(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """ids, mask [R, L] -> states [R, L, E]."""
-    return None, encoders.llama_states(model, given["input_ids"], given["mask"])
-
-
-def _pooled(model: BoundModule, carry: None, constants: None, given: Any) -> Any:
-    """ids [R, 77] -> pooled [R, E]."""
-    return None, encoders.clip_pooled(model, given["input_ids"])
-
-
 def plan_encode(ctx: StageContext) -> Work:
     """Encode the prompts of a batch, with the negative ones for true guidance."""
     guided = guided_13b(ctx.request)
-    texts = rows_of(ctx, guided)
+    texts = texts_of(ctx, guided)
     llama = inputs.load_tokenizer(ctx.checkpoint, "tokenizer", "LlamaTokenizerFast")
     clip = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "CLIPTokenizer")
     ids, mask = inputs.llama_ids(llama, texts, say=ctx.say)
@@ -128,52 +108,35 @@ def _denoise_step(
         **extra,
     )[0]
     prediction = model.row_major(prediction).astype(jnp.float32)
-    if guided:
-        uncond, cond = jnp.split(prediction, 2)
-        prediction = uncond + given["true_guidance"] * (cond - uncond)
-    latents = latents + given["delta"] * prediction
-    return {"latents": latents}, {"finite": jnp.isfinite(latents).all()}
+    guidance = given.get("true_guidance")
+    return common.euler_step(latents, prediction, given["delta"], guidance)
 
 
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     request = ctx.request
-    config = ctx.checkpoint.config("transformer")
-    schedule = scheduler.schedule(ctx)
-    latents = ctx.inputs.get("initial_latents")
-    if latents is None:
-        # Float32 whatever the weights are, as upstream's pipeline draws it.
-        latents = ctx.noise(latent_shape(request, ctx.checkpoint), torch.float32)
     guided = guided_13b(request)
-
-    def rows(name: str) -> torch.Tensor:
-        return rows_by_name(ctx, name, guided=guided)
-
-    text, text_mask = trim(
-        rows("prompt_embeds"), rows("prompt_attention_mask"), TEXT_BUCKETS
+    text, text_mask = common.trimmed(
+        ctx, "prompt_embeds", "prompt_attention_mask", TEXT_BUCKETS, guided=guided
     )
-    cos, sin = rotary.tables(ctx.rotary, config, tuple(latents.shape[2:]))
     constants = {
         "text": text,
         "text_mask": text_mask,
-        "pooled": rows("pooled_prompt_embeds"),
-        "cos": cos,
-        "sin": sin,
+        "pooled": rows_by_name(ctx, "pooled_prompt_embeds", guided=guided),
     }
+    embedded = ctx.checkpoint.config("transformer").get("guidance_embeds", True)
 
-    def given() -> Iterator[dict[str, Any]]:
-        for index, timestep in enumerate(schedule.timesteps):
-            step: dict[str, Any] = {
-                "timestep": timestep,
-                "delta": schedule.deltas[index],
-            }
-            if config.get("guidance_embeds", True):
-                step["embedded_guidance"] = np.float32(request.guidance_scale)
-            if guided:
-                step["true_guidance"] = np.float32(request.options["true_cfg_scale"])
-            yield step
+    def step(schedule: FlowSchedule, index: int) -> dict[str, Any]:
+        given = {}
+        if embedded:
+            given["embedded_guidance"] = np.float32(request.guidance_scale)
+        if guided:
+            given["true_guidance"] = np.float32(request.options["true_cfg_scale"])
+        return given
 
-    return euler_work(ctx, latents, constants, given())
+    # Float32 whatever the weights are, as upstream's pipeline draws it.
+    shape = latent_shape(request, ctx.checkpoint)
+    return common.euler_work(ctx, shape, torch.float32, constants, step)
 
 
 def latent_shape(request: Request, checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -203,22 +166,26 @@ STAGES: tuple[Stage, ...] = (
         files=("tokenizer", "tokenizer_2"),
         require=inputs.require_tokenizers_13b,
         programs={
-            "text": Program(component="text_encoder", fn=_text),
-            "pooled": Program(component="text_encoder_2", fn=_pooled),
+            "text": encoder_program(
+                "text_encoder", encoders.language_states, "input_ids", "mask"
+            ),
+            "pooled": encoder_program(
+                "text_encoder_2", encoders.clip_pooled, "input_ids"
+            ),
         },
         plan=plan_encode,
         upstream=upstream.encode_13b,
         writes=(
             *text_specs(_TEXT, "only for a true_cfg_scale above 1"),
-            INITIAL_LATENTS,
+            common.INITIAL_LATENTS,
         ),
     ),
-    denoise_stage(
+    common.denoise_stage(
         _denoise_step,
         ("scheduler",),
         plan=plan_denoise,
         upstream=upstream.denoise_13b,
         batch_rows=_guided_rows,
     ),
-    decode_stage(decode_tile_13b, upstream.decode),
+    common.decode_stage(decode_tile_13b, upstream.decode),
 )

@@ -29,9 +29,9 @@ import torch
 from tpuport.core.files.frames import as_frames, encode_pixels
 from tpuport.core.layers.tiles import TilePlan, fading
 from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.run.model_stages import FRAMES
 from tpuport.core.spec.stage_work import Call, Work
 from tpuport.core.tracing.ported_module import BoundModule
-from tpuport.models.hunyuanvideo import vae
 
 #: Of a tile that is not the first: frames at its front that are thrown away.
 DROPPED = 1
@@ -42,7 +42,7 @@ SEAM = SpatialLayout(inputs={"latents": "BCTYX", "seam": "E"}, carry="BCEYX", ou
 TILE = SpatialLayout(
     inputs={"latents": "BCTYX", "rising": "E", "falling": "E", "counts": "F"},
     carry="BCEYX",
-    output=vae.FRAMES,
+    output=FRAMES,
 )
 """Of the program that decodes a tile."""
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
-from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Task
-from tpuport.core.spec.stage_work import StageContext, one_or_all
-from tpuport.models.hunyuanvideo import images, inputs
-from tpuport.models.hunyuanvideo.common import tiled, unscaled_latents
+from tpuport.core.layers.flow_match import make_scheduler
+from tpuport.core.run.upstream_stages import (
+    upstream_decode,
+    upstream_denoise,
+    upstream_pipeline,
+)
+from tpuport.core.spec.stage_work import StageContext
+from tpuport.models.hunyuanvideo import inputs
+from tpuport.models.hunyuanvideo.common import unscaled_latents
 from tpuport.models.hunyuanvideo.config import guided_13b
-from tpuport.models.hunyuanvideo.scheduler import upstream_scheduler
 
 
 def encode_15(ctx: StageContext) -> dict[str, Any]:
@@ -56,11 +59,11 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
             return named
         pipeline, count = HunyuanVideo15ImageToVideoPipeline, len(ctx.prompts)
         tokens, latents = [], []
-        for picture in images.fitted(ctx):
+        for picture in inputs.fitted_images(ctx):
             latents.append(
                 pipeline._get_image_latents(
                     ctx.upstream_component("vae"),
-                    images.processor(),
+                    inputs.image_processor(),
                     picture,
                     picture.height,
                     picture.width,
@@ -83,61 +86,51 @@ def encode_15(ctx: StageContext) -> dict[str, Any]:
 
 def denoise_15(ctx: StageContext) -> dict[str, Any]:
     """The same by the ``__call__`` of upstream's pipelines, with latents as output."""
-    from diffusers import ClassifierFreeGuidance
+    from diffusers import ClassifierFreeGuidance, HunyuanVideo15Pipeline
 
     request = ctx.request
-    transformer = ctx.upstream_component("transformer")
-    parts: dict[str, Any] = dict.fromkeys(
-        ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    image = request.task == Task.IMAGE
+    pipe = upstream_pipeline(
+        _image_pipeline(ctx) if image else HunyuanVideo15Pipeline,
+        **_denoising_parts(ctx),
+        guider=ClassifierFreeGuidance(guidance_scale=request.guidance_scale),
     )
-    parts |= {
-        "transformer": transformer,
+    height, width = request.height, request.width
+    size: dict[str, Any] = {"height": height, "width": width}
+    if image:
+        pipe.video_processor.calculate_default_height_width = lambda **_: (
+            height,
+            width,
+        )
+        size = {"image": Image.new("RGB", (width, height))}
+    return upstream_denoise(
+        ctx,
+        pipe,
+        **_texts(ctx),
+        **size,
+        num_frames=request.num_frames,
+        latents=ctx.inputs.get("initial_latents"),
+    )
+
+
+def _denoising_parts(ctx: StageContext) -> dict[str, Any]:
+    config = ctx.checkpoint.config("scheduler")
+    return {
+        "transformer": ctx.upstream_component("transformer"),
         # Only its sizes are read.
         "vae": _sizes_of(ctx.module("vae")),
-        "scheduler": upstream_scheduler(ctx),
-        "guider": ClassifierFreeGuidance(guidance_scale=request.guidance_scale),
+        "scheduler": make_scheduler(config, float(ctx.request.options["flow_shift"])),
     }
-    arguments: dict[str, Any] = {
-        name: tensor.to(ctx.device)
-        for name, tensor in ctx.inputs.items()
-        if "prompt_embeds" in name
-    }
-    if request.task == Task.IMAGE:
-        pipe, picture = _image_pipeline(ctx, parts)
-        arguments["image"] = picture
-    else:
-        pipe = _text_pipeline(parts)
-        arguments |= {"height": request.height, "width": request.width}
-    pipe.set_progress_bar_config(disable=True)
-    given = ctx.inputs.get("initial_latents")
-    with torch.no_grad():
-        latents = pipe(
-            **arguments,
-            num_frames=request.num_frames,
-            num_inference_steps=request.num_inference_steps,
-            generator=one_or_all(ctx.generators()),
-            latents=given,
-            output_type="latent",
-            return_dict=False,
-        )[0]
-    return {"latents": latents.float().cpu()}
 
 
-def _text_pipeline(parts: dict[str, Any]) -> Any:
-    from diffusers import HunyuanVideo15Pipeline
+def _texts(ctx: StageContext) -> dict[str, torch.Tensor]:
+    """The embeddings and masks of the run as a pipeline takes them."""
+    return {k: v.to(ctx.device) for k, v in ctx.inputs.items() if "prompt" in k}
 
-    return HunyuanVideo15Pipeline(**parts)
 
-
-def _image_pipeline(ctx: StageContext, parts: dict[str, Any]) -> tuple[Any, Any]:
-    """Upstream's pipeline that takes the encoded image of the run, and an image for it.
-
-    Its own encoding is handed what the encode stage has made; its choice of a size is
-    handed the run's.
-    """
+def _image_pipeline(ctx: StageContext) -> Any:
+    """Upstream's pipeline with the encoded image of the run in place of its own."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline
-
-    request = ctx.request
 
     class Pipeline(HunyuanVideo15ImageToVideoPipeline):
         def encode_image(
@@ -154,12 +147,7 @@ def _image_pipeline(ctx: StageContext, parts: dict[str, Any]) -> tuple[Any, Any]
             kwargs["batch_size"] = 1
             return super().prepare_cond_latents_and_mask(*args, **kwargs)
 
-    pipe = Pipeline(**parts, image_encoder=None, feature_extractor=None)
-    pipe.video_processor.calculate_default_height_width = lambda **_: (
-        request.height,
-        request.width,
-    )
-    return pipe, Image.new("RGB", (request.width, request.height))
+    return Pipeline
 
 
 def encode_13b(ctx: StageContext) -> dict[str, Any]:
@@ -170,14 +158,12 @@ def encode_13b(ctx: StageContext) -> dict[str, Any]:
     tokenizer_2 = inputs.load_tokenizer(ctx.checkpoint, "tokenizer_2", "CLIPTokenizer")
     inputs.llama_ids(tokenizer, ctx.prompts, say=ctx.say)
     inputs.clip_ids(tokenizer_2, ctx.prompts, ctx.say)
-    pipe = HunyuanVideoPipeline(
+    pipe = upstream_pipeline(
+        HunyuanVideoPipeline,
         text_encoder=ctx.upstream_component("text_encoder"),
         tokenizer=tokenizer,
         text_encoder_2=ctx.upstream_component("text_encoder_2"),
         tokenizer_2=tokenizer_2,
-        transformer=None,
-        vae=None,
-        scheduler=None,
     )
     groups = {"": ctx.prompts}
     if guided_13b(ctx.request):
@@ -197,54 +183,26 @@ def denoise_13b(ctx: StageContext) -> dict[str, Any]:
     from diffusers import HunyuanVideoPipeline
 
     request = ctx.request
-    pipe = HunyuanVideoPipeline(
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=ctx.upstream_component("transformer"),
-        vae=None,
-        scheduler=upstream_scheduler(ctx),
+    pipe = upstream_pipeline(HunyuanVideoPipeline, **_denoising_parts(ctx))
+    return upstream_denoise(
+        ctx,
+        pipe,
+        **_texts(ctx),
+        height=request.height,
+        width=request.width,
+        num_frames=request.num_frames,
+        guidance_scale=request.guidance_scale,
+        true_cfg_scale=float(request.options["true_cfg_scale"]),
+        latents=ctx.inputs.get("initial_latents"),
     )
-    sizes = _sizes_of(ctx.module("vae"))
-    pipe.vae_scale_factor_temporal = sizes.temporal_compression_ratio
-    pipe.vae_scale_factor_spatial = sizes.spatial_compression_ratio
-    pipe.set_progress_bar_config(disable=True)
-    embeds = {
-        name: tensor.to(ctx.device)
-        for name, tensor in ctx.inputs.items()
-        if "prompt" in name
-    }
-    with torch.no_grad():
-        latents = pipe(
-            **embeds,
-            height=request.height,
-            width=request.width,
-            num_frames=request.num_frames,
-            num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
-            true_cfg_scale=float(request.options["true_cfg_scale"]),
-            generator=one_or_all(ctx.generators()),
-            latents=ctx.inputs.get("initial_latents"),
-            output_type="latent",
-            return_dict=False,
-        )[0]
-    return {"latents": latents.float().cpu()}
 
 
 def decode(ctx: StageContext) -> dict[str, Any]:
-    """The same by the autoencoder's ``decode`` and upstream's postprocessing."""
-    from diffusers.video_processor import VideoProcessor
+    """The same by the autoencoder's ``decode``.
 
-    vae = ctx.upstream_component("vae")
-    # The module may be kept between runs: both ways are set.
-    vae.use_tiling = tiled(ctx)
-    with torch.no_grad():
-        z = unscaled_latents(ctx).to(ctx.device, torch_dtype(ctx.dtype))
-        # One by one: the attention mask of the 1.5 autoencoder fits one video only.
-        video = torch.cat([vae.decode(one).sample for one in z.split(1)])
-    frames = VideoProcessor().postprocess_video(video.float(), output_type="np")
-    return {"frames": np.asarray(frames, np.float32)}
+    One by one: the attention mask of the 1.5 autoencoder fits one video only.
+    """
+    return upstream_decode(ctx, unscaled_latents(ctx), each=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.layers.tiles import Axis, TilePlan, tiled_axis, whole_axis
+from tpuport.core.layers.tiles import (
+    Axis,
+    TilePlan,
+    overlapping_axis,
+    tiled_axis,
+    whole_axis,
+)
 from tpuport.core.mesh.spatial_split import SpatialLayout
+from tpuport.core.run.model_stages import FRAMES
 from tpuport.core.tracing.chunk_state import run_chunk
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.errors import UsageError
@@ -66,28 +73,23 @@ def _lengths(vae: Any) -> tuple[Callable[[int], int], ...]:
 
 def _plan_15(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> TilePlan:
     in_time, in_space = _lengths(vae)
-    source = (vae.tile_latent_min_height, vae.tile_latent_min_width)
-    target = (vae.tile_sample_min_height, vae.tile_sample_min_width)
-    sides = (rows, columns)
-    overlap = vae.tile_overlap_factor
+    tiled = tiling and (
+        rows > vae.tile_latent_min_height or columns > vae.tile_latent_min_width
+    )
 
-    def axis(side: int, window: int, made: int) -> Axis:
-        blended = int(made * overlap)
-        return tiled_axis(
-            side,
+    def axis(size: int, side: str) -> Axis:
+        if not tiled:
+            return whole_axis(size, in_space)
+        return overlapping_axis(
+            size,
             in_space,
-            window=window,
-            stride=int(window * (1 - overlap)),
-            blend=blended,
-            keep=made - blended,
+            window=getattr(vae, f"tile_latent_min_{side}"),
+            sample=getattr(vae, f"tile_sample_min_{side}"),
+            overlap=vae.tile_overlap_factor,
         )
 
-    tiled = tiling and any(n > limit for n, limit in zip(sides, source, strict=True))
-    height, width = (
-        axis(side, window, made) if tiled else whole_axis(side, in_space)
-        for side, window, made in zip(sides, source, target, strict=True)
-    )
-    return TilePlan(axes=(whole_axis(frames, in_time), height, width))
+    time = whole_axis(frames, in_time)
+    return TilePlan(axes=(time, axis(rows, "height"), axis(columns, "width")))
 
 
 def _plan_13b(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> TilePlan:
@@ -103,12 +105,7 @@ def _plan_13b(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> T
     wide = steps(vae.tile_sample_min_width, vae.tile_sample_stride_width, ratio)
     if tiling and (rows > tall["window"] or columns > wide["window"]):
         height, width = (
-            tiled_axis(
-                side,
-                in_space,
-                limit=side * ratio,
-                **settings,
-            )
+            tiled_axis(side, in_space, limit=side * ratio, **settings)
             for side, settings in ((rows, tall), (columns, wide))
         )
     else:
@@ -133,7 +130,6 @@ def _plan_13b(vae: Any, frames: int, rows: int, columns: int, tiling: bool) -> T
 #: :mod:`tpuport.core.mesh.spatial_split`. All of the carry are pictures of some latent
 #: frames.
 TILE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output="BCFYX")
-FRAMES = {"frames": "BCFYX", "finite": "BF", "low": "BC", "high": "BC"}
 WHOLE = SpatialLayout(inputs={"latents": "BCTYX"}, carry="B", output=FRAMES)
 CHUNK = SpatialLayout(
     inputs={"latents": "BCTYX", "start": ""}, carry="BCTYX", output=FRAMES

@@ -28,6 +28,7 @@ from tpuport.core.layers.attention_lengths import length_attention
 from tpuport.core.tracing.chunk_state import current_chunk
 from tpuport.core.tracing.context import Active, OpContext, current
 from tpuport.core.tracing.patching import Patch
+from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.valid_tokens import attend
 
 # ------------------------------------------------------------------- attention
@@ -178,58 +179,44 @@ def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-_UPSTREAM = "diffusers>=0.42,<0.43"
-_SOURCE = (
-    "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/"
-    "autoencoders/"
-)
-
-_MODULE_15 = "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15"
+_MODULE_15 = "models.autoencoders.autoencoder_kl_hunyuanvideo15"
 
 VAE_15: tuple[Patch, ...] = (
-    Patch(
-        name="hunyuanvideo15-vae-frame-causal-attention",
-        target=_MODULE_15 + ":HunyuanVideo15AttnBlock.forward",
-        replacement=_attend_15,
-        reason="the mask is filled row by row in a Python loop, an operation a token, "
+    diffusers_patch(
+        "hunyuanvideo15-vae-frame-causal-attention",
+        _MODULE_15 + ":HunyuanVideo15AttnBlock.forward",
+        _attend_15,
+        "the mask is filled row by row in a Python loop, an operation a token, "
         "and has L x L entries; its batch dim meets the heads, so that more than one "
         "video fails",
-        upstream=_UPSTREAM,
-        link=_SOURCE + "autoencoder_kl_hunyuanvideo15.py",
     ),
-    Patch(
-        name="hunyuanvideo15-vae-convolution-in-chunks",
-        target=_MODULE_15 + ":HunyuanVideo15CausalConv3d.forward",
-        replacement=_causal_convolution,
-        wraps=True,
-        reason="it repeats the first frame of whatever it is given; a later chunk of a "
+    diffusers_patch(
+        "hunyuanvideo15-vae-convolution-in-chunks",
+        _MODULE_15 + ":HunyuanVideo15CausalConv3d.forward",
+        _causal_convolution,
+        "it repeats the first frame of whatever it is given; a later chunk of a "
         "video goes on from the frames of the chunk before",
-        upstream=_UPSTREAM,
-        link=_SOURCE + "autoencoder_kl_hunyuanvideo15.py",
-    ),
-    Patch(
-        name="hunyuanvideo15-vae-upsampling-in-chunks",
-        target=_MODULE_15 + ":HunyuanVideo15Upsample.forward",
-        replacement=_upsample,
         wraps=True,
-        reason="it makes one frame of the first and two of every other; a later chunk "
+    ),
+    diffusers_patch(
+        "hunyuanvideo15-vae-upsampling-in-chunks",
+        _MODULE_15 + ":HunyuanVideo15Upsample.forward",
+        _upsample,
+        "it makes one frame of the first and two of every other; a later chunk "
         "of a video has no first one",
-        upstream=_UPSTREAM,
-        link=_SOURCE + "autoencoder_kl_hunyuanvideo15.py",
+        wraps=True,
     ),
 )
 """For a port with ``AutoencoderKLHunyuanVideo15``."""
 
 VAE_13B: tuple[Patch, ...] = (
-    Patch(
-        name="hunyuanvideo-vae-frame-causal-attention",
-        target="diffusers.models.autoencoders.autoencoder_kl_hunyuan_video"
+    diffusers_patch(
+        "hunyuanvideo-vae-frame-causal-attention",
+        "models.autoencoders.autoencoder_kl_hunyuan_video"
         ":HunyuanVideoMidBlock3D.forward",
-        replacement=_mid_block_13b,
-        reason="the attention mask has B x L x L entries: 20 GB for five latent frames "
+        _mid_block_13b,
+        "the attention mask has B x L x L entries: 20 GB for five latent frames "
         "of 720x1280 in one tile",
-        upstream=_UPSTREAM,
-        link=_SOURCE + "autoencoder_kl_hunyuan_video.py",
     ),
 )
 """For a port with ``AutoencoderKLHunyuanVideo``."""

@@ -18,7 +18,9 @@ from tests.tolerances import TOLERANCES
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.run import executor as executors
 from tpuport.core.run.frame_delivery import Delivery
+from tpuport.core.run.model_stages import tile_work
 from tpuport.models.cogvideox import vae_tiles
+from tpuport.models.cogvideox.inputs import chunk_lengths
 
 ATOL = TOLERANCES["component float32"]
 #: Tiles of 6 x 10 latents at every 5 rows and 8 columns.
@@ -207,8 +209,9 @@ def test_calls_start_afresh_with_each_tile(frames: int) -> None:
 
     axes = vae_tiles.decode_axes(make_vae(**SAMPLE), 10, 18)
     z = torch.zeros(1, 4, frames, 10, 18)
-    chunks = vae_tiles.chunk_lengths(frames)
-    work = vae_tiles.tiled_work(z, axes, chunks, lambda n, first: n, "uint8")
+    chunks = chunk_lengths(frames, 2)
+    plans = vae_tiles.chunk_plans(axes, chunks, lambda n, first: n)
+    work = tile_work(z, plans, "uint8", ("first tile", "next tile"))
     calls = list(work.calls)
     assert len(calls) == work.total == TILES * len(chunks)
     assert [c.fresh for c in calls] == [True, *[False] * (len(chunks) - 1)] * TILES

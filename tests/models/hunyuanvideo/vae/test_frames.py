@@ -11,10 +11,10 @@ import pytest
 from tests.core.layers.test_tiles import assemble
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.video_file import check_frames
+from tpuport.core.layers.tiled_frames import JoinedFrames
 from tpuport.core.layers.tiles import TilePlan, tiled_axis, whole_axis
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.errors import VideoError
-from tpuport.models.hunyuanvideo.common import JoinedFrames
 
 
 def in_time(n: int) -> int:

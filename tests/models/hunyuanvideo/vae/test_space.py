@@ -35,9 +35,9 @@ from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.spatial_split import SpatialLayout, SpatialSplit
 from tpuport.core.programs.lowering import spread
+from tpuport.core.run.model_stages import without_phantoms
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.models.hunyuanvideo import vae as ours
-from tpuport.models.hunyuanvideo.common import without_phantoms
 
 ATOL = TOLERANCES["mesh float32"]
 
