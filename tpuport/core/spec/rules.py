@@ -320,7 +320,9 @@ def what_fits(request: Request, variant: Variant, share: float) -> str:
 
     Memory is taken to grow with frames and with pixels.
     """
-    frames, step = int(request.num_frames * share), variant.frames.step
+    # A share is a quotient: 49 * (1 / 49) is a little less than 1.
+    frames = int(request.num_frames * share + 1e-6)
+    step = variant.frames.step
     if frames:
         return f"at this size about {(frames - 1) // step * step + 1} frames fit"
     scale, unit = math.sqrt(share * request.num_frames), variant.sizes.multiple
