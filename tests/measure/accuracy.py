@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
@@ -29,8 +30,7 @@ from torch.utils import _pytree as pytree
 import tpuport
 from tests.models import conftest as cogvideox
 from tests.models.cogvideox import test_components as cogvideox_components
-from tests.models.cogvideox import test_image_to_video as cogvideox_i2v
-from tests.models.cogvideox import test_video_to_video as cogvideox_v2v
+from tests.models.cogvideox import videos
 from tests.models.hunyuanvideo import test_encoders as encoders
 from tests.models.hunyuanvideo import upstream as hunyuanvideo
 from tests.models.hunyuanvideo.blocks import test_transformer as form_15
@@ -112,6 +112,18 @@ def cogvideox_parts() -> Iterator[Part]:
     yield Part("T5 encoder", text, ids, output("last_hidden_state"))
 
 
+def cogvideox_upstream(pipeline: str, folder: Path, **asked: Any) -> tuple[Any, Any]:
+    """Frames and latents that an upstream pipeline makes from seed 7."""
+    pipe = getattr(diffusers, pipeline).from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return cogvideox.frames_and_latents(
+        pipe,
+        **{"guidance_scale": 6.0, "use_dynamic_cfg": True, **asked},
+        generator=cogvideox.generators_of(7),
+        max_sequence_length=videos.TOKENS,
+    )
+
+
 def cogvideox_videos(root: Path) -> Iterator[Video]:
     image, video = cogvideox.pictures(1), cogvideox.pictures(SHAPE["num_frames"])
     prompt = {"prompt": "a red fox"}
@@ -120,16 +132,18 @@ def cogvideox_videos(root: Path) -> Iterator[Video]:
         scheduler = cogvideox.PUBLISHED.get(form, "CogVideoXDPMScheduler")
         folder = cogvideox.write_checkpoint(root / form, form, scheduler)
         if form in cogvideox.IMAGE_FORMS:
-            theirs = partial(cogvideox_i2v.upstream, folder, image, **asked)
+            cls, images = "CogVideoXImageToVideoPipeline", videos.images(image)
+            theirs = partial(cogvideox_upstream, cls, folder, image=images, **asked)
             given = {**asked, "image": image[0]}
             yield Video(f"{form}, from an image", folder, given, theirs)
             continue
         yield Video(f"{form}, {scheduler[9:]}", folder, asked)
         edit: dict[str, Any] = {**prompt, **STEPS, "strength": 0.5}
         pipeline = partial(
-            cogvideox_v2v.upstream,
+            cogvideox_upstream,
+            "CogVideoXVideoToVideoPipeline",
             folder,
-            video=cogvideox_v2v.images(video),
+            video=videos.images(video),
             use_dynamic_cfg=form == "5b",
             **SIZE,
             **edit,
