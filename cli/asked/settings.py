@@ -27,6 +27,9 @@ from tpuport.core.spec.run_settings import (
 )
 from tpuport.errors import UsageError
 
+#: What is planned, compiled and measured where no prompt is given: its length counts.
+PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
+
 AUTO = "auto"
 """The mesh that ``plan`` looks for."""
 DEMO = "demo"

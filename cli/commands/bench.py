@@ -21,7 +21,7 @@ from tpuport.cli.asked.sessions import (
     open_session,
     source_of,
 )
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
@@ -35,8 +35,6 @@ from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
-
-PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
 
 #: Load average per CPU before the start from which the times are called in question.
 BUSY = 0.5

@@ -27,8 +27,7 @@ from tpuport.cli.asked.sessions import (
     open_session,
     source_of,
 )
-from tpuport.cli.asked.settings import Settings
-from tpuport.cli.commands.bench import PROMPT
+from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.shown.output import give_out, plural, say
 from tpuport.cli.shown.progress import make_display
 from tpuport.core.enums import Dtype, Place

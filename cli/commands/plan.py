@@ -20,7 +20,7 @@ from tpuport.cli.asked.sessions import (
     say_imports,
     source_of,
 )
-from tpuport.cli.asked.settings import Settings
+from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.shown.output import give_out
 from tpuport.cli.shown.progress import make_display
 from tpuport.core.enums import Dtype, Task
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from tpuport.core.spec.variant import Variant
 
 ALL = "all"
-
-#: Where the length of the text counts, this is what is planned for.
-PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
 
 
 @command("plan")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.shown.output import plural, say
 from tpuport.cli.shown.tables import columns
+from tpuport.core.enums import Backend
 from tpuport.core.reports import (
     CompileReport,
     Reporter,
@@ -224,6 +225,6 @@ def _per_call(report: StageReport) -> str:
 
 def _finished(report: StageReport) -> str:
     text = f"{report.stage}: finished in {report.total_seconds:.1f} s"
-    if report.backend != "tpuport":
+    if report.backend != Backend.TPUPORT:
         text += f" by {report.backend}"
     return ", ".join(filter(None, (text, _per_call(report))))

@@ -18,7 +18,6 @@ KERNELS = {
     "tpuport/kernels/attention/splash_kernel.py:_kernel",
     "tpuport/kernels/attention/splash_kernel.py:_round",
     "tpuport/kernels/convolution/conv_kernel.py:_accumulate",
-    "tpuport/kernels/convolution/conv_kernel.py:_put_together",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -60,7 +60,7 @@ BREAKS = (
     Break(
         "a file that is renamed before its bytes are on disk",
         "tpuport/core/files/atomic.py",
-        "os.fsync(file.fileno())",
+        "os.fsync(opened.fileno())",
         "pass",
         "tests/core/files/test_atomic.py",
     ),

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, TypedDict
 
+from tpuport.core.enums import Backend
+
 #: Block sizes of attention, in the order in which they are told, and for people.
 _BLOCKS = {"block_q": "q", "block_kv": "kv", "block_kv_compute": "kv compute"}
 
@@ -229,7 +231,7 @@ class RunReport:
         rows = [("start-up", f"{max(rest, 0):.2f} s")]
         for stage in self.stages:
             text = f"{stage.total_seconds:.2f} s"
-            if stage.backend != "tpuport":
+            if stage.backend != Backend.TPUPORT:
                 text += f" by {stage.backend}"
             else:
                 if stage.op_by_op:

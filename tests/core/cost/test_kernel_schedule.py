@@ -1,6 +1,6 @@
 """Reading a kernel's schedule: recorded dumps of a kernel whose counts are known.
 
-``tests/core/schedules/make.py`` makes the recordings and has the kernel.
+``tests/core/cost/schedules/make.py`` makes the recordings and has the kernel.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.core.enums import Pixels, Tiling
+from tpuport.core.enums import Backend, Pixels, Tiling
 from tpuport.core.mesh.device_memory import planned_bytes, program_room
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.jax_cache import persistent_cache
@@ -237,7 +237,7 @@ class Executor:
             self.reporter.say(line)
         report = StageReport(
             stage=stage.name,
-            backend="tpuport",
+            backend=Backend.TPUPORT,
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
             sharding=plans,
@@ -370,7 +370,7 @@ class Executor:
             self.reporter.advanced(stage.name, batch + 1, request.batches)
         report = StageReport(
             stage=stage.name,
-            backend="diffusers",
+            backend=Backend.DIFFUSERS,
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
             load_seconds=load_seconds,

@@ -37,7 +37,7 @@ class Delivery:
         UsageError: ``pixels`` is neither.
     """
 
-    def __init__(self, pixels: str = "float32", sink: Sink | None = None) -> None:
+    def __init__(self, pixels: str = Pixels.FLOAT32, sink: Sink | None = None) -> None:
         self.pixels = check_pixels(pixels)
         self.sink = sink
         self.checks = FrameChecks()

@@ -43,7 +43,7 @@ class PortedProgram:
         mesh: jax.sharding.Mesh,
         *,
         attention: AttentionChoice = AttentionChoice(),
-        sharding: str = "default",
+        sharding: str,
         stack: bool = True,
     ) -> None:
 

@@ -13,7 +13,7 @@ import torch
 
 from tpuport.core import reports
 from tpuport.core.arrays import host_device, to_torch
-from tpuport.core.enums import Backend, Dtype, Place, StageName
+from tpuport.core.enums import Backend, Dtype, Pixels, Place, StageName
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.core.files.sources import Source
@@ -182,7 +182,7 @@ class Session:
         *,
         latents: torch.Tensor | None = None,
         backend: str | None = None,
-        pixels: str = "float32",
+        pixels: str = Pixels.FLOAT32,
         on_frames: Sink | None = None,
         vae_tiling: str | None = None,
         **asked: Any,
@@ -431,7 +431,7 @@ class Session:
         source: Source | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,
-        pixels: str = "float32",
+        pixels: str = Pixels.FLOAT32,
         on_frames: Sink | None = None,
     ) -> tuple[dict[str, Any], StageReport]:
         """Run one stage on a run directory: its inputs are read, its tensors written.

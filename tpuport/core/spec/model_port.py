@@ -18,6 +18,7 @@ from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import Call as Call
 from tpuport.core.spec.variant import Option, Variant
 from tpuport.core.weights.sharding import (
+    DEFAULT_LAYOUT,
     GATHERED,
     ShardingPlan,
     ShardRule,
@@ -112,7 +113,7 @@ class ModelPort:
         components = self.components.values()
         stacked = [GATHERED] if any(c.stacked for c in components) else []
         names = [n for c in components for n in c.layouts]
-        return ("default", *stacked, *dict.fromkeys(names))
+        return (DEFAULT_LAYOUT, *stacked, *dict.fromkeys(names))
 
     def rules(self, name: str, layout: str) -> tuple[ShardRule, ...]:
         """The sharding rules of a component in a layout.

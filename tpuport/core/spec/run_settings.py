@@ -17,6 +17,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.step_cache import StepCache
+from tpuport.core.weights.sharding import DEFAULT_LAYOUT
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
 
@@ -295,7 +296,7 @@ class RunSettings:
     attention: AttentionChoice = how(
         kinds.attention,
         "--attention NAME[:OPTIONS]",
-        "auto, splash or jax (TPU only), reference or blockwise; for the denoiser "
+        "auto, splash (TPU only), reference or blockwise; for the denoiser "
         "also options, as in 'splash:window=512,512;k_smooth=on;block_q=1024;"
         "block_kv=1024;block_kv_compute=256'. (default: auto)",
         default=AttentionChoice(),
@@ -304,7 +305,7 @@ class RunSettings:
         kinds.text,
         "--sharding LAYOUT",
         "How weights are split; see `tpuport models`. (default: default)",
-        default="default",
+        default=DEFAULT_LAYOUT,
     )
     blocks: Blocks = how(
         kinds.blocks,

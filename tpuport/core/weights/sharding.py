@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One entry per dim: a mesh axis, several, or ``None``; ``()`` replicates any rank."""
 
+DEFAULT_LAYOUT = "default"
+"""The layout of a component's own rules."""
+
 GATHERED = "gathered"
 """The layout that holds blocks in parts; see :mod:`tpuport.core.weights.gathering`."""
 
@@ -119,7 +122,7 @@ class ShardingPlan:
     total_bytes: int
     bytes_per_device: int
     replicated_bytes: int
-    layout: str = "default"
+    layout: str = DEFAULT_LAYOUT
     extra_bytes_per_device: int = 0
     held: Mapping[str, Spec] = field(default_factory=dict)
     gathered_over: tuple[str, ...] = ()

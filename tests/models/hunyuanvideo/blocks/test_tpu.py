@@ -1,7 +1,8 @@
 """The denoising steps compile for a TPU v6e that is not there, without S x S arrays.
 
-As in ``test_cogvideox_tpu.py``: the ported module that runs here, on abstract arrays
-for the devices of a topology, in a process of its own. Few of the layers.
+As in ``tests/models/cogvideox/test_tpu.py``: the ported module that runs here, on
+abstract arrays for the devices of a topology, in a process of its own. Few of the
+layers.
 """
 
 from __future__ import annotations
