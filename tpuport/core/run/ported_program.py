@@ -18,7 +18,7 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights, place_weights
-from tpuport.core.weights.sharding import ShardingPlan
+from tpuport.core.weights.sharding import DEFAULT_LAYOUT, ShardingPlan
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -43,7 +43,7 @@ class PortedProgram:
         mesh: jax.sharding.Mesh,
         *,
         attention: AttentionChoice = AttentionChoice(),
-        sharding: str,
+        sharding: str = DEFAULT_LAYOUT,
         stack: bool = True,
     ) -> None:
 
