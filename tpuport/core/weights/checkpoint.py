@@ -197,6 +197,11 @@ class Checkpoint:
                 for name in wanted:
                     yield name, file.get_tensor(name)
 
+    def finite(self, component: str) -> bool:
+        """Whether no weight of a component is NaN or infinite; reads all of them."""
+        files = self.weight_files(component)
+        return all(bool(t.isfinite().all()) for _, t in self.stream(files, list(files)))
+
     def fingerprint(self, component: str) -> str:
         """A fingerprint of the contents of a component's files, wherever they lie.
 
