@@ -9,9 +9,15 @@ from __future__ import annotations
 
 
 class TpuportError(Exception):
-    """Base of all errors raised on purpose by tpuport."""
+    """Base of all errors raised on purpose by tpuport.
+
+    Attributes:
+        exit_code: of the command that ends so.
+        will_recur: whether the same run, tried again, ends so again.
+    """
 
     exit_code = 1
+    will_recur = True
 
 
 class UsageError(TpuportError, ValueError):
@@ -70,6 +76,9 @@ class MissingArtifactError(ArtifactError, UsageError):
 
 class OutputError(UsageError):
     """The requested output cannot be written."""
+
+    # The place is found writable before a run begins, so its disk has become full.
+    will_recur = False
 
 
 class WriteError(ArtifactError, OutputError):

@@ -49,7 +49,7 @@ class Files:
         "--out PATH",
         ".mp4, .webm, .gif, or a folder/ for PNGs; several videos are numbered. "
         "(default: MODEL-VARIANT-seedN.mp4)",
-        commands="GDR",
+        commands="GDRS",
         panel=FILES,
     )
     overwrite: bool = setting(
@@ -57,7 +57,7 @@ class Files:
         "--overwrite",
         "Replace a video that is there; without it the new one becomes fox-2.mp4.",
         default=False,
-        commands="GDR",
+        commands="GDRS",
         panel=FILES,
     )
     run_dir: Path | None = setting(
@@ -97,7 +97,7 @@ class Settings(RunSettings, Files, Asked):
         kinds.path,
         "--report FILE",
         "Write the full report here: the document of --json.",
-        commands="GENDRPC",
+        commands="GENDRPCS",
         panel=FILES,
     )
     json: bool = setting(

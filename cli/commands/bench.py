@@ -13,7 +13,7 @@ import typer
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.options import command, refuse_options
 from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
@@ -78,7 +78,7 @@ def bench(
     is printed beside what it saves.
     """
     if context.invoked_subcommand is not None:
-        _alone(context)
+        refuse_options(context)
         return
     if against not in (None, Backend.DIFFUSERS):
         raise UsageError(f"--against {against!r}: only diffusers can be named")
@@ -91,18 +91,6 @@ def bench(
         print_json(result)
     else:
         print("\n".join(_text(result)))
-
-
-def _alone(context: typer.Context) -> None:
-    """Refuse options before the name of a subcommand, which would drop them."""
-    for name in context.params:
-        source = getattr(context.get_parameter_source(name), "name", "")
-        if source == "COMMANDLINE":
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{flag} before {context.invoked_subcommand!r} would not be used; put "
-                f"options after `tpuport bench {context.invoked_subcommand}`"
-            )
 
 
 @dataclass

@@ -16,8 +16,8 @@ from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
     configs_of,
+    import_libraries,
     request_of,
-    say_imports,
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
@@ -185,7 +185,7 @@ def _plan(
     dump: str | None,
     reporter: Reporter,
 ) -> Plan:
-    say_imports(reporter)
+    import_libraries(reporter)
     from tpuport.core.plan.planner import Planner
     from tpuport.core.plan.search import advise, rank
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
+from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.noise import Noise, read_noise
+from tpuport.cli.asked.noise import Noise
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_report,
@@ -24,19 +25,20 @@ from tpuport.cli.asked.sessions import (
     outputs_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.kept_runs import new_run
 from tpuport.cli.runs.run_stages import (
     decode_videos,
-    going_on,
+    recorded_noise,
+    recorded_source,
     run_stage,
 )
 from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.progress import make_display, print_summary
-from tpuport.core.enums import Place, Task
+from tpuport.core.enums import Place
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
-from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.sidecar import latents_digest
@@ -109,7 +111,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         for remark in outputs.remarks():
             say(remark)
     noise = _noise(file, recorded)
-    source = _source(file, recorded, request)
+    source = recorded_source(recorded, file, request)
     cache = cache_folder(asked.cache_dir)
     with make_display() as display, contextlib.ExitStack() as stack:
         sessions = _Sessions(stages_as, cache, display, stack)
@@ -117,10 +119,9 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         _check_weights(file, recorded, session.checkpoint)
         with _naming(file):
             session.check(request)
-        run = session.open_run(new_run_folder(cache), request)
-        stack.enter_context(
-            going_on(run, settings, asked.out or "video.mp4", temporary=True)
-        )
+        folder = stack.enter_context(new_run(cache))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        run = session.open_run(folder, request)
         stages: list[StageReport] = []
         for name in STAGES[:2]:
             session = sessions.of(name)
@@ -298,51 +299,13 @@ def _settings(recorded: Mapping[str, Any], asked: Settings) -> dict[str, Setting
 
 
 def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
-    """The initial noise that the sidecar names, known to be the same file.
-
-    Raises:
-        ArtifactError: it is another file now.
-    """
-    entry = recorded.get("initial_latents")
-    if entry is None:
-        return None
-    noise = read_noise(entry["file"])
-    assert noise is not None
-    if noise.sha256 != entry["sha256"]:
-        raise ArtifactError(
-            f"{entry['file']}: is not the file of initial latents that {file} records "
-            f"(recorded sha256 {entry['sha256'][:16]}, found {noise.sha256[:16]})"
-        )
-    if len(noise.tensor) > 1:
+    """The initial noise that the sidecar names, of the videos of its batch."""
+    noise = recorded_noise(recorded, file)
+    if noise is not None and len(noise.tensor) > 1:
         count = len(recorded["request"]["prompts"])
-        first = entry["index"] - recorded["video"]
+        first = recorded["initial_latents"]["index"] - recorded["video"]
         noise = changed(noise, tensor=noise.tensor[first : first + count])
     return noise
-
-
-def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source | None:
-    """The image or video that the sidecar names, known to have the same pixels.
-
-    Raises:
-        ArtifactError: it has others now, or came from memory.
-    """
-    if not request.sources:
-        return None
-    entry = recorded.get("source") or {}
-    if not entry.get("files"):
-        raise ArtifactError(
-            f"{file}: does not say which file the video was made from; it cannot be "
-            "replayed"
-        )
-    names = entry["files"]
-    if request.task == Task.IMAGE:
-        source = read_image(names)
-    else:
-        frames = request.num_frames
-        source = read_video(names[0], frames).first(frames)
-    if source.digests_for(len(request.prompts)) != request.sources:
-        raise ArtifactError(f"{names[0]}: is not the {source.kind} that {file} records")
-    return source
 
 
 def _check_weights(

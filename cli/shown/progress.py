@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import plural, say
 from tpuport.cli.shown.tables import columns
 from tpuport.core.reports import (
@@ -26,7 +27,10 @@ LINE_EVERY = 15.0
 
 
 class Display(Reporter):
-    """A reporter that is on display while its ``with`` block lasts."""
+    """A reporter that is on display while its ``with`` block lasts.
+
+    It hears of every step, so here a signal is found that a library swallowed.
+    """
 
     def __enter__(self) -> Display:
         return self
@@ -41,6 +45,21 @@ class Display(Reporter):
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
+
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        signals.check()
+
+    def loading(self, component: str) -> None:
+        signals.check()
+
+    def compiling(self, stage: str, program: str) -> None:
+        signals.check()
+
+    def compiled(self, report: CompileReport) -> None:
+        signals.check()
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        signals.check()
 
 
 class PlainDisplay(Display):
@@ -60,20 +79,25 @@ class PlainDisplay(Display):
         say(_took(what, seconds))
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
+        super().stage_started(stage, total, unit)
         self._units[stage] = unit
         self._last_line = time.monotonic()
         say(f"{stage}: started, {plural(total, unit)}")
 
     def loading(self, component: str) -> None:
+        super().loading(component)
         say(f"loading {component}")
 
     def compiling(self, stage: str, program: str) -> None:
+        super().compiling(stage, program)
         say(f"compiling {stage}/{program} ...")
 
     def compiled(self, report: CompileReport) -> None:
+        super().compiled(report)
         say(_compiled(report))
 
     def advanced(self, stage: str, done: int, total: int) -> None:
+        super().advanced(stage, done, total)
         now = time.monotonic()
         if done < total and now - self._last_line >= LINE_EVERY:
             self._last_line = now
@@ -143,20 +167,25 @@ class BarDisplay(Display):
         self.say(_took(what, seconds))
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
+        super().stage_started(stage, total, unit)
         self._stage, self._frames = stage, ""
         bars = self._bars()
         self._tasks[stage] = bars.add_task(stage, total=total, doing="")
 
     def loading(self, component: str) -> None:
+        super().loading(component)
         self._doing(f"loading {component} ...")
 
     def compiling(self, stage: str, program: str) -> None:
+        super().compiling(stage, program)
         self._doing(f"compiling {stage}/{program} ...")
 
     def compiled(self, report: CompileReport) -> None:
+        super().compiled(report)
         self._doing("")
 
     def advanced(self, stage: str, done: int, total: int) -> None:
+        super().advanced(stage, done, total)
         if stage in self._tasks:
             self._bars().update(
                 self._tasks[stage], completed=done, total=total, doing=self._frames
