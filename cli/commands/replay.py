@@ -27,15 +27,17 @@ from tpuport.cli.runs.run_stages import (
 from tpuport.cli.shown.output import give_out, say
 from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown.sidecar import Sidecar, read
 from tpuport.cli.shown.versions import versions
-from tpuport.core.enums import Place, Task
+from tpuport.core.enums import Task
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.sources import Source, read_image, read_video
+from tpuport.core.files.typed import recorded_in
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.result import latents_digest
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
@@ -44,18 +46,6 @@ from tpuport.plugins import get_port
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
     from tpuport.core.weights.checkpoint import Checkpoint
-
-
-_HOW = {
-    *("backend", "attention", "dtype", "mesh", "sharding", "blocks"),
-    *("implementations", "versions"),
-}
-#: What a replay needs of each stage.
-_NEEDED = {
-    STAGES[0]: _HOW | {"encode_on"},
-    STAGES[1]: _HOW,
-    STAGES[2]: _HOW | {"vae_tiling"},
-}
 
 
 @command("replay")
@@ -79,9 +69,15 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     if asked.report is not None:
         check_report(asked.report)
-    recorded = _read(file)
+    recorded = read(file)
     settings = _settings(recorded, asked)
-    request = Request.from_dict(recorded["request"])
+    port = get_port(recorded["model"])
+    request = recorded_request(port, recorded["request"], file, "request")
+    if not 0 <= recorded["video"] < len(request.prompts):
+        raise ArtifactError(
+            f"{file}: has no usable video ({recorded['video']} of "
+            f"{len(request.prompts)}); it cannot be replayed"
+        )
     outputs = None
     if asked.out is not None:
         outputs = plan_outputs(asked.out, len(request.prompts), asked.report)
@@ -89,7 +85,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     source = _source(file, recorded, request)
     cache = cache_folder(asked.cache_dir)
     with make_display() as display, contextlib.ExitStack() as stack:
-        sessions = _Sessions(recorded, settings, cache, display, stack)
+        sessions = _Sessions(file, recorded, settings, cache, display, stack)
         session = sessions.of(STAGES[0])
         _check_weights(file, recorded, session.checkpoint)
         session.check(request)
@@ -141,12 +137,14 @@ class _Sessions:
 
     def __init__(
         self,
-        recorded: Mapping[str, Any],
+        file: Path,
+        recorded: Sidecar,
         settings: Settings,
         cache: Path,
         reporter: Reporter,
         stack: contextlib.ExitStack,
     ) -> None:
+        self._file = file
         self._recorded = recorded
         self._settings = settings
         self._cache = cache
@@ -156,17 +154,20 @@ class _Sessions:
 
     def of(self, stage: str) -> Session:
         """The session that runs a stage as the sidecar records it."""
-        how = self._recorded["stages"][stage]
+        stages: Mapping[str, Any] = self._recorded["stages"]
+        how = stages[stage]
         names = ("dtype", "mesh", "attention", "backend", "sharding", "blocks")
         changes = {name: how[name] for name in names}
         changes["vae"] = how["implementations"].get("vae", TORCHAX)
         # One for all stages, since it is of decode alone.
-        changes["vae_tiling"] = self._recorded["stages"][STAGES[2]]["vae_tiling"]
-        read = RunSettings.read(changes, named=str)
+        changes["vae_tiling"] = stages[STAGES[2]]["vae_tiling"]
+        field = f"stages.{stage}"
+        with recorded_in(self._file, field, "it cannot be replayed"):
+            made = RunSettings.read(changes, named=str)
         key = tuple(changes.values())
         if key not in self._open:
             session = open_session(
-                changed(self._settings, **{n: getattr(read, n) for n in changes}),
+                changed(self._settings, **{n: getattr(made, n) for n in changes}),
                 cache=self._cache,
                 reporter=self._reporter,
             )
@@ -174,36 +175,7 @@ class _Sessions:
         return self._open[key]
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """A sidecar with what a replay needs.
-
-    Raises:
-        ArtifactError: it is not usable.
-    """
-    recorded = read_sidecar(file)
-    kinds: dict[str, type] = {
-        "model": str,
-        "variant": str,
-        "weights": dict,
-        "request": dict,
-        "video": int,
-        "stages": dict,
-        "latents_sha256": str,
-    }
-    for key, kind in kinds.items():
-        if not isinstance(recorded.get(key), kind):
-            raise ArtifactError(f"{file}: has no usable {key}; it cannot be replayed")
-    for name in STAGES:
-        stage = recorded["stages"].get(name)
-        if not isinstance(stage, dict) or _NEEDED[name] - stage.keys():
-            raise ArtifactError(
-                f"{file}: has no usable entry for the stage {name}; it cannot be "
-                "replayed"
-            )
-    return recorded
-
-
-def _settings(recorded: Mapping[str, Any], asked: Settings) -> Settings:
+def _settings(recorded: Sidecar, asked: Settings) -> Settings:
     """The settings of the sidecar, with what the user gave in their place."""
     port = get_port(recorded["model"])
     known = recorded["variant"] in port.variant_names()
@@ -211,18 +183,18 @@ def _settings(recorded: Mapping[str, Any], asked: Settings) -> Settings:
         asked,
         model=recorded["model"],
         variant=recorded["variant"] if known else None,
-        weights=asked.weights or recorded["weights"].get("source"),
-        encode_on=Place(recorded["stages"][STAGES[0]]["encode_on"]),
+        weights=asked.weights or recorded["weights"]["source"],
+        encode_on=recorded["stages"]["encode"]["encode_on"],
     )
 
 
-def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
+def _noise(file: Path, recorded: Sidecar) -> Noise | None:
     """The initial noise that the sidecar names, known to be the same file.
 
     Raises:
         ArtifactError: it is another file now.
     """
-    entry = recorded.get("initial_latents")
+    entry = recorded["initial_latents"]
     if entry is None:
         return None
     noise = read_noise(entry["file"])
@@ -239,7 +211,7 @@ def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
     return noise
 
 
-def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source | None:
+def _source(file: Path, recorded: Sidecar, request: Request) -> Source | None:
     """The image or video that the sidecar names, known to have the same pixels.
 
     Raises:
@@ -247,8 +219,8 @@ def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source
     """
     if not request.sources:
         return None
-    entry = recorded.get("source") or {}
-    if not entry.get("files"):
+    entry = recorded["source"]
+    if not entry or not entry["files"]:
         raise ArtifactError(
             f"{file}: does not say which file the video was made from; it cannot be "
             "replayed"
@@ -264,15 +236,13 @@ def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source
     return source
 
 
-def _check_weights(
-    file: Path, recorded: Mapping[str, Any], checkpoint: Checkpoint
-) -> None:
+def _check_weights(file: Path, recorded: Sidecar, checkpoint: Checkpoint) -> None:
     """Refuse other weights than the recorded ones, before the work.
 
     Raises:
         WeightsError: a component's fingerprint differs.
     """
-    for name, wanted in recorded["weights"].get("fingerprints", {}).items():
+    for name, wanted in recorded["weights"]["fingerprints"].items():
         if wanted is None:
             continue
         found = checkpoint.fingerprint(name) if checkpoint.has(name) else "none"
@@ -291,13 +261,13 @@ def _show_results(report: RunReport, videos: list[Video]) -> None:
         say(f"wrote {video.path}")
 
 
-def _changes(recorded: Mapping[str, Any], report: RunReport) -> str:
+def _changes(recorded: Sidecar, report: RunReport) -> str:
     """What differs between the recorded machine and this one, in words."""
-    then = recorded["stages"][STAGES[1]]
+    then = recorded["stages"]["denoise"]
     before = dict(then["versions"])
     now: dict[str, Any] = versions()
-    before["platform"], now["platform"] = then.get("platform"), report.platform
-    before["system"] = recorded.get("platform", {}).get("system")
+    before["platform"], now["platform"] = then["platform"], report.platform
+    before["system"] = recorded["platform"].get("system")
     now["system"] = platform.platform()
     differences = [
         f"{name} {before.get(name) or 'unknown'} then, {now[name] or 'unknown'} now"

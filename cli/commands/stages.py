@@ -35,8 +35,9 @@ from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
 from tpuport.core.spec import rules
-from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 from tpuport.errors import UsageError
+from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
@@ -77,8 +78,8 @@ def encode(settings: Settings) -> None:
 def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
     """:func:`check_early`, and the run itself held against --executables."""
     known = check_early(settings)
+    request = recorded_request(get_port(run.model), run.settings, run.file)
     if known.variant is not None:
-        request = Request.from_dict(run.settings)
         rules.check(replace(known, request=request, stages=[stage]))
 
 
@@ -112,7 +113,7 @@ def decode(settings: Settings) -> None:
     started = time.perf_counter()
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[2])
-    count = len(Request.from_dict(run.settings).prompts)
+    count = len(run.settings["prompts"])
     out = settings.out or str(run.path / "video.mp4")
     outputs = plan_outputs(out, count, settings.report)
     cache = cache_folder(settings.cache_dir)

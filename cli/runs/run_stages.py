@@ -27,12 +27,17 @@ from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import COMMANDS, RunSettings, settings_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
+
+
+def _request(session: Session, run: RunDirectory) -> Request:
+    return recorded_request(session.port, run.settings, run.file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ def run_stage(
     """
     extra = {}
     if noise is not None:
-        count = len(Request.from_dict(run.settings).prompts)
+        count = len(_request(session, run).prompts)
         extra["initial_latents"] = noise.for_videos(count)
     return session.run_stage_in(
         run,
@@ -114,7 +119,7 @@ def reusable(
     """
     if not run.finished(name):
         return False
-    record = run.report(name)
+    record: Mapping[str, Any] = _sidecar.recorded_stage(run, name)
     now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
     note = stage_note(session)
     then = record.get("note") or {}
@@ -123,7 +128,7 @@ def reusable(
     components = session.port.stage(name).components
     native = any(session.port.components[c].native is not None for c in components)
     # Nor have components that it does not use.
-    used = session.port.stage(name).components_for(Request.from_dict(run.settings))
+    used = session.port.stage(name).components_for(_request(session, run))
     chosen = choices(session.port, used)
     # Upstream's code has no other way to run.
     upstream = session.settings.backend == Backend.DIFFUSERS or (
@@ -197,7 +202,7 @@ def decode_videos(
     Raises:
         OutputError, ArtifactError: a file cannot be written.
     """
-    request = Request.from_dict(run.settings)
+    request = _request(session, run)
     with VideoFiles(outputs, request.fps, request.num_frames) as files:
         _, stage = run_stage(session, run, STAGES[2], files=files)
         report = session.run_report([*before, stage], time.perf_counter() - started)
@@ -340,7 +345,7 @@ def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
     port = get_port(run.model)
     weights = settings.weights
     if weights is None:
-        weights = run.report(STAGES[0]).get("weights")
+        weights = _sidecar.recorded_stage(run, STAGES[0])["weights"]
     # A checkpoint of no published size has a variant of its own, found by looking.
     variant = run.variant if run.variant in port.variant_names() else None
     # These stages never run the text encoder: its heads need not fit the mesh.

@@ -5,18 +5,167 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from tpuport.cli.shown.outputs import Outputs
+from tpuport.core.enums import Backend, Blocks, Dtype, Place, Tiling
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.files.sealed_json import read_sidecar
+from tpuport.core.files.typed import checked
 from tpuport.core.reports import RunReport
-from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 
 if TYPE_CHECKING:
     import torch
 
     from tpuport.core.run.session import Session
+
+
+class FileRecord(TypedDict):
+    """The initial latents of a run."""
+
+    file: str
+    sha256: str
+
+
+class NoiseRecord(FileRecord):
+    """The initial latents of a video: its place in the file."""
+
+    index: int
+
+
+class SourceRecord(TypedDict):
+    """The image or video that a run starts from."""
+
+    kind: str
+    files: list[str]
+
+
+class Note(TypedDict, total=False):
+    """What run.json keeps of how a stage was asked for."""
+
+    backend: Backend
+    attention: str
+    encode_on: Place
+    vae_tiling: Tiling
+    versions: dict[str, str | None]
+    initial_latents: FileRecord | None
+    source: SourceRecord | None
+
+
+class Compile(TypedDict):
+    """Of a program made ready: where it came from."""
+
+    loaded: bool
+    cached: bool
+
+
+class Tiled(TypedDict):
+    """Of how decode ran."""
+
+    tiled: bool
+
+
+class Ran(TypedDict):
+    """What a sidecar and run.json both say of a stage."""
+
+    backend: Backend
+    dtype: Dtype
+    mesh: str
+    sharding: str
+    blocks: Blocks
+    implementations: dict[str, str]
+    platform: str
+    weights: str
+    total_seconds: float
+    compile_seconds: float
+    first_call_seconds: float
+    seconds_per_call: float | None
+
+
+class Report(Ran):
+    """Of the report of a stage in run.json, what is read again."""
+
+    compiles: list[Compile]
+    tiling: Tiled | None
+    op_by_op: bool
+    note: NotRequired[Note]
+
+
+class HowStage(Ran):
+    """How a stage of a video was run."""
+
+    attention: str
+    versions: dict[str, str | None]
+    programs: dict[str, int]
+
+
+class HowEncode(HowStage):
+    """And where the encoder ran."""
+
+    encode_on: Place
+
+
+class HowDecode(HowStage):
+    """And whether in tiles."""
+
+    vae_tiling: Tiling
+
+
+class Stages(TypedDict):
+    """Of each stage."""
+
+    encode: HowEncode
+    denoise: HowStage
+    decode: HowDecode
+
+
+class Weights(TypedDict):
+    """Where the weights came from, and their fingerprints by component."""
+
+    source: str
+    fingerprints: dict[str, str | None]
+
+
+class Sidecar(TypedDict):
+    """The JSON beside a video; ``video`` is its place in the batch of ``request``."""
+
+    model: str
+    variant: str
+    weights: Weights
+    request: dict[str, Any]
+    video: int
+    initial_latents: NoiseRecord | None
+    source: SourceRecord | None
+    stages: Stages
+    platform: dict[str, Any]
+    output: dict[str, str]
+    latents_sha256: str
+    summary: dict[str, Any]
+
+
+def read(file: Path) -> Sidecar:
+    """A sidecar with all that a replay needs.
+
+    Raises:
+        ArtifactError: it is not usable.
+    """
+    return checked(Sidecar, read_sidecar(file), file, "it cannot be replayed")
+
+
+def recorded_stage(run: RunDirectory, name: str) -> Report:
+    """What run.json records of a finished stage.
+
+    Raises:
+        ArtifactError: the stage is not finished, or the record is not usable.
+    """
+    at, again = f"stages.{name}.report", f"run `tpuport {name}` again"
+    report = run.report(name)
+    return checked(Report, report, run.file, again, at=at, extra="ignore")
 
 
 def describe(
@@ -38,7 +187,7 @@ def describe(
     """
     from tpuport.core.run.result import latents_digest
 
-    whole = Request.from_dict(run.settings)
+    whole = recorded_request(session.port, run.settings, run.file)
     batch, place = divmod(index, whole.batch_size)
     request = replace(
         whole,
@@ -47,7 +196,7 @@ def describe(
         seeds=(whole.seeds[batch],),
         sources=whole.sources[whole.slice(batch)],
     )
-    given = run.report(STAGES[0]).get("note") or {}
+    given: Mapping[str, Any] = recorded_stage(run, STAGES[0]).get("note") or {}
     noise = given.get("initial_latents")
     path = outputs.paths[index]
     return {
@@ -61,7 +210,7 @@ def describe(
         "video": place,
         "initial_latents": None if noise is None else {**noise, "index": index},
         "source": given.get("source"),
-        "stages": {name: _stage(run.report(name), name) for name in STAGES},
+        "stages": {name: _stage(recorded_stage(run, name), name) for name in STAGES},
         "platform": {
             "system": platform.platform(),
             "backend": session.components.platform,
@@ -78,11 +227,11 @@ def describe(
     }
 
 
-def _stage(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _stage(record: Report, name: str) -> dict[str, Any]:
     """How a stage of the run was run, and how long it took."""
-    note = record.get("note") or {}
+    note: Mapping[str, Any] = record.get("note") or {}
     per_call = record["seconds_per_call"]
-    entry = {
+    entry: dict[str, Any] = {
         "backend": note.get("backend", record["backend"]),
         "attention": note.get("attention", "auto"),
         "dtype": record["dtype"],
@@ -111,10 +260,10 @@ def _stage(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     return entry
 
 
-def _programs(compiles: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def _programs(compiles: Iterable[Compile]) -> dict[str, int]:
     """How many programs were loaded, came from jax's cache, and were compiled."""
     counts = {"loaded": 0, "cached": 0, "compiled": 0}
     for made in compiles:
-        kinds = [kind for kind in ("loaded", "cached") if made[kind]]
-        counts[(kinds or ["compiled"])[0]] += 1
+        cached = "cached" if made["cached"] else "compiled"
+        counts["loaded" if made["loaded"] else cached] += 1
     return counts

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.sources import Source, read_image, read_video
+from tpuport.core.files.typed import recorded_in
 from tpuport.core.mesh.device_memory import host_memory
 from tpuport.core.reports import Reporter
 from tpuport.core.spec import kinds, rules
@@ -182,6 +183,30 @@ class Requests:
         if source is None:
             return request, {}
         return request, {source.kind: source.for_videos(len(request.prompts))}
+
+
+def recorded_request(
+    port: ModelPort,
+    data: Mapping[str, Any],
+    file: object,
+    field: str = "settings",
+) -> Request:
+    """The request that a file records, with options that the model has.
+
+    Args:
+        port: the model; any of its forms.
+        data, file, field: as :meth:`Request.from_dict` takes them.
+
+    Raises:
+        ArtifactError: the request is not usable.
+    """
+    request = Request.from_dict(data, file, field)
+    with recorded_in(file, f"{field}.options", "use the file as `tpuport` wrote it"):
+        check_options(port, request.options)
+        for name in set.intersection(*(set(v.options) for v in port.variants)):
+            if request.options.get(name) is None:
+                raise UsageError(f"{name} is missing")
+    return request
 
 
 def read_source(image: Any, video: Any, frames: int) -> Source | None:

@@ -375,13 +375,13 @@ STAGES: tuple[Stage, ...] = (
         writes=(
             TensorSpec(
                 name="prompt_embeds",
-                shape=("videos", "text_tokens", "text_width"),
+                shape=("videos", "text_tokens", "text_embed_dim"),
                 dtypes=_EMBEDDING_DTYPES,
                 role="prompt",
             ),
             TensorSpec(
                 name="negative_prompt_embeds",
-                shape=("videos", "text_tokens", "text_width"),
+                shape=("videos", "text_tokens", "text_embed_dim"),
                 dtypes=_EMBEDDING_DTYPES,
                 optional=True,
                 role="negative",
