@@ -119,7 +119,7 @@ def test_an_entry_reads_back_as_it_was_written(
         (lambda raw: raw[:40], "is no executable"),
         (lambda raw: raw[:-1], "bytes are there"),
         (lambda raw: raw + b"x", "bytes are there"),
-        (lambda raw: raw.replace(b'"size":', b'"sizf":'), "is no executable"),
+        (lambda raw: raw.replace(b'"size":', b'"sizf":'), "no usable size"),
         (lambda raw: raw.replace(b'"version":1', b'"version":9'), "key version 9"),
         (lambda raw: raw[:-9] + b"x" + raw[-8:], "checksum does not match"),
     ],

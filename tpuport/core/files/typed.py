@@ -60,7 +60,7 @@ def checked(
     remedy: str,
     *,
     at: str = "",
-    extra: Literal["forbid", "ignore"] = "forbid",
+    extra: Literal["forbid", "ignore", "allow"] = "forbid",
 ) -> T:
     """A JSON value as ``kind``: a TypedDict, a data class or any type of pydantic's.
 

@@ -26,9 +26,11 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from typing_extensions import TypedDict
 
 from tpuport.core.files.atomic import cannot_write, one_line, replacing
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.typed import checked
 from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
@@ -41,7 +43,7 @@ _DIGITS = 32
 _MAGIC = b"tpuport.executable.1\n"
 _LENGTH = struct.Struct("<Q")
 #: No header is near this; a length beyond it is a damaged file.
-_HEADER_LIMIT = 256 << 20
+_HEADER_LIMIT = 16 << 20
 
 #: A cache folder is kept below this; the least recently used go first.
 CACHE_LIMIT_BYTES = 16 << 30
@@ -49,6 +51,25 @@ CACHE_LIMIT_BYTES = 16 << 30
 #: Calls into libraries that jax hands to XLA only while it traces a program that uses
 #: them: an executable with one ends a process that loads it (jax issue 28908).
 _UNSAFE_ON_CPU = (b"lapack_", b"tridiagonal_solve_perturbed_ffi")
+
+
+class TracedRecord(TypedDict):
+    """:class:`~tpuport.core.programs.lowering.Traced` as JSON."""
+
+    attention: list[dict[str, Any]]
+    patches: list[dict[str, Any]]
+    convolutions: list[dict[str, Any]]
+
+
+class Header(TypedDict):
+    """What a file begins with, as JSON."""
+
+    key: dict[str, Any]
+    traced: TracedRecord
+    seconds: float
+    needed: int | None
+    size: int
+    sha256: str
 
 
 class NotSerialisable(Exception):
@@ -205,22 +226,23 @@ def _read(path: Path, size: int = -1) -> tuple[Entry, bytes]:
             if length > _HEADER_LIMIT:
                 raise ValueError("its header has no end")
             data = json.loads(file.read(length))
+            header = checked(Header, data, path, "compile again")
             left = os.fstat(file.fileno()).st_size - file.tell()
-            if left != data["size"]:
-                raise ValueError(f"{left} of {data['size']} bytes are there")
+            if left != header["size"]:
+                raise ValueError(f"{left} of {header['size']} bytes are there")
             entry = Entry(
                 path=path,
-                key=ProgramKey.from_dict(data["key"]),
-                traced=Traced.from_dict(data["traced"]),
-                seconds=float(data["seconds"]),
-                size=int(data["size"]),
-                sha256=str(data["sha256"]),
-                needed=data["needed"],
+                key=ProgramKey.from_dict(header["key"], path),
+                traced=Traced.from_dict(header["traced"]),
+                seconds=header["seconds"],
+                size=header["size"],
+                sha256=header["sha256"],
+                needed=header["needed"],
             )
             return entry, file.read(size)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, RecursionError, struct.error) as error:
         raise ArtifactError(
             f"{path}: is no executable of this tpuport, or is damaged "
             f"({one_line(error)})"
