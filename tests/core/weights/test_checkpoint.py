@@ -192,7 +192,11 @@ def test_a_folder_without_an_index(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [('{"_class', "cannot be read"), ("[]", "is not a JSON object"), ("{}", "a None;")],
+    [
+        ('{"_class', "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("{}", "a None;"),
+    ],
 )
 def test_an_index_that_is_not_one(folder: Path, text: str, expected: str) -> None:
     (folder / "model_index.json").write_text(text)
@@ -331,7 +335,7 @@ def test_files_that_are_wrong_are_refused_by_both_ways_in(
     change(folder)
     with open_session(folder) as session:
         message = refusal(session.components.load, "transformer")
-        assert message.startswith(f"{folder}: ")
+        assert message.startswith(str(folder))
         assert expected in message
         assert refusal(session.components.check_files, "transformer") == message
 

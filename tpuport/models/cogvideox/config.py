@@ -162,23 +162,6 @@ OPTIONS = (
     ),
 )
 
-_SCHEDULERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
-
-
-def scheduler_kind(checkpoint: Checkpoint) -> str:
-    """``"ddim"`` or ``"dpm"``: the checkpoint's own sampler.
-
-    Raises:
-        UsageError: the checkpoint has another scheduler.
-    """
-    entry = checkpoint.index.get("scheduler") or [None, None]
-    if entry[1] not in _SCHEDULERS:
-        raise UsageError(
-            f"{checkpoint.source}: scheduler {entry[1]} is not one of "
-            f"{', '.join(_SCHEDULERS)}; pass --option scheduler=ddim or scheduler=dpm"
-        )
-    return _SCHEDULERS[entry[1]]
-
 
 class Architecture(NamedTuple):
     """What tells the forms of the transformer apart."""
@@ -226,7 +209,7 @@ def detect(checkpoint: Checkpoint) -> Variant:
             for key in ("num_attention_heads", "num_layers")
         ):
             return variant
-    kind = _SCHEDULERS.get((checkpoint.index.get("scheduler") or [0, 0])[1], "ddim")
+    dpm = checkpoint.class_name("scheduler") == "CogVideoXDPMScheduler"
     frames = int(config.get("sample_frames", 49))
     rule = FrameRule(step=8)
     return Variant(
@@ -242,7 +225,7 @@ def detect(checkpoint: Checkpoint) -> Variant:
         dtype="bfloat16",
         frames=rule,
         sizes=SizeRule(multiple=PIXELS_PER_PATCH),
-        options={"scheduler": "checkpoint", "dynamic_cfg": kind == "dpm"},
+        options={"scheduler": "checkpoint", "dynamic_cfg": dpm},
         tasks=("i2v",) if form.image else TEXT_TASKS,
     )
 
@@ -273,7 +256,7 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
             "--variant out to go by the checkpoint"
         )
     _check_positions(request, config, form)
-    _check_steps(request, checkpoint.config("scheduler"))
+    _check_steps(request, checkpoint)
 
 
 def _check_positions(
@@ -308,7 +291,11 @@ def _check_positions(
         )
 
 
-def _check_steps(request: Request, scheduler: Mapping[str, Any]) -> None:
+def _check_steps(request: Request, checkpoint: Checkpoint) -> None:
+    """Refuse a number of steps, or a config, that there is no schedule of."""
+    from tpuport.models.cogvideox.scheduler import request_schedule
+
+    scheduler = checkpoint.config("scheduler")
     train = int(scheduler.get("num_train_timesteps", 1000))
     steps = request.num_inference_steps
     if steps > train:
@@ -318,3 +305,4 @@ def _check_steps(request: Request, scheduler: Mapping[str, Any]) -> None:
             f"strength {request.strength} of {steps} steps leaves no step to run; give "
             f"at least 1/{steps}"
         )
+    request_schedule(request, checkpoint)

@@ -24,7 +24,7 @@ from tpuport.core.files.frames import PIXELS, as_frames, encode_pixels
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.core.layers.tiles import in_words
 from tpuport.core.mesh.spatial_split import SpatialLayout
-from tpuport.core.spec.request import Request, denoising_steps
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.core.tracing.ported_module import BoundModule
@@ -161,9 +161,7 @@ def plan_denoise(ctx: StageContext) -> Work:
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
     sampler = scheduler.make_scheduler(ctx.checkpoint, request.options["scheduler"])
-    schedule = scheduler.make_schedule(
-        sampler, request.num_inference_steps, denoising_steps(request)
-    )
+    schedule = scheduler.request_schedule(request, ctx.checkpoint)
     generators = ctx.generators()
     source = conditioning.given_latents(ctx)
     if source is not None:

@@ -8,7 +8,6 @@ Legend: R rows (prompts), L tokens.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,9 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
+from tpuport.core.files.typed import read_json
 from tpuport.core.spec.stage_work import tell_lost
+from tpuport.core.weights import tokenizers
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import WeightsError
 
@@ -92,10 +93,10 @@ def _has_chat_template(checkpoint: Checkpoint) -> bool:
     if (path / "chat_template.jinja").is_file():
         return True
     try:
-        config = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        config = read_json(path / "tokenizer_config.json", WeightsError, "get it again")
+    except FileNotFoundError:
         return False
-    return bool(config.get("chat_template"))
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def require_tokenizers_15(checkpoint: Checkpoint) -> None:
@@ -113,6 +114,8 @@ def require_tokenizers_15(checkpoint: Checkpoint) -> None:
     # Bytes need no vocabulary; an empty folder would still be a broken download.
     if not (checkpoint.folder / "tokenizer_2" / "tokenizer_config.json").is_file():
         raise _missing(checkpoint, "tokenizer_2/tokenizer_config.json")
+    load_tokenizer(checkpoint, "tokenizer", "Qwen2Tokenizer")
+    load_tokenizer(checkpoint, "tokenizer_2", "ByT5Tokenizer")
 
 
 def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
@@ -124,6 +127,8 @@ def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
     if not (checkpoint.folder / "tokenizer" / "tokenizer.json").is_file():
         raise _missing(checkpoint, "tokenizer/tokenizer.json")
     _require_bpe(checkpoint, "tokenizer_2")
+    load_tokenizer(checkpoint, "tokenizer", "LlamaTokenizerFast")
+    load_tokenizer(checkpoint, "tokenizer_2", "CLIPTokenizer")
 
 
 def require_feature_extractor(checkpoint: Checkpoint) -> None:
@@ -145,22 +150,16 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     ``LlamaTokenizerFast`` of transformers 5 splits as SentencePiece whatever the file
     says and drops all spaces. https://github.com/huggingface/transformers/issues/45488
     """
-    import transformers
-
     if class_name.startswith("LlamaTokenizer"):
         class_name = "PreTrainedTokenizerFast"
-    return getattr(transformers, class_name).from_pretrained(
-        checkpoint.folder / folder, local_files_only=True
-    )
+    return tokenizers.load_tokenizer(checkpoint, folder, class_name)
 
 
 def load_feature_extractor(checkpoint: Checkpoint) -> Any:
     """The SigLIP image processor of a checkpoint, from its files alone."""
-    from transformers import SiglipImageProcessor
-
     require_feature_extractor(checkpoint)
-    return SiglipImageProcessor.from_pretrained(
-        checkpoint.folder / "feature_extractor", local_files_only=True
+    return tokenizers.load_processor(
+        checkpoint, "feature_extractor", "SiglipImageProcessor"
     )
 
 

@@ -139,7 +139,7 @@ def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     request = ctx.request
     config = ctx.checkpoint.config("transformer")
-    schedule = scheduler.schedule(ctx)
+    schedule = scheduler.request_schedule(ctx.request, ctx.checkpoint)
     latents = ctx.inputs.get("initial_latents")
     if latents is None:
         # Float32 whatever the weights are, as upstream's pipeline draws it.
