@@ -14,6 +14,7 @@ from tpuport.core.reports import (
     Reporter,
     RunReport,
     StageReport,
+    bytes_text,
     memory_sources,
     memory_table,
 )
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two lines about the same stage where there is no terminal.
 LINE_EVERY = 15.0
+#: And of a download.
+DOWNLOAD_EVERY = 10.0
 
 
 class Display(Reporter):
@@ -58,6 +61,18 @@ class PlainDisplay(Display):
 
     def ended(self, what: str, seconds: float) -> None:
         say(_took(what, seconds))
+
+    def downloading(
+        self, name: str, files: tuple[int, int], size: tuple[int, int]
+    ) -> None:
+        now = time.monotonic()
+        ended = files[0] == files[1] and size[1]
+        if ended or now - self._last_line >= DOWNLOAD_EVERY:
+            self._last_line = now
+            say(
+                f"downloading {name}: {files[0]} of {plural(files[1], 'file')}, "
+                f"{bytes_text(size[0])} of {bytes_text(size[1])}"
+            )
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         self._units[stage] = unit
@@ -141,6 +156,18 @@ class BarDisplay(Display):
         if what in self._work:
             self._bars().remove_task(self._work.pop(what))
         self.say(_took(what, seconds))
+
+    def downloading(
+        self, name: str, files: tuple[int, int], size: tuple[int, int]
+    ) -> None:
+        if size[1]:  # nothing has to come of what is in the cache
+            what = f"downloading {name}"
+            if what not in self._tasks:
+                self._tasks[what] = self._bars().add_task(what, doing="")
+            done, total = (round(part / 2**20) for part in size)
+            doing = f"MiB, {files[0]} of {plural(files[1], 'file')}"
+            task = self._tasks[what]
+            self._bars().update(task, completed=done, total=total, doing=doing)
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         self._stage, self._frames = stage, ""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.typed import checked, recorded_in
-from tpuport.core.spec import kinds
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.errors import ArtifactError, UsageError
 
@@ -183,10 +182,11 @@ class Request:
             raise ArtifactError(
                 f"{file}: has no usable {field}.{missing[0]} (it is missing); {remedy}"
             )
+        checked(str, data["step_cache"], file, remedy, at=f"{field}.step_cache")
         plain = {**data, "step_cache": None}
         request = checked(cls, plain, file, remedy, at=field)
         with recorded_in(file, f"{field}.step_cache", remedy):
-            cache = kinds.step_cache(data["step_cache"])
+            cache = StepCache.parse(str(data["step_cache"]))
         return replace(request, step_cache=cache)
 
 

@@ -201,11 +201,13 @@ def recorded_request(
         ArtifactError: the request is not usable.
     """
     request = Request.from_dict(data, file, field)
-    with recorded_in(file, f"{field}.options", "use the file as `tpuport` wrote it"):
-        check_options(port, request.options)
-        for name in set.intersection(*(set(v.options) for v in port.variants)):
-            if request.options.get(name) is None:
-                raise UsageError(f"{name} is missing")
+    always = set.intersection(*(set(v.options) for v in port.variants))
+    for name in sorted(always | set(request.options)):
+        where, remedy = f"{field}.options.{name}", "use the file as `tpuport` wrote it"
+        with recorded_in(file, where, remedy):
+            if name in always and request.options.get(name) is None:
+                raise UsageError("it is missing")
+            check_options(port, {name: request.options[name]})
     return request
 
 

@@ -19,8 +19,10 @@ from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.files.typed import read_json
+from tpuport.core.reports import Reporter
 from tpuport.core.weights.configs import check_config
-from tpuport.errors import HubError, MissingWeightsError, WeightsError
+from tpuport.core.weights.hub import fetch
+from tpuport.errors import MissingWeightsError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -376,7 +378,7 @@ def resolve(
     folders: Sequence[str],
     pipelines: Sequence[str],
     model: str,
-    say: Callable[[str], None] = lambda text: None,
+    reporter: Reporter,
     reader: Callable[[str], str | None] = lambda pipeline: None,
 ) -> Checkpoint:
     """The checkpoint that ``weights`` names: a local folder or a hub id.
@@ -386,7 +388,7 @@ def resolve(
         folders: the component folders that are needed; only these are downloaded.
         pipelines: the pipeline classes that the model port reads.
         model: name of the model, for messages.
-        say: called with a line before a download.
+        reporter: told of a download.
         reader: the model port that reads a pipeline class, if any, for messages.
 
     Raises:
@@ -399,8 +401,9 @@ def resolve(
     if folder is not None:
         checkpoint = Checkpoint(folder, text)
     else:
-        say(f"looking for {text} on the hub")
-        checkpoint = Checkpoint(_download(text, folders), text)
+        reporter.say(f"looking for {text} on the hub")
+        wanted = patterns(folders, ".safetensors", *SMALL_FILES)
+        checkpoint = Checkpoint(fetch(text, wanted, reporter), text)
     found = checkpoint.index.get("_class_name")
     if found not in pipelines:
         raise WeightsError(
@@ -411,22 +414,7 @@ def resolve(
     return checkpoint
 
 
-def _download(repo_id: str, folders: Sequence[str]) -> Path:
-    """Fetch the named folders of a hub checkpoint; returns the snapshot folder."""
-    from huggingface_hub import snapshot_download
-
-    patterns = ["model_index.json"]
-    for name in folders:
-        patterns += [f"{name}/*.json", f"{name}/*.safetensors", f"{name}/*.model"]
-        patterns += [f"{name}/*.txt", f"{name}/*.jinja"]
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
-    except Exception as error:
-        # All errors of the hub client (network, authorisation, no such id) end here:
-        # the user needs one line, and --debug keeps the chain.
-        reason = str(error).strip().splitlines()[0] if str(error) else ""
-        raise HubError(
-            f"hub id {repo_id!r} could not be fetched "
-            f"({type(error).__name__}: {reason[:160]}). Check the name and the "
-            "network, or download it elsewhere and pass the folder to --weights"
-        ) from error
+def patterns(folders: Sequence[str], *suffixes: str) -> list[str]:
+    """Of the hub's files, those that are read of ``folders``, and the index."""
+    read = [f"{name}/*{suffix}" for name in folders for suffix in suffixes]
+    return ["model_index.json", *read]
