@@ -66,7 +66,7 @@ class PlainDisplay(Display):
         self, name: str, files: tuple[int, int], size: tuple[int, int]
     ) -> None:
         now = time.monotonic()
-        ended = files[0] == files[1] and size[1]
+        ended = size[1] and files[0] == files[1] > 0
         if ended or now - self._last_line >= DOWNLOAD_EVERY:
             self._last_line = now
             say(

@@ -173,6 +173,22 @@ def test_a_fingerprint_is_of_the_content(folder: Path, demo_folder: Path) -> Non
     assert one.fingerprint("transformer") != two.fingerprint("transformer")
 
 
+def test_whatever_is_read_is_in_the_fingerprint(folder: Path) -> None:
+    """Shards by the index's names, configs, and the class that the index names."""
+    shard(folder)
+    before = Checkpoint(folder, "x").fingerprint("transformer")
+    rewrite(
+        folder / "transformer/two.safetensors", lambda t: next(iter(t.values())).add_(1)
+    )
+    changed = Checkpoint(folder, "x").fingerprint("transformer")
+    assert changed != before
+    edit_json(folder / "transformer/config.json", dropout=0.1)
+    assert Checkpoint(folder, "x").fingerprint("transformer") != changed
+    before = Checkpoint(folder, "x").fingerprint("scheduler")
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    assert Checkpoint(folder, "x").fingerprint("scheduler") != before
+
+
 # --- the folder
 
 
@@ -311,7 +327,27 @@ def shard_with_stray(folder: Path) -> None:
     rewrite(folder / "transformer/one.safetensors", lambda t: t.update(stray))
 
 
+def index_elsewhere(name: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        mapping = shard(folder)
+        (folder / INDEX).write_text(
+            json.dumps({"weight_map": {**mapping, SMALL: name}})
+        )
+
+    change.__name__ = f"index_of_{name}"
+    return change
+
+
+def of_whole_numbers(folder: Path) -> None:
+    rewrite(folder / TRANSFORMER, lambda t: t.update({SMALL: t[SMALL].to(torch.int8)}))
+
+
 BROKEN = [
+    *(
+        (index_elsewhere(name), f"weight_map.{SMALL} is {name!r}, which is no file of")
+        for name in ("../two.safetensors", "/etc/passwd", "..", "a/b", 3, None, [])
+    ),
+    (of_whole_numbers, f"transformer/ holds {SMALL} as I8, expected one of F64, F32"),
     (remove_weights, "transformer/ has no safetensors weights"),
     (only_pickle, "transformer/ has only pickle weights (diffusion_pytorch_model.bin)"),
     (truncate, f"{TRANSFORMER} is truncated or not a safetensors file"),
@@ -366,6 +402,17 @@ def test_a_tensor_of_another_shape(folder: Path) -> None:
             " for (128,)"
         )
         assert refusal(session.components.check_files, "transformer") == message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named_with_their_file(
+    folder: Path, load: Callable[[str], Any], value: float
+) -> None:
+    rewrite(folder / TRANSFORMER, lambda t: t[SMALL].__setitem__(1, value))
+    message = refusal(load, "transformer")
+    assert message.startswith(
+        f"{folder}: {TRANSFORMER}: {SMALL} holds NaN or infinite values"
+    )
 
 
 # --- skeletons

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.typed import checked, recorded_in
+from tpuport.core.spec import kinds
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.errors import ArtifactError, UsageError
 
@@ -186,7 +187,7 @@ class Request:
         plain = {**data, "step_cache": None}
         request = checked(cls, plain, file, remedy, at=field)
         with recorded_in(file, f"{field}.step_cache", remedy):
-            cache = StepCache.parse(str(data["step_cache"]))
+            cache = kinds.step_cache(data["step_cache"])
         return replace(request, step_cache=cache)
 
 

@@ -83,10 +83,11 @@ class Checkpoint:
                     f"{self.source}: {component}/config.json is missing; the folder is "
                     "not a complete diffusers checkpoint"
                 )
-            config, cls = _read_json(found[0]), self.upstream_class(component)
-            if cls is not None:
+            config = _read_json(found[0])
+            # A class of a plugin's own library is the plugin's to check.
+            if self.class_name(component) and self.index[component][0] in _LIBRARIES:
                 check_config(
-                    cls,
+                    self.upstream_class(component),
                     config,
                     self.named(component, found[0].name),
                     lambda: self._stored_tensors(component),
@@ -111,7 +112,9 @@ class Checkpoint:
         Raises:
             WeightsError: the entry is no pair of a library and a class.
         """
-        entry = self.index.get(component) or [None, None]
+        entry = self.index.get(component)
+        if entry is None:
+            return None
         pair = isinstance(entry, list) and len(entry) == 2
         if not pair or any(not isinstance(word, str | None) for word in entry):
             raise WeightsError(

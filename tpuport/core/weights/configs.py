@@ -49,15 +49,14 @@ def check_config(
         if name not in config:
             continue
         value = config[name]
-        problem = _type_problem(value, parameter) or _range_problem(
-            name, value, parameter.default
-        )
+        problem = _type_problem(value, parameter)
         if not problem and type(value) is int and _DEPTH.fullmatch(name):
             known = stored()
             limit = _DEEPEST if known is None else known
             if value > limit:
                 holds = "" if known is None else "; the files hold so many tensors"
                 problem = f"more than {limit}{holds}"
+        problem = problem or _range_problem(name, value, parameter.default)
         if problem:
             raise WeightsError(
                 f"{file}: {name} is {_short(value)}: {problem}; {cls.__name__} cannot "
@@ -103,25 +102,39 @@ def _kinds(annotation: Any) -> set[type] | None:
 
 def _type_problem(value: Any, parameter: inspect.Parameter) -> str:
     default, annotation = parameter.default, parameter.annotation
-    kinds = _kinds(annotation)
-    if kinds is None:
-        if default is None or default is inspect.Parameter.empty:
-            return ""
+    kinds, given = _kinds(annotation), default is not inspect.Parameter.empty
+    if kinds is None and given and default is not None:
         kinds = set()
-    # Upstream's annotations are not always true of its own defaults.
-    if default is not inspect.Parameter.empty:
+    if kinds is not None and given:
+        # Upstream's annotations are not always true of its own defaults.
         kinds |= _kinds(type(default)) or {type(default)}
-    if type(value) not in kinds:
-        words = " or ".join(sorted({_WORDS.get(k, k.__name__) for k in kinds}))
-        return f"{words} is needed"
+    if kinds is not None and type(default) is float:
+        kinds -= {types.NoneType}  # nothing is computed with null
+    if kinds is not None and type(value) not in kinds:
+        return f"{_in_words(kinds)} is needed"
     if get_origin(annotation) is Literal and value not in get_args(annotation):
         return f"one of {', '.join(map(str, get_args(annotation)))} is needed"
-    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
-        elements = {type(element) for element in default}
-        if default and any(type(element) not in elements for element in value):
-            names = " or ".join(sorted(_WORDS.get(k, k.__name__) for k in elements))
-            return f"every entry must be {names}"
+    entries = _entries(annotation, default) if isinstance(value, list) else None
+    if entries and any(type(entry) not in entries for entry in value):
+        return f"every entry must be {_in_words(entries)}"
     return ""
+
+
+def _entries(annotation: Any, default: Any) -> set[type] | None:
+    """The types of a list's entries, by the default's own or by the annotation."""
+    if isinstance(default, list | tuple) and default:
+        return {type(entry) for entry in default}
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) in (list, tuple):
+            found = [_kinds(arg) for arg in get_args(part) if arg is not ...]
+            known = [kinds for kinds in found if kinds is not None]
+            return set.union(*known) if known and len(known) == len(found) else None
+    return None
+
+
+def _in_words(kinds: set[type]) -> str:
+    kinds = kinds - {int} if float in kinds else kinds
+    return " or ".join(sorted({_WORDS.get(kind, kind.__name__) for kind in kinds}))
 
 
 _WORDS = {

@@ -67,10 +67,16 @@ def _bars(repo_id: str, reporter: Reporter) -> Any:
             quiet = {"disable": False, "leave": False, "file": io.StringIO()}
             super().__init__(*args, **{**kwargs, **quiet})
 
-        def update(self, n: float | None = 1) -> bool | None:
-            shown: bool | None = super().update(n)
+            self._count()
+
+        def _count(self) -> None:
             if self._counted:
                 counts[self._counted] = int(self.n), int(self.total or 0)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)
+            self._count()
+            if self._counted:
                 reporter.downloading(repo_id, counts["files"], counts["bytes"])
             return shown
 

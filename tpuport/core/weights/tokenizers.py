@@ -82,8 +82,10 @@ _READERS: dict[str, Callable[[str], None]] = {
 
 
 def all_unknown(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether no token is of the text: all are unknown or special."""
-    return not set(ids) - {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+    """Whether no token is of the text: all are unknown, special or blanks."""
+    left = set(ids) - {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+    tokens = tokenizer.convert_ids_to_tokens(sorted(left))
+    return not any(token.strip("▁Ġ ") for token in tokens)
 
 
 def tell_unknown(

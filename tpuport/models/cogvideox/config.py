@@ -189,9 +189,15 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     return Architecture(
         positions,
         config.get("patch_size_t"),
-        int(config.get("in_channels", 16)) == 2 * int(config.get("out_channels", 16)),
+        int(config.get("in_channels", 16)) == 2 * int(config.get("out_channels") or 16),
         config.get("ofs_embed_dim") is not None,
     )
+
+
+def sample_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of pixels that a transformer's config is for."""
+    rows, columns = config.get("sample_height", 60), config.get("sample_width", 90)
+    return int(rows) * 8, int(columns) * 8
 
 
 def detect(checkpoint: Checkpoint) -> Variant:
@@ -212,12 +218,13 @@ def detect(checkpoint: Checkpoint) -> Variant:
     dpm = checkpoint.class_name("scheduler") == "CogVideoXDPMScheduler"
     frames = int(config.get("sample_frames", 49))
     rule = FrameRule(step=8)
+    height, width = sample_size(config)
     return Variant(
         name="custom",
         title="a checkpoint of no published size",
         repo_id=checkpoint.source,
-        height=int(config.get("sample_height", 60)) * 8,
-        width=int(config.get("sample_width", 90)) * 8,
+        height=height,
+        width=width,
         num_frames=frames if rule.allows(frames) else rule.nearest(frames)[0],
         fps=16 if config.get("patch_size_t") else 8,
         num_inference_steps=50,
@@ -263,7 +270,7 @@ def _check_positions(
     request: Request, config: Mapping[str, Any], form: Architecture
 ) -> None:
     """Refuse a size or a number of text tokens that there are no positions for."""
-    rows, columns = (int(config.get(f"sample_{n}", 0)) * 8 for n in ("height", "width"))
+    rows, columns = sample_size(config)
     if "learned" in form.positions and (request.height, request.width) != (
         rows,
         columns,

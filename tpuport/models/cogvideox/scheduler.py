@@ -64,6 +64,7 @@ def make_scheduler(checkpoint: Checkpoint, kind: str) -> Any:
     """
     import diffusers
 
+    checkpoint.upstream_class("scheduler")
     config = checkpoint.config("scheduler")
     named = checkpoint.class_name("scheduler") or ""
     own = _SCHEDULERS.get(named)
