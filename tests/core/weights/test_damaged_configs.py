@@ -61,6 +61,7 @@ def outcome(folder: Path, file: str, damage: Damage) -> str:
 def assert_clear(message: str, file: str, damage: Damage) -> None:
     """One line that names the component or the file."""
     assert "\n" not in message
+    assert len(message) <= 400  # with the path of a test's folder
     words = (file, file.partition("/")[0], damage.where[0])
     assert any(str(word) in message for word in words), (damage, message)
 

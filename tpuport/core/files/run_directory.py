@@ -13,6 +13,7 @@ line.
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -451,17 +452,19 @@ class RunDirectory:
     def _verified(self, path: Path, entry: FileEntry, stage: str) -> bytes:
         """The bytes of a stage's file, found to be the recorded ones."""
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                data = file.read() if size == entry["bytes"] else b""
         except FileNotFoundError:
             raise ArtifactError(
                 f"{path}: is missing; {self._rerun(stage)} first"
             ) from None
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-        if len(data) != entry["bytes"]:
-            what = "is cut short" if len(data) < entry["bytes"] else "has grown"
+        if size != entry["bytes"]:
+            what = "is cut short" if size < entry["bytes"] else "has grown"
             raise ArtifactError(
-                f"{path}: {what}: {len(data)} bytes, {RUN_FILE} records"
+                f"{path}: {what}: {size} bytes, {RUN_FILE} records"
                 f" {entry['bytes']}; copy it again, or {self._rerun(stage)} again"
             )
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:

@@ -268,13 +268,20 @@ class Checkpoint:
             with self._open(path) as file:
                 for name in wanted:
                     tensor = file.get_tensor(name)
-                    if not all_finite(tensor):
-                        raise WeightsError(
-                            f"{self.named(path.parent.name, path.name)}: {name} holds "
-                            "NaN or infinite values; the weights are broken: download "
-                            "them again"
-                        )
+                    self.check_finite(path, name, tensor)
                     yield name, tensor
+
+    def check_finite(self, file: Path, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a weight of ``file`` that is broken.
+
+        Raises:
+            WeightsError: a value is NaN or infinite.
+        """
+        if not all_finite(tensor):
+            raise WeightsError(
+                f"{self.named(file.parent.name, file.name)}: {name} holds NaN or "
+                "infinite values; the weights are broken: download them again"
+            )
 
     def fingerprint(self, component: str) -> str:
         """A fingerprint of the contents of a component's files, wherever they lie.
