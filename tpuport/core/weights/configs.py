@@ -52,10 +52,11 @@ def check_config(
         problem = _type_problem(value, parameter)
         if not problem and type(value) is int and _DEPTH.fullmatch(name):
             known = stored()
-            limit = _DEEPEST if known is None else known
-            if value > limit:
-                holds = "" if known is None else "; the files hold so many tensors"
-                problem = f"more than {limit}{holds}"
+            if value > (_DEEPEST if known is None else known):
+                limit = (
+                    f"{_DEEPEST}" if known is None else f"the {known} tensors stored"
+                )
+                problem = f"more than {limit}"
         problem = problem or _range_problem(name, value, parameter.default)
         if problem:
             raise WeightsError(
