@@ -28,7 +28,7 @@ FREE = re.compile(
     r"(checksum|schema|schema_version)(\..*)?|(platform|summary|output)\..*"
     r"|weights\.(?!source$|fingerprints$).*|stages\.\w+"
     r"|stages\.\w+\.(tensors|report|versions|programs|implementations)\..*"
-    r"|stages\.\w+\.\w*(seconds|per_call)|stages\.decode\.others\.0\.outside"
+    r"|stages\.\w+\.\w*(seconds|per_call)|stages\.decode\.others(\.0\.outside)?"
     r"|(settings|request)\.(options\..*|strength|fps|guidance_scale)"
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tpuport
-from tests.measure.damage import Damage, damaged, damages, sample
+from tests.measure.damage import MISSING, Damage, damaged, damages, sample
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import check_config
 from tpuport.core.weights.skeleton import load_class
@@ -123,6 +123,11 @@ def test_a_value_that_cannot_be_is_named(
     message = outcome(folder, file, Damage((field,), value))
     assert expected in message
     assert file in message
+
+
+def test_a_value_that_is_left_out_is_upstreams_default(folder: Path) -> None:
+    missing = Damage(("num_heads",), MISSING)  # which is 8, as here
+    assert outcome(folder, "text_encoder/config.json", missing) == ""
 
 
 def test_no_published_config_is_refused() -> None:

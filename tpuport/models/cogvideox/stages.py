@@ -159,7 +159,8 @@ def _denoise_step(
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     request = ctx.request
-    config = ctx.checkpoint.config("transformer")
+    # With upstream's defaults for what the file leaves out.
+    config = ctx.module("transformer").config
     sampler = scheduler.make_scheduler(ctx.checkpoint, request.options["scheduler"])
     schedule = scheduler.request_schedule(request, ctx.checkpoint)
     generators = ctx.generators()
