@@ -116,7 +116,7 @@ def test_nothing_asked_shows_the_help(cli: Cli) -> None:
         (("generate", "--promt", "x"), "--prompt"),
         (("generate", "--steps", "many"), "'--steps'"),
         (("generate", "stray"), "stray"),
-        (("replay",), "Missing argument 'FILE.json'"),
+        (("replay",), "Missing argument 'FILE'"),
         (("bench", "--repeat", "0"), "--repeat"),
     ],
 )

@@ -168,7 +168,7 @@ def test_frames_are_written_as_they_are_made(
     """What is in the files are the bytes of the float video of the Python API."""
     import imageio.v3 as iio
 
-    ran = cli("decode", "--run-dir", run, "--out", "frames")
+    ran = cli("decode", "--run-dir", run, "--out", "frames/")
     assert ran.code == 0, ran.err
     assert [line for line in ran.err.splitlines() if " 18 frames in " in line]
     written = [
@@ -186,7 +186,7 @@ def test_frames_are_written_as_they_are_made(
     assert np.array_equal(np.stack(written), to_uint8(made["frames"]))
 
 
-@pytest.mark.parametrize("out", ["v.mp4", "v.gif", "frames"])
+@pytest.mark.parametrize("out", ["v.mp4", "v.gif", "frames/"])
 def test_a_video_that_is_refused_gets_no_name(
     cli: Cli, run: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

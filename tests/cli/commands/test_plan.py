@@ -214,10 +214,11 @@ def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
     Path("p.yaml").write_text("topology: v6e-8\nstage: sing\n")
     ran = cli("plan", "--config", "p.yaml")
     assert ran.code == 2
-    assert "--stage 'sing'" in ran.last
+    assert "--stage 'sing'" in ran.err
+    assert ran.last == "p.yaml gives: topology, stage"
     # Flags win.
     ran = cli("plan", "--config", "p.yaml", "--topology", "v6e-7")
-    assert "unknown TPU topology 'v6e-7'" in ran.last
+    assert "unknown TPU topology 'v6e-7'" in ran.err
     for key, near in (
         ("budgt", "budget"),
         ("step", "steps"),
