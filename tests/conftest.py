@@ -16,6 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_use_fusion_emitters=false",
+        # Parts of a program for threads to compile; a test process has one core.
+        "--xla_cpu_parallel_codegen_split_count=1",
         *os.environ.get("XLA_FLAGS", "").split(),
         "--xla_force_host_platform_device_count=8",
     ]

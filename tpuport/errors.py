@@ -72,6 +72,12 @@ class OutputError(UsageError):
     """The requested output cannot be written."""
 
 
+class WriteError(ArtifactError, OutputError):
+    """A file could not be written, such as on a full disk."""
+
+    exit_code = 1
+
+
 class VideoError(TpuportError):
     """The frames are not a video: NaN, constant or all black."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.settings import TABLE, Settings, gather, take_own_options
 from tpuport.cli.shown.errors import reported
 from tpuport.core.spec.run_settings import COMMANDS, FILES, Setting
+from tpuport.errors import UsageError
 
 #: The commands that read a YAML file.
 WITH_A_FILE = "GEPC"
@@ -44,7 +46,8 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                 settings = gather(context, letter)
                 guard.debug = settings.debug
                 values = {"context": context, **given}
-                function(settings, **{p.name: values[p.name] for p in own})
+                with _naming(settings.config):
+                    function(settings, **{p.name: values[p.name] for p in own})
 
         parameters = {
             "context": _parameter("context", typer.Context, inspect.Parameter.empty),
@@ -65,6 +68,18 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return wrap
+
+
+@contextlib.contextmanager
+def _naming(config: tuple[str, ...]) -> Iterator[None]:
+    """Let an error in the settings say which of them a file gave, and which file."""
+    try:
+        yield
+    except UsageError as error:
+        wrong = config and error.exit_code == UsageError.exit_code
+        if wrong and config[0] not in str(error):
+            error.add_note(f"{config[0]} gives: {', '.join(config[1:])}")
+        raise
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

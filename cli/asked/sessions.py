@@ -16,8 +16,10 @@ from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import plural
 from tpuport.core.enums import Backend, Task
+from tpuport.core.files.outputs import Outputs, check_no_input, plan_outputs
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
+from tpuport.core.files.video_file import check_length
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter
@@ -69,28 +71,63 @@ def check_early(settings: Settings) -> Known:
     )
     rules.check(known)
     if settings.report is not None:
-        check_report(settings.report)
+        check_report(settings.report, settings.inputs())
     return known
 
 
-def check_report(file: Path) -> None:
+def check_report(file: Path, inputs: Sequence[Path]) -> None:
     """Refuse a file for --report that cannot be written; creates nothing.
 
+    Args:
+        inputs: the files that the command reads.
+
     Raises:
-        UsageError: it is a folder, or its folder cannot be one or may not be written.
+        UsageError: it is a folder or an input, or its folder cannot be one or may not
+            be written.
     """
     if file.is_dir():
         raise UsageError(f"--report {file}: is a folder; name a file")
     rules.check_folder("--report", file.parent)
+    check_no_input(file, inputs, "--report")
+
+
+def outputs_of(
+    settings: Settings,
+    default: str,
+    count: int,
+    *,
+    request: Request | None = None,
+    inputs: Sequence[Path] = (),
+) -> Outputs:
+    """Where the videos of a command go; creates nothing.
+
+    Args:
+        default: the place without --out.
+        request: once it is known, the videos must not be too long for their kind.
+        inputs: beside those of the settings.
+
+    Raises:
+        OutputError: a place is no place for a video, or is an input.
+    """
+    outputs = plan_outputs(
+        default if settings.out is None else settings.out,
+        count,
+        inputs=[*settings.inputs(), *inputs],
+        overwrite=settings.overwrite,
+        report=settings.report,
+    )
+    if request is not None:
+        for path in outputs.paths:
+            check_length(path, outputs.kind, request.num_frames, request.fps)
+    return outputs
 
 
 def _executables(settings: Settings) -> BuiltFolder | None:
     """The folder of executables that settings name, where it will be used."""
     if settings.executables is None or settings.backend == Backend.DIFFUSERS:
         return None
-    from tpuport.core.programs.built_folder import BuiltFolder, check_built
+    from tpuport.core.programs.built_folder import BuiltFolder
 
-    check_built(settings.executables)
     return BuiltFolder.open(settings.executables, whole=False)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from tpuport.cli.asked.yaml_file import load_mapping
+from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
@@ -28,6 +29,8 @@ from tpuport.errors import UsageError
 
 AUTO = "auto"
 """The mesh that ``plan`` looks for."""
+DEMO = "demo"
+"""The checkpoint that is no folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,16 @@ class Files:
     out: str | None = setting(
         kinds.text,
         "--out PATH",
-        ".mp4, .webm, .gif, or a folder of PNGs; several videos are numbered. "
+        ".mp4, .webm, .gif, or a folder/ for PNGs; several videos are numbered. "
         "(default: MODEL-VARIANT-seedN.mp4)",
+        commands="GDR",
+        panel=FILES,
+    )
+    overwrite: bool = setting(
+        kinds.flag,
+        "--overwrite",
+        "Replace a video that is there; without it the new one becomes fox-2.mp4.",
+        default=False,
         commands="GDR",
         panel=FILES,
     )
@@ -68,6 +79,8 @@ class Settings(RunSettings, Files, Asked):
 
     Attributes:
         search: ``plan`` compares the legal meshes; ``mesh`` is ``None`` then.
+        read_from: the files that other settings were read from.
+        config: the YAML file and the keys that it gave; empty without one.
     """
 
     plan_mesh: None = setting(
@@ -101,6 +114,21 @@ class Settings(RunSettings, Files, Asked):
         default=False,
         commands="".join(COMMANDS),
     )
+
+    read_from: tuple[Path, ...] = field(default=(), compare=False)
+    config: tuple[str, ...] = field(default=(), compare=False)
+
+    def inputs(self) -> list[Path]:
+        """The files and folders that the command reads, so that no output is one."""
+        files = [
+            Path(f).expanduser() for f in (self.image, self.video, self.latents) if f
+        ]
+        if self.run_dir is not None:
+            names = (RUN_FILE, *STAGE_FILES.values())
+            files += [self.run_dir / name for name in names]
+        weights = Path(self.weights or DEMO).expanduser()
+        found = [weights] if str(weights) != DEMO and weights.is_dir() else []
+        return [*files, *found, *self.read_from]
 
     def videos(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Prompt and seed of every video: each prompt with each seed."""
@@ -165,11 +193,9 @@ def gather(context: typer.Context, command: str) -> Settings:
             environment[name] = value
     config = flags.pop("config", None)
     given = _checked(flags, "", command)
-    in_file: dict[str, Any] = {}
-    if config:
-        read = _read_yaml(config, _own_options(context))
-        shared = {name: value for name, value in read.items() if name in _SPELLINGS}
-        in_file = _checked(shared, f"{config}: ", command)
+    read = _read_yaml(config, _own_options(context)) if config else {}
+    shared = {name: value for name, value in read.items() if name in _SPELLINGS}
+    in_file = _checked(shared, f"{config}: ", command)
     # A flag replaces what the file says about the same thing in other words.
     for flag, other in (("image", "video"), ("video", "image")):
         if flag in given:
@@ -180,7 +206,12 @@ def gather(context: typer.Context, command: str) -> Settings:
     for names, others in (by_size, by_size[::-1]):
         if given.keys() & set(names):
             in_file = {k: v for k, v in in_file.items() if k not in others}
-    return Settings(**{**_checked(environment, "", command), **in_file, **given})
+    named = (config, flags.get("prompt_file"), read.get("prompt_file"))
+    return Settings(
+        **{**_checked(environment, "", command), **in_file, **given},
+        read_from=tuple(Path(file).expanduser() for file in named if file),
+        config=(config, *read) if config else (),
+    )
 
 
 def _checked(values: Mapping[str, Any], where: str, command: str) -> dict[str, Any]:

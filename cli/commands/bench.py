@@ -25,8 +25,8 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
-from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Backend, Pixels
+from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, denoising_steps

@@ -31,9 +31,9 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench import PROMPT
 from tpuport.cli.shown.output import give_out, plural, say
 from tpuport.cli.shown.progress import make_display
-from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Dtype, Place
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.request import Request

@@ -14,8 +14,8 @@ from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
-from tpuport.cli.shown.versions import versions
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.versions import versions
 from tpuport.core.reports import bytes_text
 from tpuport.core.spec.run_settings import COMPILED
 from tpuport.errors import TpuportError

@@ -18,11 +18,11 @@ from tpuport.cli.asked.sessions import (
     in_words,
     make_request,
     open_session,
+    outputs_of,
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
-    Video,
     check_noise,
     decode_videos,
     describe_results,
@@ -31,9 +31,9 @@ from tpuport.cli.runs.run_stages import (
     run_stage,
 )
 from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.outputs import default_out, plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
 from tpuport.core.enums import Backend
+from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
@@ -79,11 +79,9 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         if noise is not None:
             session.check(request, noise.for_videos(len(prompts)))
         name = default_out(session.port.name, session.variant.name, seeds)
-        outputs = plan_outputs(settings.out or name, len(prompts), settings.report)
-        if settings.out is None:
-            for path in outputs.paths:
-                if path.exists():
-                    display.say(f"overwrites {path}; --out names another file")
+        outputs = outputs_of(settings, name, len(prompts), request=request)
+        for remark in outputs.remarks():
+            display.say(remark)
         run = session.open_run(settings.run_dir or new_run_folder(cache), request)
         check_noise(session, run, noise)
         temporary = settings.run_dir is None
@@ -110,9 +108,15 @@ def _check(settings: Settings) -> None:
     prompts, seeds = settings.videos()
     guess = known.variant.name if known.variant else "video"
     name = default_out(settings.model or DEFAULT_MODEL, guess, seeds)
-    plan_outputs(settings.out or name, len(prompts), settings.report)
+    outputs_of(settings, name, len(prompts))
     if settings.run_dir is None:  # else denoise may be finished in it
         check_attention_here(settings)
+
+
+def default_out(model: str, variant: str, seeds: tuple[int, ...]) -> str:
+    """The name in the current folder when ``--out`` is not given."""
+    seed = f"-seed{seeds[0]}" if len(set(seeds)) == 1 else ""
+    return f"{model}-{variant}{seed}.mp4"
 
 
 def _before_decode(

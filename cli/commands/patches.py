@@ -16,8 +16,8 @@ from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import plural, print_json
-from tpuport.cli.shown.versions import version
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.versions import version
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
@@ -145,7 +145,7 @@ def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:
     found: dict[Patch, dict[str, PatchStatus]] = {}
     for blocks in reversed(BLOCKS):  # what every port has comes first
         patches = with_blocks(form, blocks).patches
-        states = inspect_patches(patches).entries
+        states = inspect_patches(patches)
         for patch, state in zip(patches, states, strict=True):
             found.setdefault(patch, {})[blocks] = state
     return found

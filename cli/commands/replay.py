@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,31 +17,43 @@ from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import Noise, read_noise
 from tpuport.cli.asked.options import command
-from tpuport.cli.asked.sessions import check_report, open_session
+from tpuport.cli.asked.sessions import (
+    check_report,
+    in_words,
+    open_session,
+    outputs_of,
+)
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
-    Video,
     decode_videos,
     going_on,
     run_stage,
 )
 from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
-from tpuport.cli.shown.sidecar import Sidecar, read
-from tpuport.cli.shown.versions import versions
 from tpuport.core.enums import Task
+from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.files.sealed_json import sidecar_path
 from tpuport.core.files.sources import Source, read_image, read_video
-from tpuport.core.files.typed import recorded_in
+from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
-from tpuport.core.run.result import latents_digest
+from tpuport.core.run.records import Sidecar
+from tpuport.core.run.records import read as read_recorded
+from tpuport.core.run.sidecar import latents_digest
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import ArtifactError, ReplayError, WeightsError
+from tpuport.errors import (
+    ArtifactError,
+    AttentionError,
+    ReplayError,
+    UsageError,
+    WeightsError,
+)
 from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
@@ -52,25 +65,26 @@ if TYPE_CHECKING:
 def replay(
     settings: Settings,
     sidecar: Annotated[
-        str, typer.Argument(metavar="FILE.json", help="The JSON beside a video.")
+        str, typer.Argument(metavar="FILE", help="A video, or the JSON beside it.")
     ],
 ) -> None:
-    """Run a sidecar's settings again and compare the latents, bit for bit.
+    """Make a recorded video's latents again and compare them, bit for bit.
 
     With --out the video is made and written too; without it the latents are enough.
     """
     prepare(debug=settings.debug)
-    document = _replay(Path(sidecar).expanduser(), settings)
-    say(f"the same latents as {sidecar}: {document['latents_sha256']}")
+    file = _sidecar_of(Path(sidecar).expanduser())
+    document = _replay(file, settings)
+    say(f"the same latents as {file}: {document['latents_sha256']}")
     give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
-    if asked.report is not None:
-        check_report(asked.report)
-    recorded = read(file)
-    settings = _settings(recorded, asked)
+    recorded = _recorded(file)
+    video = _check_video(file, recorded)
+    with _naming(file):
+        stages_as = _settings(recorded, asked)
     port = get_port(recorded["model"])
     request = recorded_request(port, recorded["request"], file, "request")
     if not 0 <= recorded["video"] < len(request.prompts):
@@ -78,17 +92,28 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
             f"{file}: has no usable video ({recorded['video']} of "
             f"{len(request.prompts)}); it cannot be replayed"
         )
+    settings = stages_as[STAGES[0]]
+    prompt = textwrap.shorten(request.prompts[recorded["video"]], 80)
+    what = f"{recorded['model']} {recorded['variant']}, {prompt!r}"
+    say(f"replaying {file} ({what}): {in_words(request)}")
+    inputs = _inputs(file, video, recorded)
+    if asked.report is not None:
+        check_report(asked.report, [*settings.inputs(), *inputs])
     outputs = None
     if asked.out is not None:
-        outputs = plan_outputs(asked.out, len(request.prompts), asked.report)
+        count = len(request.prompts)
+        outputs = outputs_of(settings, "", count, request=request, inputs=inputs)
+        for remark in outputs.remarks():
+            say(remark)
     noise = _noise(file, recorded)
     source = _source(file, recorded, request)
     cache = cache_folder(asked.cache_dir)
     with make_display() as display, contextlib.ExitStack() as stack:
-        sessions = _Sessions(file, recorded, settings, cache, display, stack)
+        sessions = _Sessions(stages_as, cache, display, stack)
         session = sessions.of(STAGES[0])
         _check_weights(file, recorded, session.checkpoint)
-        session.check(request)
+        with _naming(file):
+            session.check(request)
         run = session.open_run(new_run_folder(cache), request)
         stack.enter_context(
             going_on(run, settings, asked.out or "video.mp4", temporary=True)
@@ -137,55 +162,115 @@ class _Sessions:
 
     def __init__(
         self,
-        file: Path,
-        recorded: Sidecar,
-        settings: Settings,
+        settings: Mapping[str, Settings],
         cache: Path,
         reporter: Reporter,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._file = file
-        self._recorded = recorded
         self._settings = settings
         self._cache = cache
         self._reporter = reporter
         self._stack = stack
-        self._open: dict[tuple[Any, ...], Session] = {}
+        self._open: list[tuple[Settings, Session]] = []
 
     def of(self, stage: str) -> Session:
         """The session that runs a stage as the sidecar records it."""
-        stages: Mapping[str, Any] = self._recorded["stages"]
-        how = stages[stage]
-        names = ("dtype", "mesh", "attention", "backend", "sharding", "blocks")
-        changes = {name: how[name] for name in names}
-        changes["vae"] = how["implementations"].get("vae", TORCHAX)
-        # One for all stages, since it is of decode alone.
-        changes["vae_tiling"] = stages[STAGES[2]]["vae_tiling"]
-        field = f"stages.{stage}"
-        with recorded_in(self._file, field, "it cannot be replayed"):
-            made = RunSettings.read(changes, named=str)
-        key = tuple(changes.values())
-        if key not in self._open:
-            session = open_session(
-                changed(self._settings, **{n: getattr(made, n) for n in changes}),
-                cache=self._cache,
-                reporter=self._reporter,
-            )
-            self._open[key] = self._stack.enter_context(session)
-        return self._open[key]
+        asked = self._settings[stage]
+        for settings, session in self._open:
+            if settings == asked:
+                return session
+        session = open_session(asked, cache=self._cache, reporter=self._reporter)
+        self._open.append((asked, self._stack.enter_context(session)))
+        return session
 
 
-def _settings(recorded: Sidecar, asked: Settings) -> Settings:
-    """The settings of the sidecar, with what the user gave in their place."""
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Put the file in front of what is wrong with the settings that are in it."""
+    try:
+        yield
+    except (UsageError, AttentionError) as error:
+        raise type(error)(f"{file}: {error}") from error
+
+
+def _sidecar_of(path: Path) -> Path:
+    """The sidecar that was named, or the one of the video that was."""
+    if path.is_dir():
+        return sidecar_path(path.resolve())
+    if path.suffix == ".json":
+        return path
+    return sidecar_path(path if path.suffix else path.with_name(f"{path.name}.mp4"))
+
+
+def _check_video(file: Path, recorded: Sidecar) -> Path | None:
+    """The video beside a sidecar, found to be its own; ``None`` where there is none.
+
+    Raises:
+        ArtifactError: it is another video.
+    """
+    output, name = recorded["output"], file.name.removesuffix(".json")
+    folder = output["kind"] == "png"
+    video = file.with_name(name.removesuffix(".png") if folder else name)
+    if video == file or video.is_dir() != folder or not video.exists():
+        say(f"no video lies beside {file}; its settings are enough")
+        return None
+    found, _ = hash_output(video)
+    if found != output["sha256"]:
+        raise ArtifactError(
+            f"{video}: is not the video of {file} (recorded sha256 "
+            f"{output['sha256'][:16]}, found {found[:16]}); it was altered or "
+            "replaced: move it away to replay the settings alone"
+        )
+    return video
+
+
+def _inputs(file: Path, video: Path | None, recorded: Sidecar) -> list[Path]:
+    """What a replay reads and compares with, which it must not replace."""
+    noise, source = recorded["initial_latents"], recorded["source"]
+    files = [noise["file"]] if noise else []
+    files += source["files"] if source else []
+    return [file, *([video] if video else []), *(Path(name) for name in files)]
+
+
+def _recorded(file: Path) -> Sidecar:
+    """A sidecar of which a replay is possible.
+
+    Raises:
+        ArtifactError: it is not.
+    """
+    recorded = read_recorded(file)
+    if given := recorded["given"]:
+        raise ArtifactError(
+            f"{file}: the video was made from tensors in memory ({', '.join(given)}); "
+            "it cannot be replayed"
+        )
+    return recorded
+
+
+def _settings(recorded: Sidecar, asked: Settings) -> dict[str, Settings]:
+    """The settings of each stage, with what the user gave in their place."""
     port = get_port(recorded["model"])
     known = recorded["variant"] in port.variant_names()
-    return changed(
-        asked,
-        model=recorded["model"],
-        variant=recorded["variant"] if known else None,
-        weights=asked.weights or recorded["weights"]["source"],
-        encode_on=recorded["stages"]["encode"]["encode_on"],
-    )
+    stages: Mapping[str, Any] = recorded["stages"]
+    names = ("dtype", "mesh", "attention", "backend", "sharding", "blocks")
+    found: dict[str, Settings] = {}
+    for stage in STAGES:
+        how = {
+            **{name: stages[stage][name] for name in names},
+            "vae": stages[stage]["implementations"].get("vae", TORCHAX),
+            # One for all stages, since it is of decode alone.
+            "vae_tiling": stages[STAGES[2]]["vae_tiling"],
+        }
+        read = RunSettings.read(how, named=str)
+        found[stage] = changed(
+            asked,
+            **{name: getattr(read, name) for name in how},
+            model=recorded["model"],
+            variant=recorded["variant"] if known else None,
+            weights=asked.weights or recorded["weights"]["source"],
+            encode_on=stages[STAGES[0]]["encode_on"],
+        )
+    return found
 
 
 def _noise(file: Path, recorded: Sidecar) -> Noise | None:
@@ -225,14 +310,14 @@ def _source(file: Path, recorded: Sidecar, request: Request) -> Source | None:
             f"{file}: does not say which file the video was made from; it cannot be "
             "replayed"
         )
-    name = entry["files"][0]
+    names = entry["files"]
     if request.task == Task.IMAGE:
-        source = read_image(name)
+        source = read_image(names)
     else:
         frames = request.num_frames
-        source = read_video(name, frames).first(frames)
+        source = read_video(names[0], frames).first(frames)
     if source.digests_for(len(request.prompts)) != request.sources:
-        raise ArtifactError(f"{name}: is not the {source.kind} that {file} records")
+        raise ArtifactError(f"{names[0]}: is not the {source.kind} that {file} records")
     return source
 
 

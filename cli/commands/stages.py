@@ -18,19 +18,19 @@ from tpuport.cli.asked.sessions import (
     in_words,
     make_request,
     open_session,
+    outputs_of,
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.run_stages import (
-    Video,
     decode_videos,
     describe_results,
     open_existing,
     run_stage,
 )
 from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.outputs import plan_outputs
 from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
@@ -113,9 +113,11 @@ def decode(settings: Settings) -> None:
     started = time.perf_counter()
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[2])
-    count = len(run.settings["prompts"])
-    out = settings.out or str(run.path / "video.mp4")
-    outputs = plan_outputs(out, count, settings.report)
+    request = recorded_request(get_port(run.model), run.settings, run.file)
+    place = str(run.path / "video.mp4")
+    outputs = outputs_of(settings, place, len(request.prompts), request=request)
+    for remark in outputs.remarks():
+        say(remark)
     cache = cache_folder(settings.cache_dir)
     with (
         make_display() as display,

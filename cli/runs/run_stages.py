@@ -7,23 +7,21 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.noise import Noise
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown import sidecar as _sidecar
-from tpuport.cli.shown.outputs import Outputs
-from tpuport.cli.shown.versions import versions
-from tpuport.cli.shown.videos import VideoFiles
 from tpuport.core.enums import Backend, Pixels, Place
+from tpuport.core.files.outputs import Outputs, Video, VideoFiles
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.files.sealed_json import sidecar_path as sidecar_of
-from tpuport.core.files.sealed_json import write_sidecar
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
+from tpuport.core.run.records import recorded_stage
+from tpuport.core.run.sidecar import stage_note
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
@@ -38,27 +36,6 @@ if TYPE_CHECKING:
 
 def _request(session: Session, run: RunDirectory) -> Request:
     return recorded_request(session.port, run.settings, run.file)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Video:
-    """A video that was written, and the JSON beside it."""
-
-    path: Path
-    sidecar: Path
-    data: Mapping[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready, for ``--json``."""
-        request, index = self.data["request"], self.data["video"]
-        return {
-            "path": str(self.path),
-            "sidecar": str(self.sidecar),
-            "prompt": request["prompts"][index],
-            "negative_prompt": request["negative_prompts"][index],
-            "seed": request["seeds"][0][index % len(request["seeds"][0])],
-            "latents_sha256": self.data["latents_sha256"],
-        }
 
 
 def run_stage(
@@ -85,29 +62,14 @@ def run_stage(
         name,
         source=source,
         extra=extra,
-        note=stage_note(session, noise, source),
+        note=stage_note(
+            session.settings,
+            noise=None if noise is None else noise.record(),
+            source=source,
+        ),
         pixels=Pixels.UINT8,
         on_frames=None if files is None else files.take,
     )
-
-
-def stage_note(
-    session: Session, noise: Noise | None = None, source: Source | None = None
-) -> dict[str, Any]:
-    """What run.json keeps of how a stage was asked for."""
-    return {
-        "backend": session.settings.backend,
-        "attention": str(session.settings.attention),
-        "encode_on": session.encode_on,
-        "vae_tiling": session.settings.vae_tiling,
-        "versions": versions(),
-        "initial_latents": noise.record() if noise is not None else None,
-        "source": None if source is None else _source_record(source),
-    }
-
-
-def _source_record(source: Source) -> dict[str, Any]:
-    return {"kind": source.kind, "files": list(source.files)}
 
 
 def reusable(
@@ -119,9 +81,9 @@ def reusable(
     """
     if not run.finished(name):
         return False
-    record: Mapping[str, Any] = _sidecar.recorded_stage(run, name)
+    record: Mapping[str, Any] = recorded_stage(run, name)
     now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
-    note = stage_note(session)
+    note = stage_note(session.settings)
     then = record.get("note") or {}
     keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
     # A stage without native forms is the same with any blocks.
@@ -212,25 +174,25 @@ def decode_videos(
 def _publish(
     session: Session, run: RunDirectory, files: VideoFiles, report: RunReport
 ) -> list[Video]:
-    """Name the videos of a run, write their sidecars, record them in run.json.
+    """Name the videos of a run, with their sidecars, and record them in run.json.
 
     Args:
         files: with all frames of the videos, which were found to be good.
         report: of the run; its last stage is decode.
     """
-    outputs = files.outputs
-    latents = run.read_stage(STAGES[1], session.port.stage(STAGES[1]).writes)["latents"]
-    files.publish()
-    decode = {**session.stage_record(report.stages[-1]), "note": stage_note(session)}
-    run.record_output(STAGES[2], list(outputs.paths), decode)
-    videos = []
-    for index, path in enumerate(outputs.paths):
-        data = _sidecar.describe(
-            session, run, index, latents=latents, outputs=outputs, report=report
-        )
-        sidecar = sidecar_of(path)
-        write_sidecar(sidecar, data)
-        videos.append(Video(path=path, sidecar=sidecar, data=data))
+    denoise = session.port.stage(STAGES[1])
+    latents = run.read_stage(denoise.name, denoise.writes)["latents"]
+    decode = {
+        **session.stage_record(report.stages[-1]),
+        "note": stage_note(session.settings),
+    }
+    records: dict[str, Mapping[str, Any]]
+    records = {name: recorded_stage(run, name) for name in STAGES[:2]}
+    records[STAGES[2]] = decode
+    origin = replace(session.origin(records), fingerprints=lambda: run.weights)
+    request = _request(session, run)
+    videos = files.publish(partial(origin.describe, request, latents, report))
+    run.record_output(STAGES[2], [video.path for video in videos], decode)
     return videos
 
 
@@ -291,7 +253,7 @@ def resume_command(
     for stage in stages:
         words = ["tpuport", stage, "--run-dir", str(folder), *_flags(stage, settings)]
         if stage == STAGES[2]:
-            words += ["--out", out]
+            words += ["--out", out, *(["--overwrite"] if settings.overwrite else [])]
             if settings.report is not None:
                 words += ["--report", str(settings.report)]
         lines.append(shlex.join(words))
@@ -345,7 +307,7 @@ def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
     port = get_port(run.model)
     weights = settings.weights
     if weights is None:
-        weights = _sidecar.recorded_stage(run, STAGES[0])["weights"]
+        weights = recorded_stage(run, STAGES[0])["weights"]
     # A checkpoint of no published size has a variant of its own, found by looking.
     variant = run.variant if run.variant in port.variant_names() else None
     # These stages never run the text encoder: its heads need not fit the mesh.

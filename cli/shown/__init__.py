@@ -1,4 +1,4 @@
-"""What a person or a program reads: errors, progress, results, files beside a video.
+"""What a person or a program reads: errors, progress, results.
 
 Not here: flags (asked).
 May import: the packages below the command line.

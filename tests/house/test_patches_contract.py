@@ -130,7 +130,7 @@ def test_a_word_is_found_whole() -> None:
 def test_a_patch_holds_in_the_block_and_is_undone(patch: Patch) -> None:
     before = own(patch)
     with applied([patch]) as report:
-        assert [entry.state for entry in report.entries] == ["applied"]
+        assert [entry.state for entry in report] == ["applied"]
         assert own(patch) is not before
     assert own(patch) is before
     with pytest.raises(ZeroDivisionError), applied([patch]):
@@ -157,7 +157,7 @@ def test_a_patch_whose_target_is_gone_fails_by_name(patch: Patch) -> None:
         raise AssertionError("the block ran")
     assert f"patch {patch.name!r}: target {gone.target} does not" in str(caught.value)
     assert own(patch) is before
-    (status,) = inspect_patches([gone]).entries
+    (status,) = inspect_patches([gone])
     assert (status.state, status.detail) == ("gone", str(caught.value))
 
 
@@ -165,7 +165,7 @@ def test_a_patch_whose_target_is_gone_fails_by_name(patch: Patch) -> None:
 def test_a_patch_for_other_versions_is_skipped_and_says_so(patch: Patch) -> None:
     package = re.split(r"[<>=!~]", patch.upstream)[0]
     other = dataclasses.replace(patch, upstream=f"{package}==0.0.0.1")
-    (status,) = inspect_patches([other]).entries
+    (status,) = inspect_patches([other])
     found = entry_of(patch).installed
     assert status.state == "skipped"
     assert status.detail == f"for {package}==0.0.0.1; {package} {found} is installed"

@@ -14,22 +14,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from tests.models.cogvideox import videos as cogvideox
 from tests.models.hunyuanvideo import videos as hunyuanvideo
 from tests.models.recorded import FOLDER
 
+MODELS: dict[str, Any] = {
+    name: model for model in (cogvideox, hunyuanvideo) for name in model.VIDEOS
+}
+
 
 def main() -> None:
-    asked = sys.argv[1:] or list(hunyuanvideo.VIDEOS)
-    if unknown := set(asked) - set(hunyuanvideo.VIDEOS):
-        known = ", ".join(hunyuanvideo.VIDEOS)
+    asked = sys.argv[1:] or list(MODELS)
+    if unknown := set(asked) - set(MODELS):
+        known = ", ".join(MODELS)
         raise SystemExit(f"no record {', '.join(sorted(unknown))}; there are {known}")
     with tempfile.TemporaryDirectory() as root:
         for name in asked:
-            video = hunyuanvideo.VIDEOS[name]
-            folder = Path(root, video.checkpoint)
+            model = MODELS[name]
+            video = model.VIDEOS[name]
+            folder = Path(root, model.__name__, video.checkpoint)
             if not folder.exists():
-                hunyuanvideo.make_checkpoint(video.checkpoint, folder)
+                model.make_checkpoint(video.checkpoint, folder)
             path = video.live(folder).write(name, video.source(folder))
             print(f"{path.stat().st_size / 1e3:7.1f} kB  {path.name}", flush=True)
     total = sum(path.stat().st_size for path in FOLDER.iterdir())

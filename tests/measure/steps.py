@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.programs.source_hash import source_hash
+from tpuport.core.programs.program_key import source_hash
 
 MODELS = {
     "cogvideox": ("--model cogvideox --variant 1.5-5b --size 1280x720", 42),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.processes import Once
 from tpuport.models.cogvideox import demo
 
 #: How programs are compiled for users, as ``compiler_options``: XLA's own defaults,
@@ -167,17 +169,18 @@ PUBLISHED = {
 }
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small checkpoint of a form, made once."""
-    root = tmp_path_factory.mktemp("checkpoints")
+def checkpoint_of(form: str, folder: Path) -> Path:
+    """Write the checkpoint of a form with the scheduler of :data:`PUBLISHED`."""
+    return write_checkpoint(folder, form, PUBLISHED.get(form, "CogVideoXDPMScheduler"))
 
+
+@pytest.fixture(scope="session")
+def checkpoints(once: Once) -> Callable[[str], Path]:
+    """The folder of a small checkpoint of a form, made once for all test processes."""
+
+    @functools.cache
     def get(form: str) -> Path:
-        folder = root / form
-        if not folder.exists():
-            scheduler = PUBLISHED.get(form, "CogVideoXDPMScheduler")
-            write_checkpoint(folder, form, scheduler)
-        return folder
+        return once(f"cogvideox-{form}", lambda folder: checkpoint_of(form, folder))
 
     return get
 

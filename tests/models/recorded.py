@@ -3,8 +3,8 @@
 A record holds what one upstream pipeline made of one request on one small checkpoint:
 
 - the latents whole, in float32;
-- of the frames every eleventh value, in float32. Eleven divides no side of them, so
-  the sample meets every frame, row, column and colour;
+- of the frames every eleventh value or one of ``each`` others, in float32. The number
+  divides no side of them, so the sample meets every frame, row, column and colour;
 - of the frames the mean of each square of 8 x 8 pixels, by colour, in float32. What
   goes wrong between the values of the sample, at a seam or an edge, moves a mean.
 
@@ -34,8 +34,8 @@ from tests.tolerances import TOLERANCES
 FOLDER = Path(__file__).parent / "records"
 COMMAND = "python -m tests.measure.references"
 
-#: Every eleventh value of a frame is kept, and the mean of each square of this side.
-EACH, SIDE = 11, 8
+#: The side of the squares of pixels whose means are kept.
+SIDE = 8
 
 ATOL = TOLERANCES["video float32"]
 #: Of the means: what rounds up and what rounds down cancel.
@@ -88,17 +88,19 @@ class Record:
     Attributes:
         latents: float32 [N, C, T, Y, X] as the pipeline gives them.
         size: of the frames, [N, F, Y, X, 3].
-        sample: every ``EACH``-th value of each video's frames, float32 [N, values].
+        each: of how many values of the frames one is in the sample.
+        sample: every ``each``-th value of each video's frames, float32 [N, values].
         means: of squares of ``SIDE`` pixels, float32 [N, F, Y / SIDE, X / SIDE, 3].
     """
 
     latents: np.ndarray
     size: tuple[int, ...]
+    each: int
     sample: np.ndarray
     means: np.ndarray
 
     @classmethod
-    def of(cls, frames: Any, latents: Any) -> Record:
+    def of(cls, frames: Any, latents: Any, each: int = 11) -> Record:
         """Of frames [N, F, Y, X, 3] in [0, 1] and latents, both float32."""
         frames, latents = np.asarray(frames), np.asarray(latents)
         if {frames.dtype, latents.dtype} != {np.dtype(np.float32)}:
@@ -110,7 +112,8 @@ class Record:
         return cls(
             latents=np.ascontiguousarray(latents),
             size=frames.shape,
-            sample=np.ascontiguousarray(frames.reshape(videos, -1)[:, ::EACH]),
+            each=each,
+            sample=np.ascontiguousarray(frames.reshape(videos, -1)[:, ::each]),
             # In a layout of their own, means would be written in that order.
             means=np.ascontiguousarray(
                 squares.mean(axis=(3, 5), dtype=np.float64), np.float32
@@ -126,8 +129,8 @@ class Record:
         }
         path = FOLDER / f"{name}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = json.dumps(self.size)
-        save_file(arrays, path, metadata={**source, **versions, "size": size})
+        layout = {"size": json.dumps(self.size), "each": str(self.each)}
+        save_file(arrays, path, metadata={**source, **versions, **layout})
         return path
 
     @classmethod
@@ -147,7 +150,8 @@ class Record:
                 f"the record of {name} was made from {key} {told[key]}, not {value}; "
                 f"make it anew with {COMMAND} {name}"
             )
-        return cls(size=tuple(json.loads(told["size"])), **arrays)
+        size = tuple(json.loads(told["size"]))
+        return cls(size=size, each=int(told["each"]), **arrays)
 
     def check(self, frames: Any, latents: Any) -> None:
         """Hold other frames and latents to these.
@@ -155,10 +159,22 @@ class Record:
         Raises:
             AssertionError: shapes differ, or values differ by more than is allowed.
         """
-        found = Record.of(frames, latents)
+        self._compare(Record.of(frames, latents, self.each), ATOL, MEANS_ATOL)
+
+    def check_live(self, live: Record) -> None:
+        """Hold what upstream makes now to this: another processor rounds otherwise.
+
+        Raises:
+            AssertionError: shapes differ, or values differ by more than is allowed.
+        """
+        assert live.each == self.each
+        atol = TOLERANCES["component float32"]
+        self._compare(live, atol, atol)
+
+    def _compare(self, found: Record, atol: float, means_atol: float) -> None:
         assert found.size == self.size
         assert found.latents.shape == self.latents.shape
-        for name, atol in (("latents", ATOL), ("sample", ATOL), ("means", MEANS_ATOL)):
+        for name, most in (("latents", atol), ("sample", atol), ("means", means_atol)):
             off = float(np.abs(getattr(found, name) - getattr(self, name)).max())
             # Also where it is not a number.
-            assert off <= atol, f"{name} differ by {off:.2g}, over {atol:.0e}"
+            assert off <= most, f"{name} differ by {off:.2g}, over {most:.0e}"

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from tests.patches.tools import traced
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.mesh.halos import Side
-from tpuport.core.mesh.spatial_split import Space
+from tpuport.core.mesh.spatial_split import Side, Space
 from tpuport.patches.padding import PADDING, pad
 
 CASES: list[tuple[tuple[int, ...], list[int], dict[str, Any]]] = [

@@ -21,9 +21,7 @@ def told(
 ) -> tuple[tuple[bool, bool], list[jax.Array]]:
     """What a kernel is compiled for, and what it is told as it runs.
 
-    Args:
-        real: ``None`` for all of both.
-        sides: rows and columns of a device.
+    ``sides`` are rows and columns of a device; ``real`` is ``None`` for all of both.
 
     Returns:
         of rows and of columns whether some may be phantoms; and where some may, one

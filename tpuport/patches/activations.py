@@ -6,25 +6,14 @@ torch evaluates it in float32 and rounds the result. In float32 nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 
 
 def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
-    """``torch.nn.functional.gelu``, evaluated in float32.
-
-    Args:
-        input: of any shape.
-        approximate: ``"none"`` or ``"tanh"``.
-
-    Returns:
-        of the shape and dtype of ``input``.
+    """``torch.nn.functional.gelu`` of any shape, evaluated in float32.
 
     Source: ATen/native/cpu/Activation.cpp, ``GeluKernelImpl``.
     """
@@ -32,13 +21,9 @@ def gelu(input: jax.Array, *, approximate: str = "none") -> jax.Array:
     return wide.astype(input.dtype)
 
 
-def _make(context: OpContext) -> Callable[..., Any]:
-    return gelu
-
-
 GELU_ROUNDED_ONCE = OpOverride(
     targets=("torch.ops.aten.gelu",),
-    make=_make,
+    make=lambda context: gelu,
     owner="tpuport.patches.activations",
     reason="GELU in float32, rounded once, as torch's kernels have it",
 )

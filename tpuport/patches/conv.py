@@ -25,23 +25,6 @@ from tpuport.kernels.convolution.conv import video_convolution
 from tpuport.kernels.convolution.conv_kernel import pitch_of
 
 
-def _is_three_dimensional(
-    weight: jax.Array,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    groups: int,
-) -> bool:
-    return (
-        weight.ndim == 5
-        and weight.shape[2] > 1
-        and stride[0] == 1
-        and dilation[0] == 1
-        and not transposed
-        and groups == 1
-    )
-
-
 def convolution_by_taps(
     input: jax.Array,
     weight: jax.Array,
@@ -242,9 +225,8 @@ def _make(context: OpContext) -> Callable[..., Any]:
             around = (pads[-2], pads[-1])
             input = space.halo(input, dims, around, around)
             pads[-2:] = [0, 0]
-        if platform == "cpu" and _is_three_dimensional(
-            weight, steps, apart, transposed, groups
-        ):
+        by_taps = axes == 3 and weight.shape[2] > 1 and groups == 1 and not transposed
+        if platform == "cpu" and by_taps and steps[0] == apart[0] == 1:
             return convolution_by_taps(input, weight, bias, steps, pads, apart)
         if platform == "tpu" and batched and not transposed:
             return plain_convolution(input, weight, bias, steps, pads, apart, groups)

@@ -21,21 +21,9 @@ from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 
 
-def _trailing_axes(
-    name: str, input: jax.Array, normalized_shape: int | Sequence[int]
-) -> tuple[int, ...]:
-    """The axes of ``normalized_shape``, which must be the trailing dims."""
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    dims = tuple(normalized_shape)
-    if tuple(input.shape[input.ndim - len(dims) :]) != dims:
-        raise ValueError(f"{name} over {dims} of an input of shape {input.shape}")
-    return tuple(range(input.ndim - len(dims), input.ndim))
-
-
 def layer_norm(
     input: jax.Array,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-5,
@@ -47,16 +35,12 @@ def layer_norm(
     Raises:
         ValueError: the trailing dims of ``input`` are not ``normalized_shape``.
     """
-    axes = _trailing_axes("layer_norm", input, normalized_shape)
-    x = input.astype(jnp.float32)
-    centred = x - jnp.mean(x, axis=axes, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
-    out = centred / jnp.sqrt(variance + eps)
-    if weight is not None:
-        out = out * weight.astype(jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)
-    return out.astype(input.dtype)
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    dims = tuple(normalized_shape)
+    if tuple(input.shape[input.ndim - len(dims) :]) != dims:
+        raise ValueError(f"layer_norm over {dims} of an input of shape {input.shape}")
+    return _native_layer_norm(input, dims, weight, bias, eps)[0]
 
 
 def group_norm(
@@ -142,40 +126,41 @@ def _native_layer_norm(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``aten.native_layer_norm``: (output, mean, reciprocal std)."""
-    count = len(tuple(normalized_shape))
-    axes = tuple(range(input.ndim - count, input.ndim))
+    axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     x = input.astype(jnp.float32)
     mean = jnp.mean(x, axis=axes, keepdims=True)
-    variance = jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
-    out = layer_norm(input, normalized_shape, weight, bias, eps)
-    return out, mean, 1 / jnp.sqrt(variance + eps)
+    centred = x - mean
+    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
+    deviation = jnp.sqrt(variance + eps)
+    out = centred / deviation
+    if weight is not None:
+        out = out * weight.astype(jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(input.dtype), mean, 1 / deviation
 
 
 def _override(
-    targets: tuple[str, ...], make: Callable[[OpContext], Callable[..., Any]]
+    target: str, make: Callable[[OpContext], Callable[..., Any]]
 ) -> OpOverride:
     return OpOverride(
-        targets=targets,
+        targets=(target,),
         make=make,
         owner="tpuport.patches.norms",
         reason="norm statistics in float32, two-pass",
     )
 
 
-def _group_norm_of(context: OpContext) -> Callable[..., Any]:
-    return functools.partial(group_norm, space=context.space)
-
-
-def _native_group_norm_of(context: OpContext) -> Callable[..., Any]:
-    return functools.partial(_native_group_norm, context.space)
-
-
 FLOAT32_NORMS: tuple[OpOverride, ...] = (
-    _override(("torch.nn.functional.layer_norm",), lambda context: layer_norm),
-    _override(("torch.nn.functional.group_norm",), _group_norm_of),
+    _override("torch.nn.functional.layer_norm", lambda context: layer_norm),
     _override(
-        ("torch.ops.aten.native_layer_norm",), lambda context: _native_layer_norm
+        "torch.nn.functional.group_norm",
+        lambda context: functools.partial(group_norm, space=context.space),
     ),
-    _override(("torch.ops.aten.native_group_norm",), _native_group_norm_of),
+    _override("torch.ops.aten.native_layer_norm", lambda context: _native_layer_norm),
+    _override(
+        "torch.ops.aten.native_group_norm",
+        lambda context: functools.partial(_native_group_norm, context.space),
+    ),
 )
 """Override claims a model port lists to get float32 norms."""

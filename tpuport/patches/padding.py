@@ -7,15 +7,12 @@ column of a neighbour.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from tpuport.core.mesh.halos import Border
-from tpuport.core.mesh.spatial_split import Space
-from tpuport.core.tracing.context import OpContext
+from tpuport.core.mesh.spatial_split import Border, Space
 from tpuport.core.tracing.op_overrides import OpOverride
 
 _MODES = {
@@ -78,14 +75,9 @@ def _border(mode: str, value: float | None, pairs: Sequence[tuple[int, int]]) ->
     )
 
 
-def _make(context: OpContext) -> Callable[..., Any]:
-
-    return functools.partial(pad, space=context.space)
-
-
 PADDING = OpOverride(
     targets=("torch.nn.functional.pad",),
-    make=_make,
+    make=lambda context: functools.partial(pad, space=context.space),
     owner="tpuport.patches.padding",
     reason="split in space, a device needs its neighbours' rows and columns",
 )

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 
 
@@ -103,19 +101,15 @@ def _repeat_by_matrix(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return out.reshape(*outer, height * rows, width * columns)
 
 
-def _make(context: OpContext) -> Callable[..., Any]:
-    if context.platform == "tpu":
-        return functools.partial(nearest_resize, by_matrix=True)
-    return nearest_resize
-
-
 NEAREST_RESIZE = OpOverride(
     targets=(
         "torch.ops.aten.upsample_nearest1d",
         "torch.ops.aten.upsample_nearest2d",
         "torch.ops.aten.upsample_nearest3d",
     ),
-    make=_make,
+    make=lambda context: functools.partial(
+        nearest_resize, by_matrix=context.platform == "tpu"
+    ),
     owner="tpuport.patches.resize",
     reason="nearest-neighbour resizing as a broadcast instead of gathers",
 )

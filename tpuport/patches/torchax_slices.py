@@ -90,32 +90,22 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     return __setitem__
 
 
-_REASON = (
-    "`x[:, :, n:] = f(x[:, :, n:])` under jit gives wrong values on the CPU compiler "
-    "of jaxlib 0.10.2, at some batch sizes: CogVideoX rotates its queries this way, "
-    "and its output is 0.1 off. Right eagerly, with the fusion pass or the algebraic "
-    "simplifier off, and when slices are joined instead"
-)
-_LINK = "https://github.com/google/torchax"
-
-SLICE_ASSIGNMENT: tuple[Patch, ...] = (
+SLICE_ASSIGNMENT = tuple(
     Patch(
-        name="torchax-slice-assignment-tensor",
-        target="torchax.tensor:Tensor.__setitem__",
-        replacement=_set_item,
+        name=f"torchax-slice-assignment-{name}",
+        target=target,
+        replacement=replacement,
         wraps=True,
-        reason=_REASON,
+        reason="`x[:, :, n:] = f(x[:, :, n:])` under jit gives wrong values on the CPU "
+        "compiler of jaxlib 0.10.2, at some batch sizes: CogVideoX rotates its queries "
+        "this way, and its output is 0.1 off. Right eagerly, with the fusion pass or "
+        "the algebraic simplifier off, and when slices are joined instead",
         upstream="torchax==0.0.13",
-        link=_LINK,
-    ),
-    Patch(
-        name="torchax-slice-assignment-view",
-        target="torchax.view:NarrowInfo.update_tensor",
-        replacement=_update_view,
-        wraps=True,
-        reason=_REASON,
-        upstream="torchax==0.0.13",
-        link=_LINK,
-    ),
+        link="https://github.com/google/torchax",
+    )
+    for name, target, replacement in (
+        ("tensor", "torchax.tensor:Tensor.__setitem__", _set_item),
+        ("view", "torchax.view:NarrowInfo.update_tensor", _update_view),
+    )
 )
 """For any model that assigns to slices inside ``forward``."""

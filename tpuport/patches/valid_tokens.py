@@ -30,20 +30,15 @@ def attend(
     frame_tokens: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of [B, H, Lq, D] queries on [B, H, Lk, D] keys.
+    """Attention of [B, H, Lq, D] queries on [B, H, Lk, D] keys, [B, H, Lq, Dv].
 
     Args:
-        query: of shape [B, H, Lq, D].
-        key: of shape [B, H, Lk, D]; fewer heads are allowed where they divide H.
-        value: of shape [B, H, Lk, Dv].
+        key, value: fewer heads are allowed where they divide H.
         key_lengths: integers of shape [B]; keys from there on have weight 0. An item
             without any key gives 0.
         frame_tokens: query i sees the keys of frames 0..i // frame_tokens; needs
             Lq = Lk, in whole frames.
         scale: factor of the scores; ``None`` means 1/sqrt(D).
-
-    Returns:
-        of shape [B, H, Lq, Dv], in the dtype of ``query``.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -83,15 +78,10 @@ def take_tokens(tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def valid_first(
     tokens: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the valid tokens of each item to the front; both kinds keep their order.
-
-    Args:
-        tokens: of shape [B, L, C].
-        mask: of shape [B, L], see :func:`valid_order`.
+    """Tokens [B, L, C] in the order of :func:`valid_order`, bit for bit.
 
     Returns:
-        The tokens, bit for bit, of shape [B, L, C], and the number of valid ones,
-        integers of shape [B].
+        The tokens, and the number of valid ones, integers [B].
 
     Raises:
         ValueError: the shapes do not fit together.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 
+from tests.cli.tools import call
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings, gather
 from tpuport.core.enums import Blocks, Place
@@ -270,3 +271,25 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_file_says_nothing(file: Any) -> None:
     assert parse("--config", file("# nothing\n")) == Settings()
+
+
+def test_what_a_command_reads_is_known(file: Any, tmp_path: Path) -> None:
+    """No output may be one of these."""
+    prompts, weights = tmp_path / "prompts.txt", tmp_path / "weights"
+    prompts.write_text("a fox\n")
+    weights.mkdir()
+    config = file(f"prompt_file: {prompts}\nvideo: in.gif\n")
+    flags = ("--latents", "n.safetensors", "--run-dir", "run", "--weights", weights)
+    read = parse("--config", config, *flags).inputs()
+    run = ("run/run.json", "run/embeddings.safetensors", "run/latents.safetensors")
+    files = ("in.gif", "n.safetensors", *run, weights, config, prompts)
+    assert sorted(read) == sorted(Path(one) for one in files)
+    assert parse("--weights", "some/model").inputs() == []  # a hub id
+
+
+def test_a_value_off_its_rule_names_the_file_that_gave_it(file: Any) -> None:
+    config = file("prompt: a\nframes: 10\nsize: 96x64\n")
+    ran = call("generate", "--config", config)
+    assert ran.code == 2
+    assert ran.last == f"{config} gives: prompt, frames, size"
+    assert "nearest valid: 9 or 17" in ran.err

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,13 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import SMALL, Cli, Made, call
+from tests.processes import run_python
 from tpuport.cli.asked.sessions import check_early, check_run_early
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import progress as _progress
 from tpuport.core.enums import Backend
 from tpuport.core.files.sealed_json import read_document, write_document
-from tpuport.core.mesh.compiler_flags import flags_of_chip
+from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.programs import built_folder
 from tpuport.core.programs.built_folder import MANIFEST, MANIFEST_SCHEMA
 from tpuport.core.programs.executable_files import read_entry
@@ -310,12 +309,10 @@ def test_what_is_shown_of_a_program(
 def process(*args: str | Path, env: dict[str, str] | None = None) -> Any:
     """``tpuport ARGS`` in a process of its own: libtpu is loaded once in each."""
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "tpuport", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**clean, **(env or {})},
+    ran = run_python(
+        ["-m", "tpuport", *map(str, args)],
+        environment={**clean, **(env or {})},
+        folder=ROOT,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
@@ -350,7 +347,7 @@ def test_executables_for_absent_chips(absent: Any) -> None:
     assert key.devices[7] == "7 of process 0 at (1, 3, 0).0"
     assert "libtpu" in key.versions
     # A process without the flags, or with others, compiles again and says so.
-    assert {flag.text for flag in flags_of_chip("v6e")} <= set(key.flags)
+    assert {flag.text for flag in choose_flags("v6e").applied} <= set(key.flags)
     # Beside it, what jax's own cache would look for on the machine with the chips.
     assert list((folder / "xla").glob("jit_denoise_step-*-cache"))
     assert entry.traced.attention

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import Cli, Made
 from tests.measure.damage import Damage, damaged, damages, reseal, sample
-from tpuport.cli.shown.sidecar import read, recorded_stage
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.run.records import read, recorded_stage
 from tpuport.core.spec.requests import recorded_request
 from tpuport.errors import TpuportError
 from tpuport.plugins import get_port

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import SMALL, Cli, Made
 from tests.core.files.videos import read_back
+from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.sealed_json import read_sidecar
-from tpuport.core.run.result import latents_digest
 from tpuport.core.run.session import Session
-from tpuport.errors import OutputError
+from tpuport.core.run.sidecar import latents_digest
+from tpuport.errors import WriteError
 
 PANDA = ("generate", "--prompt", "a panda", *SMALL)
 
@@ -72,7 +73,9 @@ def test_the_sidecar_has_every_setting_and_a_summary(made: Made) -> None:
     request = sidecar["request"]
     assert (request["prompts"], request["seeds"]) == (["a fox"], [[7]])
     assert request["negative_prompts"] == ["blurry"]
-    assert sidecar["output"] == {"file": "video-001.mp4", "kind": "mp4"}
+    sha256, size = hash_output(path.with_suffix(""))
+    output = {"file": "video-001.mp4", "kind": "mp4", "sha256": sha256, "bytes": size}
+    assert sidecar["output"] == output
     assert sidecar["initial_latents"] is None
     assert sidecar["platform"]["backend"] == "cpu"
     assert sidecar["summary"]["peak_host_bytes"] > 0
@@ -239,6 +242,44 @@ def test_initial_latents_come_from_a_file(cli: Cli, tmp_path: Path) -> None:
     assert "noise.safetensors" in changed.last
 
 
+# --- what is there already
+
+
+def test_no_output_replaces_an_input(cli: Cli, made: Made) -> None:
+    """Refused before the work; an earlier video is kept, and that is said."""
+    shutil.copy(made.videos[0], "in.mp4")
+    before = Path("in.mp4").read_bytes()
+    run = (*PANDA, "--video", "in.mp4", "--overwrite")
+    for flags in (("--out", "in.mp4"), ("--out", "in"), ("--report", "in.mp4")):
+        ran = cli(*run, *flags)
+        assert ran.code == 2
+        assert "in.mp4, which the run reads" in ran.last
+        assert "started" not in ran.err
+    assert Path("in.mp4").read_bytes() == before
+
+
+def test_a_video_that_is_there_is_kept_unless_told_otherwise(
+    cli: Cli, run: Path
+) -> None:
+    decode = ("decode", "--run-dir", run, "--out", "fox.gif", "--json")
+    Path("fox-001.gif").write_text("mine")
+    ran = cli(*decode)
+    assert [v["path"] for v in ran.json["videos"]] == ["fox-000.gif", "fox-001-2.gif"]
+    said = "fox-001.gif is there (--overwrite replaces it): the video goes to"
+    assert f"{said} fox-001-2.gif" in ran.err.splitlines()
+    assert Path("fox-001.gif").read_text() == "mine"
+    ran = cli(*decode, "--overwrite")
+    assert [v["path"] for v in ran.json["videos"]] == ["fox-000.gif", "fox-001.gif"]
+    assert hash_output(Path("fox-001.gif")) == hash_output(Path("fox-001-2.gif"))
+
+
+def test_a_gif_that_lasts_too_long_is_refused_before_the_work(cli: Cli) -> None:
+    ran = cli(*PANDA, "--fps", "0.001", "--out", "fox.gif")
+    assert ran.code == 2
+    assert "and .gif holds 655 s; ask for --fps 0.014 or more" in ran.last
+    assert "started" not in ran.err
+
+
 # --- when it ends early
 
 
@@ -290,11 +331,11 @@ def test_a_video_that_cannot_be_written_loses_nothing(
     cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def append(*args: Any, **options: Any) -> None:
-        raise OutputError("v.mp4: cannot be written: No space left on device")
+        raise WriteError("v.mp4: cannot be written: No space left on device")
 
-    monkeypatch.setattr("tpuport.cli.shown.videos.VideoWriter.append", append)
+    monkeypatch.setattr("tpuport.core.files.outputs.VideoWriter.append", append)
     ran = cli(*PANDA, "--out", "v.mp4")
-    assert ran.code == 2
+    assert ran.code == 1
     assert "error: v.mp4: cannot be written: No space left" in ran.err
     (kept,) = (cache / "runs").iterdir()
     assert f"Go on with: tpuport decode --run-dir {kept}" in ran.last
@@ -346,6 +387,8 @@ def test_an_unexpected_error_is_one_line(
         (("-o", "scheduler=x"), "checkpoint, ddim, dpm"),
         (("--latents", "none.safetensors"), "none.safetensors cannot be read"),
         (("--out", "video.avi"), ".mp4, .gif, .webm"),
+        (("--out", ""), "give a file such as fox.mp4, or a folder"),
+        (("--out", "-"), "give a file such as fox.mp4, or a folder"),
         (("--out", "file/video.mp4"), "file"),
         (("--cache-dir", "file/cache"), "--cache-dir"),
     ],

@@ -10,7 +10,7 @@ from tests.cli.tools import Cli
 from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.commands import doctor
 from tpuport.core.mesh import compiler_flags as libtpu_flags
-from tpuport.core.mesh.compiler_flags import FLAGS, choose_flags, flags_of_chip
+from tpuport.core.mesh.compiler_flags import FLAGS, choose_flags
 from tpuport.plugins import get_port
 
 
@@ -70,7 +70,7 @@ def test_doctor_lists_compiler_flags_of_all_chips_where_there_is_none(cli: Cli) 
     assert "no TPU here; what they do is in --json" in text
     lines = {line.split()[1]: line for line in text.splitlines() if "on v" in line}
     for chip in ("v5e", "v5p", "v6e", "v7x"):
-        flags = [flag.text for flag in flags_of_chip(chip)]
+        flags = [flag.text for flag in choose_flags(chip).applied]
         assert flags
         assert all(flag in lines[chip] for flag in flags)
     names = cli("doctor", "--json").json["torchax"]["overloads_declared"]
@@ -80,7 +80,7 @@ def test_doctor_lists_compiler_flags_of_all_chips_where_there_is_none(cli: Cli) 
 def test_doctor_shows_the_flags_of_the_chip_and_whose_they_are(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = flags_of_chip("v6e")[:2]
+    ours, theirs = choose_flags("v6e").applied[:2]
     yours = f"--{theirs.name}=0"
     chosen = choose_flags("v6e", [yours])
     monkeypatch.setattr(libtpu_flags, "flags_for", lambda device: chosen)

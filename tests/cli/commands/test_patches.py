@@ -17,8 +17,8 @@ from tpuport.cli.commands import patches as command
 from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.spec.model_port import ModelPort, with_blocks
-from tpuport.core.tracing import op_overrides as ops
-from tpuport.core.tracing import patching
+from tpuport.core.tracing import patching, runtime
+from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.cogvideox.plugin import PORT
@@ -47,7 +47,7 @@ def override(*targets: str, reason: str = "why so") -> OpOverride:
     return OpOverride(targets=targets, make=_make, owner="acme", reason=reason)
 
 
-def _make(context: ops.OpContext) -> Callable[..., Any]:
+def _make(context: OpContext) -> Callable[..., Any]:
     raise AssertionError("made by listing it")
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_applied_installed_or_made(
         raise AssertionError("applied by listing it")
 
     monkeypatch.setattr(patching._Site, "apply", refuse)
-    monkeypatch.setattr(ops.OpRegistry, "install", refuse)
+    monkeypatch.setattr(runtime, "installed", refuse)
     before = textwrap.dedent
     everything = [p for listed in LISTED.values() for p in listed]
     assert everything

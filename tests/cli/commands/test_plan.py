@@ -6,8 +6,7 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,34 +14,31 @@ from typing import Any
 import pytest
 
 from tests.cli.tools import Cli
+from tests.processes import Done, needs_libtpu, run_python
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.plan import _final
 from tpuport.core.mesh.chips import chip as chip_named
-from tpuport.core.mesh.compiler_flags import flags_of_chip
+from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.planner import Planner
 
 ROOT = Path(__file__).resolve().parents[3]
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
-
-
 TWO_PROMPTS = ("--prompt", "a panda", "--prompt", "a red car on a bridge")
 
 
-def plan(cache: Path, *args: str) -> subprocess.CompletedProcess[str]:
+#: What libtpu reads of these, tpuport sets itself.
+OF_LIBTPU = ("TPU_", "ALLOW_MULTIPLE_LIBTPU_LOAD", "LIBTPU_", "XLA_FLAGS")
+
+
+def plan(cache: Path, *args: str) -> Done:
     """In a process of its own, whose environment no test has set up for a TPU."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)}
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-m", "tpuport", "plan", *args],
-        env=kept | {"PYTHONPATH": path, "TPUPORT_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_LIBTPU)}
+    return run_python(
+        ["-m", "tpuport", "plan", *args],
+        environment=kept | {"TPUPORT_CACHE_DIR": str(cache)},
+        folder=ROOT,
         timeout=550,
-        check=False,
     )
 
 
@@ -106,7 +102,9 @@ def test_what_is_planned_is_what_would_run(planned: Any) -> None:
     assert found["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
     assert found["settings"]["num_inference_steps"] == 3
     assert found["blocks"] == "native"
-    assert found["compiler_flags"] == [flag.text for flag in flags_of_chip("v6e")]
+    assert found["compiler_flags"] == [
+        flag.text for flag in choose_flags("v6e").applied
+    ]
     (program,) = found["stages"]["denoise"]["programs"]
     assert (program["program"], program["calls"]) == ("step", 3)
     assert {r["split"][1] for r in program["attention"]} == {"tp"}
@@ -190,33 +188,23 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
         assert part in done.stdout, part
 
 
-#: What libtpu reads of these, tpuport sets itself.
-OF_LIBTPU = ("TPU_", "ALLOW_MULTIPLE_LIBTPU_LOAD", "LIBTPU_", "XLA_FLAGS")
-
-
 @needs_libtpu
 def test_two_compile_at_once_and_the_options_of_attention_reach_them(
     tmp_path: Path,
 ) -> None:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_LIBTPU)}
-    path = os.pathsep.join([str(ROOT), *sys.path])
+    """18 CPU seconds: two compiles for TPUs and the schedules of their kernels."""
     small = ("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--json")
     asked = ("splash", "splash:window=64,64;block_q=256;block_kv=128")
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tpuport", "plan", *small, "--attention", text],
-            env=kept | {"PYTHONPATH": path, "TPUPORT_CACHE_DIR": str(tmp_path / name)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, text in zip(("plain", "options"), asked, strict=True)
-    ]
-    ended = [process.communicate(timeout=300) for process in both]
+
+    def planned_with(name: str, text: str) -> Done:
+        return plan(tmp_path / name, *small, "--attention", text)
+
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(planned_with, ("plain", "options"), asked))
     kernels, calls = [], []
-    for process, (out, err), text in zip(both, ended, asked, strict=True):
-        assert process.returncode == 0, err[-3000:]
-        found = json.loads(out)
+    for done, text in zip(both, asked, strict=True):
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = json.loads(done.stdout)
         assert found["fits"]
         assert found["compile_seconds"] > 0
         assert found["attention"] == text

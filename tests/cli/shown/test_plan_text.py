@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from tests.core.plan.test_search import measured, plan_of
 from tpuport.cli.shown.plan_text import text
-from tpuport.core.cost.account import Account, Row
-from tpuport.core.cost.collectives import Collective
+from tpuport.core.cost.network import Collective
+from tpuport.core.cost.program_time import Account, Row
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.plan.plan import Plan
@@ -45,7 +45,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def planned(*records: AttentionRecord, **changes: Any) -> Plan:
-    program = measured(10, 0.5, attention=[record.as_dict() for record in records])
+    program = measured(10, 0.5, attention=[asdict(record) for record in records])
     return plan_of(MESH, replace(program, **changes))
 
 
@@ -89,7 +89,7 @@ def test_every_option_of_a_call_is_told(change: dict[str, Any], shown: str) -> N
 
 
 def test_a_call_that_several_programs_make_is_told_once() -> None:
-    record = JOINT.as_dict()
+    record = asdict(JOINT)
     mesh_plan = planned(JOINT)
     (stage,) = mesh_plan.stages
     (step,) = stage.programs
@@ -177,7 +177,7 @@ def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
 def test_figures_are_of_a_device_where_a_chip_has_two(
     name: str, mesh: MeshSpec, head: str, what: str
 ) -> None:
-    moved = Collective("all-gather", "dp", ((0, 1),), (), 1 << 20, 1e-5, {})
+    moved = Collective("all-gather", "dp", 1 << 20, 1e-5, {})
     row = Row("op", "all-gather", "", "collective", 1, 1.0, 1e-5, collective=moved)
     program = measured(10, 0.5, account=Account(0.5, [row]))
     shown = text(replace(plan_of(mesh, program), chip=chip(name)))

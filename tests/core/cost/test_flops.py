@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpuport.kernels
 from tpuport.core.cost.flops import ELEMENTWISE, PRODUCTS, attention_flops, model_flops
-from tpuport.core.cost.program_time import _KERNELS
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.context import AttentionRecord
@@ -54,7 +53,7 @@ def test_every_kernel_that_is_no_attention_is_known() -> None:
     text = "".join(path.read_text() for path in sources)
     names = set(re.findall(r'name="(tpuport_(?!splash)\w+)"', text))
     assert len(names) > 3
-    assert names == {*PRODUCTS, *ELEMENTWISE} == set(_KERNELS)
+    assert names == {*PRODUCTS, *ELEMENTWISE}
 
 
 def test_a_program_split_over_devices_counts_once() -> None:

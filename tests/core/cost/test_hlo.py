@@ -10,14 +10,13 @@ from tpuport.core.cost.hlo import Array, HloError, arrays_of, parse
 
 def test_computations_and_instructions_are_found_in_order() -> None:
     program = parse(LOOPS)
-    assert program.name == "jit_step"
     assert program.entry == "main"
     entry = program.computations["main"]
-    assert [i.opcode for i in entry.instructions] == [
+    assert [i.opcode for i in entry.values()] == [
         *("parameter", "parameter", "parameter", "constant", "tuple", "while"),
         *("custom-call", "all-reduce", "copy"),
     ]
-    loop = entry.by_name()["outer"]
+    loop = entry["outer"]
     assert loop.called == {
         "condition": ("outer_condition",),
         "body": ("outer_body",),
@@ -27,7 +26,7 @@ def test_computations_and_instructions_are_found_in_order() -> None:
 
 
 def test_an_instruction_over_several_lines_is_one() -> None:
-    kernel = parse(LOOPS).computations["main"].by_name()["kernel.1"]
+    kernel = parse(LOOPS).computations["main"]["kernel.1"]
     assert kernel.target == "tpu_custom_call"
     assert kernel.operands == ("x", "x")
     assert kernel.arrays == (Array("bf16", (64, 32)), Array("f32", (64, 128)))
@@ -36,14 +35,14 @@ def test_an_instruction_over_several_lines_is_one() -> None:
 
 
 def test_the_compilers_estimate_is_read_where_there_is_one() -> None:
-    by_name = parse(LOOPS).computations["main"].by_name()
+    by_name = parse(LOOPS).computations["main"]
     assert by_name["copy"].estimated_cycles == 7000
     assert by_name["all-reduce.1"].estimated_cycles is None
 
 
 def test_what_a_fusion_holds_is_walked() -> None:
     program = parse(LOOPS)
-    fusion = program.computations["inner_body"].by_name()["matmul"]
+    fusion = program.computations["inner_body"]["matmul"]
     assert [i.opcode for i in program.inner(fusion)] == [
         "parameter",
         "parameter",

@@ -15,10 +15,8 @@ import pytest
 from tests.core.cost.programs import LOOPS
 from tests.core.plan.test_search import REQUEST, measured
 from tpuport.core.cost import kernel_cycles as kernels
-from tpuport.core.cost import kernel_schedule as schedule
 from tpuport.core.cost.hlo import Instruction, parse
 from tpuport.core.cost.kernel_cycles import (
-    KernelCosts,
     KernelError,
     KernelsMet,
     keep_schedules,
@@ -35,8 +33,7 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 
-READERS = ("bundles", "scalar_logic", "kernel_schedule")
-PROGRAM = parse(LOOPS).computations["main"].by_name()
+PROGRAM = parse(LOOPS).computations["main"]
 CALL, OPERANDS = PROGRAM["kernel.1"], [PROGRAM["x"], PROGRAM["x"]]
 
 
@@ -61,7 +58,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def cycles(cache: Path, name: str = "v6e", call: Instruction = CALL) -> float:
     """Of the kernel, as a process would find it that has just begun."""
-    return KernelCosts(chip(name), cache).use(call, OPERANDS).cost.cycles
+    return KernelsMet(chip(name), cache)(call, OPERANDS).cycles
 
 
 def test_a_schedule_is_kept_for_all_slices_of_a_chip(
@@ -78,45 +75,41 @@ def test_a_schedule_is_kept_for_all_slices_of_a_chip(
 def test_what_reads_schedules_decides_what_is_kept(
     compiled: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "reader_hash", lambda *more: "one reader")
+    monkeypatch.setattr(kernels, "reader_hash", lambda: "one reader")
     assert cycles(tmp_path) == cycles(tmp_path) == 1000
-    monkeypatch.setattr(kernels, "reader_hash", lambda *more: "another")
+    monkeypatch.setattr(kernels, "reader_hash", lambda: "another")
     assert cycles(tmp_path) == 2000
 
 
-@pytest.mark.parametrize("name", [*READERS, "more"])
+@pytest.mark.parametrize("name", kernels._READERS)
 def test_the_hash_of_the_readers_is_of_each_of_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(schedule.__file__)
-    for reader in READERS:
+    source = Path(kernels.__file__)
+    for reader in kernels._READERS:
         copy = tmp_path / f"{reader}.py"
         copy.write_bytes(source.with_name(copy.name).read_bytes())
-    more = tmp_path / "more.py"
-    more.write_text("usual = max")
-    monkeypatch.setattr(schedule, "__file__", str(tmp_path / "kernel_schedule.py"))
-    before = schedule.reader_hash(more)
-    assert before == schedule.reader_hash(more)
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernel_cycles.py"))
+    before = kernels.reader_hash()
+    assert before == kernels.reader_hash()
     with (tmp_path / f"{name}.py").open("a") as file:
         file.write("# otherwise\n")
-    assert schedule.reader_hash(more) != before
+    assert kernels.reader_hash() != before
 
 
 def test_the_way_that_is_usual_is_part_of_the_reader() -> None:
-    assert all(path.is_file() for path in kernels._READERS)
-    assert Path(usual.__code__.co_filename) in kernels._READERS
+    assert Path(usual.__code__.co_filename).stem in kernels._READERS
 
 
 def test_each_stage_has_the_kernels_that_it_calls(
     compiled: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Of one planner, whose meshes and stages call different ones."""
-    costs = KernelCosts(chip("v6e"), tmp_path / "cache")
-    first, second = KernelsMet(costs), KernelsMet(costs)
+    first, second = (KernelsMet(chip("v6e"), tmp_path / "cache") for _ in range(2))
     assert first(CALL, OPERANDS).cycles == first(CALL, OPERANDS).cycles == 1000
     assert second(CALL, OPERANDS[:1]).cycles == 2000
-    assert [use.cost.cycles for use in first.uses.values()] == [1000]
-    assert [use.cost.cycles for use in second.uses.values()] == [2000]
+    assert [use.cycles for use in first.uses.values()] == [1000]
+    assert [use.cycles for use in second.uses.values()] == [2000]
     names = keep_schedules(second.uses.values(), tmp_path / "dump")
     assert [path.name for path in (tmp_path / "dump").iterdir()] == names
     (use,) = second.uses.values()
@@ -135,10 +128,9 @@ class Small(Planner):
     small: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self.say = self.reporter.say if self.reporter else lambda text: None
+        self.say = self.reporter.say
         self.chip, self.devices = chip("v6e"), [None] * 4
-        self.kernels = KernelCosts(self.chip, self.cache)
-        self._skeletons, self._tiling, self.written = {}, {}, []
+        self._tiling, self.written = {}, []
 
     def check_mesh(self, spec: MeshSpec) -> None:
         assert spec.size == 4

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ STEPS, SWEEPS = 24, 8
 
 
 def example(chip: str) -> KernelSchedule:
-    return read_dump(FOLDER, chip, only=[f"example.{chip}"])[f"example.{chip}"]
+    return read_dump(FOLDER, chip, f"example.{chip}")
 
 
 def runs(execution: Execution) -> dict[int, float]:
@@ -53,9 +55,9 @@ def test_loops_are_found_with_their_trips(chip: str) -> None:
 def test_parts_are_counted_as_often_as_the_kernel_runs_them(chip: str) -> None:
     schedule = example(chip)
     _, products, by_data = schedule.program.loops
-    ways = schedule.executions(trips=3)
+    ways = schedule.executions(scalars={0: 3})
     counts = runs(ways[-1])
-    assert ways[-1].steps == STEPS
+    assert math.prod(ways[-1].grid) == STEPS
     assert counts[products.head] == 4 * STEPS
     assert counts[by_data.head] == 3 * STEPS
     # Clearing the sums and writing the result: once for each sweep of the last axis.
@@ -70,29 +72,17 @@ def test_parts_are_counted_as_often_as_the_kernel_runs_them(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", ["v6e", "v7x"])
 def test_a_choice_by_the_data_is_taken_one_way_or_the_other(chip: str) -> None:
+    """The example's is at above 3: dear and cheap side exclude each other."""
     schedule = example(chip)
-    ways = schedule.executions(trips=3)
-    assert [w.cycles for w in ways] == sorted(w.cycles for w in ways)
-    for way in ways:
-        # The test of the choice reads the second number of the prefetched argument.
-        chosen = [held for name, held in way.conditions if "0x1]" in name]
-        assert len(chosen) == 1
-    # Dear and cheap side exclude each other: no way runs both.
-    cheapest, dearest = runs(ways[0]), runs(ways[-1])
-    assert set(dearest) - set(cheapest)
-    assert set(cheapest) - set(dearest)
-    everything = schedule.bundles
-    assert all(len(runs(way)) < everything for way in ways)
+    low, high = (runs(schedule.executions({0: value})[-1]) for value in (3, 4))
+    assert set(low) - set(high)
+    assert set(high) - set(low)
+    assert max(len(low), len(high)) < schedule.program.bundles
 
 
-def test_the_trips_of_a_loop_by_the_data_must_be_given() -> None:
-    schedule = example("v6e")
+def test_a_loop_by_data_that_is_not_told_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"the loop at 0x[0-9a-f]+ of example"):
-        schedule.executions()
-    none, three = (schedule.executions(trips=n)[-1] for n in (0, 3))
-    loop = schedule.program.loops[2]
-    assert three.cycles - none.cycles == 3 * STEPS * (loop.end - loop.head)
-    assert three.unknown_loops == (loop.head,)
+        example("v6e").executions()
 
 
 @pytest.mark.parametrize("chip", ["v6e", "v7x"])
@@ -106,25 +96,16 @@ def test_what_a_scalar_operand_holds_settles_all_that_hangs_on_it(
     ways = schedule.executions(scalars={0: value})
     told = [w.conditions for w in ways]
     assert not any("smem" in name for conditions in told for name, _ in conditions)
-    assert ways[-1].unknown_loops == ()
     assert runs(ways[-1]).get(by_data.head, 0) == value * STEPS
-    by_hand = [
-        way
-        for way in schedule.executions(trips=value)
-        if all(
-            held is (value <= 3 if "0x1]" in name else value <= 0)
-            for name, held in way.conditions
-            if "smem" in name
-        )
-    ]
-    assert [way.cycles for way in ways] == [way.cycles for way in by_hand]
+    one, two = (schedule.executions({0: n})[-1].cycles for n in (1, 2))
+    assert two - one == STEPS * (by_data.end - by_data.head)
 
 
 def test_a_test_of_an_index_against_data_is_one_condition_in_all_steps() -> None:
     """With the index in place of its name there would be one for each step."""
     schedule = small(
         """
-        %s1_s0 = smov 0 /* first */
+        %s1_s0 = smov 0 /* iteration_bounds: (8) */
         %s2_s0 = sphi %s1_s0, %s5_s0 /* iteration index, stage = 0; Start region 4 */
         %s3_s0 = sld [smem:[#allocation4]]
         %p2_p0 = scmp.ge.s32.totalorder %s2_s0, %s3_s0
@@ -138,7 +119,7 @@ def test_a_test_of_an_index_against_data_is_one_condition_in_all_steps() -> None
         """,
         "v7x",
     )
-    skipped, ran = schedule.executions(grid=(8,))
+    skipped, ran = schedule.executions()
     assert skipped.conditions != ran.conditions
     assert len(skipped.conditions) == len(ran.conditions) == 1
     assert ran.cycles - skipped.cycles == 8 * 1
@@ -146,7 +127,7 @@ def test_a_test_of_an_index_against_data_is_one_condition_in_all_steps() -> None
 
 def test_the_use_of_the_units_is_weighed_by_what_runs() -> None:
     schedule = example("v6e")
-    way = schedule.executions(trips=3)[-1]
+    way = schedule.executions(scalars={0: 3})[-1]
     counts = runs(way)
     units = list(schedule.capacity)
     assert schedule.capacity["MXU"] == 2
@@ -167,15 +148,16 @@ def test_the_use_of_the_units_is_weighed_by_what_runs() -> None:
 
 
 def test_a_grid_that_is_not_the_programs_is_refused() -> None:
+    schedule = example("v6e")
+    other = replace(schedule, program=replace(schedule.program, grid=(2, 4, 4)))
     with pytest.raises(ScheduleError, match="is not a grid of 2x4x4"):
-        example("v6e").executions(grid=(2, 4, 4), trips=1)
+        other.executions()
 
 
 def test_a_folder_without_a_schedule_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="has no schedule"):
-        read_dump(tmp_path, "v6e")
-    with pytest.raises(ScheduleError, match="named other"):
-        read_dump(FOLDER, "v6e", only=["other"])
+    for folder in (tmp_path, FOLDER, tmp_path / "missing"):
+        with pytest.raises(ScheduleError, match=r"has no schedule of .* named other"):
+            read_dump(folder, "v6e", "other")
 
 
 UTILIZATION = """== CAPACTIY:

@@ -8,7 +8,9 @@ import pytest
 
 from tests.core.cost.programs import LOOPS, OVERLAP, config
 from tests.core.cost.test_network import network
-from tpuport.core.cost.account import (
+from tpuport.core.cost.hlo import Instruction, convolution_flops, parse
+from tpuport.core.cost.network import HOP_SECONDS
+from tpuport.core.cost.program_time import (
     ATTENTION,
     COLLECTIVE,
     HBM,
@@ -19,10 +21,8 @@ from tpuport.core.cost.account import (
     VECTOR,
     Account,
     KernelCost,
+    account,
 )
-from tpuport.core.cost.hlo import Instruction, convolution_flops, parse
-from tpuport.core.cost.network import HOP_SECONDS
-from tpuport.core.cost.program_time import account
 from tpuport.core.mesh.chips import chip
 
 V6E = chip("v6e")

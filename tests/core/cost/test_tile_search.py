@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.core.cost.attention_case import (
-    AttentionCase,
-    Blocks,
-    kernel_source_hash,
-    padded,
-)
+from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
 from tpuport.core.cost.attention_cycles import AttentionCost
 from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.cost.tile_search import (
@@ -28,6 +23,7 @@ from tpuport.core.cost.tile_search import (
 )
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.block_table import tuned_blocks
+from tpuport.kernels.padding import round_up
 
 CASE = AttentionCase(
     implementation="tpuport", heads=2, q_len=5000, kv_len=7000, head_dim=64
@@ -38,7 +34,7 @@ START = Blocks(q=1280, kv=1792, kv_compute=256)
 def cost_of(case: AttentionCase, speed: float) -> AttentionCost:
     blocks = case.blocks
     assert blocks is not None
-    q_len, kv_len = padded(case.q_len, blocks.q), padded(case.kv_len, blocks.kv)
+    q_len, kv_len = round_up(case.q_len, blocks.q), round_up(case.kv_len, blocks.kv)
     cycles = speed * case.heads * q_len * kv_len / 2**20
     return AttentionCost(
         case=case,
@@ -126,10 +122,10 @@ def test_tiles_that_pad_much_more_than_the_best_are_not_compiled() -> None:
     found = tune(CASE, start=START, fits=lambda b: True, limit=100, measure=model)
     assert Blocks(q=4096, kv=1792, kv_compute=256) not in model.asked
     least = min(
-        padded(5000, t.blocks.q) * padded(7000, t.blocks.kv) for t in found.tried
+        round_up(5000, t.blocks.q) * round_up(7000, t.blocks.kv) for t in found.tried
     )
     for blocks in model.asked:
-        assert padded(5000, blocks.q) * padded(7000, blocks.kv) <= least * 1.05**2
+        assert round_up(5000, blocks.q) * round_up(7000, blocks.kv) <= least * 1.05**2
 
 
 def test_tiles_that_do_not_fit_are_not_compiled() -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.core.files.runs import failing, refusal
-from tpuport.core.files.atomic import atomic_write_bytes, atomic_write_json, replacing
+from tpuport.core.files.atomic import (
+    atomic_write_bytes,
+    atomic_write_json,
+    remove_leftovers,
+    replacing,
+    temporary_beside,
+)
 from tpuport.core.files.stage_tensors import TensorSpec, save_tensors
 from tpuport.errors import UsageError
 
@@ -73,3 +81,40 @@ def test_what_is_not_json_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a\.json: cannot be written as JSON"):
         atomic_write_json(tmp_path / "a.json", {"a": float("nan")})
     assert os.listdir(tmp_path) == []
+
+
+def test_what_dead_processes_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file and a folder; what lives, was named by others or by hand stays."""
+    code = """
+import os, pathlib, sys
+from tpuport.core.files.atomic import replacing, temporary_beside
+folder = pathlib.Path(sys.argv[1])
+(temporary_beside(folder / "frames") / "deep").mkdir(parents=True)
+with replacing(folder / "a.mp4", ".mp4"):
+    os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=False)
+    assert len(os.listdir(tmp_path)) == 2
+    (tmp_path / ".tpuport-mine").touch()
+    living = temporary_beside(tmp_path / "a.mp4")  # which removes what the dead left
+    living.touch()
+    assert sorted(os.listdir(tmp_path)) == sorted([living.name, ".tpuport-mine"])
+    # A later process of that number is another one; one of another host is not known.
+    _, host, pid, began, token = living.name.split("-")
+    reused = tmp_path / f".tpuport-{host}-{pid}-{'0' * len(began)}-{token}"
+    elsewhere = tmp_path / f".tpuport-{'0' * len(host)}-{2**30}-{began}-{token}"
+    for file in (reused, elsewhere):
+        file.touch()
+    remove_leftovers(tmp_path)
+    assert reused.exists() is (not began)
+    assert elsewhere.exists()
+    assert living.exists()
+
+    def of_another_user(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", of_another_user)
+    remove_leftovers(tmp_path)
+    assert living.exists()

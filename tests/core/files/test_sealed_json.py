@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.core.files.runs import refusal
-from tpuport.core.files.sealed_json import read_sidecar, sidecar_path, write_sidecar
+from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes, sidecar_path
 from tpuport.errors import UsageError
 
 
@@ -17,12 +17,14 @@ def test_a_sidecar_comes_back_as_written_and_never_is_run_json(tmp_path: Path) -
     path = sidecar_path(tmp_path / "run.mp4")
     assert path == tmp_path / "run.mp4.json"
     assert sidecar_path(tmp_path / "run") == tmp_path / "run.png.json"
-    write_sidecar(path, {"seed": 7, "size": (480, 720)})
+    path.write_bytes(sidecar_bytes({"seed": 7, "size": (480, 720)}))
     assert read_sidecar(path) == {"seed": 7, "size": [480, 720]}
     document = json.loads(path.read_text())
     assert (document["schema"], document["schema_version"]) == ("tpuport.sidecar", 2)
-    with pytest.raises(UsageError, match="the key schema is tpuport's own"):
-        write_sidecar(path, {"schema": "mine"})
+    with pytest.raises(
+        UsageError, match="the key schema of a sidecar is tpuport's own"
+    ):
+        path.write_bytes(sidecar_bytes({"schema": "mine"}))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_a_sidecar_is_refused_like_a_run_json(
     tmp_path: Path, change: Any, expected: str
 ) -> None:
     path = tmp_path / "video.mp4.json"
-    write_sidecar(path, {"seed": 7})
+    path.write_bytes(sidecar_bytes({"seed": 7}))
     if change is None:
         path.unlink()
     else:

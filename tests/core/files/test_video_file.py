@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
+import resource
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.core.files.videos import read_back, write_video
+from tests.core.files.runs import failing
+from tests.core.files.videos import kind_of, read_back, write_video
+from tpuport.core.files.encoders import open_encoder
+from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
+from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 from tpuport.core.files.video_file import (
+    LONGEST,
     VideoWriter,
     check_frames,
+    check_length,
     check_output,
-    output_paths,
-    video_kind,
+    free_output,
+    numbered,
+    output_of,
 )
 from tpuport.errors import OutputError, VideoError
 
@@ -101,39 +113,58 @@ def test_arrays_of_another_shape_or_dtype_are_refused() -> None:
 # --- where it goes
 
 
-def test_the_suffix_says_the_kind(tmp_path: Path) -> None:
-    assert video_kind("a.mp4") == "mp4"
-    assert video_kind(Path("a.GIF")) == "gif"
-    assert video_kind("b.c/a.webm") == "webm"
-    assert video_kind("frames") == "png"
-    assert video_kind("frames.v2/") == "png"
-    (tmp_path / "frames.v2").mkdir()
-    assert video_kind(tmp_path / "frames.v2") == "png"
+@pytest.mark.parametrize(
+    ("out", "path", "kind"),
+    [
+        ("a.mp4", "a.mp4", "mp4"),
+        ("a.GIF", "a.GIF", "gif"),
+        ("b.c/a.webm", "b.c/a.webm", "webm"),
+        ("photos", "photos.mp4", "mp4"),
+        ("frames.v2/", "frames.v2", "png"),
+    ],
+)
+def test_the_suffix_says_the_kind(out: str, path: str, kind: str) -> None:
+    assert output_of(out) == (Path(path), kind)
+
+
+def test_a_folder_without_a_slash_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    assert output_of("photos") == (Path("photos.mp4"), "mp4")
 
 
 @pytest.mark.parametrize("name", ["a.avi", "a.png", "run-1.5"])
 def test_an_unknown_suffix_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(OutputError, match=r"\.mp4, \.gif, \.webm, or a folder") as info:
-        video_kind(name)
+        output_of(name)
     assert str(info.value).startswith(f"{name}: ")
 
 
+@pytest.mark.parametrize("name", ["", "-", ".", "..", "/", "a/.."])
+def test_what_names_no_video_is_refused_with_what_does(name: str) -> None:
+    with pytest.raises(OutputError, match=r"such as fox\.mp4, .* such as frames/"):
+        output_of(name)
+
+
 def test_several_videos_are_numbered() -> None:
-    assert output_paths(Path("o/a.mp4"), 1) == [Path("o/a.mp4")]
-    assert output_paths("o/a.mp4", 2) == [Path("o/a-000.mp4"), Path("o/a-001.mp4")]
-    assert output_paths("frames", 2) == [Path("frames/000"), Path("frames/001")]
-    assert output_paths("a.gif", 1001)[-1] == Path("a-1000.gif")
-    with pytest.raises(OutputError, match=r"a\.gif: 0 videos"):
-        output_paths("a.gif", 0)
+    def names(path: str, kind: Any, count: int) -> list[str]:
+        return [str(one) for one in numbered(Path(path), kind, count)]
+
+    assert names("o/a.mp4", "mp4", 1) == ["o/a.mp4"]
+    assert names("o/a.mp4", "mp4", 2) == ["o/a-000.mp4", "o/a-001.mp4"]
+    assert names("frames", "png", 2) == ["frames/000", "frames/001"]
+    assert names("a.gif", "gif", 1001)[-1] == "a-1000.gif"
 
 
 def test_checking_a_good_output_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "old.mp4").touch()
     (tmp_path / "frames").mkdir()
-    assert check_output(tmp_path / "old.mp4") == "mp4"
-    assert check_output(tmp_path / "new" / "deep" / "a.webm") == "webm"
-    assert check_output(tmp_path / "frames") == "png"
-    assert check_output(f"{tmp_path}/more.frames/") == "png"
+    check_output(tmp_path / "old.mp4", "mp4")
+    check_output(tmp_path / "new" / "deep" / "a.webm", "webm")
+    check_output(tmp_path / "frames", "png")
+    check_output(tmp_path / "more.frames", "png")
     assert sorted(os.listdir(tmp_path)) == ["frames", "old.mp4"]
     assert os.listdir(tmp_path / "frames") == []
 
@@ -142,15 +173,15 @@ def test_a_relative_output_is_checked_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert check_output("a.mp4") == "mp4"
-    assert check_output("frames") == "png"
+    check_output(Path("a.mp4"), "mp4")
+    check_output(Path("frames"), "png")
     assert os.listdir(tmp_path) == []
 
 
-def bad_output(path: Path | str) -> str:
+def bad_output(path: Path) -> str:
     """The message that refuses ``path``: one line that starts with it."""
     with pytest.raises(OutputError) as caught:
-        check_output(path)
+        check_output(path, kind_of(path))
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
@@ -183,6 +214,61 @@ def test_a_folder_that_cannot_be_written_is_refused(
     path = tmp_path / "new" / "a.mp4"
     assert f"cannot be written: {tmp_path}: Permission denied" in bad_output(path)
     assert asked == [tmp_path]
+
+
+def test_what_is_there_is_kept_and_the_next_name_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "fox.mp4"
+    assert free_output(path, "mp4", overwrite=False) == path
+    path.touch()
+    (tmp_path / "fox-2.mp4.json").touch()  # a sidecar is kept as well
+    (tmp_path / "fox-3.mp4").mkdir()
+    assert free_output(path, "mp4", overwrite=False) == tmp_path / "fox-4.mp4"
+    assert free_output(path, "mp4", overwrite=True) == path
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_others_is_never_taken(tmp_path: Path, overwrite: bool) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    assert free_output(folder, "png", overwrite=overwrite) == folder
+    write_video(folder, moving(2), fps=8)
+    # Frames without a sidecar, or with another's, or beside other files.
+    assert free_output(folder, "png", overwrite=overwrite).name == "photos-2"
+    output = {"file": "photos", "sha256": hash_output(folder)[0]}
+    sidecar_path(folder).write_bytes(sidecar_bytes({"output": output}))
+    assert free_output(folder, "png", overwrite=overwrite) == folder
+    (folder / "notes.txt").touch()
+    assert free_output(folder, "png", overwrite=overwrite).name == "photos-2"
+    (folder / "notes.txt").unlink()
+    (folder / "frame-99999.png").touch()
+    (tmp_path / "photos-2").touch()
+    assert free_output(folder, "png", overwrite=overwrite).name == "photos-3"
+    shutil.rmtree(folder)
+    assert free_output(folder, "png", overwrite=overwrite) == folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "fps", "said"),
+    [
+        ("gif", 0.001, "9 frames at 0.001 fps last 9000 s, and .gif holds 655 s; ask"),
+        ("mp4", 1e-6, ".mp4 holds 131071 s; ask for --fps 6.9e-05 or more"),
+    ],
+)
+def test_a_video_longer_than_its_kind_can_hold_is_refused(
+    kind: Any, fps: float, said: str
+) -> None:
+    with pytest.raises(OutputError, match=re.escape(said)):
+        check_length(Path("a"), kind, 9, fps)
+    check_length(Path("a"), "png", 9, fps)
+
+
+@pytest.mark.parametrize("kind", ["gif", "mp4", "webm"])
+def test_the_longest_video_of_a_kind_can_be_written(tmp_path: Path, kind: Any) -> None:
+    """Of frames that are alike, which a gif makes one of; webm has no bound."""
+    path, fps = tmp_path / f"a.{kind}", 9 / LONGEST.get(kind, 10**9)
+    check_length(path, kind, 9, fps)
+    write_video(path, np.repeat(moving(1), 9, axis=0), fps=fps)
+    assert path.stat().st_size
 
 
 # --- writing and reading back
@@ -262,25 +348,18 @@ def test_a_gif_has_the_right_length_and_loops(
 def test_png_frames_are_exact_and_stale_ones_go(tmp_path: Path) -> None:
     import imageio.v3 as iio
 
-    folder = tmp_path / "frames"
-    write_video(folder, moving(5), fps=8)
-    (folder / "notes.txt").touch()
-    write_video(folder, moving(2), fps=8)
-    names = ["frame-00000.png", "frame-00001.png", "notes.txt"]
+    folder = tmp_path / "frames.v2"
+    for count in (5, 2):
+        writer = VideoWriter(folder, "png", 8)
+        writer.append(moving(count))
+        writer.finish()
+        writer.publish(folder, replace=True)
+        writer.discard()
+    names = ["frame-00000.png", "frame-00001.png"]
     assert sorted(os.listdir(folder)) == names
-    assert os.listdir(tmp_path) == ["frames"]
-    back = np.stack([iio.imread(folder / name) for name in names[:2]])
+    assert os.listdir(tmp_path) == ["frames.v2"]
+    back = np.stack([iio.imread(folder / name) for name in names])
     assert np.array_equal(back, moving(2))
-
-
-def test_a_folder_with_a_suffix_is_written_with_the_kind_that_was_checked(
-    tmp_path: Path,
-) -> None:
-    out = f"{tmp_path}/frames.v2/"
-    kind = check_output(out)
-    (path,) = output_paths(out, 1)
-    write_video(path, moving(1), fps=8, kind=kind)
-    assert read_back(path)[0] == 1
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
@@ -310,9 +389,6 @@ def test_failed_frames_leave_the_earlier_frames(tmp_path: Path) -> None:
 def test_a_rename_that_fails_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "replace", failing)
     path = tmp_path / "a.gif"
     with pytest.raises(OutputError) as caught:
@@ -353,11 +429,13 @@ def test_frames_that_come_in_parts_make_the_same_video(
     frames = moving(7)
     whole, path = tmp_path / "whole" / name, tmp_path / "parts" / name
     write_video(whole, frames, fps=8)
-    with VideoWriter(path, 8) as writer:
-        for start in (0, 1, 4):
-            writer.append(frames[start : {0: 1, 1: 4, 4: 7}[start]])
-            # Nothing has the name before all of it is there.
-            assert not path.exists()
+    writer = VideoWriter(path, kind_of(path), 8)
+    for start in (0, 1, 4):
+        writer.append(frames[start : {0: 1, 1: 4, 4: 7}[start]])
+    writer.finish()
+    # Nothing has the name before all of it is there.
+    assert not path.exists()
+    writer.publish(path, replace=False)
     assert read_back(path) == read_back(whole)
     if name == "a.webm":  # its file has a random number in it
         assert np.array_equal(decoded(path), decoded(whole))
@@ -374,7 +452,7 @@ def test_a_video_that_is_discarded_leaves_what_was_there(
     path = tmp_path / name
     write_video(path, moving(2), fps=8)
     before = read_back(path)
-    writer = VideoWriter(path, 8)
+    writer = VideoWriter(path, kind_of(path), 8)
     writer.append(moving(5))
     writer.finish()
     assert read_back(path) == before
@@ -382,20 +460,78 @@ def test_a_video_that_is_discarded_leaves_what_was_there(
     writer.discard()
     assert read_back(path) == before
     assert os.listdir(tmp_path) == [name]
-    with (
-        pytest.raises(VideoError, match="no frames"),
-        VideoWriter(tmp_path / "b.mp4", 8),
-    ):
-        pass
+    with pytest.raises(VideoError, match="no frames"):
+        VideoWriter(tmp_path / "b.mp4", "mp4", 8).finish()
+
+
+def test_a_video_takes_no_name_that_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "a.gif"
+    path.write_bytes(b"of another process")
+    writer = VideoWriter(path, "gif", 8)
+    writer.append(moving(2))
+    writer.finish()
+    with pytest.raises(FileExistsError):
+        writer.publish(path, replace=False)
+    assert path.read_bytes() == b"of another process"
+    writer.publish(tmp_path / "a-2.gif", replace=False)
+    assert sorted(os.listdir(tmp_path)) == ["a-2.gif", "a.gif"]
 
 
 def test_requests_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.mp4"
-    for fps in (0, -8, float("nan"), float("inf")):
-        with pytest.raises(OutputError, match=r"a\.mp4: .* frames per second"):
-            write_video(path, moving(), fps=fps)
     with pytest.raises(VideoError, match=r"must have shape \[T, Y, X, 3\], not"):
-        write_video(path, moving()[0], fps=8)
-    with pytest.raises(OutputError, match=r"a\.avi: "):
-        write_video(tmp_path / "a.avi", moving(), fps=8)
+        write_video(tmp_path / "a.mp4", moving()[0], fps=8)
     assert os.listdir(tmp_path) == []
+
+
+# --- a disk that is full
+
+
+def noise() -> np.ndarray:
+    """Frames that no encoder makes small."""
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (12, 64, 96, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process or its encoders grows beyond 8 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.gif", "frames"])
+def test_a_file_that_may_not_grow_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = tmp_path / name
+    with pytest.raises(OutputError) as caught:
+        write_video(path, noise(), fps=8)
+    assert str(caught.value) == f"{path}: cannot be written: File too large"
+    assert caught.value.exit_code == 1
+    gc.collect()
+    assert capfd.readouterr() == ("", "")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("kind", ["mp4", "webm", "gif", "png"])
+def test_an_encoder_says_that_the_disk_is_full(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    file = tmp_path / ("frame-00000.png" if kind == "png" else f"a.{kind}")
+    file.symlink_to("/dev/full")
+    encoder = open_encoder(kind, tmp_path if kind == "png" else file, 8)
+
+    def write() -> None:
+        for frame in noise():
+            encoder.add(frame)
+        encoder.finish()
+
+    with pytest.raises(OSError, match="No space left on device"):
+        write()
+    encoder.close()
+    gc.collect()
+    assert capfd.readouterr() == ("", "")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import imageio.v3 as iio
 import numpy as np
 
-from tpuport.core.files.video_file import VideoKind, VideoWriter, video_kind
+from tpuport.core.files.video_file import VideoKind, VideoWriter
 
 
-def write_video(
-    path: str | Path, frames: np.ndarray, fps: float, *, kind: VideoKind | None = None
-) -> None:
-    """Write frames [T, Y, X, 3] as one video."""
-    with VideoWriter(path, fps, kind=kind) as writer:
+def write_video(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Write frames [T, Y, X, 3] as one video; a name without suffix is a folder."""
+    writer = VideoWriter(path, kind_of(path), fps)
+    try:
         writer.append(frames)
+        writer.finish()
+        writer.publish(path, replace=True)
+    finally:
+        writer.discard()
+
+
+def kind_of(path: Path) -> VideoKind:
+    """By the suffix."""
+    return cast(VideoKind, path.suffix.removeprefix(".") or "png")
 
 
 def read_back(path: str | Path) -> tuple[int, int, int, float]:
@@ -23,7 +32,8 @@ def read_back(path: str | Path) -> tuple[int, int, int, float]:
 
     Every frame is decoded.
     """
-    kind, target = video_kind(path), Path(path)
+    target = Path(path)
+    kind = kind_of(target)
     if kind == "png":
         names = sorted(target.glob("frame-*.png"))
         shapes = [iio.imread(name, plugin="pillow").shape for name in names]

@@ -18,7 +18,6 @@ from tests.tolerances import TOLERANCES
 from tpuport.core import compat
 from tpuport.core.layers import ring
 from tpuport.core.layers.ring import (
-    AttentionOptions,
     Ring,
     ring_attention,
     too_short,
@@ -277,9 +276,9 @@ def test_our_kernel_in_a_ring(ring_size: int, groups: list[list[int]]) -> None:
             v,
             kv_len=tokens,
             lengths=jnp.asarray(lengths[:1]),
-            options=AttentionOptions(
-                scale=None, platform="cpu", choice=SPLASH, chip=None, interpret=True
-            ),
+            implementation=SPLASH,
+            platform="cpu",
+            interpret=True,
         )
 
     spec = PartitionSpec(None, None, None, "sp")

@@ -23,7 +23,7 @@ from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.tracing.op_overrides import OpContext
-from tpuport.core.cost.account import KernelCost
+from tpuport.core.cost.program_time import KernelCost
 from tpuport.core.cost.program_time import account
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network
@@ -49,7 +49,7 @@ for way, least in (("passed", 0.0), ("gathered", ring.LEAST_HIDDEN)):
     bodies = []
     for computation in program.computations.values():
         order = []
-        for one in computation.instructions:
+        for one in computation.values():
             if one.opcode.startswith("collective-permute"):
                 order.append(one.opcode.removeprefix("collective-permute-"))
             elif one.target == "tpu_custom_call":

@@ -22,7 +22,6 @@ from tpuport.core.mesh.compiler_flags import (
     FLAGS,
     choose_flags,
     flags_for,
-    flags_of_chip,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +54,7 @@ def test_every_row_says_for_what_chips_what_it_does_and_who_says_so() -> None:
 
 @pytest.mark.parametrize("chip", CHIPS_WITH_FLAGS)
 def test_a_chip_has_one_value_of_a_flag(chip: str) -> None:
-    names = [flag.name for flag in flags_of_chip(chip)]
+    names = [flag.name for flag in choose_flags(chip).applied]
     assert names
     assert len(names) == len(set(names))
 
@@ -71,7 +70,7 @@ def test_a_stage_takes_its_own_rows_alone() -> None:
 
 def test_without_the_users_flags_all_of_the_chip_apply() -> None:
     chosen = choose_flags("v6e", ["--xla_tpu_rwb_fusion=false"])
-    assert chosen.applied == flags_of_chip("v6e")
+    assert chosen.applied == tuple(f for f in FLAGS if "v6e" in f.chips)
     assert set(chosen.options) == {VMEM, ASYNC}
     assert f"--{VMEM}={chosen.options[VMEM]}" in chosen.texts
     assert chosen.remarks() == []
@@ -121,7 +120,7 @@ def test_a_session_says_which_flag_is_the_users(
     monkeypatch.setattr("tpuport.core.run.session.flags_for", lambda device: chosen)
     heard = Heard()
     with installed_toy(), tpuport.load("toy", cache_dir=cache_dir, reporter=heard):
-        (ours,) = (flag for flag in flags_of_chip("v6e") if flag.name == VMEM)
+        (ours,) = (flag for flag in choose_flags("v6e").applied if flag.name == VMEM)
     assert heard.about("compiler flag") == [
         f"compiler flag --{VMEM}=16384 is yours; tpuport's own {ours.text} is left out"
     ]
@@ -234,7 +233,7 @@ def test_the_compiler_takes_every_flag_on_its_chips() -> None:
     slices = {chip: f"{chip}-8" for chip in CHIPS_WITH_FLAGS}
     found = compiled(*slices.values())
     for chip, name in slices.items():
-        options = {f.name: f.value for f in flags_of_chip(chip, "denoise")}
+        options = choose_flags(chip, stage="denoise").options
         assert found[name]["options"] == options
         # What the flag is for: a transfer is started, and waited for later.
         started = {"denoise": int(ASYNC in options), "decode": 0}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.core.mesh.halos import Side
 from tpuport.core.mesh.spatial_split import (
+    Side,
     SpatialLayout,
     SpatialSplit,
     choose_split,

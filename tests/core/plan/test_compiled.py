@@ -16,7 +16,7 @@ from tpuport.core.mesh.slices import compile_environment, parse_topology
 pytestmark = needs_libtpu
 
 COLLECTIVES = """
-import json
+import dataclasses, json
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from tpuport.core.mesh.chips import chip
@@ -42,7 +42,7 @@ def shown(f, *shapes):
                     dict(mesh.shape), kernels)
     return {
         "seconds": found.seconds,
-        "collectives": [c.as_dict() for c in found.collectives()],
+        "collectives": [dataclasses.asdict(c) for c in found.collectives()],
         "categories": found.split(),
         "notes": found.notes,
         "times": {r.name: r.times for r in found.rows},

@@ -46,6 +46,7 @@ def test_what_does_not_compile_is_told_in_a_line() -> None:
 
     kernels: Any = None
     program: Any = SimpleNamespace(
+        asked=SimpleNamespace(label="denoise/step"),
         stage="denoise",
         program="step",
         component="transformer",
@@ -55,8 +56,8 @@ def test_what_does_not_compile_is_told_in_a_line() -> None:
         loaded=SimpleNamespace(weights={}),
         lowered=lambda: SimpleNamespace(compile=compile),
         traced=lambda: jax.jit(lambda: 1).trace(),
-        records=lambda: (),
-        convolutions=lambda: (),
+        attention=(),
+        convolutions=(),
     )
     with pytest.raises(CompileError, match="denoise/step does not compile") as caught:
         measure(program, parse_topology("v6e-1"), chip("v6e"), kernels)

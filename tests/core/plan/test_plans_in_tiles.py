@@ -11,7 +11,6 @@ import pytest
 from tests.core.plan.test_search import GIB, REQUEST, measured
 from tests.core.spec.toys import Heard
 from tpuport.cli.shown.plan_text import text
-from tpuport.core.cost.kernel_cycles import KernelCosts
 from tpuport.core.enums import Dtype, Tiling
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -33,7 +32,6 @@ class Made(Planner):
     def __post_init__(self) -> None:
         self.say = self.reporter.say if self.reporter else print
         self.chip, self.devices = chip("v6e"), [None] * 4
-        self.kernels = KernelCosts(self.chip, self.cache)
         self._tiling, self.written = {}, []
 
     def check_mesh(self, spec: MeshSpec) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tpuport.cli.shown.plan_text import text
-from tpuport.core.cost.account import Account, Row
 from tpuport.core.cost.hlo import HloError
 from tpuport.core.cost.kernel_cycles import KernelError
+from tpuport.core.cost.program_time import Account, Row
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, parse_topology
@@ -54,15 +54,14 @@ def measured(gib: float, seconds: float, **changes: Any) -> Measured:
         "memory": Memory(
             weights=4 * GIB,
             inputs=0,
-            temporaries=size - 4 * GIB,
-            code=0,
+            temporaries=size - 4 * GIB - 1000,
+            code=1000,
             resident=0,
             total=size,
         ),
         "limit": V6E.hbm_usable_bytes,
         "lower_seconds": 1.0,
         "compile_seconds": 2.0,
-        "program_bytes": 1000,
         "account": Account(seconds, [row]) if fits else None,
         "flops": 1e12,
         "devices": 8,
@@ -164,7 +163,7 @@ def test_meshes_are_ranked_by_time_among_those_that_fit() -> None:
         return measured(*by_tp[spec.tp])
 
     fake = Fake(["dp=2,sp=4,tp=1", "dp=2,sp=2,tp=2", "dp=2,tp=4", "tp=8"], costs)
-    found: Any = rank(fake)  # type: ignore[arg-type]
+    found: Any = rank(fake, budget=540)  # type: ignore[arg-type]
     assert [c.mesh.tp for c in found] == [4, 2, 8, 1]
     assert [c.plan.fits for c in found] == [True, True, True, False]
     shown = [c.as_dict() for c in found]
@@ -178,7 +177,7 @@ def test_meshes_whose_weights_are_too_large_are_not_compiled() -> None:
         lambda spec, request: measured(10, 0.5),
         weights=lambda spec: 40 * GIB / spec.tp,
     )
-    found: Any = rank(fake)  # type: ignore[arg-type]
+    found: Any = rank(fake, budget=540)  # type: ignore[arg-type]
     assert [c[0] for c in fake.compiled] == ["dp=1,sp=1,tp=8"]
     assert "weights alone" in found[-1].reason
     assert found[-1].as_dict()["compiled"] is False
@@ -240,7 +239,7 @@ def test_a_search_fails_where_no_mesh_is_left() -> None:
     fake = Fake(["dp=2,sp=4", "dp=2,tp=4", "tp=8"], costs)
     fake.weights = lambda spec: 40 * GIB / spec.tp
     with pytest.raises(KernelError, match="not on dp=2,sp=1,tp=4"):
-        rank(fake)  # type: ignore[arg-type]
+        rank(fake, budget=540)  # type: ignore[arg-type]
     assert len(fake.compiled) == 2
 
 
@@ -259,7 +258,7 @@ def test_meshes_that_a_search_found_not_to_fit_are_not_tried_again() -> None:
     ]
     fake.compiled.clear()
     fake.weights = lambda spec: GIB
-    found: Any = advise(fake, plan, ranked=known)  # type: ignore[arg-type]
+    found: Any = advise(fake, plan, ranked=known, budget=540)  # type: ignore[arg-type]
     tried = [
         mesh for mesh, frames, height in fake.compiled if (frames, height) == (33, 128)
     ]
@@ -280,7 +279,7 @@ def test_advice_goes_on_after_what_cannot_be_read() -> None:
 
     fake = Fake(["dp=2,tp=4"], costs)
     found: Any = advise(  # type: ignore[arg-type]
-        fake, fake.plan(MeshSpec.parse("dp=2,tp=4"))
+        fake, fake.plan(MeshSpec.parse("dp=2,tp=4")), budget=540
     )
     assert ("9 frames", True) in {(a["to"], a["verified"]) for a in found}
     assert "17 frames is left out: no schedule" in fake.said
@@ -298,7 +297,7 @@ def test_advice_is_the_nearest_mesh_length_and_size_that_fit() -> None:
     asked = MeshSpec.parse("dp=2,tp=4")
     short = fake.plan(asked)
     assert not short.fits
-    found: Any = advise(fake, short)  # type: ignore[arg-type]
+    found: Any = advise(fake, short, budget=540)  # type: ignore[arg-type]
     changes = {a["change"]: (a["to"], a["verified"]) for a in found}
     # 25 frames would fit, but are refused.
     assert changes["frames"] == ("17 frames", True)
@@ -326,7 +325,7 @@ def test_an_estimate_is_told_with_what_those_before_it_missed() -> None:
     fake = Fake(["dp=2,tp=4"], costs)
     fake.request = lambda spec: replace(REQUEST, num_frames=97)  # type: ignore[method-assign]
     asked = plan_of(MeshSpec.parse("dp=2,tp=4"), measured(40, 0.5))
-    found: Any = advise(fake, asked)  # type: ignore[arg-type]
+    found: Any = advise(fake, asked, budget=540)  # type: ignore[arg-type]
     (frames,) = [a for a in found if a["change"] == "frames"]
     tried = [c[1] for c in fake.compiled if c[2] == REQUEST.height]
     assert tried == [73, 65, 57]

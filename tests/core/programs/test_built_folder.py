@@ -201,6 +201,13 @@ def test_each_input_of_the_key_is_refused_by_its_name(
     assert "denoise/step" in str(caught.value)
 
 
+def flip(path: Path) -> None:
+    """Another byte in the middle."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -208,12 +215,7 @@ def test_each_input_of_the_key_is_refused_by_its_name(
         (lambda f: (f / "manifest.json").write_text("{"), "is not JSON"),
         (lambda f: next(f.glob("denoise*")).unlink(), "executable: is missing"),
         (lambda f: next(f.glob("denoise*")).write_bytes(b""), "no executable"),
-        (
-            lambda f: next(f.glob("denoise*")).write_bytes(
-                next(f.glob("denoise*")).read_bytes()[:-1] + b"?"
-            ),
-            "checksum does not match",
-        ),
+        (lambda f: flip(next(f.glob("denoise*"))), "Bad CRC-32"),
     ],
     ids=["no manifest", "bad manifest", "no file", "empty file", "bad byte"],
 )

@@ -13,7 +13,7 @@ import pytest
 import tpuport
 from tests.core.spec.toys import installed_toy
 from tpuport.core import compat
-from tpuport.core.programs import source_hash
+from tpuport.core.programs import program_key as program_keys
 from tpuport.core.programs.lowering import Traceable
 from tpuport.core.programs.program_key import ProgramKey, host_name, program_key
 
@@ -213,8 +213,8 @@ def test_the_source_hash_sees_every_file_of_a_package(
     __import__("hashed_package")
 
     def found() -> str:
-        source_hash.source_hash.cache_clear()
-        return source_hash.source_hash("hashed_package")
+        program_keys.source_hash.cache_clear()
+        return program_keys.source_hash("hashed_package")
 
     first = found()
     (package / "__pycache__").mkdir(exist_ok=True)
@@ -225,4 +225,4 @@ def test_the_source_hash_sees_every_file_of_a_package(
     assert second != first
     (package / "deep" / "table.json").rename(package / "deep" / "renamed.json")
     assert found() not in (first, second)
-    source_hash.source_hash.cache_clear()
+    program_keys.source_hash.cache_clear()

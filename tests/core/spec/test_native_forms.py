@@ -21,8 +21,7 @@ import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
-from tpuport.core.programs.program_key import session_fields
-from tpuport.core.programs.source_hash import port_packages
+from tpuport.core.programs.program_key import port_packages, session_fields
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.forward_split import ForwardSplit

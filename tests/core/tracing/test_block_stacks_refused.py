@@ -204,7 +204,7 @@ def test_lambdas_made_by_the_same_line_are_alike() -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("layers", r"Tower has no 'layers'; it has inlet, blocks, outlet"),
+        ("layers", r"Tower has no blocks 'layers'; it has inlet, blocks, outlet"),
         ("inlet", r"'inlet' of Tower is a Linear, not a ModuleList"),
     ],
 )

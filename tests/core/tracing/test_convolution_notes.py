@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_calls_of_one_kind_and_reason_are_counted(context: OpContext) -> None:
         ("XLA", "b", 1),
     ]
     # Programs are joined the same way.
-    entries = [record.as_dict() for record in found]
+    entries = [asdict(record) for record in found]
     assert [entry["count"] for entry in joined([*entries, *entries])] == [4, 2, 2]
 
 
@@ -42,9 +43,14 @@ def test_what_was_noted_before_a_refusal_is_forgotten(context: OpContext) -> Non
 
 
 def entry(implementation: str, reason: str, count: int) -> dict[str, Any]:
-    return ConvolutionRecord(
-        call="convolution", implementation=implementation, reason=reason, count=count
-    ).as_dict()
+    return asdict(
+        ConvolutionRecord(
+            call="convolution",
+            implementation=implementation,
+            reason=reason,
+            count=count,
+        )
+    )
 
 
 def test_a_run_tells_people_only_of_what_was_passed_over() -> None:

@@ -12,7 +12,13 @@ import torch
 from tpuport.core import compat
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.context import AttentionPolicy, OpContext
-from tpuport.core.tracing.op_overrides import OpOverride, OpRegistry, resolve_operator
+from tpuport.core.tracing.op_overrides import (
+    OpOverride,
+    inspect_overrides,
+    installed,
+    resolve_claims,
+    resolve_operator,
+)
 from tpuport.errors import OpConflictError
 
 CONTEXT = OpContext(mesh=None, platform="cpu", attention=AttentionPolicy(), records=[])
@@ -57,17 +63,32 @@ def test_an_operator_is_found_by_its_dotted_name() -> None:
 )
 def test_an_unknown_operator_is_named(target: str, missing: str) -> None:
     with pytest.raises(OpConflictError, match=f"'{target}' does not exist: {missing}"):
-        OpRegistry([claim(target)]).resolve()
+        resolve_claims([claim(target)])
 
 
-def test_a_claim_alone_resolves_and_changes_nothing() -> None:
+def test_resolving_makes_nothing() -> None:
     def explode(context: OpContext) -> Callable[..., Any]:
         raise AssertionError("made before it was installed")
 
-    registry = OpRegistry()
-    registry.claim(claim("no.such.thing", make=explode))
-    assert [o.targets for o in registry.overrides] == [("no.such.thing",)]
-    OpRegistry([claim(RELU, ATEN, make=explode)]).resolve()
+    override = claim(RELU, ATEN, make=explode)
+    assert [found for _, found in resolve_claims([override])] == [override, override]
+
+
+def test_each_override_is_told_by_its_own_state() -> None:
+    overrides = (
+        claim("torch.nn.functional.gelu"),
+        claim(RELU, "torch.nn.functional.rellu"),
+        claim(RELU, owner="one"),
+        claim(RELU, owner="two"),
+    )
+    states = inspect_overrides(overrides)
+    assert [s.state for s in states] == ["applicable", "gone", "broken", "broken"]
+    assert tuple(s.override for s in states) == overrides
+    assert states[0].detail == "of mine"
+    assert states[2].detail == states[3].detail
+    assert f"{RELU} is claimed by 'two' (of two) and, as {RELU}, by 'one'" in (
+        states[2].detail
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,34 +100,28 @@ def test_a_claim_alone_resolves_and_changes_nothing() -> None:
         ("torch.ops.aten.add.Tensor", "torch.ops.aten.add.Scalar"),
     ],
 )
-def test_two_claims_on_one_operator_are_a_conflict(
-    env: Any, targets: tuple[str, str]
-) -> None:
+def test_two_claims_on_one_operator_are_a_conflict(targets: tuple[str, str]) -> None:
     """An overload and its packet are one operator."""
     first, second = targets
-    registry = OpRegistry([claim(first, owner="one"), claim(second, owner="two")])
-    before = dict(env._ops)
-    with pytest.raises(OpConflictError) as caught, registry.install(env, CONTEXT):
-        pass
+    with pytest.raises(OpConflictError) as caught:
+        resolve_claims([claim(first, owner="one"), claim(second, owner="two")])
     assert (
         f"{second} is claimed by 'two' (of two) and, as {first}, by 'one' (of one)"
         in str(caught.value)
     )
-    assert env._ops == before
 
 
 def test_all_conflicts_are_named_at_once() -> None:
     gelu = "torch.nn.functional.gelu"
-    registry = OpRegistry([claim(RELU, gelu, owner="one"), claim(RELU, gelu)])
+    overrides = [claim(RELU, gelu, owner="one"), claim(RELU, gelu)]
     with pytest.raises(OpConflictError, match=r"relu is claimed .*gelu is claimed"):
-        registry.resolve()
+        resolve_claims(overrides)
 
 
 def test_an_override_holds_in_the_block_and_for_all_its_targets(env: Any) -> None:
-    registry = OpRegistry([claim(RELU, ATEN)])
+    claims = resolve_claims([claim(RELU, ATEN)])
     assert relu(env) == [0, 2]
-    with registry.install(env, CONTEXT) as names:
-        assert names == (RELU, ATEN)
+    with installed(claims, env, CONTEXT):
         assert relu(env) == [-7, -7]
         with env:
             x = env.to_xla(torch.tensor([-1.0]))
@@ -116,10 +131,10 @@ def test_an_override_holds_in_the_block_and_for_all_its_targets(env: Any) -> Non
 
 def test_what_was_there_returns_also_after_an_error(env: Any) -> None:
     before = dict(env._ops)
-    registry = OpRegistry([claim(RELU, ATEN), claim("torch.nn.functional.gelu")])
+    claims = resolve_claims([claim(RELU, ATEN), claim("torch.nn.functional.gelu")])
 
     def fail() -> None:
-        with registry.install(env, CONTEXT):
+        with installed(claims, env, CONTEXT):
             assert env._ops != before
             raise KeyboardInterrupt
 
@@ -134,8 +149,12 @@ def test_a_factory_that_fails_leaves_the_environment_untouched(env: Any) -> None
         raise RuntimeError("no kernel")
 
     before = dict(env._ops)
-    registry = OpRegistry([claim(RELU), claim("torch.nn.functional.gelu", make=broken)])
-    with pytest.raises(RuntimeError, match="no kernel"), registry.install(env, CONTEXT):
+    gelu = claim("torch.nn.functional.gelu", make=broken)
+    claims = resolve_claims([claim(RELU), gelu])
+    with (
+        pytest.raises(RuntimeError, match="no kernel"),
+        installed(claims, env, CONTEXT),
+    ):
         pass
     assert env._ops == before
 
@@ -147,7 +166,7 @@ def test_a_factory_is_called_once_with_the_context(env: Any) -> None:
         seen.append(context)
         return lambda x: x
 
-    with OpRegistry([claim(RELU, ATEN, make=make)]).install(env, CONTEXT):
+    with installed(resolve_claims([claim(RELU, ATEN, make=make)]), env, CONTEXT):
         pass
     assert seen == [CONTEXT]
     assert seen[0] is CONTEXT

@@ -18,7 +18,7 @@ import tpuport
 from tpuport.core.run.session import Session
 from tpuport.core.spec.component import Component
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.core.weights.skeleton import build_skeleton, load_class
+from tpuport.core.weights.skeleton import build_skeleton
 from tpuport.errors import HubError, ShardingError, TpuportError, WeightsError
 from tpuport.plugins import get_port
 
@@ -435,12 +435,6 @@ def test_a_config_that_builds_nothing_is_refused(folder: Path) -> None:
     assert message.startswith(
         "transformer/config.json does not build a CogVideoXTransformer3DModel"
     )
-
-
-def test_a_class_is_named_by_package_and_name() -> None:
-    import diffusers
-
-    assert load_class("diffusers:AutoencoderKL") is diffusers.AutoencoderKL
 
 
 def test_rules_that_do_not_fit_are_found_before_a_tensor_is_read(

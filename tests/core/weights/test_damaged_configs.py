@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import tpuport
 from tests.measure.damage import MISSING, Damage, damaged, damages, sample
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import check_config
-from tpuport.core.weights.skeleton import load_class
 from tpuport.errors import TpuportError, WeightsError
 from tpuport.plugins import get_port
 
@@ -137,7 +137,10 @@ def test_no_published_config_is_refused() -> None:
             for component, config in variant.configs.items():
                 declared = port.form_of(variant).components[component]
                 check_config(
-                    load_class(declared.class_path), config, component, lambda: None
+                    pkgutil.resolve_name(declared.class_path),
+                    config,
+                    component,
+                    lambda: None,
                 )
 
 

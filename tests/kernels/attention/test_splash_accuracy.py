@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from tests.kernels.attention.oracle import Case, inputs, numpy_attention
 from tpuport.core.cost.attention_case import Blocks
-from tpuport.core.cost.attention_kernels import jax_splash
+from tpuport.core.cost.kernel_worker import jax_splash
 from tpuport.kernels.attention.splash import SplashBlocks, splash_attention
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -1,4 +1,4 @@
-"""Videos from an image and a seed, against ``CogVideoXImageToVideoPipeline``."""
+"""Videos from an image, against ``CogVideoXImageToVideoPipeline`` as recorded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from diffusers import CogVideoXImageToVideoPipeline
 from PIL import Image
 
 import tpuport
+from tests.models.cogvideox.videos import ALL, PROMPT, TOKENS, check, images
+from tests.models.cogvideox.videos import IMAGE_SIZE as SHAPE
 from tests.models.conftest import (
     IMAGE_FORMS,
     frames_and_latents,
@@ -25,36 +27,6 @@ from tpuport.core.files.sources import read_image
 from tpuport.core.run.session import Session
 
 ATOL = TOLERANCES["video float32"]
-PROMPT = "a fox runs through snow"
-SHAPE: dict[str, Any] = {"height": 64, "width": 96}
-TOKENS = 20
-
-
-def upstream(
-    folder: Path,
-    images: np.ndarray,
-    seeds: int | list[int] = 7,
-    dtype: torch.dtype = torch.float32,
-    **asked: Any,
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Frames and latents of the upstream pipeline; one image per prompt."""
-    pipe = CogVideoXImageToVideoPipeline.from_pretrained(folder, dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    settings: dict[str, Any] = {
-        "prompt": PROMPT,
-        "num_inference_steps": 3,
-        "guidance_scale": 6.0,
-        "use_dynamic_cfg": True,
-        **SHAPE,
-        **asked,
-    }
-    return frames_and_latents(
-        pipe,
-        image=[Image.fromarray(image) for image in images],
-        **settings,
-        generator=generators_of(seeds),
-        max_sequence_length=TOKENS,
-    )
 
 
 @pytest.fixture(scope="module", params=IMAGE_FORMS)
@@ -73,105 +45,39 @@ one_form = pytest.mark.parametrize(
 )
 
 
-def assert_same(ours: Any, frames: np.ndarray, latents: torch.Tensor) -> None:
-    assert ours.frames.shape == frames.shape
-    assert np.abs(ours.frames - frames).max() <= ATOL
-    assert float((ours.latents - latents).abs().max()) <= ATOL
+def form_of(session: Session) -> str:
+    return session.checkpoint.folder.name.removeprefix("cogvideox-")
 
 
-# The second frame count of the first form is one that its learned positions are not
-# for; the second form pads 5 latent frames to 6, and 3 to 4.
 @pytest.mark.parametrize("num_frames", [9, 17])
 def test_a_video_from_an_image(session: Session, num_frames: int) -> None:
-    asked: dict[str, Any] = {"num_frames": num_frames, "negative_prompt": "blur"}
-    image = pictures(1)
-    ours = session.generate(
-        PROMPT, image=image[0], seed=7, num_inference_steps=3, **SHAPE, **asked
-    )
+    ours = check(f"{form_of(session)}-{num_frames}-frames", session)
     assert ours.request.task == "i2v"
-    assert_same(ours, *upstream(session.checkpoint.folder, image, **asked))
 
 
 @one_form
 def test_another_image_another_seed_and_no_guidance(session: Session) -> None:
-    asked: dict[str, Any] = {"num_frames": 9, "guidance_scale": 1.0}
-    image = pictures(1, 64, 96, seed=5)
-    ours = session.generate(
-        PROMPT,
-        image=Image.fromarray(image[0]),
-        seed=3,
-        num_inference_steps=3,
-        **SHAPE,
-        **asked,
-    )
-    assert_same(ours, *upstream(session.checkpoint.folder, image, 3, **asked))
+    name = f"{form_of(session)}-no-guidance"
+    image = ALL[f"cogvideox-{name}"].options()["image"]
+    check(name, session, image=Image.fromarray(image))
 
 
 @one_form
 @pytest.mark.parametrize(
-    "seed",
-    [
-        # One seed's draws for two videos are in ``test_conditioning.py`` too.
-        pytest.param(5, id="one seed", marks=pytest.mark.sweep),
-        pytest.param([5, 6], id="a seed each"),
-    ],
+    "seeds", [pytest.param("one-seed", marks=pytest.mark.sweep), "two-seeds"]
 )
-def test_a_batch_of_images(session: Session, seed: int | list[int]) -> None:
-    prompts = [PROMPT, "a boat on a river at night"]
-    images = pictures(2)
-    ours = session.generate(
-        prompts,
-        image=list(images),
-        seed=seed,
-        num_frames=9,
-        num_inference_steps=2,
-        **SHAPE,
-    )
-    frames, latents = upstream(
-        session.checkpoint.folder,
-        images,
-        seed,
-        prompt=prompts,
-        num_frames=9,
-        num_inference_steps=2,
-    )
-    assert_same(ours, frames, latents)
+def test_a_batch_of_images(session: Session, seeds: str) -> None:
+    name = f"{form_of(session)}-two-videos-{seeds}"
+    ours = check(name, session)
     # One image for both is that image twice.
-    one = session.generate(
-        prompts,
-        image=images[0],
-        seed=seed,
-        num_frames=9,
-        num_inference_steps=2,
-        **SHAPE,
-    )
+    asked = ALL[f"cogvideox-{name}"].options()
+    one = session.generate(**asked | {"image": asked["image"][0]})
     assert np.abs(one.frames[0] - ours.frames[0]).max() <= ATOL
     assert np.abs(one.frames[1] - ours.frames[1]).max() > ATOL
 
 
 def test_initial_latents_in_place_of_the_seeds_noise(session: Session) -> None:
-    # The image is sampled and the sampler draws from the seed all the same.
-    channels, frames = (
-        4,
-        4 if session.checkpoint.config("transformer").get("patch_size_t") else 3,
-    )
-    noise = torch.randn(
-        1, frames, channels, 8, 12, generator=torch.Generator().manual_seed(0)
-    )
-    image = pictures(1)
-    ours = session.generate(
-        PROMPT,
-        image=image[0],
-        latents=noise,
-        seed=2,
-        num_frames=9,
-        num_inference_steps=3,
-        **SHAPE,
-    )
-    frames_, latents = upstream(
-        session.checkpoint.folder, image, 2, latents=noise, num_frames=9
-    )
-    assert_same(ours, frames_, latents)
+    check(f"{form_of(session)}-latents", session)
 
 
 def test_upstreams_own_code_as_a_backend_of_any_stage(session: Session) -> None:
@@ -238,12 +144,19 @@ def test_bfloat16_draws_are_upstreams(
         theirs, _ = session.run_stage("encode", request, pixels, backend="diffusers")
         assert_noise_in_common(ours["image_latents"], theirs["image_latents"])
         latents, _ = session.run_stage("denoise", request, ours)
-    _, whole = upstream(
-        folder,
-        pictures(1),
-        dtype=torch.bfloat16,
+    pipe = CogVideoXImageToVideoPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    _, whole = frames_and_latents(
+        pipe,
+        prompt=PROMPT,
+        image=images(pictures(1)),
         num_frames=9,
         num_inference_steps=2,
+        guidance_scale=6.0,
+        use_dynamic_cfg=True,
+        generator=generators_of(7),
+        max_sequence_length=TOKENS,
+        **SHAPE,
     )
     assert_noise_in_common(latents["latents"], whole)
 

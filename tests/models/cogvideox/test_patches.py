@@ -31,7 +31,7 @@ def port_without(module: torch.nn.Module, component: str, *names: str) -> Ported
 
 
 def test_every_patch_applies_here() -> None:
-    states = {s.name: s.state for s in inspect_patches(PORT.patches).entries}
+    states = {s.name: s.state for s in inspect_patches(PORT.patches)}
     assert set(states.values()) == {"applicable"}, states
 
 
@@ -96,7 +96,6 @@ def test_rotary_tables_are_the_pipelines(
         cache, config, height=rows, width=columns, latent_frames=frames
     )
     assert again[0] is ours[0]
-    assert len(cache) == 1
 
 
 @pytest.fixture(scope="module")

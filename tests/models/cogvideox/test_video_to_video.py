@@ -1,4 +1,4 @@
-"""Videos from a video and a seed, against ``CogVideoXVideoToVideoPipeline``."""
+"""Videos from a video, against ``CogVideoXVideoToVideoPipeline`` as recorded."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXVideoToVideoPipeline
-from PIL import Image
 
 import tpuport
-from tests.models.conftest import frames_and_latents, generators_of, pictures
+from tests.models.cogvideox.videos import (
+    ALL,
+    PROMPT,
+    SIZE,
+    TOKENS,
+    asked_of,
+    check,
+    images,
+)
+from tests.models.conftest import pictures
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.sources import read_video
 from tpuport.core.run.session import Session
 from tpuport.errors import UsageError
 
 ATOL = TOLERANCES["video float32"]
-PROMPT = "a fox runs through snow"
-SIZE: dict[str, Any] = {"height": 48, "width": 64}
 SHAPE: dict[str, Any] = {**SIZE, "num_frames": 9}
-TOKENS = 20
-
-
-def images(video: np.ndarray) -> list[Any]:
-    return [Image.fromarray(frame) for frame in video]
 
 
 def pipeline(folder: Path) -> Any:
@@ -35,18 +36,6 @@ def pipeline(folder: Path) -> Any:
     pipe = CogVideoXVideoToVideoPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def upstream(
-    folder: Path, seeds: int | list[int] = 7, **asked: Any
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Frames and latents of the upstream pipeline."""
-    return frames_and_latents(
-        pipeline(folder),
-        **{"prompt": PROMPT, "guidance_scale": 6.0, **SIZE, **asked},
-        generator=generators_of(seeds),
-        max_sequence_length=TOKENS,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,84 +50,24 @@ def load(checkpoints: Callable[[str], Path], cache: Path) -> Callable[[str], Ses
     return get
 
 
-#: DDIM and DPM. Of 4 steps, 0.3 leaves one; of 7, 0.5 leaves three.
-KEPT = (("2b", 0.5, 7), ("5b", 0.5, 7), ("2b", 0.3, 4), ("5b", 1.0, 3))
-
-
-@pytest.mark.parametrize(
-    ("form", "strength", "steps"),
-    [
-        *KEPT,
-        *(
-            pytest.param(form, *case, marks=pytest.mark.sweep)
-            for form in ("2b", "5b")
-            for case in ((0.5, 4), (0.5, 7), (0.8, 5), (1.0, 3), (0.3, 4))
-            if (form, *case) not in KEPT
-        ),
-    ],
-)
-def test_a_video_from_a_video(
-    form: str, strength: float, steps: int, load: Callable[[str], Session]
-) -> None:
-    session = load(form)
-    video = pictures(12)
-    asked: dict[str, Any] = {"strength": strength, "num_inference_steps": steps}
-    ours = session.generate(PROMPT, video=video, seed=7, **SHAPE, **asked)
+@pytest.mark.parametrize("name", asked_of("-of-"))
+def test_a_video_from_a_video(name: str, load: Callable[[str], Session]) -> None:
+    """Of which only the first frames are used."""
+    ours = check(name, load(name.partition("-")[0]))
     assert ours.request.task == "v2v"
-    # The first frames are used; upstream takes the video as long as it is.
-    frames, latents = upstream(
-        session.checkpoint.folder,
-        video=images(video[:9]),
-        use_dynamic_cfg=form == "5b",
-        **asked,
-    )
-    assert ours.frames.shape == frames.shape
-    assert np.abs(ours.frames - frames).max() <= ATOL
-    assert float((ours.latents - latents).abs().max()) <= ATOL
 
 
 def test_more_than_one_chunk_and_no_guidance(load: Callable[[str], Session]) -> None:
-    session = load("5b")
-    video = pictures(17, 48, 64)
-    asked: dict[str, Any] = {
-        "strength": 0.6,
-        "num_inference_steps": 4,
-        "guidance_scale": 1.0,
-    }
-    ours = session.generate(
-        PROMPT, video=images(video), seed=3, num_frames=17, **SIZE, **asked
-    )
-    frames, _ = upstream(session.checkpoint.folder, 3, video=images(video), **asked)
-    assert np.abs(ours.frames - frames).max() <= ATOL
+    name = "5b-v2v-two-chunks"
+    frames = images(ALL[f"cogvideox-{name}"].options()["video"])
+    check(name, load("5b"), video=frames)
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        # One seed's draws for two videos are in ``test_conditioning.py`` too.
-        pytest.param(5, id="one seed", marks=pytest.mark.sweep),
-        pytest.param([5, 6], id="a seed each"),
-    ],
-)
+@pytest.mark.parametrize("name", asked_of("v2v-two-videos"))
 def test_a_batch_of_prompts_for_one_video(
-    seed: int | list[int], load: Callable[[str], Session]
+    name: str, load: Callable[[str], Session]
 ) -> None:
-    session = load("5b")
-    prompts = [PROMPT, "a boat on a river at night"]
-    video = pictures(9)
-    asked: dict[str, Any] = {"strength": 0.5, "num_inference_steps": 4}
-    ours = session.generate(prompts, video=video, seed=seed, **SHAPE, **asked)
-    # Upstream wants the video once for each prompt.
-    frames, _ = upstream(
-        session.checkpoint.folder,
-        seed,
-        prompt=prompts,
-        video=[images(video)] * 2,
-        use_dynamic_cfg=True,
-        **asked,
-    )
-    assert ours.frames.shape == frames.shape
-    assert np.abs(ours.frames - frames).max() <= ATOL
+    check(name, load("5b"))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from tests.models.cogvideox.test_tpu import ENVIRONMENT, ROOT
 from tests.processes import run_python
 
 PROGRAM = r"""
-import json, re, sys, time
+import dataclasses, json, re, sys, time
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -82,7 +82,7 @@ def measure(stacked):
         "temporaries": memory.temp_size_in_bytes,
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "reductions": len(re.findall(r" all-reduce(?:-start)?\(", text)),
-        "attention": [r.as_dict() for r in runtime.records],
+        "attention": [dataclasses.asdict(r) for r in runtime.records],
     }
 
 print(json.dumps({"stacked": measure(component.stacked), "unrolled": measure(())}))

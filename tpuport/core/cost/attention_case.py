@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tpuport.core.mesh.chips import chip
 from tpuport.errors import UsageError
@@ -55,39 +54,36 @@ class Blocks:
             )
         return cls(q=q, kv=kv, kv_compute=kv_compute)
 
+    @classmethod
+    def of(cls, tiles: SplashBlocks) -> Blocks:
+        """Of the tiles that our kernel takes."""
+        return cls(q=tiles.q, kv=tiles.kv, kv_compute=tiles.kv_compute)
+
     def __str__(self) -> str:
         return f"{self.q}/{self.kv}/{self.kv_compute}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCase:
-    """An attention call on one device: q [B, H, Lq, D], k and v [B, Hkv, Lk, D].
+    """Full attention on one device: q [1, H, Lq, D], k and v [1, H, Lk, D].
 
     Attributes:
         implementation: ``tpuport`` or ``jax``.
         chip: generation, such as ``v6e``.
-        batch, heads, kv_heads: of this device alone.
+        heads: of this device alone.
         q_len, kv_len, head_dim: tokens and width.
         dtype: of q, k and v.
         blocks: tiles; None for what the implementation chooses.
-        is_causal, window, k_smooth: options of the call; a window is (left, right).
-        has_lengths: whether the valid keys of each item are given when it runs.
     """
 
     implementation: str
     chip: str = "v6e"
-    batch: int = 1
     heads: int
-    kv_heads: int | None = None
     q_len: int
     kv_len: int
     head_dim: int
     dtype: str = "bfloat16"
     blocks: Blocks | None = None
-    is_causal: bool = False
-    window: tuple[int, int] | None = None
-    k_smooth: bool = False
-    has_lengths: bool = False
 
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
@@ -98,59 +94,29 @@ class AttentionCase:
         chip(self.chip)
         if self.dtype not in ("bfloat16", "float32"):
             raise UsageError(f"kernels take bfloat16 and float32, not {self.dtype}")
-        for name in ("batch", "heads", "q_len", "kv_len", "head_dim"):
+        for name in ("heads", "q_len", "kv_len", "head_dim"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
 
     @property
     def scores(self) -> int:
-        """Scores of the whole call, padding not counted: B H Lq Lk."""
-        return self.batch * self.heads * self.q_len * self.kv_len
+        """Scores of the whole call, padding not counted: H Lq Lk."""
+        return self.heads * self.q_len * self.kv_len
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return 4 if self.dtype == "float32" else 2
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; :meth:`from_dict` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> AttentionCase:
-        """The case that :meth:`as_dict` wrote."""
-        blocks = data.get("blocks")
-        window = data.get("window")
-        return cls(
-            **{
-                **data,
-                "blocks": Blocks(**blocks) if blocks else None,
-                "window": tuple(window) if window else None,
-            }
-        )
-
-
-def padded(length: int, block: int) -> int:
-    """The smallest multiple of ``block`` that is at least ``length``."""
-    return -(-length // block) * block
-
 
 def rule_blocks(case: AttentionCase) -> Blocks:
     """The tiles of tpuport's kernel by its own rule, without the table."""
-
-    found = default_blocks(
-        case.q_len,
-        case.kv_len,
-        case.head_dim,
-        chip=case.chip,
-        itemsize=case.itemsize,
-    )
-    return Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
+    lengths = (case.q_len, case.kv_len, case.head_dim)
+    return Blocks.of(default_blocks(*lengths, chip=case.chip, itemsize=case.itemsize))
 
 
 def fits(case: AttentionCase, blocks: Blocks) -> bool:
     """Whether tpuport's kernel takes these tiles and they fit the chip's VMEM."""
-
     try:
         tiles = SplashBlocks(q=blocks.q, kv=blocks.kv, kv_compute=blocks.kv_compute)
     except ValueError:

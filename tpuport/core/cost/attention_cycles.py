@@ -7,21 +7,14 @@ and its kernel's bundles are multiplied by trip counts.
 from __future__ import annotations
 
 import math
-import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from tpuport.core.cost.attention_case import (
-    AttentionCase,
-    Blocks,
-    kernel_source_hash,
-    padded,
-)
-from tpuport.core.cost.attention_kernels import jax_blocks
+from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
 from tpuport.core.cost.kernel_cycles import compiler_versions, kept_cost
+from tpuport.core.cost.kernel_worker import jax_blocks
 from tpuport.kernels.attention.selection import splash_sizes
+from tpuport.kernels.padding import round_up
 
 #: Scores that "bundles per 2^20 scores" are of: a tile of 1024 x 1024.
 TILE = 1 << 20
@@ -82,9 +75,9 @@ class AttentionCost:
     @property
     def padded_scores(self) -> int:
         """Scores the kernel computes, those of padding too, on all cores."""
-        lengths = (self.case.q_len, self.blocks.q), (self.case.kv_len, self.blocks.kv)
-        each = math.prod(padded(*length) for length in lengths)
-        return self.case.batch * self.case.heads * each
+        queries = round_up(self.case.q_len, self.blocks.q)
+        keys = round_up(self.case.kv_len, self.blocks.kv)
+        return self.case.heads * queries * keys
 
     @property
     def bundles_per_tile(self) -> float:
@@ -97,12 +90,12 @@ class AttentionCost:
         return self.cycles * self.cores / self.case.scores * TILE
 
 
-def attention_cost(case: AttentionCase, *, cache: Path | None = None) -> AttentionCost:
+def attention_cost(case: AttentionCase, *, cache: Path) -> AttentionCost:
     """Compile an attention call for its chip and read what it costs.
 
     Args:
         case: the call.
-        cache: folder that keeps results; None keeps none.
+        cache: folder that keeps results.
 
     Raises:
         TopologyError: libtpu is not installed.
@@ -110,18 +103,18 @@ def attention_cost(case: AttentionCase, *, cache: Path | None = None) -> Attenti
     """
     case = with_blocks(case)
     source = kernel_source_hash()
-    request: dict[str, Any] = {
+    request = {
         "chip": case.chip,
-        "case": case.as_dict(),
+        "case": asdict(case),
         "source": source,
         # Our kernel is given the keys that count; what jax's is given is left open.
         "scalars": {0: case.kv_len} if case.implementation == "tpuport" else {},
     }
-    with ExitStack() as stack:
-        if cache is None:
-            made = tempfile.TemporaryDirectory(prefix="tpuport-kernel-")
-            cache = Path(stack.enter_context(made))
-        found, _ = kept_cost(request, cache, describe(case), keep_schedule=False)
+    what = (
+        f"{case.implementation} attention, {case.heads} heads of {case.head_dim}, "
+        f"{case.q_len} x {case.kv_len} for {case.chip}, blocks {case.blocks}"
+    )
+    found, _ = kept_cost(request, cache, what, keep_schedule=False)
     grid, versions = tuple(found.pop("grid")), compiler_versions()
     return AttentionCost(
         case=case, grid=grid, versions=versions, source_hash=source, **found
@@ -138,17 +131,6 @@ def with_blocks(case: AttentionCase) -> AttentionCase:
         return case
     if case.implementation == "jax":
         return replace(case, blocks=jax_blocks(case))
-
-    lengths = (case.q_len, case.kv_len)
-    found = splash_sizes(*lengths, case.head_dim, chip=case.chip, dtype=case.dtype)
-    tiles = Blocks(q=found.q, kv=found.kv, kv_compute=found.kv_compute)
-    return replace(case, blocks=tiles)
-
-
-def describe(case: AttentionCase) -> str:
-    """A case in a few words."""
-    blocks = f", blocks {case.blocks}" if case.blocks else ""
-    return (
-        f"{case.implementation} attention, {case.heads} heads of {case.head_dim}, "
-        f"{case.q_len} x {case.kv_len} for {case.chip}{blocks}"
-    )
+    lengths = (case.q_len, case.kv_len, case.head_dim)
+    found = splash_sizes(*lengths, chip=case.chip, dtype=case.dtype)
+    return replace(case, blocks=Blocks.of(found))

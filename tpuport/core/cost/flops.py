@@ -9,8 +9,10 @@ counted, as is usual for a utilisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from jax.extend.core import jaxprs_in_params
 
 from tpuport.core.tracing.context import AttentionRecord
 
@@ -35,7 +37,7 @@ def model_flops(jaxpr: Any, records: Sequence[AttentionRecord]) -> float:
         records: what its attention calls run as.
     """
     kernels = [r for r in records if r.implementation == KERNEL]
-    return _walk(jaxpr.jaxpr, 1.0, lambda eqn: _kernel_flops(eqn, kernels))
+    return _walk(jaxpr.jaxpr, 1.0, kernels)
 
 
 def attention_flops(record: AttentionRecord) -> float:
@@ -55,7 +57,7 @@ def attention_flops(record: AttentionRecord) -> float:
 
 
 def _walk(
-    jaxpr: Any, times: float, kernel: Callable[[Any], float], parts: int = 1
+    jaxpr: Any, times: float, kernels: Sequence[AttentionRecord], parts: int = 1
 ) -> float:
     """``parts`` is in how many different parts the jaxpr computes its result."""
     total = 0.0
@@ -66,39 +68,19 @@ def _walk(
         elif name == "conv_general_dilated":
             total += times * parts * _convolution(eqn)
         elif name == "pallas_call":
-            own = _own_flops(eqn)
-            # An attention call's lengths are those of all devices together.
-            total += times * (kernel(eqn) if own is None else parts * own)
-        elif name == "shard_map":
-            inside = parts * _parts(eqn)
-            total += _walk(eqn.params["jaxpr"], times, kernel, inside)
-        elif name == "scan":
-            inner = eqn.params["jaxpr"].jaxpr
-            total += _walk(inner, times * eqn.params["length"], kernel, parts)
-        elif name == "cond":
-            branches = (b.jaxpr for b in eqn.params["branches"])
-            total += max(_walk(b, times, kernel, parts) for b in branches)
+            kernel = str(eqn.params["name"])
+            if kernel in PRODUCTS:
+                total += times * parts * float(eqn.params["cost_estimate"].flops)
+            elif not kernel.startswith(ELEMENTWISE):
+                # Its lengths are those of all devices together.
+                total += times * _kernel_flops(eqn, kernels)
         else:
-            for inner in _inner(eqn):
-                total += _walk(inner, times, kernel, parts)
+            inside = parts * (_parts(eqn) if name == "shard_map" else 1)
+            often = times * (eqn.params["length"] if name == "scan" else 1)
+            inner = jaxprs_in_params(eqn.params)
+            found = [_walk(each, often, kernels, inside) for each in inner]
+            total += max(found) if name == "cond" else sum(found)
     return total
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(item, "eqns"):
-                yield item
-            elif hasattr(item, "jaxpr") and hasattr(item.jaxpr, "eqns"):
-                yield item.jaxpr
-
-
-def _own_flops(eqn: Any) -> float | None:
-    """Of a kernel that is no attention; ``None`` for one that is."""
-    name = str(eqn.params["name"])
-    if name.startswith(ELEMENTWISE):
-        return 0.0
-    return float(eqn.params["cost_estimate"].flops) if name in PRODUCTS else None
 
 
 def _parts(eqn: Any) -> int:

@@ -8,17 +8,19 @@ is kept. Format: XLA's ``hlo_instruction.cc``,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpuport.errors import TpuportError
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "tuple": 0}
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^}]*\})?")
+_TILE = re.compile(r"T\((\d+),(\d+)\)")
 _START = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _END = re.compile(r"\}(, execution_thread=.*)?")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -38,15 +40,30 @@ class HloError(TpuportError):
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A dtype and a shape."""
+    """A dtype and a shape, and how XLA lays them out."""
 
     dtype: str
     shape: tuple[int, ...]
+    layout: str = field(default="", compare=False)
 
     @property
     def bytes(self) -> int:
         """Without the padding of the layout."""
         return math.ceil(math.prod(self.shape) * _bits(self.dtype) / 8)
+
+    @property
+    def hbm_bytes(self) -> float:
+        """With the padding of tiles; 0 of what is in another memory (``S(n)``)."""
+        # Scalars are in the core's own memory.
+        if "S(" in self.layout or not self.shape:
+            return 0.0
+        dims = list(self.shape)
+        order = [int(d) for d in re.findall(r"\d+", self.layout.split(":")[0])]
+        tile = _TILE.search(self.layout)
+        if tile and len(order) >= 2:
+            for dim, part in ((order[0], int(tile[2])), (order[1], int(tile[1]))):
+                dims[dim] = math.ceil(dims[dim] / part) * part
+        return math.prod(dims) * _bits(self.dtype) / 8
 
 
 @dataclass(slots=True)
@@ -74,7 +91,7 @@ class Instruction:
     @property
     def arrays(self) -> tuple[Array, ...]:
         """The arrays of the result, of a tuple all of them."""
-        return tuple(arrays_of(self.shape))
+        return arrays_of(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -82,18 +99,17 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @property
+    def hbm_bytes(self) -> float:
+        """Of the result, as far as it lies in HBM, with the padding of tiles."""
+        return sum(array.hbm_bytes for array in self.arrays)
+
+    @property
     def config(self) -> dict[str, Any]:
         """The JSON of ``backend_config``; empty where there is none."""
-        at = self.attributes.find("backend_config={")
-        if at < 0:
-            return {}
-        try:
-            found, _ = json.JSONDecoder(strict=False).raw_decode(
-                self.attributes, at + len("backend_config=")
-            )
-        except ValueError:
-            return {}
-        return dict(found)
+        _, _, text = self.attributes.partition("backend_config=")
+        with contextlib.suppress(ValueError):  # as of an empty or another text
+            return dict(json.JSONDecoder(strict=False).raw_decode(text)[0])
+        return {}
 
     @property
     def estimated_cycles(self) -> int | None:
@@ -105,56 +121,50 @@ class Instruction:
     @property
     def trip_count(self) -> int | None:
         """How often a ``while`` runs its body, where the compiler knows."""
-        found = _TRIPS.search(self.attributes)
-        return int(found[1]) if found else None
+        found = first(_TRIPS, self.attributes)
+        return int(found) if found else None
 
     @property
     def op_name(self) -> str:
         """Where in the traced program it is from."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        return first(_OP_NAME, self.attributes)
 
     @property
     def target(self) -> str:
         """Of a custom call; empty for others."""
-        found = _TARGET.search(self.attributes)
-        return found[1] if found else ""
+        return first(_TARGET, self.attributes)
 
 
-@dataclass(slots=True)
-class Computation:
-    """Instructions in the order in which they run."""
-
-    name: str
-    instructions: list[Instruction] = field(default_factory=list)
-
-    def by_name(self) -> dict[str, Instruction]:
-        """Each instruction under its name."""
-        return {i.name: i for i in self.instructions}
+Computation = dict[str, Instruction]
+"""Instructions by name, in the order in which they run."""
 
 
 @dataclass(slots=True)
 class Program:
-    """A compiled program."""
+    """A compiled program: its computations by name, and which one it begins with."""
 
-    name: str
     entry: str
     computations: dict[str, Computation]
 
-    def inner(self, instruction: Instruction) -> Iterator[Instruction]:
+    def inner(self, instruction: Instruction) -> list[Instruction]:
         """All instructions of what a fusion calls, nested ones included."""
-        for names in instruction.called.values():
-            for name in names:
-                for found in self.computations[name].instructions:
-                    yield found
-                    yield from self.inner(found)
+        names = (name for names in instruction.called.values() for name in names)
+        called = (found for name in names for found in self.computations[name].values())
+        return [each for found in called for each in (found, *self.inner(found))]
 
 
-def arrays_of(shape: str) -> Iterator[Array]:
+def first(pattern: re.Pattern[str], text: str) -> str:
+    """What a pattern's first group finds in a text; empty where it finds nothing."""
+    found = pattern.search(text)
+    return found[1] if found else ""
+
+
+def arrays_of(shape: str) -> tuple[Array, ...]:
     """The arrays that the text of a shape names."""
-    for dtype, sizes in _ARRAY.findall(shape):
-        dims = [s.lstrip("<=") for s in sizes.split(",") if s]
-        yield Array(dtype, tuple(int(s) for s in dims))
+    return tuple(
+        Array(dtype, tuple(int(s.lstrip("<=")) for s in sizes.split(",") if s), layout)
+        for dtype, sizes, layout in _ARRAY.findall(shape)
+    )
 
 
 def _bits(dtype: str) -> int:
@@ -181,37 +191,29 @@ def parse(text: str) -> Program:
                 current = None
             elif line.rstrip().endswith("{") and "(" in line:
                 name = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0]
-                current = computations[name] = Computation(name)
+                current = computations[name] = {}
                 if line.startswith("ENTRY "):
                     entry = name
-            continue
-        instruction = _instruction(line)
-        if instruction is not None:
-            current.instructions.append(instruction)
+        elif (instruction := _instruction(line)) is not None:
+            current[instruction.name] = instruction
     if not entry:
         raise HloError("no ENTRY computation; is this the text of a compiled program?")
-    head = text.split(None, 2)
-    return Program(head[1].rstrip(",") if len(head) > 1 else "", entry, computations)
+    return Program(entry, computations)
 
 
-def _logical_lines(text: str) -> Iterator[str]:
+def _logical_lines(text: str) -> list[str]:
     """Lines, with attributes that are printed over several joined to the first."""
-    held: list[str] = []
+    lines: list[str] = []
+    inside = False
     for line in text.splitlines():
         starts = _START.match(line) is not None
         # A computation ends with "}", maybe followed by the name of its thread.
-        if held and not starts and not _END.fullmatch(line.rstrip()):
-            held.append(line)
-            continue
-        if held:
-            yield " ".join(held)
-            held = []
-        if starts:
-            held = [line]
+        if inside and not starts and not _END.fullmatch(line.rstrip()):
+            lines[-1] += f" {line}"
         else:
-            yield line
-    if held:
-        yield " ".join(held)
+            lines.append(line)
+            inside = starts
+    return lines
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -219,10 +221,10 @@ def _instruction(line: str) -> Instruction | None:
     if start is None:
         return None
     at = start.end()
-    end = _shape_end(line, at)
+    end = _outside(line, at, " ")
     opened = line.index("(", end)
     opcode = line[end:opened].strip()
-    closed = _closing(line, opened)
+    closed = _outside(line, opened, ")")
     attributes = line[closed + 1 :]
     # What a string or a JSON value holds names no computation.
     plain = attributes.split("backend_config=", 1)[0]
@@ -245,34 +247,15 @@ def _instruction(line: str) -> Instruction | None:
     )
 
 
-def _shape_end(line: str, at: int) -> int:
-    """Where the shape that starts at ``at`` ends: at a space outside of brackets."""
+def _outside(line: str, at: int, wanted: str) -> int:
+    """Where from ``at`` on a character stands that is in no brackets (or ends them)."""
     depth = 0
     for index in range(at, len(line)):
         char = line[index]
-        if char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == " " and depth == 0:
+        depth += (char in "([{") - (char in ")]}")
+        if char == wanted and depth == 0:
             return index
-    raise HloError(f"a line without an opcode: {line[:120]!r}")
-
-
-def _closing(line: str, opened: int) -> int:
-    depth = 0
-    for index in range(opened, len(line)):
-        if line[index] == "(":
-            depth += 1
-        elif line[index] == ")":
-            depth -= 1
-            if depth == 0:
-                return index
-    raise HloError(f"a line without an end: {line[:120]!r}")
-
-
-_LAID_OUT = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
-_TILE = re.compile(r"T\((\d+),(\d+)\)")
+    raise HloError(f"a line of a program that does not end: {line[:120]!r}")
 
 
 def convolution_flops(
@@ -307,27 +290,6 @@ def convolution_flops(
     return 2.0 * out * kernel
 
 
-def transfer_bytes(instruction: Instruction, size: float) -> float:
+def transfer_bytes(instruction: Instruction) -> int:
     """Of a copy between memories: its smaller array, once."""
-    arrays = [a.bytes for a in instruction.arrays if len(a.shape)]
-    return float(min(arrays)) if arrays else size
-
-
-def hbm_bytes(shape: str) -> float:
-    """Of arrays that lie in HBM, with the padding of their tiles.
-
-    ``S(n)`` in a layout names another memory.
-    """
-    total = 0.0
-    for dtype, sizes, layout in _LAID_OUT.findall(shape):
-        if "S(" in layout or not sizes:  # scalars are in the core's own memory
-            continue
-        dims = [int(s) for s in sizes.split(",") if s]
-        order = [int(d) for d in re.findall(r"\d+", layout.split(":")[0])]
-        tile = _TILE.search(layout)
-        if tile and len(order) >= 2:
-            for dim, part in ((order[0], int(tile[2])), (order[1], int(tile[1]))):
-                dims[dim] = math.ceil(dims[dim] / part) * part
-        bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or ["0"])[0])
-        total += math.prod(dims) * bits / 8
-    return total
+    return min((a.bytes for a in instruction.arrays if a.shape), default=0)

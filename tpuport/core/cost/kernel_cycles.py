@@ -17,15 +17,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.cost.account import MXU, VECTOR, KernelCost
-from tpuport.core.cost.hlo import Array, Instruction
-from tpuport.core.cost.kernel_schedule import dump_flags, reader_hash
+from tpuport.core.cost.hlo import Instruction
+from tpuport.core.cost.kernel_schedule import dump_flags
+from tpuport.core.cost.program_time import MXU, VECTOR, KernelCost
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.slices import check_libtpu, compile_environment, smallest_of
@@ -34,11 +34,8 @@ from tpuport.errors import TpuportError
 
 #: Raised when the meaning of what is kept on disk changes.
 _FORMAT = 4
-#: What makes a cost of a schedule, beside what reads the schedule.
-_READERS = tuple(
-    Path(__file__).with_name(f"{name}.py")
-    for name in ("kernel_worker", "attention_kernels")
-)
+#: The modules beside this one that make a cost of a kernel.
+_READERS = ("bundles", "kernel_schedule", "kernel_worker")
 #: After which a compile is given up; tiles too large for VMEM can take hours until the
 #: compiler says so.
 _TIMEOUT_SECONDS = 600
@@ -59,61 +56,56 @@ class KernelError(TpuportError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelUse:
+class KernelUse(KernelCost):
     """A kernel as a program calls it.
 
     Attributes:
-        key: of its code, its shapes, the chip and the compiler.
         name: in the program.
-        cost: of one call.
         utilization: unit -> share of its slots that is filled.
-        folder: where its schedule is kept.
+        folder: where its schedule is kept; named by the hash of its code, its shapes,
+            the chip and the compiler.
         conditions: on data, as assumed by ``kernel_worker.usual``.
     """
 
-    key: str
     name: str
-    cost: KernelCost
     utilization: Mapping[str, float]
     folder: Path
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Of all that decides its cost."""
+        return self.folder.name
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
             "key": self.key,
             "name": self.name,
-            "cycles": self.cost.cycles,
-            "bound": self.cost.bound,
+            "cycles": self.cycles,
+            "bound": self.bound,
             "utilization": dict(self.utilization),
             "conditions": list(self.conditions),
         }
 
 
-class KernelCosts:
-    """The costs of kernels for one chip.
+@dataclass
+class KernelsMet:
+    """The costs of kernels for one chip, and a note of those that were asked for.
 
-    Each is read once; :class:`KernelsMet` keeps which of them a stage calls.
-
-    Args:
+    Attributes:
         chip: what they are compiled for.
         cache: where schedules are kept.
         reporter: told while a kernel is compiled.
+        uses: by request, in the order in which they were met.
     """
 
-    def __init__(
-        self,
-        chip: Chip,
-        cache: Path,
-        *,
-        reporter: Reporter | None = None,
-    ) -> None:
-        self._chip = chip
-        self._cache = cache
-        self._reporter = reporter or Reporter()
-        self._known: dict[str, KernelUse] = {}
+    chip: Chip
+    cache: Path
+    reporter: Reporter | None = None
+    uses: dict[str, KernelUse] = field(default_factory=dict)
 
-    def use(
+    def __call__(
         self, instruction: Instruction, operands: Sequence[Instruction]
     ) -> KernelUse:
         """A custom call, and what one call of it takes.
@@ -122,55 +114,35 @@ class KernelCosts:
             KernelError: it does not compile by itself, or its schedule is not read.
         """
         request = {
-            "chip": self._chip.name,
+            "chip": self.chip.name,
             "config": instruction.config["custom_call_config"],
-            "scoped": _scoped(instruction.config),
-            "operands": [_listed(a) for o in operands for a in o.arrays],
-            "results": [_listed(a) for a in instruction.arrays],
+            # What it may take of each memory, wherever that lies in its program: by
+            # itself it has the compiler's default, which is less.
+            "scoped": [
+                {**given, "offset": "0"}
+                for given in instruction.config.get("scoped_memory_configs", ())
+            ],
+            "operands": [[a.dtype, list(a.shape)] for o in operands for a in o.arrays],
+            "results": [[a.dtype, list(a.shape)] for a in instruction.arrays],
         }
         asked = json.dumps(request, sort_keys=True)
-        if asked not in self._known:
+        if asked not in self.uses:
             name = instruction.name
             found, folder = kept_cost(
-                request, self._cache, f"kernel {name}", self._reporter
+                request, self.cache, f"kernel {name}", self.reporter
             )
-            self._known[asked] = self._read(found, folder, name)
-        return self._known[asked]
-
-    def _read(self, found: dict[str, Any], folder: Path, name: str) -> KernelUse:
-        cycles = float(found["cycles"])
-        busy = found["utilization"].get(_MATRIX_UNIT, 0.0)
-        return KernelUse(
-            key=folder.name,
-            name=re.sub(r"[.\d]+$", "", name),
-            cost=KernelCost(
+            cycles = float(found["cycles"])
+            busy = found["utilization"].get(_MATRIX_UNIT, 0.0)
+            self.uses[asked] = KernelUse(
+                name=re.sub(r"[.\d]+$", "", name),
                 cycles=cycles,
                 bound=MXU if found["busiest"] == _MATRIX_UNIT else VECTOR,
-                flops=busy * cycles * self._chip.flops_per_cycle,
-            ),
-            utilization=found["utilization"],
-            folder=folder,
-            conditions=tuple(found["conditions"]),
-        )
-
-
-class KernelsMet:
-    """The costs of kernels, and a note of those that were asked for.
-
-    Attributes:
-        uses: by key, in the order in which they were met.
-    """
-
-    def __init__(self, costs: KernelCosts) -> None:
-        self._costs = costs
-        self.uses: dict[str, KernelUse] = {}
-
-    def __call__(
-        self, instruction: Instruction, operands: Sequence[Instruction]
-    ) -> KernelCost:
-        """What one call takes; see :meth:`KernelCosts.use`."""
-        use = self._costs.use(instruction, operands)
-        return self.uses.setdefault(use.key, use).cost
+                flops=busy * cycles * self.chip.flops_per_cycle,
+                utilization=found["utilization"],
+                folder=folder,
+                conditions=tuple(found["conditions"]),
+            )
+        return self.uses[asked]
 
 
 def keep_schedules(uses: Iterable[KernelUse], folder: Path) -> list[str]:
@@ -181,6 +153,15 @@ def keep_schedules(uses: Iterable[KernelUse], folder: Path) -> list[str]:
         shutil.copytree(use.folder, folder / name, dirs_exist_ok=True)
         names.append(name)
     return names
+
+
+def reader_hash() -> str:
+    """Sha256 of the code that turns a dump into cycles; with new code it is read anew.
+
+    What is kept of a schedule is kept under it.
+    """
+    paths = (Path(__file__).with_name(f"{name}.py") for name in _READERS)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def compiler_versions() -> dict[str, str]:
@@ -211,7 +192,7 @@ def kept_cost(
         TopologyError: libtpu is not installed.
         KernelError: the kernel is refused, or something else went wrong.
     """
-    versions, reader = compiler_versions(), reader_hash(*_READERS)
+    versions, reader = compiler_versions(), reader_hash()
     whole = {**request, "format": _FORMAT, "versions": versions, "reader": reader}
     text = json.dumps(whole, sort_keys=True)
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -268,17 +249,3 @@ def _run_worker(work: Path, chip_name: str, what: str) -> None:
     if done.returncode or not (work / "cost.json").is_file():
         last = one_line((done.stderr.strip().splitlines() or ["no message"])[-1])
         raise KernelError(f"compiling {what} ended with {done.returncode}: {last}")
-
-
-def _listed(array: Array) -> list[Any]:
-    return [array.dtype, list(array.shape)]
-
-
-def _scoped(config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What a kernel may take of each memory, wherever that lies in its program.
-
-    Without it a kernel by itself has the compiler's default, which is less.
-    """
-    return [
-        {**given, "offset": "0"} for given in config.get("scoped_memory_configs", ())
-    ]

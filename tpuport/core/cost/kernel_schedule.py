@@ -15,11 +15,10 @@ worked out for every grid step. What depends on data is tried both ways.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,15 +26,22 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.core.cost.bundles import Branch, Loop, Program, operand, parse_program
-from tpuport.core.cost.scalar_logic import Expression, atoms, decide, show
+from tpuport.core.cost.bundles import (
+    Branch,
+    Expression,
+    Loop,
+    Program,
+    atoms,
+    decide,
+    operand,
+    parse_program,
+    show,
+)
 from tpuport.errors import TpuportError
 
 #: Bundles after a branch that run whether or not it is taken, by chip. Counted in
 #: dumps of libtpu 0.0.42.1: the regions that follow a branch begin after them.
 DELAY_SLOTS = {"v4": 1, "v5e": 4, "v5p": 4, "v6e": 4, "v7x": 1}
-
-_READERS = ("bundles", "scalar_logic", "kernel_schedule")
 
 #: Conditions on data that are tried both ways; more are all taken as "runs".
 MOST_CONDITIONS = 6
@@ -48,17 +54,6 @@ _FILE = re.compile(
 
 class ScheduleError(TpuportError):
     """A schedule is missing or is not in the form this reader knows."""
-
-
-def reader_hash(*more: Path) -> str:
-    """Sha256 of the files that turn a dump into cycles, and of others that do.
-
-    What is kept of a schedule is kept under it, so that it is read anew by new code.
-    """
-    digest = hashlib.sha256()
-    for path in (*(Path(__file__).with_name(f"{n}.py") for n in _READERS), *more):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def dump_flags(folder: Path) -> str:
@@ -84,11 +79,6 @@ class Region:
     depth: int
     runs: float
 
-    @property
-    def cycles(self) -> float:
-        """Cycles of one call spent in it."""
-        return (self.end - self.start) * self.runs
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
@@ -101,7 +91,6 @@ class Execution:
         used: unit -> slots filled in those cycles.
         capacity: unit -> slots of one bundle.
         regions: where the cycles are, in program order.
-        unknown_loops: addresses of loops whose trips were given, not read.
     """
 
     conditions: tuple[tuple[str, bool], ...]
@@ -110,12 +99,6 @@ class Execution:
     used: Mapping[str, float]
     capacity: Mapping[str, int]
     regions: tuple[Region, ...]
-    unknown_loops: tuple[int, ...] = ()
-
-    @property
-    def steps(self) -> int:
-        """Grid steps of one core."""
-        return math.prod(self.grid)
 
     @property
     def utilization(self) -> dict[str, float]:
@@ -148,24 +131,13 @@ class KernelSchedule:
     capacity: dict[str, int]
     used: np.ndarray = field(repr=False)
 
-    @property
-    def bundles(self) -> int:
-        """Length of the program."""
-        return len(self.used)
-
-    def executions(
-        self,
-        *,
-        grid: Sequence[int] | None = None,
-        trips: int | None = None,
-        scalars: Mapping[int, int] | None = None,
-    ) -> list[Execution]:
+    def executions(self, scalars: Mapping[int, int] | None = None) -> list[Execution]:
         """The whole call, once for each way its conditions on data can turn out.
 
+        Where the program does not name its grid, each turn of the outermost loop is a
+        step.
+
         Args:
-            grid: of one core; read from the program where it is None. Where that does
-                not name it either, each turn of the outermost loop is a step.
-            trips: of inner loops whose bound is not in the program.
             scalars: what scalar operands of the kernel hold in every element, by their
                 position; of those left out both outcomes of a test are tried.
 
@@ -173,25 +145,20 @@ class KernelSchedule:
             the ways, the fewest cycles first.
 
         Raises:
-            ScheduleError: the program is not one of this grid, or a loop's trips are
-                neither in it nor given.
+            ScheduleError: the turns of the grid's loop are not those of the grid, or
+                how often a loop runs is not in the program.
         """
-        bounds = tuple(grid) if grid is not None else self.program.grid
-        found = _Walk(self, trips, scalars or {}).whole(bounds)
+        found = _Walk(self, scalars or {}).whole()
         return sorted(found, key=lambda way: way.cycles)
 
 
 class _Walk:
     """Walks a program as a core does, counting how often each bundle runs."""
 
-    def __init__(
-        self, schedule: KernelSchedule, trips: int | None, scalars: Mapping[int, int]
-    ) -> None:
+    def __init__(self, schedule: KernelSchedule, scalars: Mapping[int, int]) -> None:
         self.known = {operand(number): value for number, value in scalars.items()}
         self.schedule = schedule
         self.program = schedule.program
-        self.trips = trips
-        self.unknown: set[int] = set()
         self.leaves: dict[int, tuple[str, ...]] = {}
         self.found: dict[tuple[Any, ...], Any] = {}
         loop = self.program.grid_loop
@@ -199,9 +166,9 @@ class _Walk:
             (loop.head, loop.end) if loop else (0, self.program.bundles)
         )
 
-    def whole(self, grid: tuple[int, ...] | None) -> list[Execution]:
+    def whole(self) -> list[Execution]:
         """Every assignment of the conditions on data, over all grid steps."""
-        loop = self.program.grid_loop
+        loop, grid = self.program.grid_loop, self.program.grid
         turns = 1
         if loop is not None:
             turns = self.program.trip_count(loop, {}) or 0
@@ -214,31 +181,30 @@ class _Walk:
                     )
             if not turns:
                 raise ScheduleError(
-                    f"the grid of {self.schedule.name} is not in its schedule; give it"
+                    f"the grid of {self.schedule.name} is not in its schedule"
                 )
-        envs = [self._indices(turn, grid) for turn in range(turns)]
+        envs = [self._indices(turn) for turn in range(turns)]
         jumps = [self._jumps(env) for env in envs]
         trips = [self._all_trips(env) for env in envs]
-        bounds = grid if grid is not None else (turns,)
         ways = []
         for assumed in _assignments(jumps):
             counts = np.zeros(self.program.bundles)
             cache: dict[tuple[Any, ...], np.ndarray] = {}
             for env, conditions, turning in zip(envs, jumps, trips, strict=True):
-                taken = _decided(conditions, assumed)
-                key = (*taken.values(), *turning)
+                taken = [decide(value, assumed) for value in conditions]
+                key = (*taken, *turning)
                 if key not in cache:
                     cache[key] = self._run(self.low, self.high, env, assumed)
                 counts += cache[key]
             if loop is not None:
                 counts[: loop.head] += 1
                 counts[loop.end :] += 1
-            ways.append(self._execution(counts, assumed, bounds))
+            ways.append(self._execution(counts, assumed, grid or (turns,)))
         return ways
 
-    def _indices(self, turn: int, grid: tuple[int, ...] | None) -> dict[str, int]:
+    def _indices(self, turn: int) -> dict[str, int]:
         """Values of the grid's index variables in a turn of its loop."""
-        env = dict(self.known)
+        env, grid = dict(self.known), self.program.grid
         for name, (stage, axis) in self.program.indices.items():
             at = turn - stage
             if axis is None:
@@ -257,13 +223,11 @@ class _Walk:
             if low <= at < high and branch.target > at
         ]
 
-    def _jumps(self, env: Mapping[str, int]) -> dict[int, Expression]:
-        return {
-            branch.at: self._found(
-                branch, env, partial(self.program.condition, branch, env)
-            )
+    def _jumps(self, env: Mapping[str, int]) -> list[Expression]:
+        return [
+            self._found(branch, env, partial(self.program.condition, branch, env))
             for branch in self._forward(self.low, self.high)
-        }
+        ]
 
     def _all_trips(self, env: Mapping[str, int]) -> list[int]:
         return [
@@ -286,13 +250,10 @@ class _Walk:
     def _trips(self, loop: Loop, env: Mapping[str, int]) -> int:
         count = self.program.trip_count(loop, env)
         if count is None:
-            self.unknown.add(loop.head)
-            if self.trips is None:
-                raise ScheduleError(
-                    f"how often the loop at {loop.head:#x} of {self.schedule.name} "
-                    "runs is not in its schedule; give its trips"
-                )
-            return self.trips
+            raise ScheduleError(
+                f"how often the loop at {loop.head:#x} of {self.schedule.name} runs is "
+                "not in its schedule"
+            )
         return count
 
     def _run(
@@ -352,7 +313,6 @@ class _Walk:
             used={unit: float(n) for unit, n in zip(units, used, strict=True)},
             capacity=self.schedule.capacity,
             regions=tuple(self._regions(counts)),
-            unknown_loops=tuple(sorted(self.unknown)),
         )
 
     def _regions(self, counts: np.ndarray) -> list[Region]:
@@ -373,24 +333,10 @@ class _Walk:
         ]
 
 
-def _decided(
-    conditions: Mapping[int, Expression], assumed: Mapping[Expression, bool]
-) -> dict[int, bool | None]:
-    return {at: decide(value, assumed) for at, value in conditions.items()}
-
-
-def _assignments(
-    steps: Sequence[Mapping[int, Expression]],
-) -> list[dict[Expression, bool]]:
+def _assignments(steps: Sequence[Sequence[Expression]]) -> list[dict[Expression, bool]]:
     """All ways the unknown comparisons in the steps' conditions can turn out."""
-    names = list(
-        dict.fromkeys(
-            atom
-            for conditions in steps
-            for condition in conditions.values()
-            for atom in atoms(condition)
-        )
-    )
+    conditions = itertools.chain.from_iterable(steps)
+    names = dict.fromkeys(atom for each in conditions for atom in atoms(each))
     if len(names) > MOST_CONDITIONS:
         return [{}]
     return [
@@ -399,39 +345,29 @@ def _assignments(
     ]
 
 
-def read_dump(
-    folder: Path, chip: str, *, only: Collection[str] | None = None
-) -> dict[str, KernelSchedule]:
-    """The kernels and fusions of a dump folder by their HLO names.
+def read_dump(folder: Path, chip: str, name: str) -> KernelSchedule:
+    """The schedule of one kernel in a dump folder.
 
     Args:
         folder: that :func:`dump_flags` named.
-        chip: the programs are for, such as ``v6e``.
-        only: names of those wanted; all where it is None.
+        chip: the program is for, such as ``v6e``.
+        name: of the kernel in the HLO.
 
     Raises:
-        ScheduleError: the folder has no schedule, or one this reader does not know.
+        ScheduleError: the folder has no such schedule, or one this reader does not
+            know.
     """
-    files: dict[str, dict[str, Path]] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if found := _FILE.match(path.name):
-            files.setdefault(found["name"], {})[found["kind"]] = path
-    whole = {
-        name: read_kernel(
-            name,
-            pair["final_bundles"].read_text(errors="replace"),
-            pair["final_hlo-static-per-bundle-utilization"].read_text(),
-            chip,
-        )
-        for name, pair in files.items()
-        if len(pair) == 2
-        and not name.startswith("<")
-        and (only is None or name in only)
+    files = {
+        found["kind"]: path
+        for path in sorted(folder.glob("*.txt"))
+        if (found := _FILE.match(path.name)) and found["name"] == name
     }
-    if not whole:
-        wanted = f" named {', '.join(only)}" if only else ""
-        raise ScheduleError(f"{folder} has no schedule of a TPU kernel{wanted}")
-    return whole
+    if len(files) < 2:
+        raise ScheduleError(f"{folder} has no schedule of a TPU kernel named {name}")
+    bundles, used = (files[kind] for kind in sorted(files))
+    return read_kernel(
+        name, bundles.read_text(errors="replace"), used.read_text(), chip
+    )
 
 
 def read_kernel(name: str, bundles: str, utilization: str, chip: str) -> KernelSchedule:

@@ -4,33 +4,48 @@ Run as ``python -m tpuport.core.cost.kernel_worker FOLDER`` by
 :mod:`tpuport.core.cost.kernel_cycles`, which puts ``request.json`` into the folder and
 makes libtpu write its schedules to ``FOLDER/schedule``. Writes ``cost.json``, or
 ``refused.txt`` where the kernel or the compiler refuses what was asked.
+
+The kernel is a custom call of a program, or one of the two of attention that ``bench
+attention`` compares: ours, and as the baseline jax's splash, which no run takes.
+Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq queries, Lk keys), D
+head dim.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpuport.core.cost.attention_case import AttentionCase
-from tpuport.core.cost.attention_kernels import build
+from tpuport.core.cost.attention_case import AttentionCase, Blocks
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import smallest_of, topology_devices
+from tpuport.kernels.attention.splash import splash_attention
+from tpuport.kernels.attention.splash_blocks import SplashBlocks
+from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
-Built = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
-"""A function and the arrays that it is compiled for."""
-
+# Far below any score and finite in bfloat16; exp(FAR - maximum) is 0.
+FAR = -1e30
+LANES = 128
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -55,28 +70,26 @@ def main(folder: Path) -> None:
     if len(names) != 1:
         found = ", ".join(names) or "none"
         raise ScheduleError(f"compiled to {len(names)} kernels ({found}), not to one")
-    schedule = read_dump(folder / "schedule", request["chip"], only=names)[names[0]]
+    schedule = read_dump(folder / "schedule", request["chip"], names[0])
     scalars = {int(n): value for n, value in request.get("scalars", {}).items()}
-    way = usual(schedule.executions(scalars=scalars))
+    way = usual(schedule.executions(scalars))
+    steps = math.prod(way.grid)
     # Two cores share a grid where one of its axes lets them.
     shared = way.grid not in rest.pop("grids")
     cost = {
         "kernel": names[0],
         "grid": way.grid,
         "cores": chip(request["chip"]).cores if shared else 1,
-        "bundles": schedule.bundles,
+        "bundles": schedule.program.bundles,
         "cycles": way.cycles,
         "busiest": way.busiest,
         "utilization": way.utilization,
-        "spills": way.used.get("VSTORE:SPILL", 0.0) / way.steps,
-        "fills": way.used.get("VLOAD:FILL", 0.0) / way.steps,
+        "spills": way.used.get("VSTORE:SPILL", 0.0) / steps,
+        "fills": way.used.get("VLOAD:FILL", 0.0) / steps,
         "conditions": [
             f"{'' if value else 'not '}({text})" for text, value in way.conditions
         ],
-        "regions": [
-            {"start": r.start, "end": r.end, "depth": r.depth, "runs": r.runs}
-            for r in way.regions
-        ],
+        "regions": [asdict(region) for region in way.regions],
         **rest,
     }
     (folder / "cost.json").write_text(json.dumps(cost, indent=1))
@@ -105,8 +118,11 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     device = topology_devices(smallest_of(request["chip"]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
-    build = _attention if "case" in request else _custom_call
-    run, arrays = build(request)
+    if "case" in request:
+        blocks = Blocks(**request["case"].pop("blocks"))
+        run, arrays = build(AttentionCase(**request["case"], blocks=blocks))
+    else:
+        run, arrays = _custom_call(request)
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
     started = time.perf_counter()
     # Kernels that ask what chip they are for are told by the mesh, not by this machine.
@@ -118,7 +134,7 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return [
         instruction.name
         for computation in parse(text).computations.values()
-        for instruction in computation.instructions
+        for instruction in computation.values()
         if instruction.target == "tpu_custom_call"
     ], {
         "grids": list(_grids(traced.jaxpr.jaxpr)),
@@ -127,13 +143,10 @@ def _compile(request: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     }
 
 
-def _attention(request: dict[str, Any]) -> Built:
-    """A call of one of the attention kernels that are compared."""
-    return build(AttentionCase.from_dict(request["case"]))
-
-
-def _custom_call(request: dict[str, Any]) -> Built:
-    """A custom call as a compiled program has it."""
+def _custom_call(
+    request: dict[str, Any],
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """A custom call as a compiled program has it, and the arrays that it takes."""
 
     def struct(dtype: str, shape: list[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(_DTYPES[dtype]))
@@ -160,6 +173,113 @@ def _grids(jaxpr: Any) -> Iterator[tuple[int, ...]]:
         else:
             for inner in jaxprs_in_params(equation.params):
                 yield from _grids(inner)
+
+
+# ------------------------------------------------------------- attention kernels
+
+
+def build(
+    case: AttentionCase,
+) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
+    """The call of a case whose blocks are chosen, and the arrays it takes.
+
+    Raises:
+        NotImplementedError: a dtype that is not costed of this kernel.
+    """
+    blocks = case.blocks
+    assert blocks is not None
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, case.heads, length, case.head_dim), case.dtype)
+        for length in (case.q_len, case.kv_len, case.kv_len)
+    )
+    if case.implementation == "tpuport":
+        tiles = SplashBlocks(**asdict(blocks))
+        ours = functools.partial(splash_attention, blocks=tiles, chip=case.chip)
+        return ours, [q, k, v]
+    if case.dtype != "bfloat16":
+        raise NotImplementedError("of jax's splash only bfloat16 is costed")
+    return functools.partial(jax_splash, blocks=blocks), [q, k, v]
+
+
+def jax_splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: Blocks,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """jax's splash kernel on full attention, on lengths that its blocks do not divide.
+
+    Keys of the padding get a score of ``FAR`` by one feature more, 1 in each query: the
+    matrix unit adds it, which takes fewer bundles than the kernel's own masks.
+
+    Args:
+        q: of shape [B, H, Lq, D].
+        k, v: of shape [B, Hkv, Lk, D].
+        blocks: tokens of its tiles.
+        interpret: run the kernel's program op by op, on any platform.
+
+    Returns:
+        of shape [B, H, Lq, D].
+    """
+    batch, heads, q_len, dim = q.shape
+    q_whole, kv_whole = round_up(q_len, blocks.q), round_up(k.shape[2], blocks.kv)
+    q = (q.astype(jnp.float32) * dim**-0.5).astype(q.dtype)
+    if missing := kv_whole - k.shape[2]:
+        q = jnp.concatenate([q, jnp.ones((*q.shape[:3], 1), q.dtype)], 3)
+        far = jnp.zeros((*k.shape[:2], missing, dim + 1), k.dtype).at[..., -1].set(FAR)
+        k = jnp.concatenate([pad_dim(k, 3, dim + 1), far], 2)
+
+    def whole(x: jax.Array, length: int) -> jax.Array:
+        """[B Hkv, L, D], with lengths and widths that the kernel takes."""
+        width = 64 if x.shape[3] <= 64 else round_up(x.shape[3], LANES)
+        x = x.reshape(-1, *x.shape[2:])
+        return pad_dim(pad_dim(x, 1, length), 2, width)
+
+    kernel = splash_attention_kernel.make_splash_mha_single_device(
+        # One mask for all heads; the kernel never looks at how many there are.
+        splash_attention_mask.MultiHeadMask(
+            [splash_attention_mask.FullMask((q_whole, kv_whole))]
+        ),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=blocks.q,
+            block_kv=blocks.kv,
+            block_kv_compute=blocks.kv_compute,
+        ),
+        interpret=interpret,
+    )
+    out = kernel(whole(q, q_whole), whole(k, kv_whole), whole(v, kv_whole))
+    return out.reshape(batch, heads, q_whole, -1)[:, :, :q_len, :dim]
+
+
+def jax_blocks(case: AttentionCase) -> Blocks:
+    """Large blocks that waste little padding and fit the VMEM that jax's kernel has.
+
+    The maxima are those, of a few tried, with the fewest bundles on v6e.
+    """
+    computes: tuple[int, ...] = (1024, 512, 256, 128)
+    most_q = most_kv = max(256, round_up(2048 // ceil_div(case.head_dim, LANES), 256))
+    if case.head_dim <= 64:
+        most_q, most_kv, computes = 3328, 2816, (256, 128)
+    # Seen in the compiler's words; libtpu 0.0.42.1.
+    limit = (32 if case.chip in ("v6e", "v7x") else 16) << 20
+    while True:
+        q = _even(case.q_len, most_q, LANES)
+        kv = _even(case.kv_len, most_kv, LANES if case.kv_len <= LANES else 256)
+        # Blocks that come and go and sums in float32; the compiler took 2.0 to 2.5
+        # times as much (v5p).
+        width, rows = (round_up(case.head_dim + more, LANES) for more in (1, 0))
+        taken = 4 * (q + kv) * (width + rows) + 4 * q * (2 * LANES + rows)
+        if 2.6 * taken <= limit or max(q, kv) <= 256:
+            compute = next(size for size in computes if kv % size == 0)
+            return Blocks(q=q, kv=kv, kv_compute=compute)
+        most_q, most_kv = max(most_q - 256, 256), max(most_kv - 256, 256)
+
+
+def _even(length: int, most: int, granule: int) -> int:
+    """The smallest block of which as few cover a length as of ``most`` tokens."""
+    return round_up(ceil_div(length, ceil_div(length, most)), granule)
 
 
 if __name__ == "__main__":

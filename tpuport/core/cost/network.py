@@ -1,5 +1,8 @@
 """The interconnect of a slice: how long a collective occupies its links.
 
+Devices are places in the mesh: a compiled program numbers them in the order of its
+device assignment, which is that of ``mesh.devices``.
+
 Every transfer is routed over the torus, one axis after the other, and a collective
 takes as long as its busiest link. All groups of a collective run at once, so groups
 that share a link wait for each other.
@@ -12,10 +15,16 @@ directions, and about a microsecond a hop.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from tpuport.core.cost.hlo import HloError, Instruction
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.slices import Topology
 
@@ -44,11 +53,10 @@ class Network:
 
     def __init__(self, topology: Topology, chip: Chip, devices: Sequence[Any]) -> None:
         self._chip = chip
-        dims = topology.dims
-        self._dims = dims
+        self._dims = topology.dims
         self._rings = topology.rings
         self._places: list[Place] = [
-            (*(int(c) for c in d.coords[: len(dims)]), int(d.core_on_chip))
+            (*(int(c) for c in d.coords[: len(self._dims)]), int(d.core_on_chip))
             for d in devices
         ]
 
@@ -92,14 +100,10 @@ class Network:
 
     def all_to_all(self, groups: Sequence[Sequence[int]], size: float) -> Loads:
         """Loads where every device sends an even share of ``size`` to each other."""
-        loads: Loads = defaultdict(float)
-        for group in groups:
-            share = size / len(group)
-            for link, part in self.permute(
-                itertools.permutations(group, 2), share
-            ).items():
-                loads[link] += part
-        return loads
+        return _together(
+            self.permute(itertools.permutations(group, 2), size / len(group))
+            for group in groups
+        )
 
     def ring(self, groups: Sequence[Sequence[int]], size: float) -> Loads:
         """Loads of passing ``size`` bytes round each group, half in each direction.
@@ -107,24 +111,21 @@ class Network:
         ``size`` is what every device has to receive: of an all-gather, all parts but
         its own.
         """
-        loads: Loads = defaultdict(float)
+        loads = []
         for group in groups:
             order = self._round(group)
-            count = len(order)
-            if count == 1:
+            pairs = list(zip(order, [*order[1:], order[0]], strict=True))
+            share = size
+            if len(order) == 1:
                 continue
-            near = [(i, (i + 1) % count) for i in range(count)]
-            if count == 2:
-                steps, share = near, size
-            else:
-                steps, share = near + [(j, i) for i, j in near], size / 2
-            pairs = [(order[i], order[j]) for i, j in steps]
+            if len(order) > 2:
+                pairs += [(b, a) for a, b in pairs]
+                share = size / 2
             # Where every member has links along more axes, rings along each of them
             # share the work.
             share /= max(1, self._degree(group) // 2)
-            for link, part in self.permute(pairs, share).items():
-                loads[link] += part
-        return loads
+            loads.append(self.permute(pairs, share))
+        return _together(loads)
 
     def _degree(self, group: Sequence[int]) -> int:
         """The fewest links that a member has to other members."""
@@ -146,16 +147,14 @@ class Network:
         """The members in an order that goes round over few links."""
         if len(group) <= 2:
             return list(group)
+        orders = itertools.permutations(range(len(self._dims)))
         return min(
-            (self._snake(group, axes) for axes in self._axis_orders()),
+            (self._snake(group, axes) for axes in orders),
             key=lambda order: sum(
                 len(self.route(a, b))
                 for a, b in zip(order, [*order[1:], order[0]], strict=True)
             ),
         )
-
-    def _axis_orders(self) -> list[tuple[int, ...]]:
-        return list(itertools.permutations(range(len(self._dims))))
 
     def _snake(self, group: Sequence[int], axes: tuple[int, ...]) -> list[int]:
         """Back and forth along the first axis, and back home through its first line.
@@ -167,20 +166,17 @@ class Network:
         first, rest = axes[0], axes[1:]
         lines: dict[tuple[int, ...], list[int]] = {}
         for device in sorted(group, key=lambda d: self._along(places[d], rest)):
-            lines.setdefault(self._line(places[device], rest), []).append(device)
+            line = tuple(places[device][axis] for axis in rest)
+            lines.setdefault(line, []).append(device)
         home: list[int] = []
         order: list[int] = []
         keep = len(lines) > 2 and all(len(v) > 1 for v in lines.values())
         for index, members in enumerate(lines.values()):
-            line = sorted(members, key=lambda d: (places[d][first], places[d][-1]))
+            row = sorted(members, key=lambda d: (places[d][first], places[d][-1]))
             if keep and index:
-                home.append(line.pop(0))
-            order += line if index % 2 == 0 else line[::-1]
+                home.append(row.pop(0))
+            order += row if index % 2 == 0 else row[::-1]
         return order + home[::-1]
-
-    @staticmethod
-    def _line(place: Place, axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(place[axis] for axis in axes)
 
     def _along(self, place: Place, axes: tuple[int, ...]) -> tuple[int, ...]:
         """Sorts lines so that each is next to the one before."""
@@ -191,3 +187,184 @@ class Network:
             key.append(self._dims[axis] - 1 - at if flip else at)
             flip = at % 2 == 1
         return tuple(key)
+
+
+def _together(loads: Iterable[Loads]) -> Loads:
+    """What several transfers at once put on each link."""
+    total: Loads = defaultdict(float)
+    for each in loads:
+        for link, part in each.items():
+            total[link] += part
+    return total
+
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+
+_LISTED = re.compile(r"\breplica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"\breplica_groups=(?:@\w+)?mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\((.*?)\)(?= \{))? ?\{([^}]*)\}"
+)
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        axis: the mesh axes it crosses, joined by ``+``; empty where it crosses none.
+        bytes: of its array on one device: the result, of a reduce-scatter the operand.
+        seconds: how long it takes when nothing else uses its links.
+        loads: bytes on each link.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    seconds: float
+    loads: Mapping[Link, float]
+
+
+def collective_kind(opcode: str) -> str | None:
+    """The kind of an opcode, ``-start`` forms included; ``None`` for other opcodes."""
+    base = opcode.removesuffix("-start")
+    return base if base in KINDS else None
+
+
+def read_collective(
+    instruction: Instruction,
+    operands: Sequence[Instruction],
+    mesh: Mapping[str, int],
+    network: Network,
+) -> Collective:
+    """What a collective does, on the links of a network.
+
+    Args:
+        instruction: its opcode is a collective's, or its ``-start``.
+        operands: the instructions it reads.
+        mesh: axis name -> size, in order.
+        network: of the same mesh.
+
+    Raises:
+        HloError: its groups are written in a way that is not known.
+    """
+    kind = collective_kind(instruction.opcode)
+    assert kind is not None
+    given = sum(operand.bytes for operand in operands)
+    if kind == "collective-permute":
+        pairs = read_pairs(instruction.attributes)
+        loads = network.permute(pairs, given)
+        seconds = network.seconds(loads) + HOP_SECONDS * network.hops(pairs)
+        return Collective(kind, _axes(pairs, mesh), given, seconds, loads)
+    groups = read_groups(instruction.attributes, math.prod(mesh.values()))
+    size = len(groups[0])
+    axis = _axes([p for g in groups for p in itertools.pairwise(g)], mesh)
+    payload = given * size if kind == "all-gather" else given
+    moved = {
+        "all-gather": given * (size - 1),
+        "reduce-scatter": given * (size - 1) // size,
+        "all-reduce": 2 * given * (size - 1) // size,
+    }.get(kind, given)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        loads = network.all_to_all(groups, given)
+        steps = network.hops(itertools.permutations(groups[0], 2))
+    else:
+        loads = network.ring(groups, moved)
+        steps = (size // 2) * (2 if kind == "all-reduce" else 1)
+    seconds = network.seconds(loads) + HOP_SECONDS * steps if size > 1 else 0.0
+    return Collective(kind, axis, payload, seconds, loads)
+
+
+def read_pairs(attributes: str) -> tuple[tuple[int, int], ...]:
+    """The pairs of a permute.
+
+    Raises:
+        HloError: there are none.
+    """
+    found = _PAIRS.search(attributes)
+    if found is None:
+        raise HloError(f"no source_target_pairs in {attributes[:200]!r}")
+    pairs = re.findall(r"(\d+),(\d+)", found[1])
+    return tuple((int(source), int(target)) for source, target in pairs)
+
+
+def read_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective, in any of the three ways XLA writes them.
+
+    Raises:
+        HloError: in none of them.
+    """
+    if found := _LISTED.search(attributes):
+        groups = [_numbers(g) for g in re.findall(r"\{([\d,]*)\}", found[1])]
+        return tuple(g for g in groups if g) or (tuple(range(devices)),)
+    if found := _IOTA.search(attributes):
+        rows = _iota(found[2], found[3]).reshape(_numbers(found[1]))
+        return tuple(tuple(map(int, row)) for row in rows)
+    if found := _MESH.search(attributes):
+        return _mesh_groups(found[1], found[2], found[3])
+    raise HloError(f"no replica_groups in {attributes[:200]!r}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """All numbers from 0 on in an array of these dims, in another order of them."""
+    grid = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return grid.transpose(_numbers(order)) if order else grid
+
+
+def _mesh_groups(
+    axes: str, order: str | None, across: str
+) -> tuple[tuple[int, ...], ...]:
+    """``mesh['a'=2,'b'=4] {'b'}``, also of a part of an axis: ``'b':(1)2``."""
+
+    named = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", axes)}
+    ids = np.arange(math.prod(named.values()))
+    if order:
+        shaped = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order)
+        if shaped is None:
+            raise HloError(f"device ids {order!r} of a collective are not understood")
+        ids = _iota(shaped[1], shaped[2])
+    dims: list[int] = []
+    chosen: list[int] = []
+    wanted = {
+        n: (int(before or 1), int(size) if size else None)
+        for n, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", across)
+    }
+    for name, size in named.items():
+        if name not in wanted:
+            dims.append(size)
+            continue
+        before, part = wanted[name]
+        part = part or size
+        dims += [before, part, size // (before * part)]
+        chosen.append(len(dims) - 2)
+    grid = ids.reshape(dims)
+    kept = [d for d in range(len(dims)) if d not in chosen]
+    count = math.prod(dims[d] for d in chosen)
+    rows = grid.transpose([*kept, *chosen]).reshape(-1, count)
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _axes(pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]) -> str:
+    """The axes along which some pair differs."""
+    sizes = list(mesh.items())
+    crossed: Counter[str] = Counter()
+    for a, b in pairs:
+        for name, size in reversed(sizes):
+            crossed[name] += a % size != b % size
+            a, b = a // size, b // size
+    return "+".join(name for name, _ in sizes if crossed[name])

@@ -12,33 +12,167 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from tpuport.core.cost.account import (
-    ATTENTION,
-    COLLECTIVE,
-    HBM,
-    ICI,
-    MATMUL,
-    MXU,
-    OTHER,
-    VECTOR,
-    Account,
-    KernelCost,
-    Row,
-)
-from tpuport.core.cost.collectives import Collective, collective_kind, read_collective
+from tpuport.core.cost.flops import ELEMENTWISE, PRODUCTS
 from tpuport.core.cost.hlo import (
     Computation,
     Instruction,
     Program,
     convolution_flops,
-    hbm_bytes,
+    first,
     transfer_bytes,
 )
-from tpuport.core.cost.network import Link, Network
+from tpuport.core.cost.network import (
+    Collective,
+    Network,
+    collective_kind,
+    read_collective,
+)
 from tpuport.core.mesh.chips import Chip
+
+ATTENTION, MATMUL, COLLECTIVE, OTHER = "attention", "matmul", "collective", "other"
+CATEGORIES = (ATTENTION, MATMUL, COLLECTIVE, OTHER)
+MXU, VECTOR, HBM, ICI = "MXU", "vector unit", "HBM", "interconnect"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one call of a Pallas kernel takes.
+
+    Attributes:
+        cycles: of the core.
+        bound: the unit that is busiest.
+        flops: multiplications and additions on the MXU.
+    """
+
+    cycles: float
+    bound: str
+    flops: float
+
+
+@dataclass(slots=True)
+class Row:
+    """One instruction of a program, over one call of the program.
+
+    Attributes:
+        name, opcode, source: the instruction; ``source`` is its scope in the trace.
+        category: one of :data:`CATEGORIES`.
+        times: how often it runs.
+        cycles: of the core for one run, as the compiler or the kernel's schedule says.
+        seconds: it holds up the core for, over all runs.
+        flops: of one run.
+        hbm_bytes: read and written in one run.
+        bound: the unit that limits it.
+        floor: of ``seconds``, what its matrix products and its HBM traffic take at the
+            chip's peak; of kernels, collectives and waiting all of it.
+        collective: what it moves, where it is one.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    category: str
+    times: int
+    cycles: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    bound: str = ""
+    floor: float = 0.0
+    collective: Collective | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        moved = data.pop("collective")
+        if moved is None:
+            return data
+        moves = {"axis": moved.axis, "bytes": moved.bytes}
+        return {**data, **moves, "link_seconds": moved.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveUse:
+    """All collectives of one kind over the same mesh axes, in one call of a program.
+
+    Attributes:
+        kind, axis: as in :class:`Collective`.
+        count: how many run.
+        bytes: of their arrays on one device, together: results, of reduce-scatters
+            operands.
+        seconds: on the links.
+        exposed_seconds: of these, not hidden behind other work.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(slots=True)
+class Account:
+    """What one call of a program takes.
+
+    Attributes:
+        seconds: of one call.
+        rows: every instruction that takes time or moves data between devices.
+        notes: what could not be known, in words.
+    """
+
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def split(self) -> dict[str, float]:
+        """Seconds by category."""
+        return {
+            name: math.fsum(r.seconds for r in self.rows if r.category == name)
+            for name in CATEGORIES
+        }
+
+    def bounds(self) -> dict[str, float]:
+        """Seconds by the unit that limits them."""
+        return {
+            name: math.fsum(r.seconds for r in self.rows if r.bound == name)
+            for name in (MXU, VECTOR, HBM, ICI)
+        }
+
+    @property
+    def floor(self) -> float:
+        """Seconds, were everything but kernels and transfers as fast as the chip's
+        matrix units and memory allow; the compiler's estimates are above that."""
+        return math.fsum(row.floor for row in self.rows)
+
+    @property
+    def bound(self) -> str:
+        """The unit that limits most of the time."""
+        bounds = self.bounds()
+        return max(bounds, key=lambda name: bounds[name])
+
+    def collectives(self) -> list[CollectiveUse]:
+        """By kind and axis, in the order in which they first run."""
+        found: dict[tuple[str, str], list[tuple[Row, Collective]]] = {}
+        for row in self.rows:
+            if (moved := row.collective) is not None:
+                found.setdefault((moved.kind, moved.axis), []).append((row, moved))
+        return [
+            CollectiveUse(
+                kind=kind,
+                axis=axis,
+                count=sum(row.times for row, _ in moves),
+                bytes=sum(row.times * moved.bytes for row, moved in moves),
+                seconds=math.fsum(row.times * moved.seconds for row, moved in moves),
+                exposed_seconds=math.fsum(row.seconds for row, _ in moves),
+            )
+            for (kind, axis), moves in found.items()
+        ]
+
 
 PALLAS = "tpu_custom_call"
 
@@ -61,20 +195,11 @@ _FREE = {
 }
 #: Custom calls that name memory or places and move nothing.
 _FREE_TARGETS = {"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape"}
-#: What kernels of the project do that are no attention, by how their names begin; and
-#: names that the ops of :mod:`tpuport.core.layers.attention` have in a trace.
-_KERNELS = {
-    "tpuport_conv": MATMUL,
-    "tpuport_moments": OTHER,
-    "tpuport_norm": OTHER,
-    "tpuport_norm_heads": OTHER,
-    "tpuport_norm_tokens": OTHER,
-    "tpuport_sides": OTHER,
-}
 #: How the fusions are named in which a collective begins and ends that the compiler has
 #: written into fusions of work between them, too; all have it with the same channel.
 _PART_START, _PART_DONE = "async-collective-start", "async-collective-done"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+#: Names that the ops of :mod:`tpuport.core.layers.attention` have in a trace.
 _ATTENTION_SCOPES = ("/scaled_dot_product_attention/", "/attention/")
 
 Kernels = Callable[[Instruction, Sequence[Instruction]], KernelCost]
@@ -113,90 +238,86 @@ def account(
     return result
 
 
+@dataclass
 class _Walk:
-    def __init__(
-        self,
-        program: Program,
-        chip: Chip,
-        network: Network,
-        mesh: Mapping[str, int],
-        kernels: Kernels,
-        result: Account,
-    ) -> None:
-        self.program = program
-        self.chip = chip
-        self.network = network
-        self.mesh = mesh
-        self.kernels = kernels
-        self.result = result
+    program: Program
+    chip: Chip
+    network: Network
+    mesh: Mapping[str, int]
+    kernels: Kernels
+    result: Account
+    clock: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = self.chip.clock_hz
+        # The computation of each instruction.
         self._home = {
-            id(i): computation
-            for computation in program.computations.values()
-            for i in computation.instructions
+            id(instruction): computation
+            for computation in self.program.computations.values()
+            for instruction in computation.values()
         }
-        self._tables: dict[str, dict[str, Instruction]] = {}
 
     def run(self, computation: Computation, times: int) -> float:
         """Seconds of one run of a computation that runs ``times`` times in all."""
-        by_name = {i.name: i for i in computation.instructions}
         now = 0.0
-        memory_free = 0.0
-        links: dict[Link, float] = {}
+        # When the links, and HBM, are free again.
+        busy: dict[Any, float] = {}
         flights: dict[str, _Flight] = {}
         parted: dict[str, _Flight] = {}
-        for instruction in computation.instructions:
+        for instruction in computation.values():
             opcode = instruction.opcode
             if opcode in _FREE or instruction.target in _FREE_TARGETS:
                 continue
-            operands = [by_name[n] for n in instruction.operands if n in by_name]
             if opcode.endswith(("-done", "-update")) and opcode != "async-update":
                 now = self._wait(instruction, flights, now, times)
                 continue
             moved = self._moved(instruction)
-            if moved is not None and _channel(moved[0]) in parted:
+            channel = first(_CHANNEL, moved[0].attributes) if moved else ""
+            if moved is not None and channel in parted:
                 # A part of a collective that work runs beside, in one fusion with it.
-                flight = parted[_channel(moved[0])]
-                if not instruction.name.startswith(_PART_DONE):
-                    now += self._compute(instruction, operands, times)
-                    continue
-                now = self._held(flight, now, times)
-                del parted[_channel(moved[0])]
-                continue
-            if moved is not None:
-                inner, given = moved
-                collective = read_collective(inner, given, self.mesh, self.network)
-                row = self._collective_row(instruction, collective, times)
-                begins = max(
-                    [now, *(links.get(link, 0.0) for link in collective.loads)]
+                if instruction.name.startswith(_PART_DONE):
+                    now = self._held(parted.pop(channel), now, times)
+                else:
+                    now += self._compute(instruction, times)
+            elif moved is not None:
+                collective = read_collective(*moved, self.mesh, self.network)
+                row = self._row(
+                    instruction,
+                    times,
+                    category=COLLECTIVE,
+                    cycles=self._estimate(instruction),
+                    bound=ICI,
+                    collective=collective,
                 )
-                ends = begins + collective.seconds
-                links.update(dict.fromkeys(collective.loads, ends))
-                if instruction.name.startswith(_PART_START) and _channel(inner):
-                    parted[_channel(inner)] = _Flight(row, ends)
-                    continue
-                if opcode.endswith("-start"):
+                ends = _occupied(busy, collective.loads, now, collective.seconds)
+                if instruction.name.startswith(_PART_START) and channel:
+                    parted[channel] = _Flight(row, ends)
+                elif opcode.endswith("-start"):
                     flights[instruction.name] = _Flight(row, ends)
-                    continue
-                spent = max(ends - now, self._estimate(instruction) / self.clock)
-                row.seconds = row.floor = spent * times
-                now += spent
-                continue
-            if opcode in ("copy-start", "slice-start"):
-                size = hbm_bytes(instruction.shape) + sum(
-                    hbm_bytes(o.shape) for o in operands
-                )
+                else:
+                    spent = max(ends - now, row.cycles / self.clock)
+                    row.seconds = row.floor = spent * times
+                    now += spent
+            elif opcode in ("copy-start", "slice-start"):
                 # The result's text has the operand as well as the destination.
-                size = transfer_bytes(instruction, size)
-                begins = max(now, memory_free)
-                memory_free = begins + size / self.chip.hbm_bandwidth
-                flights[instruction.name] = _Flight(None, memory_free)
-                continue
-            now += self._compute(instruction, operands, times)
+                seconds = transfer_bytes(instruction) / self.chip.hbm_bandwidth
+                ends = _occupied(busy, [HBM], now, seconds)
+                flights[instruction.name] = _Flight(None, ends)
+            else:
+                now += self._compute(instruction, times)
         return now
 
-    @property
-    def clock(self) -> float:
-        return self.chip.clock_hz
+    def _row(self, instruction: Instruction, times: int, **known: Any) -> Row:
+        """A row of the account for an instruction."""
+        row = Row(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            source=instruction.op_name,
+            times=times,
+            **known,
+        )
+        self.result.rows.append(row)
+        return row
 
     def _wait(
         self,
@@ -210,25 +331,13 @@ class _Walk:
             return now
         if flight.row is not None:
             return self._held(flight, now, times)
-        waited = (flight.ends - now) * times
-        self.result.rows.append(
-            Row(
-                name=instruction.name,
-                opcode=instruction.opcode,
-                source=instruction.op_name,
-                category=OTHER,
-                times=times,
-                cycles=0.0,
-                seconds=waited,
-                floor=waited,
-                bound=HBM,
-            )
-        )
+        flight.row = self._row(instruction, times, category=OTHER, bound=HBM)
+        self._held(flight, now, times)
         return flight.ends
 
     @staticmethod
     def _held(flight: _Flight, now: float, times: int) -> float:
-        """When the core goes on that waits for a collective."""
+        """When the core goes on that waits for a transfer."""
         waited = max(flight.ends - now, 0.0)
         assert flight.row is not None
         flight.row.seconds += waited * times
@@ -245,45 +354,23 @@ class _Walk:
         for found in candidates:
             if collective_kind(found.opcode) is None:
                 continue
-            near = self._siblings(found)
-            given = [near[n] for n in found.operands if n in near]
-            if _is_scattered(instruction, found):
+            given = self._operands(found)
+            inside = found is not instruction and found.opcode == "all-reduce"
+            if inside and instruction.bytes < found.bytes:
                 # A fusion that sums and keeps each device's slice moves what a
                 # reduce-scatter moves; the text has it as an all-reduce and a slice.
                 found = replace(found, opcode="reduce-scatter")
             return found, given
         return None
 
-    def _siblings(self, instruction: Instruction) -> dict[str, Instruction]:
-        """The instructions of the same computation, by name."""
-        home = self._home[id(instruction)]
-        if home.name not in self._tables:
-            self._tables[home.name] = home.by_name()
-        return self._tables[home.name]
-
-    def _collective_row(
-        self, instruction: Instruction, collective: Collective, times: int
-    ) -> Row:
-        row = Row(
-            name=instruction.name,
-            opcode=instruction.opcode,
-            source=instruction.op_name,
-            category=COLLECTIVE,
-            times=times,
-            cycles=self._estimate(instruction),
-            seconds=0.0,
-            bound=ICI,
-            collective=collective,
-        )
-        self.result.rows.append(row)
-        return row
+    def _operands(self, instruction: Instruction) -> list[Instruction]:
+        near = self._home[id(instruction)]
+        return [near[name] for name in instruction.operands if name in near]
 
     def _estimate(self, instruction: Instruction) -> float:
         return float(instruction.estimated_cycles or 0)
 
-    def _compute(
-        self, instruction: Instruction, operands: Sequence[Instruction], times: int
-    ) -> float:
+    def _compute(self, instruction: Instruction, times: int) -> float:
         """Seconds of one run of an instruction on the core."""
         called = instruction.called
         if instruction.opcode == "while":
@@ -296,7 +383,8 @@ class _Walk:
             return self._branches(instruction, times)
         if instruction.opcode == "call":
             return self.run(self.program.computations[called["to_apply"][0]], times)
-        hbm = hbm_bytes(instruction.shape) + sum(hbm_bytes(o.shape) for o in operands)
+        operands = self._operands(instruction)
+        hbm = instruction.hbm_bytes + sum(o.hbm_bytes for o in operands)
         flops = self._flops(instruction)
         bound = ""
         if instruction.target == PALLAS:
@@ -317,45 +405,36 @@ class _Walk:
         if instruction.target != PALLAS:
             busy = flops / self.chip.peak_flops, hbm / self.chip.hbm_bandwidth
             least = min(seconds, max(busy))
-        self.result.rows.append(
-            Row(
-                name=instruction.name,
-                opcode=instruction.opcode,
-                source=instruction.op_name,
-                category=self._category(instruction, flops),
-                times=times,
-                cycles=cycles,
-                seconds=seconds * times,
-                flops=flops,
-                hbm_bytes=hbm,
-                bound=bound or self._bound(seconds, flops, hbm),
-                floor=least * times,
-            )
+        self._row(
+            instruction,
+            times,
+            category=self._category(instruction, flops),
+            cycles=cycles,
+            seconds=seconds * times,
+            flops=flops,
+            hbm_bytes=hbm,
+            bound=bound or self._bound(seconds, flops, hbm),
+            floor=least * times,
         )
         return seconds
 
     def _trips(self, instruction: Instruction) -> int:
-        known = instruction.trip_count
-        if known is None:
-            known = self._counted(instruction)
-        if known is None:
-            note = (
-                f"the number of rounds of loop {instruction.name} is not in the "
-                "program; counted as one"
-            )
-            self.result.notes.append(note)
-            return 1
-        return known
-
-    def _counted(self, instruction: Instruction) -> int | None:
-        """From the condition ``counter < constant`` of a loop that starts at 0."""
+        """As the compiler says, or ``counter < constant`` of a loop from 0 on."""
+        if instruction.trip_count is not None:
+            return instruction.trip_count
         condition = self.program.computations[instruction.called["condition"][0]]
         limits = [
             int(i.literal)
-            for i in condition.instructions
+            for i in condition.values()
             if i.opcode == "constant" and i.literal.isdecimal()
         ]
-        return limits[0] if len(limits) == 1 else None
+        if len(limits) == 1:
+            return limits[0]
+        self.result.notes.append(
+            f"the number of rounds of loop {instruction.name} is not in the program; "
+            "counted as one"
+        )
+        return 1
 
     def _branches(self, instruction: Instruction, times: int) -> float:
         """The longest branch; which one runs is not known."""
@@ -374,17 +453,17 @@ class _Walk:
         """Of the matrix products and convolutions that an instruction does."""
         inner = [instruction, *self.program.inner(instruction)]
         return math.fsum(
-            convolution_flops(i, self._siblings(i))
+            convolution_flops(i, self._home[id(i)])
             for i in inner
             if i.opcode in ("convolution", "dot")
         )
 
     def _category(self, instruction: Instruction, flops: float) -> str:
-        scope = instruction.op_name
         if instruction.target == PALLAS:
-            kinds = (k for n, k in _KERNELS.items() if instruction.name.startswith(n))
-            return next(kinds, ATTENTION)
-        if any(s in scope for s in _ATTENTION_SCOPES):
+            if instruction.name.startswith(PRODUCTS):
+                return MATMUL
+            return OTHER if instruction.name.startswith(ELEMENTWISE) else ATTENTION
+        if any(scope in instruction.op_name for scope in _ATTENTION_SCOPES):
             return ATTENTION
         return MATMUL if flops else OTHER
 
@@ -403,15 +482,10 @@ def _said_to_move(kernel: Instruction, rest: float) -> float:
     return float(config.get("cost_estimate", {}).get("bytes_accessed", rest))
 
 
-def _channel(collective: Instruction) -> str:
-    """What tells a collective from others; empty where its text does not say."""
-    found = _CHANNEL.search(collective.attributes)
-    return found[1] if found else ""
-
-
-def _is_scattered(outer: Instruction, inner: Instruction) -> bool:
-    return (
-        inner.opcode == "all-reduce"
-        and outer is not inner
-        and outer.bytes < inner.bytes
-    )
+def _occupied(
+    busy: dict[Any, float], units: Iterable[Any], now: float, seconds: float
+) -> float:
+    """When a transfer ends that all its units must be free for; they are, then."""
+    ends = max([now, *(busy.get(unit, 0.0) for unit in units)]) + seconds
+    busy.update(dict.fromkeys(units, ends))
+    return ends

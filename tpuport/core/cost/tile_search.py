@@ -14,17 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.cost.attention_case import (
-    AttentionCase,
-    Blocks,
-    kernel_source_hash,
-    padded,
-)
+from tpuport.core.cost.attention_case import AttentionCase, Blocks, kernel_source_hash
 from tpuport.core.cost.attention_cycles import AttentionCost
 from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.errors import UsageError
 from tpuport.kernels.attention.block_table import bucket, read_entries
+from tpuport.kernels.padding import ceil_div, round_up
 
 #: The largest tile looked at, as large as the kernel's own rule takes.
 LARGEST = 9984
@@ -116,11 +112,8 @@ def tune(
                 raise
             found = Tried(blocks=blocks, refused=one_line(error)[:200])
         else:
-            found = Tried(
-                blocks=blocks,
-                cycles=cost.cycles,
-                bundles_per_tile=cost.bundles_per_tile,
-            )
+            each = cost.bundles_per_tile
+            found = Tried(blocks=blocks, cycles=cost.cycles, bundles_per_tile=each)
             if best is not None and best.source_hash != cost.source_hash:
                 raise KernelError(
                     "the kernel's source changed during the search; start again"
@@ -161,11 +154,10 @@ def _along(axis: str, centre: Blocks, case: AttentionCase) -> Iterator[Blocks]:
         yield from (replace(centre, kv_compute=size) for size in sizes)
     elif axis == "q":
         sizes = []
+        most = (1 + MORE_PADDING) * case.q_len
         for step in STEPS:
             sizes += even_sizes(case.q_len, centre.q, step)
-            if any(
-                padded(case.q_len, s) <= (1 + MORE_PADDING) * case.q_len for s in sizes
-            ):
+            if any(round_up(case.q_len, size) <= most for size in sizes):
                 break  # finer steps are slower and could only pad little less
         yield from (replace(centre, q=size) for size in dict.fromkeys(sizes))
     else:
@@ -179,21 +171,15 @@ def even_sizes(length: int, near: int, step: int, *, spread: int = 4) -> list[in
     For each number of tiles the smallest multiple of ``step`` that covers the length:
     any larger one only pads more.
     """
-    count = padded(length, near) // near
-    sizes: dict[int, None] = {}
-    for distance in range(spread + 1):
-        for tiles in dict.fromkeys((count - distance, count + distance)):
-            if tiles < 1:
-                continue
-            size = padded(padded(length, tiles) // tiles, step)
-            if size <= LARGEST:
-                sizes[size] = None
-    return list(sizes)
+    count = ceil_div(length, near)
+    counts = [count + by for n in range(spread + 1) for by in (-n, n)]
+    sizes = (round_up(ceil_div(length, tiles), step) for tiles in counts if tiles > 0)
+    return list(dict.fromkeys(size for size in sizes if size <= LARGEST))
 
 
 def _padded(case: AttentionCase, blocks: Blocks) -> int:
     """Scores of one head that these tiles compute."""
-    return padded(case.q_len, blocks.q) * padded(case.kv_len, blocks.kv)
+    return round_up(case.q_len, blocks.q) * round_up(case.kv_len, blocks.kv)
 
 
 def table_entry(tuning: Tuning, command: str, limit: int) -> dict[str, Any]:
@@ -201,7 +187,6 @@ def table_entry(tuning: Tuning, command: str, limit: int) -> dict[str, Any]:
 
     ``command`` makes it again; ``limit`` is that of the search.
     """
-
     cost = tuning.best
     case, blocks = cost.case, cost.blocks
     return {
@@ -230,15 +215,11 @@ def table_entry(tuning: Tuning, command: str, limit: int) -> dict[str, Any]:
 
 def case_of(entry: dict[str, Any]) -> AttentionCase:
     """The call that an entry of the table was found for."""
-    measured = entry["measured"]
     return AttentionCase(
         implementation="tpuport",
         chip=entry["chip"],
-        heads=measured["heads"],
-        q_len=measured["q_len"],
-        kv_len=measured["kv_len"],
         head_dim=entry["head_dim"],
-        dtype=measured["dtype"],
+        **entry["measured"],
     )
 
 
@@ -254,22 +235,14 @@ def write_entry(table: Path, entry: dict[str, Any]) -> None:
         UsageError: the file is there and is not a table of blocks.
         ArtifactError: it cannot be written.
     """
-
-    entries: list[dict[str, Any]] = []
-    if table.exists():
-        try:
-            entries = list(read_entries(table))
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+    try:
+        entries = read_entries(table) if table.exists() else ()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
     def call(row: dict[str, Any]) -> tuple[Any, ...]:
         measured = row["measured"]
-        return (
-            row["chip"],
-            row["head_dim"],
-            measured["q_len"],
-            measured["kv_len"],
-        )
+        return row["chip"], row["head_dim"], measured["q_len"], measured["kv_len"]
 
     kept = [row for row in entries if call(row) != call(entry)]
     rows = sorted([*kept, entry], key=call)

@@ -1,22 +1,92 @@
 """Writing a file whole or not at all.
 
 A file appears under its name whole or not at all, so that what is killed half way
-leaves the previous state.
+leaves the previous state. What a killed process leaves beside it has the name of that
+process, so that the next one removes the leftovers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import json
 import os
 import secrets
+import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuport.errors import ArtifactError, UsageError
+from tpuport.errors import UsageError, WriteError
+
+_TEMPORARY = ".tpuport-"
+
+
+def temporary_beside(path: Path, suffix: str = "") -> Path:
+    """A name for what will take the place of ``path``; nothing is made.
+
+    What dead processes left in the folder is removed, once for each process.
+    """
+    folder = path.absolute().parent
+    _remove_once(folder, os.getpid())
+    # Not made from the target's name, which may already be as long as names can be.
+    own = f"{_host()}-{os.getpid()}-{_began(os.getpid())}"
+    return folder / f"{_TEMPORARY}{own}-{secrets.token_hex(8)}{suffix}"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files and folders of dead processes of this host.
+
+    Those of living processes and of other hosts stay, and so does what may not be
+    removed. A folder that is not there has none.
+    """
+    for left in folder.glob(f"{_TEMPORARY}*-*-*-*"):
+        host, pid, began, _ = left.name.removeprefix(_TEMPORARY).split("-", 3)
+        if host != _host() or not pid.isdecimal():
+            continue
+        if _began(int(pid)) not in ("", began):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+@functools.cache
+def _remove_once(folder: Path, pid: int) -> None:
+    remove_leftovers(folder)
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, as digits that no later process of that number has.
+
+    ``None`` for a process that does not live, "" where the system does not tell.
+    """
+    try:
+        with contextlib.suppress(PermissionError):  # it lives, of another user
+            os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # no /proc, as on macOS, or a process that it hides
+        return ""
+    # Z and X: it has ended, and its parent has not looked yet.
+    return None if fields[0] in "ZX" else _short(f"{boot}{fields[19]}")
+
+
+def _host() -> str:
+    """This host, or the container that has process numbers of its own."""
+    space = ""
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return _short(socket.gethostname() + space)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @contextlib.contextmanager
@@ -34,8 +104,7 @@ def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
     Raises:
         OSError: whatever the file system raised; callers turn it into their own error.
     """
-    # Not made from the target's name, which may already be as long as names can be.
-    temporary = path.parent / f".tpuport-{secrets.token_hex(8)}{suffix}"
+    temporary = temporary_beside(path, suffix)
     try:
         # Made here for its mode: the umask decides, as for any file a user makes.
         # safetensors replaces it by a file that only the owner may read.
@@ -43,16 +112,21 @@ def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         yield temporary
         temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _flush_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def flush(file: Path) -> None:
+    """Have the content of ``file`` on disk."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
     """Flush the names in ``folder``, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -70,7 +144,7 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, whole or not at all.
 
     Raises:
-        ArtifactError: the file cannot be written; what was there before still is.
+        WriteError: the file cannot be written; what was there before still is.
     """
     try:
         with replacing(path) as temporary:
@@ -84,7 +158,7 @@ def atomic_write_json(path: Path, data: Any) -> None:
 
     Raises:
         UsageError: ``data`` is not JSON (NaN and infinity are not).
-        ArtifactError: the file cannot be written.
+        WriteError: the file cannot be written.
     """
     try:
         text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
@@ -94,10 +168,10 @@ def atomic_write_json(path: Path, data: Any) -> None:
     atomic_write_bytes(path, encoded + b"\n")
 
 
-def cannot_write(path: Path, error: Exception) -> ArtifactError:
+def cannot_write(path: Path, error: Exception) -> WriteError:
     """The error for a file that could not be written, in one line."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ArtifactError(f"{path}: cannot be written: {one_line(reason)}")
+    return WriteError(f"{path}: cannot be written: {one_line(reason)}")
 
 
 def one_line(text: object) -> str:

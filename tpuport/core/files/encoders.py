@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import imageio_ffmpeg
 
@@ -65,41 +66,44 @@ class _Ffmpeg:
 
     def __init__(self, path: Path, fps: float, kind: str) -> None:
         self._path, self._fps, self._kind = path, fps, kind
-        self._writer: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._count = 0
 
     def add(self, frame: np.ndarray) -> None:
         import numpy as np
 
-        if self._writer is None:
-            self._writer = self._open()
         odd_y, odd_x = frame.shape[0] % 2, frame.shape[1] % 2
         if self._kind == "mp4" and (odd_y or odd_x):
             frame = np.pad(frame, ((0, odd_y), (0, odd_x), (0, 0)), mode="edge")
-        self._writer.append_data(frame)
+        if self._process is None:
+            self._process = self._open(frame.shape[0], frame.shape[1])
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(frame.tobytes())
+        except BrokenPipeError:
+            self._end()
+            raise
         self._count += 1
 
-    def _open(self) -> Any:
-        import imageio.v2 as imageio
-
+    def _open(self, height: int, width: int) -> subprocess.Popen[bytes]:
         codec, options = _ENCODERS[self._kind]
-        return imageio.get_writer(
-            self._path,
-            format="FFMPEG",
-            mode="I",
-            fps=float(self._fps),
-            codec=codec,
-            quality=None,  # the options have the quality
-            pixelformat="yuv420p",
-            macro_block_size=1,  # anything else rescales
-            ffmpeg_log_level="error",
-            output_params=list(options),
+        raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}")
+        return subprocess.Popen(
+            [
+                *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *raw),
+                *("-r", str(self._fps), "-i", "-", "-an", "-c:v", codec),
+                *("-pix_fmt", "yuv420p", *options, str(self._path)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            # A file that may not grow further is an error to tell, and no death.
+            restore_signals=False,
+            process_group=0,  # Ctrl-C is for this process, which closes the encoder
         )
 
     def finish(self) -> None:
-
-        self.close()
-        # imageio does not look at how ffmpeg ended; a full disk shows only here.
+        self._end()
         try:
             count, _ = imageio_ffmpeg.count_frames_and_secs(str(self._path))
         except RuntimeError as error:
@@ -107,10 +111,23 @@ class _Ffmpeg:
         if count != self._count:
             raise OSError(f"ffmpeg wrote {count} of {self._count} frames")
 
+    def _end(self) -> None:
+        """Let ffmpeg complete the file; an error has the last reason that it gives."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _, said = process.communicate()
+        if process.returncode:
+            lines = said.decode(errors="replace").splitlines()
+            reasons = [line.rpartition(": ")[2] for line in lines if ": " in line]
+            code = f"ffmpeg ended with code {process.returncode}"
+            raise OSError(reasons[-1] if reasons else code)
+
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
 
 class _Gif:
@@ -128,16 +145,18 @@ class _Gif:
         import imageio.v3 as iio
 
         times = _gif_times(len(self._frames), self._fps)
-        # Pillow takes no list for a single image.
-        duration = times if len(times) > 1 else times[0]
-        iio.imwrite(
-            self._path,
+        # To memory: Pillow does not let go of a file on a disk that is full.
+        made = iio.imwrite(
+            "<bytes>",
             self._frames,
+            extension=".gif",
             plugin="pillow",
             is_batch=True,
-            duration=duration,
+            # Pillow takes no list for a single image.
+            duration=times if len(times) > 1 else times[0],
             loop=0,
         )
+        self._path.write_bytes(made)
         self.close()
 
     def close(self) -> None:
@@ -162,7 +181,8 @@ class _Pngs:
         import imageio.v3 as iio
 
         image = self._folder / _FRAME_NAME.format(self._count)
-        iio.imwrite(image, frame, plugin="pillow")
+        made = iio.imwrite("<bytes>", frame, extension=".png", plugin="pillow")
+        image.write_bytes(made)
         self._count += 1
 
     def finish(self) -> None:

@@ -31,12 +31,12 @@ from tpuport.core.files.run_record import (
     StageEntry,
     now,
     read_run,
-    tpuport_version,
     write_run,
 )
 from tpuport.core.files.sealed_json import as_json
 from tpuport.core.files.settings_diff import differences, flatten
 from tpuport.core.files.stage_tensors import TensorSpec, check_tensors, save_tensors
+from tpuport.core.files.versions import version
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RunDirectory:
         """
         run = cls(Path(path))
         content: Run = {
-            "tpuport_version": tpuport_version(),
+            "tpuport_version": version("tpuport") or "unknown",
             "created": now(),
             "model": model,
             "variant": variant,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any, NotRequired
 
@@ -90,12 +89,3 @@ def write_run(file: Path, content: Run) -> None:
 def now() -> str:
     """The time in UTC, such as ``2025-01-31T12:00:00Z``."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def tpuport_version() -> str:
-    """The installed version, or "unknown"."""
-
-    try:
-        return version("tpuport")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"

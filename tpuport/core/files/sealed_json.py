@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.files.atomic import atomic_write_json, one_line
+from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.core.files.typed import read_json
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
@@ -50,10 +50,16 @@ def document_checksum(document: Mapping[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical(content)).hexdigest()
 
 
-def write_document(path: Path, schema: str, content: Mapping[str, Any]) -> None:
-    """Write a versioned JSON file; see :func:`read_document`."""
+def document_bytes(schema: str, content: Mapping[str, Any]) -> bytes:
+    """A versioned JSON file; see :func:`read_document`."""
     document = {"schema": schema, "schema_version": SCHEMA_VERSION, **content}
-    atomic_write_json(path, {**document, _CHECKSUM: document_checksum(document)})
+    sealed = {**document, _CHECKSUM: document_checksum(document)}
+    return json.dumps(sealed, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def write_document(path: Path, schema: str, content: Mapping[str, Any]) -> None:
+    """Write :func:`document_bytes`, whole or not at all."""
+    atomic_write_bytes(path, document_bytes(schema, content))
 
 
 def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
@@ -106,21 +112,20 @@ def sidecar_path(video: Path) -> Path:
     return video.with_name(video.name + (".json" if video.suffix else ".png.json"))
 
 
-def write_sidecar(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the JSON that lies beside a video and says how it was made.
+def sidecar_bytes(data: Mapping[str, Any]) -> bytes:
+    """The JSON that lies beside a video and says how it was made.
 
     Raises:
         UsageError: ``data`` is not JSON, or uses a key of the envelope ("schema",
             "schema_version", "checksum").
-        ArtifactError: the file cannot be written.
     """
     if taken := [key for key in _ENVELOPE if key in data]:
-        raise UsageError(f"{path}: the key {', '.join(taken)} is tpuport's own")
-    write_document(path, SIDECAR_SCHEMA, as_json(dict(data), f"{path}: the data"))
+        raise UsageError(f"the key {', '.join(taken)} of a sidecar is tpuport's own")
+    return document_bytes(SIDECAR_SCHEMA, as_json(dict(data), "the sidecar"))
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """The data of a sidecar, as it was given to :func:`write_sidecar`.
+    """The data of a sidecar, as it was given to :func:`sidecar_bytes`.
 
     Raises:
         ArtifactError: the file is missing, truncated, of another schema or version, or

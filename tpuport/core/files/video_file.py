@@ -14,13 +14,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from tpuport.core.files.atomic import replacing
+from tpuport.core.files.atomic import (
+    cannot_write,
+    flush,
+    temporary_beside,
+)
 from tpuport.core.files.encoders import Encoder, open_encoder
+from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import FrameChecks, measure, to_uint8
-from tpuport.errors import OutputError, VideoError
+from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
+from tpuport.errors import ArtifactError, OutputError, VideoError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +34,9 @@ VideoKind = Literal["mp4", "gif", "webm", "png"]
 
 _FILE_KINDS = tuple(kind for kind in get_args(VideoKind) if kind != "png")
 _FRAME_GLOB = "frame-*.png"
+#: Seconds. A gif counts hundredths in 16 bits, and one frame may stand for all that are
+#: alike; an mp4 counts 1/16384 in 31 bits.
+LONGEST: dict[VideoKind, int] = {"gif": 655, "mp4": 131_071}
 
 
 # --- frames
@@ -60,43 +68,42 @@ def check_frames(frames: np.ndarray) -> None:
 # --- where it goes
 
 
-def video_kind(path: str | Path) -> VideoKind:
-    """What a path asks for, by its suffix.
+def output_of(out: str | Path) -> tuple[Path, VideoKind]:
+    """The place and the kind of video that ``out`` asks for.
 
-    ``.mp4``, ``.gif`` and ``.webm`` are files. No suffix, a trailing slash, or a folder
-    that exists is a folder of PNGs. Only a string can have a trailing slash, since Path
-    drops it.
+    ``.mp4``, ``.gif`` and ``.webm`` are files, a name without suffix is an mp4, and a
+    trailing slash is a folder of PNGs. Only a string can have a trailing slash, since
+    Path drops it.
 
     Raises:
-        OutputError: another suffix; the message lists the known ones.
+        OutputError: no name, or another suffix; the message lists the known ones.
     """
-    text = str(path)
+    text, path = str(out), Path(out).expanduser()
+    if path.name in ("", "-", ".."):
+        raise OutputError(
+            f"{text!r} names no video; give a file such as fox.mp4, or a folder for "
+            "PNG frames such as frames/"
+        )
     if text.endswith("/"):
-        return "png"
-    suffix = Path(text).suffix.lower()
-    if suffix.removeprefix(".") in _FILE_KINDS:
-        return cast(VideoKind, suffix.removeprefix("."))
-    if not suffix or Path(text).is_dir():
-        return "png"
+        return path, "png"
+    suffix = path.suffix.lower().removeprefix(".")
+    if not suffix:
+        return path.with_name(f"{path.name}.mp4"), "mp4"
+    if suffix in _FILE_KINDS:
+        return path, cast(VideoKind, suffix)
     known = ", ".join(f".{kind}" for kind in _FILE_KINDS)
     raise OutputError(
-        f"{text}: no video can be written as {suffix!r}; choose one of {known}, or a"
-        " folder (a name without suffix, or with / at the end) for PNG frames"
+        f"{text}: no video can be written as '.{suffix}'; choose one of {known}, or a "
+        "folder (a name with / at the end) for PNG frames"
     )
 
 
-def output_paths(out: str | Path, count: int) -> list[Path]:
-    """Where ``count`` videos go when ``out`` was asked for.
+def numbered(path: Path, kind: VideoKind, count: int) -> list[Path]:
+    """Where ``count`` videos go.
 
-    One video goes to ``out`` itself. Several go to ``stem-000.mp4``, ``stem-001.mp4``
+    One video goes to ``path`` itself. Several go to ``stem-000.mp4``, ``stem-001.mp4``
     and so on, or to the subfolders ``000``, ``001`` of a PNG folder.
-
-    Raises:
-        OutputError: the suffix is unknown, or ``count`` is below one.
     """
-    if count < 1:
-        raise OutputError(f"{out}: {count} videos cannot be written")
-    kind, path = video_kind(out), Path(out)
     if count == 1:
         return [path]
     width = max(3, len(str(count - 1)))
@@ -106,41 +113,34 @@ def output_paths(out: str | Path, count: int) -> list[Path]:
     return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in numbers]
 
 
-def check_output(path: str | Path) -> VideoKind:
+def check_output(path: Path, kind: VideoKind) -> None:
     """Check, before the long work, that a video can be written to ``path``.
 
     Nothing is created: a nameless temporary file tells whether the folder, or the
     nearest one above it that exists, can be written.
 
-    Returns:
-        the kind, for :class:`VideoWriter`.
-
     Raises:
-        OutputError: the suffix is unknown, a file is asked for where a folder is or a
-            folder where a file is, or the folder cannot be written.
+        OutputError: a file is asked for where a folder is or a folder where a file is,
+            or the folder cannot be written.
     """
-    kind, target = video_kind(path), Path(path)
     try:
-        target.stat()
+        path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass  # the second is reported below, with the part that is not a folder
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
-    if kind == "png":
-        if target.exists() and not target.is_dir():
-            raise OutputError(
-                f"{path}: is a file, and PNG frames need a folder; choose another name,"
-                f" or one ending in .{' or .'.join(_FILE_KINDS)}"
-            )
-        folder = target
-    else:
-        if target.is_dir():
-            raise OutputError(
-                f"{path}: is a folder, and .{kind} is a file; choose another name"
-            )
-        folder = target.absolute().parent
+    if kind == "png" and path.exists() and not path.is_dir():
+        raise OutputError(
+            f"{path}: is a file, and PNG frames need a folder; choose another name,"
+            f" or one ending in .{' or .'.join(_FILE_KINDS)}"
+        )
+    if kind != "png" and path.is_dir():
+        raise OutputError(
+            f"{path}: is a folder, and .{kind} is a file; choose another name"
+        )
+    folder = path.absolute().parent
     while not os.path.lexists(folder):
-        folder = folder.absolute().parent
+        folder = folder.parent
     if not folder.is_dir():
         raise OutputError(f"{path}: cannot be written: {folder} is not a folder")
     try:
@@ -150,21 +150,61 @@ def check_output(path: str | Path) -> VideoKind:
         raise OutputError(
             f"{path}: cannot be written: {folder}: {error.strerror}"
         ) from error
-    return kind
+
+
+def check_length(path: Path, kind: VideoKind, frames: int, fps: float) -> None:
+    """Check that a video is not longer than its kind can hold.
+
+    Raises:
+        OutputError: what the kind can hold.
+    """
+    most, seconds = LONGEST.get(kind, float("inf")), frames / fps
+    if seconds > most:
+        raise OutputError(
+            f"{path}: {frames} frames at {fps:g} fps last {seconds:g} s, and .{kind} "
+            f"holds {most} s; ask for --fps {frames / most:.2g} or more, or for PNG "
+            "frames"
+        )
+
+
+def free_output(path: Path, kind: VideoKind, *, overwrite: bool) -> Path:
+    """``path``, or the first of ``stem-2``, ``stem-3`` that a video may take.
+
+    A file or a sidecar that is there is taken only to ``overwrite`` it. A folder is
+    taken when it is empty, or holds the frames of an earlier run and nothing else.
+    """
+    free, number = path, 1
+    while not (
+        _may_hold_frames(free)
+        if kind == "png"
+        else (overwrite and number == 1)
+        or not any(os.path.lexists(file) for file in (free, sidecar_path(free)))
+    ):
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
+
+
+def _may_hold_frames(folder: Path) -> bool:
+    """Whether nothing is there, or what its sidecar says and nothing else."""
+    sidecar = sidecar_path(folder)
+    try:
+        files = list(folder.iterdir()) if os.path.lexists(folder) else []
+        if not os.path.lexists(sidecar):
+            return not files
+        output = read_sidecar(sidecar)["output"]
+        named = all(file.match(_FRAME_GLOB) for file in files)
+        same = not files or output["sha256"] == hash_output(folder)[0]
+        return output["file"] == folder.name and named and same
+    except (ArtifactError, OSError, KeyError, TypeError):
+        return False
 
 
 # --- writing
 
 
-class _Discarded(Exception):
-    """Ends what is under way without a result."""
-
-
 class VideoWriter:
-    """Writes one video, frames as they come.
-
-    Used in a ``with`` block it publishes the video at the end, and discards it when
-    the block fails. Until it is published nothing is seen under its name.
+    """Writes one video, frames as they come; until it is published nothing is seen.
 
     What each kind keeps:
 
@@ -175,44 +215,23 @@ class VideoWriter:
       second and at least two, spread so that the whole has the right length; rates
       above 50 become 50. A frame equal to the one before becomes a longer frame.
       All its frames are held as bytes until the end.
-    - png: ``frame-00000.png`` and so on, exact. ``frame-*.png`` of an earlier video in
-      that folder are removed; other files stay.
+    - png: ``frame-00000.png`` and so on, exact.
 
     Args:
         path: where to; missing folders are made.
-        fps: frames per second.
-        kind: as :func:`check_output` returned it; by default as ``path`` says.
-
-    Raises:
-        OutputError: the suffix is unknown, or ``fps`` is not above zero.
+        kind: of video.
+        fps: frames per second, above zero.
     """
 
-    def __init__(
-        self, path: str | Path, fps: float, *, kind: VideoKind | None = None
-    ) -> None:
-        if not 0 < fps < float("inf"):
-            raise OutputError(f"{path}: {fps} frames per second cannot be written")
+    def __init__(self, path: Path, kind: VideoKind, fps: float) -> None:
         self.path = path
+        self.kind = kind
         self.fps = fps
-        self.kind = kind or video_kind(path)
         self.frames = 0
-        self._stack = contextlib.ExitStack()
+        self._made: Path | None = None
+        self._earlier: Path | None = None
         self._encoder: Encoder | None = None
-        self._finished = False
-
-    def __enter__(self) -> VideoWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.publish()
-        else:
-            self.discard()
+        self._digest: tuple[str, int] | None = None
 
     def append(self, frames: np.ndarray) -> None:
         """The next frames: uint8, or float in [0, 1], of shape [T, Y, X, 3].
@@ -226,59 +245,82 @@ class VideoWriter:
                 f"frames must have shape [T, Y, X, 3], not {list(frames.shape)}"
             )
         with self._told():
-            encoder = self._open()
+            encoder = self._encoder or self._open()
             for frame in frames:
                 encoder.add(to_uint8(frame))
                 self.frames += 1
 
-    def finish(self) -> None:
+    def finish(self) -> tuple[str, int]:
         """Complete the video, still under another name; no frame may follow.
+
+        Returns:
+            its sha256 and its bytes, as
+            :func:`~tpuport.core.files.fingerprint.hash_output` has them.
 
         Raises:
             OutputError: it cannot be written.
             VideoError: it has no frames.
         """
-        if self._finished:
-            return
-        if self._encoder is None:
+        if self._encoder is None or self._made is None:
             raise VideoError(f"{self.path}: there are no frames to write")
-        with self._told():
-            self._encoder.finish()
-        self._finished = True
+        if self._digest is None:
+            with self._told():
+                self._encoder.finish()
+                png = self.kind == "png"
+                for file in self._made.iterdir() if png else [self._made]:
+                    flush(file)
+                self._digest = hash_output(self._made)
+        return self._digest
 
-    def publish(self) -> None:
-        """Complete the video and give it its name.
+    def publish(self, path: Path, *, replace: bool) -> None:
+        """Give the video, which is finished, a name.
+
+        Args:
+            replace: take the place of a file that is there.
 
         Raises:
-            OutputError, VideoError: as :meth:`finish`; what was there before still is.
+            FileExistsError: there is one, and it may not be replaced.
+            OutputError: it cannot be done; what was there before still is.
         """
+        made, self._made = self._made, None
+        assert made is not None
+        earlier = temporary_beside(path)
         try:
-            self.finish()
-        except BaseException:
-            self.discard()
+            if self.kind == "png":
+                if path.exists():
+                    path.rename(earlier)
+                    self._earlier = earlier
+                made.rename(path)
+            elif replace:
+                os.replace(made, path)
+            else:
+                _rename_to_new(made, path)
+        except BaseException as error:
+            self._made = made
+            if self._earlier is not None:
+                self._earlier.rename(path)
+                self._earlier = None
+            if isinstance(error, OSError) and not isinstance(error, FileExistsError):
+                raise cannot_write(path, error) from error
             raise
-        with self._told():
-            self._stack.close()
 
     def discard(self) -> None:
-        """Let go of what was written; what was there before still is."""
-        # An encoder may have died before, of the Ctrl-C that this is about.
-        with contextlib.suppress(_Discarded, OSError):
-            self._stack.__exit__(_Discarded, _Discarded(), None)
+        """Let go of what was not published, and of what a published video replaced."""
+        if self._encoder is not None:
+            self._encoder.close()
+        for left in (self._made, self._earlier):
+            if left is not None and self.kind == "png":
+                shutil.rmtree(left, ignore_errors=True)
+            elif left is not None:
+                left.unlink(missing_ok=True)
 
     def _open(self) -> Encoder:
-        if self._encoder is None:
-            target = Path(self.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if self.kind == "png":
-                made = self._stack.enter_context(_replacing_frames(target))
-            else:
-                made = self._stack.enter_context(
-                    replacing(target, suffix=f".{self.kind}")
-                )
-            self._encoder = open_encoder(self.kind, made, self.fps)
-            # Closed before what it writes to is renamed or removed.
-            self._stack.callback(self._encoder.close)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        png = self.kind == "png"
+        self._made = temporary_beside(self.path, "" if png else f".{self.kind}")
+        if png:
+            self._made.mkdir()
+        self._encoder = open_encoder(self.kind, self._made, self.fps)
         return self._encoder
 
     @contextlib.contextmanager
@@ -286,23 +328,21 @@ class VideoWriter:
         try:
             yield
         except OSError as error:
-            # imageio puts the command line and ffmpeg's output below the first line.
-            reason = error.strerror or (str(error).splitlines() or [repr(error)])[0]
-            raise OutputError(f"{self.path}: cannot be written: {reason}") from error
+            raise cannot_write(self.path, error) from error
 
 
-@contextlib.contextmanager
-def _replacing_frames(folder: Path) -> Iterator[Path]:
-    """A folder whose PNGs take the place of those of ``folder`` at the end."""
-    # All frames are written before any old one goes, so that a failure in between
-    # leaves the earlier video whole.
-    scratch = Path(tempfile.mkdtemp(prefix=".tpuport-", dir=folder.parent))
+def _rename_to_new(made: Path, path: Path) -> None:
+    """Rename a file, but over no other one.
+
+    Raises:
+        FileExistsError: there is one.
+    """
     try:
-        yield scratch
-        folder.mkdir(exist_ok=True)
-        for stale in folder.glob(_FRAME_GLOB):
-            stale.unlink()
-        for image in sorted(scratch.iterdir()):
-            os.replace(image, folder / image.name)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        os.link(made, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Not every file system has links; that the name is free was looked up before.
+        os.replace(made, path)
+    else:
+        made.unlink()

@@ -15,22 +15,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tpuport.core import compat
 from tpuport.core.arrays import Array, Float, Int, Shaped
 from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.ported_module import on_devices
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.attention import attention
 from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.kernels.attention.problem import describe
-from tpuport.kernels.attention.selection import IMPLEMENTATIONS, select
+from tpuport.kernels.attention.selection import IMPLEMENTATIONS, Selection, select
 
 
 def check_implementation(choice: AttentionChoice, platform: str) -> AttentionChoice:
@@ -106,7 +105,7 @@ def _match_heads(
 ) -> tuple[
     Float[Array, "b h lq d"], Float[Array, "b hk lk dk"], Float[Array, "b hk lv dv"]
 ]:
-    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv] where Hkv divides H.
+    """q, k and v with as many value heads as key heads, which divide the query's.
 
     Raises:
         ValueError: the head counts neither broadcast nor, with ``enable_gqa``, divide
@@ -200,17 +199,13 @@ def split_attention(
     """Run the kernel on each device's part of q.
 
     Args:
-        q: of shape [B, H, Lq, D].
-        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
-        v: of shape [B, Hkv, Lk, Dv].
-        mask: as kernels take it.
-        is_causal: as kernels take it.
-        scale: as kernels take it.
+        q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]; Hkv divides H.
+        mask, is_causal, scale: as kernels take them.
         lengths: number of keys of each item, int32 [B].
         frame_tokens: tokens per frame of frame-causal attention; divides Lq = Lk.
 
     Returns:
-        of shape [B, H, Lq, Dv].
+        [B, H, Lq, Dv].
     """
     choice = context.implementation
     if q.shape[2] != k.shape[2] or frame_tokens is not None or is_causal:
@@ -236,9 +231,10 @@ def split_attention(
         q = jnp.moveaxis(q, 2, 0)
         run = functools.partial(_by_frames, kernel, frame_tokens)
     split = _split(context, q, k, placed=is_causal or choice.window is not None)
+    q_split, k_split = split
     each = q.shape[-2]
-    if split.queries[2]:
-        padding = ((0, -each % _sizes(context)[split.queries[2]]), (0, 0))
+    if q_split[2]:
+        padding = ((0, -each % context.axis_size(q_split[2])), (0, 0))
         q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
@@ -251,11 +247,19 @@ def split_attention(
         frame_tokens=frame_tokens,
         split=split,
     )
-    if context.mesh is not None and context.mesh.size > 1:
-        # Even if nothing is split: the compiler cannot partition a TPU kernel.
-        out = _mapped(context, run, (q, k, v, mask, lengths), split)[..., :each, :]
-    else:
-        out = run(q, k, v, mask, lengths)
+    q_axes = (*(None,) * (q.ndim - 4), *q_split)
+    mask_axes: tuple[str | None, ...] = ()
+    if mask is not None:
+        whole = zip(q_split, mask.shape, strict=True)
+        mask_axes = tuple(axis if n > 1 else None for axis, n in whole)
+    # Even if nothing is split: the compiler cannot partition a TPU kernel.
+    out = on_devices(
+        context.mesh,
+        run,
+        (q, k, v, mask, lengths),
+        (q_axes, k_split, k_split, mask_axes, q_split[:1]),
+        q_axes,
+    )[..., :each, :]
     if frames is None:
         return out
     return jnp.moveaxis(out, 0, 2).reshape(batch, heads, length, out.shape[-1])
@@ -282,10 +286,7 @@ def _by_frames(
     mask: Shaped[Array, "#b #h #n #lk"] | None = None,
     lengths: Int[Array, "b"] | None = None,
 ) -> Float[Array, "f b h n dv"]:
-    """``kernel`` on F frames of N queries, one frame after the other.
-
-    ``k`` and ``v`` have the tokens of all frames.
-    """
+    """``kernel`` on F frames of N queries, each on the keys of all frames so far."""
 
     def one_frame(frame: tuple[Array, Array]) -> Array:
         q, end = frame
@@ -298,22 +299,8 @@ def _by_frames(
     return jax.lax.map(one_frame, (q, ends))
 
 
-def _sizes(context: OpContext) -> dict[str, int]:
-    """Devices along each axis of the mesh."""
-    return dict(context.mesh.shape) if context.mesh is not None else {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Split:
-    """The axes of the mesh that split items, heads, tokens and features.
-
-    Attributes:
-        queries: axes of queries and of the result.
-        keys: axes of keys and values.
-    """
-
-    queries: tuple[str | None, str | None, str | None, None]
-    keys: tuple[str | None, str | None, None, None]
+#: The axes of the mesh that split items, heads, tokens and features.
+_Axes = tuple[str | None, str | None, str | None, None]
 
 
 def _split(
@@ -322,17 +309,12 @@ def _split(
     k: Float[Array, "b hk lk dk"],
     *,
     placed: bool,
-) -> _Split:
-    """How queries [..., B, H, L, D], with frames in front or not, are split.
+) -> tuple[_Axes, _Axes]:
+    """How queries [..., B, H, L, D] are split, and keys and values.
 
     ``placed`` says whether a query needs its position.
     """
-    sizes, policy = _sizes(context), context.attention
-
-    def axis(name: str | None, *counts: int) -> str | None:
-        size = sizes.get(name, 1) if name else 1
-        return name if size > 1 and all(n % size == 0 for n in counts) else None
-
+    axis, policy = context.axis, context.attention
     batch, heads = q.shape[-4:-2]
     batch_axis = axis(policy.batch, batch)
     head_axis = axis(policy.heads, heads)
@@ -344,10 +326,8 @@ def _split(
     # queries has none. A slice of each frame needs no position: every device gets a
     # part of all frames.
     sequence_axis = None if placed else axis(policy.sequence)
-    return _Split(
-        queries=(batch_axis, head_axis, sequence_axis, None),
-        keys=(batch_axis, kv_head_axis, None, None),
-    )
+    queries = (batch_axis, head_axis, sequence_axis, None)
+    return queries, (batch_axis, kv_head_axis, None, None)
 
 
 #: q, k, v, the mask and the key lengths; q may have frames in front.
@@ -360,30 +340,6 @@ _Arrays = tuple[
 ]
 
 
-def _mapped(
-    context: OpContext, run: Callable[..., Array], arrays: _Arrays, split: _Split
-) -> Float[Array, ...]:
-    """``run`` on each device's part of the arrays that are given."""
-    q, k, v, mask, lengths = arrays
-    q_spec = PartitionSpec(*(None,) * (q.ndim - 4), *split.queries)
-    given = {"q": q, "k": k, "v": v}
-    specs = {"q": q_spec, "k": PartitionSpec(*split.keys)}
-    specs["v"] = specs["k"]
-    if mask is not None:
-        given["mask"] = mask
-        whole = zip(split.queries, mask.shape, strict=True)
-        specs["mask"] = PartitionSpec(*(a if n > 1 else None for a, n in whole))
-    if lengths is not None:
-        given["lengths"] = lengths
-        specs["lengths"] = PartitionSpec(split.queries[0])
-    return compat.shard_map(
-        lambda given: run(**given),
-        mesh=context.mesh,
-        in_specs=(specs,),
-        out_specs=q_spec,
-    )(given)
-
-
 def _record(
     context: OpContext,
     choice: AttentionChoice,
@@ -392,18 +348,18 @@ def _record(
     length: int,
     is_causal: bool,
     frame_tokens: int | None,
-    split: _Split,
+    split: tuple[_Axes, _Axes],
 ) -> None:
     """Note what this call runs as, once per distinct call.
 
     ``arrays`` are split; ``length`` counts all queries without padding.
     """
     q, k, v, mask, lengths = arrays
-    sizes = _sizes(context)
+    q_split, k_split = split
 
     def local(x: Array, axes: tuple[str | None, ...]) -> Array:
         shape = tuple(
-            n // (sizes[a] if a else 1) if n > 1 else n
+            n // context.axis_size(a) if n > 1 else n
             for n, a in zip(x.shape[-len(axes) :], axes, strict=True)
         )
         return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -413,12 +369,12 @@ def _record(
     counted = end if lengths is not None or q.ndim > 4 else None
     selection = select(
         describe(
-            local(q, split.queries),
-            local(k, split.keys),
-            local(v, split.keys),
-            mask=None if mask is None else local(mask, split.queries),
+            local(q, q_split),
+            local(k, k_split),
+            local(v, k_split),
+            mask=None if mask is None else local(mask, q_split),
             is_causal=is_causal,
-            kv_lengths=None if counted is None else local(counted, split.queries[:1]),
+            kv_lengths=None if counted is None else local(counted, q_split[:1]),
             window=choice.window,
             platform=context.platform,
             interpret=False,
@@ -427,30 +383,47 @@ def _record(
         chip=context.chip,
         fall_back=True,
     )
-    reason = "; ".join(
-        [selection.reason, *(f"not {n}: {why}" for n, why in selection.passed_over)]
-    )
-    record = AttentionRecord(
+    note_attention(
+        context,
+        choice,
+        selection,
         query=(*q.shape[-4:-2], length, q.shape[-1]),
         key=tuple(k.shape),
-        implementation=selection.implementation,
-        reason=reason,
-        split=split.queries,
+        split=q_split,
         key_lengths=lengths is not None,
         frame_tokens=frame_tokens,
+        causal=is_causal,
+        dtype=str(q.dtype),
+    )
+
+
+def note_attention(
+    context: OpContext,
+    choice: AttentionChoice,
+    selection: Selection,
+    more: str = "",
+    **fields: Any,
+) -> AttentionRecord:
+    """Note what a call runs as, once per distinct call.
+
+    Args:
+        more: a further reason.
+        fields: of the record, those that choice and selection do not have.
+    """
+    passed_over = (f"not {name}: {why}" for name, why in selection.passed_over)
+    reasons = (selection.reason, *passed_over, more)
+    record = AttentionRecord(
+        implementation=selection.implementation,
+        reason="; ".join(filter(None, reasons)),
         blocks=dict(selection.blocks),
         window=choice.window,
         k_smooth=choice.k_smooth,
-        causal=is_causal,
-        dtype=str(q.dtype),
         notice=selection.notice,
+        **fields,
     )
     if record not in context.records:
         context.records.append(record)
-
-
-def _make(context: OpContext) -> Callable[..., Any]:
-    return functools.partial(scaled_dot_product_attention, context)
+    return record
 
 
 ATTENTION = OpOverride(
@@ -458,7 +431,7 @@ ATTENTION = OpOverride(
         "torch.nn.functional.scaled_dot_product_attention",
         "torch.ops.aten.scaled_dot_product_attention",
     ),
-    make=_make,
+    make=lambda context: functools.partial(scaled_dot_product_attention, context),
     owner="tpuport.core.layers.attention",
     reason="masks, lengths and splits honoured exactly; no Lq x Lk array",
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,14 +41,7 @@ def length_attention(
         AttentionError: the implementation named in the context cannot do this call.
         ValueError: shapes or dtypes do not fit together.
     """
-    _check_lengths(
-        query,
-        key,
-        value,
-        key_lengths,
-        frame_tokens,
-        integers=key_lengths is None or jnp.issubdtype(key_lengths.dtype, jnp.integer),
-    )
+    _check_lengths(query, key, value, key_lengths, frame_tokens)
     lengths = None if key_lengths is None else key_lengths.astype(jnp.int32)
     return split_attention(
         context,
@@ -68,8 +60,6 @@ def _check_lengths(
     value: Any,
     key_lengths: Any,
     frame_tokens: int | None,
-    *,
-    integers: bool,
 ) -> None:
     """Refuse wrong shapes and dtypes, for the torch and the JAX side of the op."""
     shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
@@ -77,6 +67,8 @@ def _check_lengths(
         raise ValueError(f"tpuport::attention takes [B, H, L, D]; got {shapes}")
     if key_lengths is not None:
         wanted = (query.shape[0],)
+        # torch and NumPy have "int" in the names of integer dtypes alone.
+        integers = "int" in str(key_lengths.dtype)
         if tuple(key_lengths.shape) != wanted or not integers:
             raise ValueError(
                 f"key_lengths must be integers of shape {[*wanted]}; got "
@@ -106,15 +98,7 @@ def eager_attention(
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
-    kind = torch.int32 if key_lengths is None else key_lengths.dtype
-    _check_lengths(
-        query,
-        key,
-        value,
-        key_lengths,
-        frame_tokens,
-        integers=not (kind.is_floating_point or kind.is_complex or kind is torch.bool),
-    )
+    _check_lengths(query, key, value, key_lengths, frame_tokens)
     indices = torch.arange(key.shape[2], device=query.device)
     mask = None
     if key_lengths is not None:
@@ -166,13 +150,9 @@ def define_attention_op() -> None:
         _libraries.append(library)
 
 
-def _make(context: OpContext) -> Callable[..., Any]:
-    return functools.partial(length_attention, context)
-
-
 LENGTH_ATTENTION = OpOverride(
     targets=("torch.ops.tpuport.attention",),
-    make=_make,
+    make=lambda context: functools.partial(length_attention, context),
     owner="tpuport.core.layers.attention_lengths",
     reason="key lengths and frames without a mask of Lq x Lk",
     define=define_attention_op,

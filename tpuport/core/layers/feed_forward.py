@@ -23,13 +23,10 @@ def gelu_dense(
 
     Args:
         sequence: as :func:`tpuport.core.layers.joint_sequence.dense` takes it.
-        x: of shape [..., E].
-        weight: of shape [F, E].
-        bias: of shape [F], or ``None``.
         tanh: the form of GELU.
 
     Returns:
-        of shape [..., F] in the dtype of ``x``, rounded once.
+        [..., F] in the dtype of ``x``, rounded once.
     """
     wide = dense(sequence, x, weight, bias)
     inner = jax.nn.gelu(wide, approximate=tanh).astype(x.dtype)
@@ -45,16 +42,12 @@ def feed_forward(
     *,
     tanh: bool = True,
 ) -> Float32[Array, "*lead e"]:
-    """Two linear layers with GELU between them.
+    """Two linear layers with GELU between them, float32 [..., E].
 
     Args:
         sequence: as :func:`tpuport.core.layers.joint_sequence.dense` takes it.
-        x: of shape [..., E].
         first, last: weight and bias of each layer; a bias may be ``None``.
         tanh: the form of GELU.
-
-    Returns:
-        float32 [..., E].
     """
     inner = gelu_dense(sequence, x, *first, tanh=tanh)
     return dense(sequence, inner, *last, row_parallel=True)

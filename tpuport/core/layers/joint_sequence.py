@@ -63,12 +63,7 @@ class JointSequence:
     ) -> JointSequence:
         """A sequence padded for the mesh and the chip that is being traced for.
 
-        Args:
-            active: what is being traced.
-            text: number of text tokens.
-            length: number of tokens without padding.
-            batch, heads, head_dim: sizes of the attention.
-            text_first: whether text comes before video.
+        ``batch``, ``heads`` and ``head_dim`` are those of the attention.
         """
         context = active.context
         padded = padded_length(
@@ -122,13 +117,9 @@ class JointSequence:
 
     def axes(self, batch: int) -> tuple[str | None, str | None]:
         """The mesh axes that split ``batch`` items and the tokens, or ``None``."""
-        policy, sizes = self.active.context.attention, self.active.axis_size
+        context, policy = self.active.context, self.active.context.attention
         sequence = policy.sequence if self.divided else None
-        divides = sizes(policy.batch) > 1 and batch % sizes(policy.batch) == 0
-        return (
-            policy.batch if divides else None,
-            sequence if sizes(sequence) > 1 else None,
-        )
+        return context.axis(policy.batch, batch), context.axis(sequence)
 
     def is_text(self) -> Bool[Array, "l"]:
         """Which tokens are text, bool [L]."""
@@ -139,11 +130,9 @@ class JointSequence:
     def choose(
         self, text: Float[Array, "b e"], video: Float[Array, "b e"]
     ) -> Float[Array, "b _ e"]:
-        """[B, L, E] with one row for all text tokens and one for all other tokens.
+        """[B, L, E] with one row [B, E] for all text tokens and one for all others.
 
-        Args:
-            text: of shape [B, E].
-            video: of shape [B, E]; if ``text`` is this array, the result is [B, 1, E].
+        If ``text`` is ``video``, the result is [B, 1, E].
         """
         if text is video:
             return video[:, None]
@@ -152,11 +141,9 @@ class JointSequence:
     def _constrain(
         self, x: Shaped[Array, "b l *rest"], axis: str | None
     ) -> Shaped[Array, "b l *rest"]:
-        policy = self.active.context.attention
-        sizes = self.active.axis_size
-        batch = policy.batch if sizes(policy.batch) > 1 else None
-        along = axis if sizes(axis) > 1 else None
-        return constrain(self.active.context.mesh, x, batch, along)
+        context = self.active.context
+        batch = context.axis(context.attention.batch)
+        return constrain(context.mesh, x, batch, context.axis(axis))
 
 
 def gated(
@@ -183,14 +170,11 @@ def to_heads(
     """A projection of [B, L, E] to heads, in float32.
 
     Args:
-        sequence: tells the layout.
-        x: of shape [B, L, E].
-        weight: of shape [H D, E].
-        bias: of shape [H D], or ``None``.
+        weight: [H D, E]; ``bias`` [H D], or ``None``.
         head_dim: D.
 
     Returns:
-        of shape [B, H, D, L] if ``sequence.feature_major``, else [B, H, L, D].
+        [B, H, D, L] if ``sequence.feature_major``, else [B, H, L, D].
     """
     heads = weight.shape[0] // head_dim
     split = weight.reshape(heads, head_dim, weight.shape[1])
@@ -214,9 +198,7 @@ def dense(
 
     Args:
         sequence: tells the dtype in which partial products are summed.
-        x: of shape [..., E].
-        weight: of shape [F, E].
-        bias: of shape [F], or ``None``.
+        weight: [F, E]; ``bias`` [F], or ``None``.
         row_parallel: columns of the weight may be split between devices.
 
     Returns:
@@ -241,14 +223,12 @@ def from_heads(
     """The projection [B, L, E] of the result of attention.
 
     Args:
-        sequence: tells the layout.
         x: as :func:`to_heads` gives it.
-        weight: of shape [E, H D].
-        bias: of shape [E], or ``None``.
+        weight: [E, H D]; ``bias`` [E], or ``None``.
 
     Returns:
-        of shape [B, L, E]: float32, or the dtype of ``x`` if partial products of
-        several devices are summed.
+        [B, L, E]: float32, or the dtype of ``x`` if partial products of several devices
+        are summed.
     """
     heads = x.shape[1]
     split = weight.reshape(weight.shape[0], heads, -1)
@@ -299,9 +279,7 @@ def attend(
     """Attention of all tokens on the tokens without padding.
 
     Args:
-        sequence: tells the layout, the lengths and the mesh.
-        q, k, v: as :func:`to_heads` gives them.
-        dtype: q, k and v are rounded to it.
+        q, k, v: as :func:`to_heads` gives them; they are rounded to ``dtype``.
         kv_lengths: number of leading tokens of each item that count, integers [B].
 
     Returns:

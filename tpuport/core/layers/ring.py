@@ -15,7 +15,7 @@ Everything here runs inside ``shard_map``; tokens are last, as our kernel has th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,25 +40,6 @@ PASSED, GATHERED = "passed", "gathered"
 """How devices of a group get keys of the other devices."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """How the attention of a device runs; the arguments of ``attention``.
-
-    Attributes:
-        scale: factor of the scores; None means 1/sqrt(D).
-        platform: the platform of the program.
-        choice: the implementation and its options.
-        chip: the kind of chip, or ``None``.
-        interpret: run kernels on the CPU, for tests.
-    """
-
-    scale: float | None
-    platform: str
-    choice: AttentionChoice
-    chip: str | None
-    interpret: bool = False
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ring:
     """The devices of a mesh axis that share heads.
@@ -70,7 +51,7 @@ class Ring:
     """
 
     axis: str
-    groups: Sequence[Sequence[int]]
+    groups: list[list[int]]
     rank: Int[Array, ""]
 
     @property
@@ -87,19 +68,15 @@ class Ring:
 
     def total(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """The sum over the group."""
-        out: Array = jax.lax.psum(x, self.axis, axis_index_groups=self._lists)
+        out: Array = jax.lax.psum(x, self.axis, axis_index_groups=self.groups)
         return out
 
     def gather(self, x: Float[Array, "h 1 d c"]) -> Float[Array, "h 1 d l"]:
         """All tokens of the group, in order."""
         out: Array = jax.lax.all_gather(
-            x, self.axis, axis=3, axis_index_groups=self._lists, tiled=True
+            x, self.axis, axis=3, axis_index_groups=self.groups, tiled=True
         )
         return out
-
-    @property
-    def _lists(self) -> list[list[int]]:
-        return [list(group) for group in self.groups]
 
 
 def ring_attention(
@@ -110,7 +87,8 @@ def ring_attention(
     *,
     kv_len: int,
     lengths: Int[Array, "h"] | None,
-    options: AttentionOptions,
+    implementation: AttentionChoice,
+    **options: Any,
 ) -> Float[Array, "h 1 d c"]:
     """Attention of a device's queries on the keys of its group, passed round.
 
@@ -120,7 +98,9 @@ def ring_attention(
             and ``v`` is zero.
         kv_len: tokens of the group from this index on do not count.
         lengths: tokens of each head that count, integers [H], at most ``kv_len``.
-        options: how it runs.
+        implementation: the implementation and its options.
+        options: ``scale``, ``platform``, ``chip`` and ``interpret`` of
+            :func:`tpuport.kernels.attention.attention.attention`.
 
     Returns:
         of the shape and dtype of ``q``; 0 where no key counts.
@@ -132,18 +112,10 @@ def ring_attention(
     all_count = lengths is None and kv_len == chunk * ring.size
     if lengths is None:
         lengths = jnp.full((q.shape[0],), kv_len, jnp.int32)
-    if options.choice.k_smooth:
+    if implementation.k_smooth:
         k = _smooth(ring, k, lengths)
     attention = chunked_attention(
-        q,
-        k,
-        v,
-        has_lengths=not all_count,
-        scale=options.scale,
-        platform=options.platform,
-        implementation=options.choice,
-        chip=options.chip,
-        interpret=options.interpret,
+        q, k, v, has_lengths=not all_count, implementation=implementation, **options
     )
 
     def meet(sums: Any, kv: Any, turn: Any) -> Any:
@@ -224,24 +196,19 @@ def gathered_attention(
     *,
     kv_len: int,
     lengths: Int[Array, "h"] | None,
-    options: AttentionOptions,
+    implementation: AttentionChoice,
+    **options: Any,
 ) -> Float[Array, "h 1 d c"]:
     """Attention of a device's queries on all keys of its group, gathered.
 
-    With a window only the keys within its reach are used. Their start relative to the
-    queries is known when the program runs and has few values: there is a branch for
-    each value.
+    The arguments are those of :func:`ring_attention`. With a window only the keys
+    within its reach are used. Their start relative to the queries is known when the
+    program runs and has few values: there is a branch for each value.
     """
-    run = functools.partial(
-        attention_feature_major,
-        hidden=True,
-        scale=options.scale,
-        platform=options.platform,
-        chip=options.chip,
-        interpret=options.interpret,
-    )
+    attend: Callable[..., Array] = attention_feature_major
+    run = functools.partial(attend, hidden=True, **options)
     k, v = ring.gather(k), ring.gather(v)
-    choice = options.choice
+    choice = implementation
     window = choice.window
     if window is None:
         return run(q, k, v, kv_len=kv_len, kv_lengths=lengths, implementation=choice)

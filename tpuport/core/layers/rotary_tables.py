@@ -5,7 +5,8 @@ Legend: T, Y, X token frames, rows and columns; L = T * Y * X tokens; D head dim
 
 from __future__ import annotations
 
-import threading
+import functools
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -43,10 +44,7 @@ class RotaryKey:
     @property
     def tokens(self) -> int:
         """L, the rows of the table."""
-        count = 1
-        for size in self.grid:
-            count *= size
-        return count
+        return math.prod(self.grid)
 
     @property
     def head_dim(self) -> int:
@@ -58,33 +56,20 @@ class RotaryCache:
     """(cos, sin) tables of shape [L, D], each built once per :class:`RotaryKey`."""
 
     def __init__(self, limit: int = 16) -> None:
-        self._limit = limit
-        self._tables: dict[RotaryKey, Tables] = {}
-        self._lock = threading.Lock()
+        self.get = functools.lru_cache(limit)(_checked_tables)
 
-    def __len__(self) -> int:
-        return len(self._tables)
 
-    def get(self, key: RotaryKey, build: Callable[[RotaryKey], Tables]) -> Tables:
-        """The tables of ``key``, from the cache or from ``build(key)``.
+def _checked_tables(key: RotaryKey, build: Callable[[RotaryKey], Tables]) -> Tables:
+    """The tables of ``key`` as ``build(key)`` makes them.
 
-        Raises:
-            ValueError: ``build`` returned another shape than [L, D].
-        """
-        with self._lock:
-            if key in self._tables:
-                # Re-inserting makes the dictionary an LRU order.
-                self._tables[key] = self._tables.pop(key)
-                return self._tables[key]
-        cos, sin = build(key)
-        expected = (key.tokens, key.head_dim)
-        if cos.shape != expected or sin.shape != expected:
-            raise ValueError(
-                f"rotary tables for {key} have shapes {cos.shape} and {sin.shape}, "
-                f"expected {expected}"
-            )
-        with self._lock:
-            self._tables[key] = (cos, sin)
-            while len(self._tables) > self._limit:
-                self._tables.pop(next(iter(self._tables)))
-        return cos, sin
+    Raises:
+        ValueError: ``build`` returned another shape than [L, D].
+    """
+    cos, sin = build(key)
+    expected = (key.tokens, key.head_dim)
+    if cos.shape != expected or sin.shape != expected:
+        raise ValueError(
+            f"rotary tables for {key} have shapes {cos.shape} and {sin.shape}, "
+            f"expected {expected}"
+        )
+    return cos, sin

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tpuport.core import compat
 from tpuport.core.arrays import Array, Float, Int, Shaped
+from tpuport.core.layers.attention import note_attention
 from tpuport.core.layers.ring import (
     GATHERED,
     PASSED,
-    AttentionOptions,
     Ring,
     gathered_attention,
     keys_within,
@@ -34,6 +33,7 @@ from tpuport.core.layers.ring import (
     too_short,
 )
 from tpuport.core.tracing.context import Active, AttentionRecord, OpContext
+from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.attention.attention import attention, attention_feature_major
 from tpuport.kernels.attention.chunked import chunked_refusal
 from tpuport.kernels.attention.problem import describe
@@ -87,25 +87,7 @@ def degrees(heads: int, devices: int) -> Degrees:
 
 def degrees_of(active: Active, batch: int, heads: int) -> Degrees:
     """How attention of ``heads`` of ``batch`` items is split over the sequence axis."""
-    *_, local = _placed(active, batch, heads)
-    return degrees(
-        math.prod(local), active.axis_size(active.context.attention.sequence)
-    )
-
-
-def _placed(
-    active: Active, batch: int, heads: int
-) -> tuple[str | None, str | None, tuple[int, int]]:
-    """The mesh axes of items and heads, and the items and heads of a device."""
-    policy = active.context.attention
-
-    def axis(name: str | None, count: int) -> str | None:
-        size = active.axis_size(name)
-        return name if size > 1 and count % size == 0 else None
-
-    batch_axis, head_axis = axis(policy.batch, batch), axis(policy.heads, heads)
-    local = batch // active.axis_size(batch_axis), heads // active.axis_size(head_axis)
-    return batch_axis, head_axis, local
+    return _Exchange.of(active, batch, heads, feature_major=True).degrees
 
 
 def padded_length(
@@ -169,51 +151,46 @@ def sequence_attention(
         AttentionError: the implementation named in the context cannot do this call.
     """
     context = active.context
-    has_lengths = kv_lengths is not None
     exchange = _Exchange.of(active, *q.shape[:2], feature_major=feature_major)
     record = _record(
-        active, q, kv_len=kv_len, has_lengths=has_lengths, exchange=exchange
+        active, q, kv_len=kv_len, has_lengths=kv_lengths is not None, exchange=exchange
     )
-    run = functools.partial(
-        _kernel, context, kv_len=kv_len, scale=scale, feature_major=feature_major
-    )
+    options: dict[str, Any] = {
+        "kv_len": kv_len,
+        "scale": scale,
+        "platform": context.platform,
+        "implementation": context.implementation,
+        "chip": context.chip,
+    }
+    kernel: Callable[..., Array] = _kernel
+    run = functools.partial(kernel, feature_major=feature_major, **options)
 
     def on_device(
         q: Float[Array, "b h m n"],
         k: Float[Array, "b h m n"],
         v: Float[Array, "b h m n"],
-        lengths: Int[Array, "b"],
+        lengths: Int[Array, "b"] | None,
     ) -> Float[Array, "b h m n"]:
         if exchange.axis is None:
-            return run(q, k, v, lengths=lengths if has_lengths else None)
+            return run(q, k, v, lengths)
         place = jax.lax.axis_index(exchange.axis)
-        mine = exchange.lengths(lengths, place) if has_lengths else None
+        mine = None if lengths is None else exchange.lengths(lengths, place)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         if exchange.degrees.ring == 1:
-            return exchange.to_tokens(run(q, k, v, lengths=mine))
+            return exchange.to_tokens(run(q, k, v, mine))
         if not feature_major:
             q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
         together = ring_attention if record.ring_keys == PASSED else gathered_attention
-        ring, options = exchange.ring(place), _options(context, scale)
-        out = together(ring, q, k, v, kv_len=kv_len, lengths=mine, options=options)
+        out = together(exchange.ring(place), q, k, v, lengths=mine, **options)
         return exchange.to_tokens(out if feature_major else out.swapaxes(2, 3))
 
-    mesh = context.mesh
-    if mesh is None or mesh.size == 1:
-        return run(q, k, v, lengths=kv_lengths)
-    if kv_lengths is None:
-        kv_lengths = jnp.full(q.shape[:1], kv_len, jnp.int32)
     dims: list[str | None] = [*exchange.split[:2], None, None]
     dims[exchange.tokens] = exchange.axis
-    spec = PartitionSpec(*dims)
-    lengths_spec = PartitionSpec(dims[0])
-    out: Array = compat.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(spec, spec, spec, lengths_spec),
-        out_specs=spec,
-    )(q, k, v, kv_lengths)
-    return out
+    axes = tuple(dims)
+    arrays = (q, k, v, kv_lengths)
+    return on_devices(
+        context.mesh, on_device, arrays, (axes, axes, axes, axes[:1]), axes
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,12 +214,14 @@ class _Exchange:
         cls, active: Active, batch: int, heads: int, *, feature_major: bool
     ) -> _Exchange:
         """The exchange for ``batch`` items of ``heads`` heads."""
-        batch_axis, head_axis, local = _placed(active, batch, heads)
-        sequence = active.context.attention.sequence
-        axis = sequence if active.axis_size(sequence) > 1 else None
+        context, policy = active.context, active.context.attention
+        batch_axis = context.axis(policy.batch, batch)
+        head_axis = context.axis(policy.heads, heads)
+        each = heads // context.axis_size(head_axis)
+        local = batch // context.axis_size(batch_axis), each
         return cls(
-            split=(batch_axis, head_axis, axis, None),
-            degrees=degrees_of(active, batch, heads),
+            split=(batch_axis, head_axis, context.axis(policy.sequence), None),
+            degrees=degrees(math.prod(local), context.axis_size(policy.sequence)),
             local=local,
             tokens=3 if feature_major else 2,
         )
@@ -305,50 +284,22 @@ class _Exchange:
         return jax.lax.all_to_all(x, self.axis, 0, 0, axis_index_groups=groups)
 
 
-def _options(context: OpContext, scale: float | None) -> AttentionOptions:
-    return AttentionOptions(
-        scale=scale,
-        platform=context.platform,
-        choice=context.implementation,
-        chip=context.chip,
-    )
-
-
 def _kernel(
-    context: OpContext,
     q: Float[Array, "b h m n"],
     k: Float[Array, "b h m n"],
     v: Float[Array, "b h m n"],
+    lengths: Int[Array, "b"] | None,
     *,
     kv_len: int,
-    lengths: Int[Array, "b"] | None,
-    scale: float | None,
     feature_major: bool,
+    **options: Any,
 ) -> Float[Array, "b h m n"]:
     if feature_major:
         return attention_feature_major(
-            q,
-            k,
-            v,
-            kv_len=kv_len,
-            kv_lengths=lengths,
-            hidden=True,
-            scale=scale,
-            platform=context.platform,
-            implementation=context.implementation,
-            chip=context.chip,
+            q, k, v, kv_len=kv_len, kv_lengths=lengths, hidden=True, **options
         )
-    return attention(
-        q,
-        k[:, :, :kv_len],
-        v[:, :, :kv_len],
-        scale=scale,
-        kv_lengths=lengths,
-        platform=context.platform,
-        implementation=context.implementation,
-        chip=context.chip,
-        fall_back=True,
-    )
+    k, v = k[:, :, :kv_len], v[:, :, :kv_len]
+    return attention(q, k, v, kv_lengths=lengths, fall_back=True, **options)
 
 
 def _record(
@@ -384,31 +335,22 @@ def _record(
         platform=context.platform,
     )
     selection = select(problem, choice, chip=context.chip, fall_back=True)
-    reason = "; ".join(
-        [selection.reason, *(f"not {n}: {text}" for n, text in selection.passed_over)]
-        + ([f"keys are gathered: {why}"] if why else [])
-    )
     shape = (*q.shape[:2], kv_len, head_dim)
-    record = AttentionRecord(
+    return note_attention(
+        context,
+        choice,
+        selection,
+        f"keys are gathered: {why}" if why else "",
         query=shape,
         key=shape,
-        implementation=selection.implementation,
-        reason=reason,
         split=exchange.split,
         key_lengths=has_lengths,
-        blocks=dict(selection.blocks),
-        window=choice.window,
-        k_smooth=choice.k_smooth,
         dtype=str(q.dtype),
         padded=length,
         ulysses=degrees.ulysses,
         ring=degrees.ring,
         ring_keys=way,
-        notice=selection.notice,
     )
-    if record not in context.records:
-        context.records.append(record)
-    return record
 
 
 def _not_passed(

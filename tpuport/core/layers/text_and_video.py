@@ -18,12 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tpuport.core import compat
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
+from tpuport.core.tracing.ported_module import on_devices
 
 Heads = tuple[Float[Array, "b h m n"], Float[Array, "b h m n"], Float[Array, "b h m n"]]
 """Queries, keys and values."""
@@ -44,21 +43,16 @@ def put_text(
     text: Float[Array, "b ..."],
     dim: int,
 ) -> Float[Array, "b *dims"]:
-    """``x`` with ``text`` in the places of the text.
+    """``x`` with ``text`` in the places of the text, which is after the video.
 
     Args:
-        sequence: with text after video.
         x: [B, L, ...] or [B, H, ...] with L at ``dim``, split over the sequence axis.
         text: shaped like ``x`` with T at ``dim``, whole on every device.
-        dim: the dim of the tokens.
     """
-    count, start = sequence.text, sequence.length - sequence.text
+    count = sequence.text
 
     def on_device(x: Array, text: Array) -> Array:
-        width = min(count, x.shape[dim])
-        window, first = _window(sequence, x.shape[dim], width)
-        # The index in the text of the window's first token.
-        shift = first + window - start
+        width, window, shift, here = _window(sequence, x, dim)
         around = [(0, 0)] * x.ndim
         around[dim] = (width, width)
         mine = jax.lax.dynamic_slice_in_dim(
@@ -67,8 +61,6 @@ def put_text(
             width,
             dim,
         )
-        index = shift + jnp.arange(width)
-        here = jnp.expand_dims((index >= 0) & (index < count), _others(x, dim))
         before = jax.lax.dynamic_slice_in_dim(x, window, width, dim)
         return jax.lax.dynamic_update_slice_in_dim(
             x, jnp.where(here, mine, before), window, dim
@@ -80,24 +72,14 @@ def put_text(
 def take_text(
     sequence: JointSequence, x: Float[Array, "b ..."], dim: int
 ) -> Float[Array, "b ..."]:
-    """The text's part of ``x``, whole on every device.
-
-    Args:
-        sequence: with text after video.
-        x: as :func:`put_text` takes it.
-        dim: the dim of the tokens.
-    """
+    """The text's part of ``x``, whole on every device; see :func:`put_text`."""
     count, start = sequence.text, sequence.length - sequence.text
     axis = _sequence_axis(sequence)
     if axis is None:
         return jax.lax.slice_in_dim(x, start, start + count, axis=dim)
 
     def on_device(x: Array) -> Array:
-        width = min(count, x.shape[dim])
-        window, first = _window(sequence, x.shape[dim], width)
-        shift = first + window - start
-        index = shift + jnp.arange(width)
-        here = jnp.expand_dims((index >= 0) & (index < count), _others(x, dim))
+        width, window, shift, here = _window(sequence, x, dim)
         mine = jax.lax.dynamic_slice_in_dim(x, window, width, dim)
         around = [(0, 0)] * x.ndim
         around[dim] = (count, count)
@@ -127,9 +109,8 @@ def attend_streams(
         video: q, k and v of the joint sequence, in the layout of
             :func:`tpuport.core.layers.joint_sequence.to_heads`, with anything finite in
             the places of text and padding.
-        text: q, k and v of the text alone.
+        text: q, k and v of the text alone. All are rounded to ``dtype``.
         lengths: number of leading text tokens that count, integers [B].
-        dtype: q, k and v are rounded to it.
 
     Returns:
         The result for the joint sequence, and for the text alone, each in the layout of
@@ -163,27 +144,31 @@ def attend_streams(
     return out, take_text(sequence, out, dim)
 
 
-def _others(x: Array, dim: int) -> tuple[int, ...]:
-    """All dims but one."""
-    return tuple(d for d in range(x.ndim) if d != dim)
-
-
 def _sequence_axis(sequence: JointSequence) -> str | None:
-    axis = sequence.active.context.attention.sequence
-    return axis if sequence.active.axis_size(axis) > 1 else None
+    context = sequence.active.context
+    return context.axis(context.attention.sequence)
 
 
-def _window(sequence: JointSequence, local: int, width: int) -> tuple[Any, Any]:
-    """A window of ``width`` of a device's ``local`` tokens that holds all its text.
+def _window(
+    sequence: JointSequence, x: Float[Array, "b ..."], dim: int
+) -> tuple[int, Any, Any, Bool[Array, "..."]]:
+    """A window of a device's tokens that holds all its text.
 
     Returns:
-        The window's first index among the device's tokens, and the index of the
-        device's first token in the joint sequence.
+        The window's width, its first index among the device's tokens, the index in the
+        text of its first token, and which of its tokens are text, of one dim that is
+        not 1.
     """
+    width = min(sequence.text, x.shape[dim])
     axis = _sequence_axis(sequence)
-    first = 0 if axis is None else jax.lax.axis_index(axis) * local
+    first = 0 if axis is None else jax.lax.axis_index(axis) * x.shape[dim]
     start = sequence.length - sequence.text
-    return jnp.clip(start - first, 0, local - width), first
+    window = jnp.clip(start - first, 0, x.shape[dim] - width)
+    shift = first + window - start
+    index = shift + jnp.arange(width)
+    others = tuple(d for d in range(x.ndim) if d != dim)
+    here = jnp.expand_dims((index >= 0) & (index < sequence.text), others)
+    return width, window, shift, here
 
 
 def _mapped(
@@ -195,30 +180,14 @@ def _mapped(
     out_split: bool,
 ) -> Float[Array, "b ..."]:
     """``run`` on every device; the first of ``arrays`` is split along its tokens."""
-    active = sequence.active
-    mesh, policy = active.context.mesh, active.context.attention
-    if mesh is None or mesh.size == 1:
-        out: Array = run(*arrays)
-        return out
+    context, policy = sequence.active.context, sequence.active.context.attention
     first = arrays[0]
-
-    def axis(name: str | None, size: int) -> str | None:
-        devices = active.axis_size(name)
-        return name if devices > 1 and size % devices == 0 else None
-
-    def spec(tokens: str | None) -> PartitionSpec:
-        dims: list[str | None] = [None] * first.ndim
-        dims[0] = axis(policy.batch, first.shape[0])
-        if first.ndim == 4:
-            dims[1] = axis(policy.heads, first.shape[1])
-        dims[dim] = tokens
-        return PartitionSpec(*dims)
-
-    split, whole = spec(_sequence_axis(sequence)), spec(None)
-    mapped: Array = compat.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(split, *(whole for _ in arrays[1:])),
-        out_specs=split if out_split else whole,
-    )(*arrays)
-    return mapped
+    whole: list[str | None] = [None] * first.ndim
+    whole[0] = context.axis(policy.batch, first.shape[0])
+    if first.ndim == 4:
+        whole[1] = context.axis(policy.heads, first.shape[1])
+    split = list(whole)
+    split[dim] = context.axis(policy.sequence)
+    axes = [tuple(split), *(tuple(whole) for _ in arrays[1:])]
+    result = tuple(split if out_split else whole)
+    return on_devices(context.mesh, run, arrays, axes, result)

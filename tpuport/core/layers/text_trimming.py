@@ -28,10 +28,7 @@ def trim(
 ) -> tuple[Float[Tensor, "r n e"], Bool[Tensor, "r n"]]:
     """Valid tokens first, in order, and no more padding than a bucket needs.
 
-    Args:
-        embeds: [R, L, E].
-        mask: [R, L] of any dtype; a token is valid if its entry is not 0.
-        buckets: lengths to cut to.
+    A token is valid if its entry in the mask [R, L] is not 0.
 
     Returns:
         Embeddings [R, n, E], padding set to zero, and their mask [R, n], bool.

@@ -38,6 +38,11 @@ class Span(NamedTuple):
     at: int
     keep: int
 
+    @property
+    def read(self) -> slice:
+        """The input elements that the tile reads."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
@@ -138,14 +143,7 @@ class TilePlan:
     def tiles(self) -> tuple[Tile, ...]:
         """All tiles in the order of running: by frames, then rows, then columns."""
         return tuple(
-            Tile(
-                index=(t, i, j),
-                slices=(
-                    slice(frames.start, frames.stop),
-                    slice(rows.start, rows.stop),
-                    slice(columns.start, columns.stop),
-                ),
-            )
+            Tile(index=(t, i, j), slices=(frames.read, rows.read, columns.read))
             for (t, frames), (i, rows), (j, columns) in itertools.product(
                 *(enumerate(axis.spans) for axis in self.axes)
             )
@@ -248,9 +246,6 @@ class TileJoin:
 
     Between two tiles the join holds one row of seams and the blended frames of one tile
     in time. The caller keeps the pieces.
-
-    Args:
-        plan: the tiles.
     """
 
     def __init__(self, plan: TilePlan) -> None:
@@ -318,11 +313,7 @@ class _Seams:
     ) -> None:
         """Blend a tile of shape [B, C, F, H, W] in place, and keep its ends.
 
-        Args:
-            tile: float32, with values of ``dtype``.
-            index: the tile's place.
-            spans: the spans of the tile's frames, rows and columns.
-            dtype: the dtype in which upstream blends.
+        The tile is float32, with values of ``dtype``, in which upstream blends.
         """
         t, i, j = index
         if i > 0:

@@ -11,18 +11,16 @@ tokens. XLA's code runs elsewhere, and if a kernel refuses a size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tpuport.core import compat
-from tpuport.core.arrays import Array, Float, Float32, Shaped
+from tpuport.core.arrays import Array, Float, Float32
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.tracing.kernel_options import kernel_options
+from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.norms.token_norm import head_norm_rotary, modulated_layer_norm
 
 #: Shift and scale of each item, in either order.
@@ -71,11 +69,8 @@ def modulated_norm(
 
     Args:
         sequence: which tokens are text.
-        x: of shape [B, L, E].
         weight, bias: of the norm, [E]; ``None`` if the norm has none.
-        eps: of the norm.
-        text: (shift, scale) of text tokens, each [B, E].
-        video: (shift, scale) of all other tokens, each [B, E].
+        text, video: (shift, scale), each [B, E], of text tokens and of all others.
 
     Returns:
         of the shape and dtype of ``x``.
@@ -119,11 +114,7 @@ def _modulated_by_kernel(
     video: Pair,
     text: Pair,
 ) -> Float[Array, "b l e"]:
-    """:func:`modulated_norm` by the kernel; shifts and scales are float32 [B, E].
-
-    Raises:
-        NotImplementedError: the kernel does not take so many tokens or features.
-    """
+    """:func:`modulated_norm` by the kernel; shifts and scales are float32 [B, E]."""
     marked = (0, 0) if text[1] is video[1] else sequence.text_places
     run = functools.partial(
         modulated_layer_norm,
@@ -139,41 +130,13 @@ def _modulated_by_kernel(
     each = x.shape[1] // sequence.active.axis_size(tokens)
     firsts = jnp.arange(0, x.shape[1], each, dtype=jnp.int32)
     out = on_devices(
-        sequence,
+        sequence.active.context.mesh,
         run,
         (turned, scale, shift, firsts),
         ((batch, None, tokens), (batch,), (batch,), (tokens,)),
         (batch, None, tokens),
     )
     return out.swapaxes(1, 2)
-
-
-def on_devices(
-    sequence: JointSequence,
-    run: Callable[..., Array],
-    arrays: tuple[Shaped[Array, ...], ...],
-    split: tuple[tuple[str | None, ...], ...],
-    result: tuple[str | None, ...],
-) -> Float[Array, ...]:
-    """``run`` on each device's part of the arrays.
-
-    Args:
-        sequence: tells the mesh.
-        run: takes a part of each array.
-        arrays: the whole arrays.
-        split: the mesh axis that splits each dim of each array.
-        result: the mesh axis that splits each dim of the result.
-    """
-    mesh = sequence.active.context.mesh
-    if mesh is None or mesh.size == 1:
-        return run(*arrays)
-    out: Array = compat.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=tuple(PartitionSpec(*axes) for axes in split),
-        out_specs=PartitionSpec(*result),
-    )(*arrays)
-    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,18 +162,16 @@ def turned(
     tables: Tables | None,
     dtype: Any,
 ) -> Float[Array, "b h m n"]:
-    """Queries or keys: normed and rotated in float32, rounded once.
+    """Queries or keys: normed and rotated in float32, rounded once to ``dtype``.
 
     The two halves of the head dim are computed apart up to the end, so that no float32
     array of all heads is held.
 
     Args:
-        sequence: tells the layout.
         x: as :func:`to_heads` gives it, from weights in the order of halves.
         norm: norm over the head dim, or ``None``. Its input is ``x`` rounded to
             ``dtype``, because upstream rounds its projection before the norm.
         tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
-        dtype: dtype of the result.
     """
     axis = 2 if sequence.feature_major else 3
     mean: Any = 0.0
@@ -258,11 +219,7 @@ def _turned_by_kernel(
     norm: HeadNorm,
     tables: tuple[Float[Array, "d l"], Float[Array, "d l"]] | None,
 ) -> Float[Array, "b h d l"]:
-    """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype.
-
-    Raises:
-        NotImplementedError: the kernel does not take so many tokens or features.
-    """
+    """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype."""
     run = functools.partial(
         head_norm_rotary,
         eps=norm.eps,
@@ -281,16 +238,10 @@ def _turned_by_kernel(
         still = jnp.ones(x.shape[2:], jnp.float32)
         tables = still, jnp.zeros_like(still)
     batch, tokens = sequence.axes(x.shape[0])
-    heads = sequence.active.context.attention.heads
-    count = sequence.active.axis_size(heads)
-    split = (
-        batch,
-        heads if count > 1 and not x.shape[1] % count else None,
-        None,
-        tokens,
-    )
+    context = sequence.active.context
+    split = (batch, context.axis(context.attention.heads, x.shape[1]), None, tokens)
     return on_devices(
-        sequence,
+        context.mesh,
         run,
         (x, jnp.stack([weight, bias]), *tables),
         (split, (), (None, tokens), (None, tokens)),

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Float32
-from tpuport.core.mesh.halos import passed
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note
@@ -67,10 +66,8 @@ def convolve(
     """A convolution with zeros around the picture, and frames in front.
 
     Args:
-        x: [B, T, Y, X, C].
-        before: [B, K - 1, Y, X, C]; ``None`` with K = 1.
-        weight: [O, C, K, 3, 3], upstream's.
-        bias: [O], or ``None``.
+        x: [B, T, Y, X, C]; ``before`` [B, K - 1, Y, X, C], ``None`` with K = 1.
+        weight: [O, C, K, 3, 3], upstream's; ``bias`` [O], or ``None``.
         residual: [B, T, Y, X, O], added to the result.
         shortcut: makes a residual: [B, T, Y, X, I] and upstream's convolution of one
             element, [O, I, 1, 1, 1] and [O].
@@ -126,13 +123,10 @@ def _padded_convolution(
     weight: Float[Array, "k 3 3 c o"],
     bias: Float[Array, "o"] | None,
 ) -> Float[Array, "b t y x o"]:
-    """A convolution of a padded copy of [B, T + K - 1, Y, X, C].
+    """A convolution [K, 3, 3, C, O] of a padded copy of [B, T + K - 1, Y, X, C].
 
-    Args:
-        context: has the neighbours, whose rows and columns are part of the copy.
-        x: the chunk behind the frames before it.
-        weight: [K, 3, 3, C, O].
-        bias: [O], or ``None``.
+    ``context`` has the neighbours, whose rows and columns are part of the copy; ``x``
+    is the chunk behind the frames before it.
     """
     columns = x.shape[3]
     pads = [(0, 0)] * 5
@@ -159,8 +153,7 @@ def enlarged_convolution(
 
     Args:
         x: [B, T, Y, X, C].
-        weight: [O, C, 3, 3], upstream's.
-        bias: [O], or ``None``.
+        weight: [O, C, 3, 3], upstream's; ``bias`` [O], or ``None``.
         copies: number of copies of each frame, one after the other.
 
     Returns:
@@ -198,7 +191,8 @@ def _edges(
     outer = outer_columns(x, before, **options)
 
     def exchanged(*sides: Array) -> tuple[Array, Array]:
-        left, right = passed(columns, *sides)
+        first, last = sides
+        left, right = columns.moved(last, 1), columns.moved(first, -1)
         if not columns.even:
             # The next device may have no real column.
             right = jnp.where(columns.ahead(x.shape[3]) > x.shape[3], right, 0)
@@ -213,7 +207,7 @@ def _edges(
         pieces = [jax.lax.slice_in_dim(p, place, place + 1, axis=2) for p in parts]
         return jnp.concatenate(pieces, axis=1)
 
-    above, below = passed(space.rows, row(0), row(-1))
+    above, below = space.rows.moved(row(-1), 1), space.rows.moved(row(0), -1)
     # Corners belong to the columns, and come with a second exchange.
     sides = [
         jnp.concatenate([above[..., at, :], side[:, :, 1:-1], below[..., at, :]], 2)
@@ -275,10 +269,7 @@ def group_norm(
 
     Args:
         x: [B, T, Y, X, C], C a multiple of 128.
-        groups: number of groups of channels.
-        weight, bias: [C].
         modulation: [B, t, y, X, 2 C] as :func:`apply_norm` takes it, or ``None``.
-        silu: whether to end with SiLU.
         kept: number of last frames to return separately too.
 
     Returns:
@@ -351,8 +342,7 @@ def modulation_maps(
     Args:
         latents: [B, t, y, x, Z].
         columns: X, a multiple of x.
-        weights: weights of factors and summands, each [C, Z, 1, 1, 1].
-        biases: biases of factors and summands, each [C].
+        weights, biases: of factors and of summands, [C, Z, 1, 1, 1] and [C] each.
 
     Returns:
         [B, t, y, X, 2 C] in the dtype of ``latents``.

@@ -13,7 +13,7 @@ left out is in docs/performance.md, with its figures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,16 +52,27 @@ class LibtpuFlag:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        lists = {"chips": list(self.chips), "stages": list(self.stages)}
-        return asdict(self) | lists
+        return asdict(self)
 
 
 _DENOISE = ("denoise",)
-_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-_VMEM_SOURCE = (
-    "set, higher, by MaxText benchmarks/xla_flags_library.py, maxdiffusion README.md "
-    "and tpu-recipes inference/; figures and commands in docs/performance.md"
-)
+
+
+def _vmem(kib: int, chips: tuple[str, ...], effect: str) -> LibtpuFlag:
+    """How much of a core's VMEM an operation may take."""
+    return LibtpuFlag(
+        name="xla_tpu_scoped_vmem_limit_kib",
+        value=str(kib),
+        chips=chips,
+        stages=_DENOISE,
+        effect=f"an operation may take {kib >> 10} {effect}; predicted",
+        source=(
+            "set, higher, by MaxText benchmarks/xla_flags_library.py, maxdiffusion "
+            "README.md and tpu-recipes inference/; figures and commands in "
+            "docs/performance.md"
+        ),
+    )
+
 
 FLAGS: tuple[LibtpuFlag, ...] = (
     LibtpuFlag(
@@ -80,38 +91,23 @@ FLAGS: tuple[LibtpuFlag, ...] = (
             "docs/performance.md"
         ),
     ),
-    LibtpuFlag(
-        name=_VMEM,
-        value="32768",
-        chips=("v5e", "v5p"),
-        stages=_DENOISE,
-        effect=(
-            "an operation may take 32 MiB of the core's VMEM, not 16: the same step "
-            "takes a further 1.6 % less on v5e-8, 3.2 % on v5p-8; predicted"
-        ),
-        source=_VMEM_SOURCE,
+    _vmem(
+        32768,
+        ("v5e", "v5p"),
+        "MiB of the core's VMEM, not 16: the same step takes a further 1.6 % less on "
+        "v5e-8, 3.2 % on v5p-8",
     ),
-    LibtpuFlag(
-        name=_VMEM,
-        value="57344",
-        chips=("v6e",),
-        stages=_DENOISE,
-        effect=(
-            "an operation may take 56 of the core's 128 MiB of VMEM, not 32: the same "
-            "step takes a further 2.5 % less; predicted"
-        ),
-        source=_VMEM_SOURCE,
+    _vmem(
+        57344,
+        ("v6e",),
+        "of the core's 128 MiB of VMEM, not 32: the same step takes a further 2.5 % "
+        "less",
     ),
-    LibtpuFlag(
-        name=_VMEM,
-        value="49152",
-        chips=("v7x",),
-        stages=_DENOISE,
-        effect=(
-            "an operation may take 48 of the core's 64 MiB of VMEM, not 32: the same "
-            "step takes a further 2.4 % less; predicted"
-        ),
-        source=_VMEM_SOURCE,
+    _vmem(
+        49152,
+        ("v7x",),
+        "of the core's 64 MiB of VMEM, not 32: the same step takes a further 2.4 % "
+        "less",
     ),
 )
 
@@ -148,32 +144,20 @@ class ChosenFlags:
         ]
 
 
-def flags_of_chip(chip: str, stage: str | None = None) -> tuple[LibtpuFlag, ...]:
-    """The rows of the table for a chip, such as ``"v6e"``; none for others.
-
-    Args:
-        chip: the name of it.
-        stage: whose programs; every stage's where it is not given.
-    """
-    return tuple(
-        flag
-        for flag in FLAGS
-        if chip in flag.chips and (stage is None or stage in flag.stages)
-    )
-
-
 def choose_flags(
-    chip: str, given: Sequence[str], stage: str | None = None
+    chip: str, given: Sequence[str] = (), stage: str | None = None
 ) -> ChosenFlags:
     """The flags for a chip, beside those that the user has given.
 
     Args:
-        chip: the name of it.
+        chip: the name of it, such as ``"v6e"``.
         given: flags in force for the process, such as ``"--xla_a=1"``.
-        stage: as :func:`flags_of_chip` takes it.
+        stage: whose programs; every stage's where it is not given.
     """
-    yours = _by_name(given)
-    rows = flags_of_chip(chip, stage)
+    # ``--noxla_a`` is one of ``xla_a``.
+    names = (text.lstrip("-").partition("=")[0].removeprefix("no") for text in given)
+    yours = dict(zip(names, given, strict=True))
+    rows = [f for f in FLAGS if chip in f.chips and stage in (None, *f.stages)]
     return ChosenFlags(
         chip=chip,
         applied=tuple(flag for flag in rows if flag.name not in yours),
@@ -186,7 +170,7 @@ def flags_for(device: jax.Device, stage: str | None = None) -> ChosenFlags:
 
     Args:
         device: one of the mesh.
-        stage: as :func:`flags_of_chip` takes it.
+        stage: as :func:`choose_flags` takes it.
 
     Raises:
         TpuportError: this jax does not tell what flags are in force.
@@ -198,12 +182,3 @@ def flags_for(device: jax.Device, stage: str | None = None) -> ChosenFlags:
     except UsageError:
         return ChosenFlags()  # newer than the table; its programs run all the same
     return choose_flags(chip, compat.compiler_flags(), stage)
-
-
-def _by_name(given: Sequence[str]) -> Mapping[str, str]:
-    """Name -> text of flags; ``--noxla_a`` is one of ``xla_a``."""
-    found = {}
-    for text in given:
-        name = text.lstrip("-").partition("=")[0]
-        found[name.removeprefix("no")] = text
-    return found

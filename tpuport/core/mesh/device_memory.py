@@ -89,34 +89,24 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 found.append(int(value.split()[0]) * 1024)
-    for names in _CGROUP_FILES:
-        limit, used, stat = (cgroup / name for name in names[:3])
+    for *names, prefix in _CGROUP_FILES:
+        limit, used, stat = (cgroup / name for name in names)
         if limit.is_file() and used.is_file():
             text = limit.read_text().strip()
             if text != "max" and int(text) < _NO_LIMIT:
+                words = stat.read_text().split() if stat.is_file() else []
+                told = dict(zip(words[::2], words[1::2], strict=True))
                 # Page cache that can be dropped is counted as used.
-                cached = (f"{names[3]}{kind}_file" for kind in ("active", "inactive"))
-                taken = int(used.read_text()) - sum(_stat(stat, n) for n in cached)
+                cached = (f"{prefix}{kind}_file" for kind in ("active", "inactive"))
+                taken = int(used.read_text()) - sum(int(told.get(n, 0)) for n in cached)
                 found.append(max(int(text) - max(taken, 0), 0))
     return min(found, default=None)
-
-
-def _stat(file: Path, name: str) -> int:
-    """One number of a cgroup's ``memory.stat``; 0 where it is not there."""
-    if file.is_file():
-        for line in file.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
 
 
 def refused_bytes(message: str) -> int | None:
     """Bytes of HBM a program would use, by the compiler's error; else ``None``."""
     found = next((f for p in _TOO_LARGE if (f := p.search(message))), None)
-    if found is None:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 def planned_bytes(compiled: Any) -> int | None:
@@ -144,9 +134,12 @@ def plan_of(compiled: Any) -> dict[str, int]:
     if found is None:
         return {}
     return {
-        "arguments": int(found.argument_size_in_bytes),
-        "outputs": int(found.output_size_in_bytes),
-        "shared": int(found.alias_size_in_bytes),
-        "temporaries": int(found.temp_size_in_bytes),
-        "code": int(found.generated_code_size_in_bytes),
+        name: int(getattr(found, f"{jaxs}_size_in_bytes"))
+        for name, jaxs in (
+            ("arguments", "argument"),
+            ("outputs", "output"),
+            ("shared", "alias"),
+            ("temporaries", "temp"),
+            ("code", "generated_code"),
+        )
     }

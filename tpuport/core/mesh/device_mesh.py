@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.mesh.mesh_spec import AXES, MeshSpec
+from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 
 if TYPE_CHECKING:
     import jax
@@ -114,8 +114,8 @@ def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
     There are none where no size of boxes divides the box.
     """
     start, whole = box
-    divisors = ([n for n in range(1, most + 1) if most % n == 0] for most in whole)
-    sizes = [size for size in itertools.product(*divisors) if math.prod(size) == count]
+    every = itertools.product(*map(divisors, whole))
+    sizes = [size for size in every if math.prod(size) == count]
     if not sizes:
         return []
     size = min(sizes, key=lambda size: (sum(size[:-1]), size[:-1]))
@@ -173,14 +173,21 @@ def build_mesh(
         MeshError: there are too few devices.
     """
     import jax
-    import numpy as np
 
     found = list(jax.devices() if devices is None else devices)
     spec = spec.resolve(len(found))
-    grid = np.empty(spec.size, dtype=object)
-    grid[:] = torus_order(found[: spec.size], spec)
+    return mesh_over(torus_order(found[: spec.size], spec), spec.shape)
+
+
+def mesh_over(
+    devices: Iterable[jax.Device], shape: Mapping[str, int]
+) -> jax.sharding.Mesh:
+    """Devices in their order along axes, the last one fastest, of type Auto."""
+    import jax
+    import numpy as np
+
     return jax.sharding.Mesh(
-        grid.reshape([spec.shape[axis] for axis in AXES]),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+        np.array(list(devices), dtype=object).reshape(tuple(shape.values())),
+        tuple(shape),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
     )

@@ -18,6 +18,7 @@ AXES = ("dp", "sp", "tp")
 """The mesh axes, outermost first."""
 
 _EXAMPLE = 'write for example "dp=2,tp=4" or "2,1,4" (dp, sp, tp)'
+_INTEGER = re.compile(r"-?[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,7 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            # bool is an int to Python; as an axis size it is a slip.
-            if not isinstance(size, int) or isinstance(size, bool):
+            if not _is_integer(size):
                 raise MeshError(
                     f"mesh axis {axis} is {size!r}, not an integer; {_EXAMPLE}"
                 )
@@ -74,51 +74,21 @@ class MeshSpec:
             return cls()
         if isinstance(value, MeshSpec):
             return value
-        if isinstance(value, str):
-            parts = [part.strip() for part in value.split(",")]
-            if not any("=" in part for part in parts):
-                return cls._from_sizes(parts, asked=value)
-            return cls._from_pairs([part.split("=", 1) for part in parts], asked=value)
-        if isinstance(value, Mapping):
-            return cls._from_pairs(list(value.items()), asked=value)
-        if isinstance(value, Sequence):
-            return cls._from_sizes(value, asked=value)
-        raise MeshError(f"mesh {value!r} cannot be read; {_EXAMPLE}")
-
-    @classmethod
-    def _from_sizes(cls, sizes: Sequence[Any], *, asked: Any) -> MeshSpec:
-        if list(sizes) == ["auto"]:
-            raise MeshError(
-                "mesh 'auto' is for `tpuport plan`, which ranks them; a run with none "
-                "named takes all chips"
-            )
-        if len(sizes) == 1 and not re.fullmatch(r"-?[0-9]+", str(sizes[0])):
-            raise MeshError(f"mesh {asked!r} is not understood; {_EXAMPLE}")
-        if len(sizes) != len(AXES):
-            raise MeshError(
-                f"mesh {asked!r} gives {len(sizes)} of {len(AXES)} sizes; {_EXAMPLE}"
-            )
-        return cls._from_pairs(list(zip(AXES, sizes, strict=True)), asked=asked)
-
-    @classmethod
-    def _from_pairs(cls, pairs: Sequence[Sequence[Any]], *, asked: Any) -> MeshSpec:
         sizes: dict[str, int] = {}
-        for pair in pairs:
-            if len(pair) != 2:
-                raise MeshError(
-                    f"mesh {asked!r}: {pair[0]!r} is not axis=size; {_EXAMPLE}"
-                )
-            axis, size = (x.strip() if isinstance(x, str) else x for x in pair)
+        size: Any
+        for axis, size in _pairs(value):
+            if isinstance(size, str) and _INTEGER.fullmatch(size.strip()):
+                size = int(size)
+            problem = ""
             if axis not in AXES:
-                raise MeshError(
-                    f"mesh {asked!r}: unknown axis {axis!r}, the axes are "
-                    f"{', '.join(AXES)}; {_EXAMPLE}"
-                )
-            if axis in sizes:
-                raise MeshError(
-                    f"mesh {asked!r}: axis {axis!r} is given twice; {_EXAMPLE}"
-                )
-            sizes[axis] = _integer(size, axis, asked)
+                problem = f"unknown axis {axis!r}, the axes are {', '.join(AXES)}"
+            elif axis in sizes:
+                problem = f"axis {axis!r} is given twice"
+            elif not _is_integer(size):
+                problem = f"axis {axis!r} is {size!r}, not an integer"
+            if problem:
+                raise MeshError(f"mesh {value!r}: {problem}; {_EXAMPLE}")
+            sizes[axis] = size
         return cls(**sizes)
 
     def resolve(self, device_count: int) -> MeshSpec:
@@ -132,23 +102,14 @@ class MeshSpec:
         """
         if device_count < 1:
             raise MeshError(f"mesh {self} needs devices, there are {device_count}")
-        machine = f"there are {device_count}"
         open_axes = self._open_axes()
-        if open_axes:
-            (axis,) = open_axes
-            known = math.prod(abs(getattr(self, a)) for a in AXES)
-            if device_count % known:
-                raise MeshError(
-                    f"mesh {self} needs a multiple of {known} devices, {machine}; "
-                    f"try {self._shrunk(device_count)}"
-                )
-            return replace(self, **{axis: device_count // known})
-        if self.size > device_count:
+        known = math.prod(abs(getattr(self, axis)) for axis in AXES)
+        if device_count % known if open_axes else device_count < known:
             raise MeshError(
-                f"mesh {self} needs {self.size} devices, {machine}; "
-                f"try {self._shrunk(device_count)}"
+                f"mesh {self} needs {'a multiple of ' if open_axes else ''}{known} "
+                f"devices, there are {device_count}; try {self._shrunk(device_count)}"
             )
-        return self
+        return replace(self, **dict.fromkeys(open_axes, device_count // known))
 
     def unused(self, device_count: int, kind: str = "device") -> str | None:
         """A remark on devices that the mesh leaves unused; ``None`` where it has all.
@@ -190,43 +151,27 @@ class MeshSpec:
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 
-    def validate(
-        self,
-        *,
-        heads: Mapping[str, int] | None = None,
-        batch: int | None = None,
-        devices: int | None = None,
-    ) -> None:
-        """Check that the mesh splits the heads and the batch evenly.
+    def validate(self, heads: Mapping[str, int], devices: int | None = None) -> None:
+        """Check that the mesh splits the heads evenly.
 
         Args:
-            heads: attention heads by component; ``None`` leaves tp unchecked.
-            batch: rows of the batch dim; ``None`` leaves dp unchecked.
+            heads: attention heads by component.
             devices: how many there are; no larger value is offered.
 
         Raises:
-            MeshError: tp does not divide the heads of a component, or dp does not
-                divide the batch; the message has both, with the legal values.
+            MeshError: tp does not divide the heads of a component; the message has the
+                legal values.
         """
-        shape = self.shape
-        problems = []
-        uneven = {n: h for n, h in (heads or {}).items() if h % shape["tp"]}
-        if heads and uneven:
-            listed = ", ".join(f"{h} heads of {name}" for name, h in uneven.items())
+        tp = self.shape["tp"]
+        uneven = [f"{h} heads of {name}" for name, h in heads.items() if h % tp]
+        if uneven:
             common = math.gcd(*heads.values())
-            legal = [n for n in _divisors(common) if n <= (devices or common)]
-            problems.append(
-                f"tp={self.tp} does not divide the {listed}; "
-                f"legal tp values: {_listed(legal)}"
-                " (sp, which splits tokens, takes any degree)"
+            legal = [str(n) for n in divisors(common) if n <= (devices or common)]
+            raise MeshError(
+                f"mesh {self}: tp={tp} does not divide the {', '.join(uneven)}; legal "
+                f"tp values: {', '.join(legal)} (sp, which splits tokens, takes any "
+                "degree)"
             )
-        if batch is not None and batch % shape["dp"]:
-            problems.append(
-                f"dp={self.dp} does not divide the batch of {batch}; "
-                f"legal dp values: {_listed(_divisors(batch))}"
-            )
-        if problems:
-            raise MeshError(f"mesh {self}: " + "; ".join(problems))
 
     def _open_axes(self) -> list[str]:
         return [axis for axis in AXES if getattr(self, axis) == -1]
@@ -271,7 +216,7 @@ def auto_mesh(
             sums nothing over the network then.
 
     Returns a mesh of all the devices that passes :meth:`MeshSpec.validate` with
-    the same heads and batch.
+    the same heads, and whose dp divides the batch.
 
     Raises:
         MeshError: there is no device.
@@ -282,24 +227,44 @@ def auto_mesh(
     left = device_count // dp
     # gcd() of nothing is 0, which every number divides: no heads, no limit.
     common = math.gcd(*(heads or {}).values())
-    legal = sorted(n for n in _divisors(left) if common % n == 0)
-    tp = 1 if tokens else legal[-1]
+    tp = 1 if tokens else math.gcd(common, left)
     return MeshSpec(dp=dp, sp=left // tp, tp=tp)
 
 
-def _integer(value: Any, axis: str, asked: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
-        return int(value)
-    raise MeshError(
-        f"mesh {asked!r}: axis {axis!r} is {value!r}, not an integer; {_EXAMPLE}"
-    )
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    """Axes and sizes as :meth:`MeshSpec.parse` was given them."""
+    problem = " cannot be read"
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, Sequence):
+        parts: list[Any] = list(value)
+        if isinstance(value, str):
+            parts = [part.strip() for part in value.split(",")]
+        if "=" in value:
+            pairs = [part.partition("=") for part in parts]
+            wrong = [axis for axis, equals, _ in pairs if not equals]
+            if not wrong:
+                return [(axis.strip(), size.strip()) for axis, _, size in pairs]
+            problem = f": {wrong[0]!r} is not axis=size"
+        elif len(parts) == len(AXES):
+            return list(zip(AXES, parts, strict=True))
+        elif parts == ["auto"]:
+            raise MeshError(
+                "mesh 'auto' is for `tpuport plan`, which ranks them; a run with none "
+                "named takes all chips"
+            )
+        elif len(parts) == 1 and not _INTEGER.fullmatch(str(parts[0])):
+            problem = " is not understood"
+        else:
+            problem = f" gives {len(parts)} of {len(AXES)} sizes"
+    raise MeshError(f"mesh {value!r}{problem}; {_EXAMPLE}")
 
 
-def _divisors(number: int) -> list[int]:
+def _is_integer(size: Any) -> bool:
+    # bool is an int to Python; as an axis size it is a slip.
+    return isinstance(size, int) and not isinstance(size, bool)
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide a positive number, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(str(n) for n in numbers)

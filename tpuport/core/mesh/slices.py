@@ -18,19 +18,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuport.core.mesh.chips import chip, chip_of
+from tpuport.core.mesh.chips import chip
 from tpuport.errors import TpuportError, UsageError
-
-__all__ = [
-    "TOPOLOGY_NAMES",
-    "Topology",
-    "TopologyError",
-    "chip_of",
-    "compile_environment",
-    "parse_topology",
-    "smallest_of",
-    "topology_devices",
-]
 
 
 class TopologyError(TpuportError):
@@ -63,45 +52,38 @@ class Topology:
 
 
 #: Axes of a slice by its size in chips.
-_FLAT: dict[int, tuple[int, ...]] = {
-    math.prod(dims): dims
-    for dims in (*((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),)
-}
-_CUBES: dict[int, tuple[int, ...]] = {
-    math.prod(dims): dims
-    for dims in (
-        *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)),
-        *((4, 8, 8), (8, 8, 8), (8, 8, 16), (8, 16, 16)),
-    )
-}
+_FLAT: tuple[tuple[int, ...], ...] = (
+    *((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),
+)
+_CUBES: tuple[tuple[int, ...], ...] = (
+    *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)),
+    *((4, 8, 8), (8, 8, 8), (8, 8, 16), (8, 16, 16)),
+)
 #: Chip -> (libtpu's name of it, what the number of a slice counts per chip, slices).
-_SLICES: dict[str, tuple[str, int, dict[int, tuple[int, ...]]]] = {
+_SLICES: dict[str, tuple[str, int, tuple[tuple[int, ...], ...]]] = {
     "v4": ("v4", 2, _CUBES),
     "v5e": ("v5e", 1, _FLAT),
     "v5p": ("v5p", 2, _CUBES),
     "v6e": ("v6e", 1, _FLAT),
-    "v7x": ("tpu7x", 2, {1: (1, 1, 1), **_CUBES}),
+    "v7x": ("tpu7x", 2, ((1, 1, 1), *_CUBES)),
 }
 #: Other spellings of the first half of a name.
 _ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "v7": "v7x", "tpuv6e": "v6e"}
 
 
-def _topologies() -> dict[str, Topology]:
-    found = {}
-    for name, (libtpu, per_chip, slices) in _SLICES.items():
-        for chips, dims in slices.items():
-            slice_name = f"{name}-{chips * per_chip}"
-            found[slice_name] = Topology(
-                name=slice_name,
-                chip=name,
-                chips=chips,
-                devices=chips * chip(name).devices_per_chip,
-                dims=dims,
-                rings=_rings(name, dims),
-                libtpu_name=f"{libtpu}:{'x'.join(map(str, dims))}",
-                options=_options(name, dims),
-            )
-    return found
+def _topology(name: str, dims: tuple[int, ...]) -> Topology:
+    libtpu, per_chip, _ = _SLICES[name]
+    chips = math.prod(dims)
+    return Topology(
+        name=f"{name}-{chips * per_chip}",
+        chip=name,
+        chips=chips,
+        devices=chips * chip(name).devices_per_chip,
+        dims=dims,
+        rings=_rings(name, dims),
+        libtpu_name=f"{libtpu}:{'x'.join(map(str, dims))}",
+        options=_options(name, dims),
+    )
 
 
 def _rings(name: str, dims: tuple[int, ...]) -> tuple[bool, ...]:
@@ -123,7 +105,11 @@ def _options(name: str, dims: tuple[int, ...]) -> dict[str, Any]:
     return options
 
 
-_TOPOLOGIES = _topologies()
+_TOPOLOGIES = {
+    found.name: found
+    for name, (*_, slices) in _SLICES.items()
+    for found in (_topology(name, dims) for dims in slices)
+}
 #: Every name that :func:`parse_topology` knows, in the order of the chips' ages.
 TOPOLOGY_NAMES: tuple[str, ...] = tuple(_TOPOLOGIES)
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from tpuport.core.mesh.halos import Border, Side, exchanged
+from tpuport.core.mesh.device_mesh import mesh_over
+from tpuport.core.mesh.mesh_spec import divisors
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -28,6 +29,138 @@ if TYPE_CHECKING:
 
 VIDEOS, ROWS, COLUMNS = AXES = ("videos", "rows", "columns")
 """The mesh axes of a program split in space."""
+
+
+Border = Literal["zeros", "edge"]
+"""What lies beyond the picture: zeros, or its outermost row or column again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """Rows or columns of a picture over devices.
+
+    Attributes:
+        axis: the mesh axis.
+        parts: devices along it.
+        size: elements of the whole side, at the resolution of what is split.
+    """
+
+    axis: str
+    parts: int
+    size: int
+
+    @property
+    def each(self) -> int:
+        """Elements on a device, phantom ones included."""
+        return -(-self.size // self.parts)
+
+    @property
+    def even(self) -> bool:
+        """Whether there are no phantom elements."""
+        return self.size % self.parts == 0
+
+    def whole(self, n: int) -> int:
+        """Elements of the whole side at the resolution that has n on a device.
+
+        Raises:
+            ValueError: no resolution has: n was padded or cut.
+        """
+        if n * self.size % self.each:
+            raise ValueError(
+                f"{n} {self.axis} on a device, where a picture of {self.size} has "
+                f"{self.each}"
+            )
+        return n * self.size // self.each
+
+    def start(self, n: int) -> jax.Array:
+        """Where this device's elements start in the whole side."""
+        import jax
+
+        return jax.lax.axis_index(self.axis) * n
+
+    def real(self, n: int, ndim: int = 1, dim: int = 0) -> jax.Array:
+        """Which of this device's elements are no phantoms.
+
+        Args:
+            ndim, dim: of an array whose dim the n elements are.
+
+        Returns:
+            booleans that broadcast to the array.
+        """
+        import jax.numpy as jnp
+
+        real = self.start(n) + jnp.arange(n) < self.whole(n)
+        return real.reshape([n if at == dim else 1 for at in range(ndim)])
+
+    def moved(self, x: jax.Array, by: int) -> jax.Array:
+        """``x`` of the device that is ``by`` before this one; zeros without one."""
+        import jax
+        import jax.numpy as jnp
+
+        if self.parts == 1:
+            return jnp.zeros_like(x)
+        places = range(self.parts)
+        return jax.lax.ppermute(
+            x, self.axis, [(i, i + by) for i in places if i + by in places]
+        )
+
+    def count(self, n: int) -> jax.Array | int:
+        """How many of them there are."""
+        import jax.numpy as jnp
+
+        return n if self.even else jnp.clip(self.ahead(n), 0, n)
+
+    def ahead(self, n: int) -> jax.Array:
+        """How many there are from this device's first on, on all devices together."""
+        return self.whole(n) - self.start(n)
+
+
+def exchanged(
+    side: Side, x: jax.Array, dim: int, before: int, after: int, border: Border
+) -> jax.Array:
+    """One dim of :meth:`Space.halo`."""
+    import jax
+    import jax.numpy as jnp
+
+    if not before and not after:
+        return x
+    n = x.shape[dim]
+    if side.parts == 1:
+        pads = [(0, 0)] * x.ndim
+        pads[dim] = (before, after)
+        return jnp.pad(x, pads, mode="edge" if border == "edge" else "constant")
+    if max(before, after) > n:
+        raise ValueError(
+            f"a halo of {max(before, after)} {side.axis}, where a device has {n}"
+        )
+
+    def cut(start: int, stop: int) -> jax.Array:
+        return jax.lax.slice_in_dim(x, start, stop, axis=dim)
+
+    last: jax.Array | None = None
+    if not side.even:
+        # Phantom elements stand for what lies beyond the picture.
+        real = side.real(n, x.ndim, dim)
+        if border == "edge":
+            at = jnp.clip(side.whole(n) - 1 - side.start(n), 0, n - 1)
+            last = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=dim)
+            x = jnp.where(real, x, last)
+        else:
+            x = jnp.where(real, x, 0)
+    place = jax.lax.axis_index(side.axis)
+    parts = [x]
+    if before:
+        got = side.moved(cut(n - before, n), 1)
+        if border == "edge":
+            got = jnp.where(place == 0, cut(0, 1), got)
+        parts.insert(0, got)
+    if after:
+        got = side.moved(cut(0, after), -1)
+        if border == "edge":
+            ends = side.start(n) + n >= side.whole(n)
+            got = jnp.where(ends, cut(n - 1, n) if last is None else last, got)
+        parts.append(got)
+    return jnp.concatenate(parts, axis=dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +220,10 @@ class Space:
         x = x.astype(jnp.float32)
         real = self.mask(x.shape, dims)
         count: Any = 1
+        sides = dict(zip(dims, (self.rows, self.columns), strict=True))
         for axis in axes:
-            count = count * self._count(x.shape, dims, axis)
+            n = x.shape[axis]
+            count = count * (sides[axis].count(n) if axis in sides else n)
         some = jnp.maximum(count, 1)
 
         def total(x: jax.Array) -> jax.Array:
@@ -115,12 +250,9 @@ class Space:
         """
         found: jax.Array | None = None
         for side, dim in zip((self.rows, self.columns), dims, strict=True):
-            if side.even:
-                continue
-            form = [1] * len(shape)
-            form[dim] = shape[dim]
-            real = side.real(shape[dim]).reshape(form)
-            found = real if found is None else found & real
+            if not side.even:
+                real = side.real(shape[dim], len(shape), dim)
+                found = real if found is None else found & real
         return found
 
     def gather(self, x: jax.Array, dims: tuple[int, int]) -> jax.Array:
@@ -151,12 +283,6 @@ class Space:
         import jax
 
         return jax.lax.pmax(x, self.axes) if self.axes else x
-
-    def _count(self, shape: Sequence[int], dims: tuple[int, int], axis: int) -> Any:
-        for side, dim in zip((self.rows, self.columns), dims, strict=True):
-            if axis == dim:
-                return side.count(shape[dim])
-        return shape[axis]
 
 
 # ---------------------------------------------------------------------- programs
@@ -205,7 +331,6 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
         devices: how many there are.
         videos, rows, columns: of what is split.
     """
-
     by_video = math.gcd(devices, videos)
     left = devices // by_video
 
@@ -213,7 +338,7 @@ def choose_split(devices: int, videos: int, rows: int, columns: int) -> SpatialS
         sides = zip((rows, columns), split, strict=True)
         return math.prod(-(-n // parts) + 2 * (parts > 1) for n, parts in sides)
 
-    splits = [(r, left // r) for r in range(1, left + 1) if left % r == 0]
+    splits = [(r, left // r) for r in divisors(left)]
     most = 1.1 * min(map(work, splits))
     best = next(split for split in splits if work(split) <= most)
     return SpatialSplit(videos=by_video, rows=best[0], columns=best[1])
@@ -255,14 +380,8 @@ def split_of(
 
 def spatial_mesh(mesh: jax.sharding.Mesh, split: SpatialSplit) -> jax.sharding.Mesh:
     """The devices of ``mesh``, in its order, along the axes of a split."""
-    import jax
-
     sizes = (split.videos, split.rows, split.columns)
-    return jax.sharding.Mesh(
-        mesh.devices.reshape(sizes),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-    )
+    return mesh_over(mesh.devices.flat, dict(zip(AXES, sizes, strict=True)))
 
 
 def partition(letters: str) -> jax.sharding.PartitionSpec:

@@ -20,11 +20,10 @@ from tpuport.core.programs.components import EVERYTHING, Components, Loaded
 from tpuport.core.programs.lowering import Traceable
 from tpuport.core.reports import Reporter
 from tpuport.core.run.executor import Executor, merge
-from tpuport.core.run.stage_calls import Timing, walk
+from tpuport.core.run.stage_calls import Timing, load, walk
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Stage
-from tpuport.core.spec.stage_work import Work
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
@@ -43,6 +42,7 @@ class AbstractProgram:
             components, and outputs of other calls that wait for the end.
         needed: bytes of a device that it takes by the compiler; to be set by who
             compiles it.
+        attention, convolutions: what its calls run as, once it is traced.
     """
 
     asked: Traceable
@@ -50,10 +50,10 @@ class AbstractProgram:
     tiling: TilingDecision | None = None
     resident: int = 0
     needed: int | None = None
+    attention: tuple[AttentionRecord, ...] = field(default=(), repr=False)
+    convolutions: tuple[ConvolutionRecord, ...] = field(default=(), repr=False)
     _traced: jax.stages.Traced | None = field(default=None, repr=False)
     _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
-    _records: tuple[AttentionRecord, ...] = field(default=(), repr=False)
-    _convolutions: tuple[ConvolutionRecord, ...] = field(default=(), repr=False)
 
     @property
     def stage(self) -> str:
@@ -85,8 +85,8 @@ class AbstractProgram:
         if self._traced is None:
             self._traced = self.asked.trace()
             runtime = self.loaded.ported.runtime
-            self._records = tuple(runtime.records)
-            self._convolutions = counted(runtime.convolutions)
+            self.attention = tuple(runtime.records)
+            self.convolutions = counted(runtime.convolutions)
         return self._traced
 
     def lowered(self) -> jax.stages.Lowered:
@@ -94,16 +94,6 @@ class AbstractProgram:
         if self._lowered is None:
             self._lowered = self.traced().lower()
         return self._lowered
-
-    def records(self) -> tuple[AttentionRecord, ...]:
-        """What the attention calls of this program run as."""
-        self.traced()
-        return self._records
-
-    def convolutions(self) -> tuple[ConvolutionRecord, ...]:
-        """What the convolutions of this program run as."""
-        self.traced()
-        return self._convolutions
 
     def outputs(self) -> tuple[Any, Any]:
         """Shapes and places of the carry and the output."""
@@ -117,34 +107,11 @@ class AbstractProgram:
 class AbstractComponents(Components):
     """Components whose weights have shapes and places, and no data."""
 
-    @classmethod
-    def of(
-        cls, components: Components, settings: RunSettings, reporter: Reporter
-    ) -> AbstractComponents:
-        """The same components without their weights."""
-        made = cls(
-            components.port,
-            components.checkpoint,
-            components.mesh,
-            settings,
-            reporter=reporter,
-            stack=components.stack,
-        )
-        # Modules without weights are slow to build.
-        made._skeletons = components._skeletons
-        return made
-
     def load(self, name: str, used: tuple[str, ...] = EVERYTHING) -> Loaded:
         """The component as :meth:`Components.load` places it, without reading files."""
         if (name, used) not in self._loaded:
             self._loaded[name, used] = self.abstract(name, used)
         return self._loaded[name, used]
-
-    def release(self, *names: str) -> None:
-        """Forget the named components, or all; there is nothing to free."""
-        for key in tuple(self._loaded):
-            if not names or key[0] in names:
-                self._loaded.pop(key)
 
 
 def abstract_programs(
@@ -185,7 +152,14 @@ def abstract_programs(
     last = max(i for i, s in enumerate(port.stages) if s.name in wanted)
     told = reporter or Reporter()
     settings = replace(settings, keep_loaded=True)
-    placed_nowhere = AbstractComponents.of(components, settings, told)
+    placed_nowhere = AbstractComponents(
+        components.port,
+        components.checkpoint,
+        components.mesh,
+        settings,
+        reporter=told,
+        skeletons=components.skeletons,
+    )
     executor = Executor(placed_nowhere, settings, reporter=told)
     walked = _Walk(executor, request, inputs or {})
     for index, stage in enumerate(port.stages[: last + 1]):
@@ -200,7 +174,6 @@ def abstract_programs(
             if decided is not None:
                 decided(tiling)
         walked.inputs = walked.written
-    placed_nowhere.release()
 
 
 def weighed(
@@ -232,63 +205,27 @@ def weighed(
         tiling = other
 
 
+@dataclass
 class _Walk:
-    """Goes through the calls of a run without making them."""
+    """Goes through the calls of a run without making them.
 
-    def __init__(
-        self, executor: Executor, request: Request, inputs: Mapping[str, Any]
-    ) -> None:
-        self._executor = executor
-        self._request = request
-        # What a stage reads, and what it writes for the next one.
-        self.inputs = inputs
-        self.written: Mapping[str, Any] = {}
+    Attributes:
+        inputs, written: what a stage reads, and what it writes for the next one.
+    """
+
+    executor: Executor
+    request: Request
+    inputs: Mapping[str, Any]
+    written: Mapping[str, Any] = field(default_factory=dict)
 
     def stage(
         self, stage: Stage, finish: bool, tiling: TilingDecision | None
     ) -> list[AbstractProgram]:
         """The distinct programs of a stage; with ``finish`` what it writes, too."""
-        with self._executor.reporter.timed(f"tracing {stage.name}"):
-            return self._programs(stage, finish, tiling)
-
-    def _programs(
-        self, stage: Stage, finish: bool, tiling: TilingDecision | None
-    ) -> list[AbstractProgram]:
         programs: dict[Any, AbstractProgram] = {}
         parts = []
         held = 0
-        asked = None if tiling is None else tiling.setting
-        for batch in range(self._request.batches):
-            context = self._executor.context(
-                self._request, batch, self.inputs, vae_tiling=asked
-            )
-            work = stage.plan(replace(context, planned=True))
-            split, work = self._executor._cached(stage, work, self._request, Timing())
-            carry, outputs = self._calls(split, work, programs, tiling)
-            if not work.to_host:
-                held = max(held, sum(map(device_bytes, outputs[:-1])))
-            if finish:
-                parts.append(work.finish(_zeros(carry), [_zeros(o) for o in outputs]))
-        loaded = {p.component: p.loaded for p in programs.values()}
-        for program in programs.values():
-            others = [x for n, x in loaded.items() if n != program.component]
-            program.resident = held + sum(device_bytes(x.weights) for x in others)
-        if finish:
-            self.written = merge(parts)
-        return list(programs.values())
-
-    def _calls(
-        self,
-        stage: Stage,
-        work: Work,
-        programs: dict[Any, AbstractProgram],
-        tiling: TilingDecision | None,
-    ) -> tuple[Any, list[Any]]:
-        """Count every call; returns the shapes of the last carry and all outputs."""
-
-        def load(name: str) -> Loaded:
-            used = stage.loads.get(name, EVERYTHING)
-            return self._executor.components.load(name, used)
+        setting = None if tiling is None else tiling.setting
 
         def results(asked: Traceable) -> tuple[Any, Any]:
             found = programs.setdefault(
@@ -297,16 +234,37 @@ class _Walk:
             found.calls += 1
             return found.outputs()
 
-        return walk(stage, work, load, results)
+        executor, request = self.executor, self.request
+        with executor.reporter.timed(f"tracing {stage.name}"):
+            for batch in range(request.batches):
+                context = executor.context(
+                    request, batch, self.inputs, vae_tiling=setting
+                )
+                work = stage.plan(replace(context, planned=True))
+                split, work = executor._cached(stage, work, request, Timing())
+                parted = functools.partial(
+                    load, executor.components, split, timing=Timing()
+                )
+                carry, outputs = walk(split, work, parted, results)
+                if not work.to_host:
+                    held = max(held, sum(map(device_bytes, outputs[:-1])))
+                if finish:
+                    ends = (_zeros(carry), [_zeros(o) for o in outputs])
+                    parts.append(work.finish(*ends))
+        loaded = {p.component: p.loaded for p in programs.values()}
+        for program in programs.values():
+            others = [x for n, x in loaded.items() if n != program.component]
+            program.resident = held + sum(device_bytes(x.weights) for x in others)
+        if finish:
+            self.written = merge(parts)
+        return list(programs.values())
 
 
 def device_bytes(tree: Any) -> int:
     """What placed arrays take on one device."""
-
     return array_bytes(jax.tree.leaves(tree))
 
 
 def _zeros(tree: Any) -> Any:
-
     # Calloc'd: pages that nobody touches take no memory.
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)

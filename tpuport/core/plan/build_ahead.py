@@ -21,7 +21,7 @@ from tpuport.core.programs.executable_files import (
     serialise,
 )
 from tpuport.core.programs.lowering import Traced
-from tpuport.core.programs.program_key import program_key
+from tpuport.core.programs.program_key import ProgramKey, program_key
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.tiling import TilingDecision
@@ -121,15 +121,9 @@ def build(
                 tiled.add(program.stage)
             program.lowered()
             seconds = time.perf_counter() - started
+            key = program_key(components, program.asked, request)
             try:
-                built = _one(
-                    program,
-                    store,
-                    components,
-                    request,
-                    seconds,
-                    reporter=reporter,
-                )
+                built = _one(program, store, key, seconds, reporter)
             except CompileError as error:
                 room = None if tiling is None else tiling.room
                 program.needed = refused_bytes(str(error))
@@ -157,65 +151,54 @@ def _remove(made: list[Built], stage: str) -> None:
 def _one(
     program: AbstractProgram,
     store: ExecutableStore,
-    components: Components,
-    request: Request,
+    key: ProgramKey,
     seconds: float,
-    *,
     reporter: Reporter,
 ) -> Built:
-    key = program_key(components, program.asked, request)
-    lowered = program.lowered()
-    try:
+    entry, took, memory = None, 0.0, {}
+    with contextlib.suppress(ArtifactError):  # one that is damaged is written again
         entry = store.find(key)
-    except ArtifactError:
-        entry = None  # damaged: written again below
-    if entry is not None:
-        return Built(
-            entry=entry,
-            calls=program.calls,
-            trace_seconds=seconds,
-            compile_seconds=0.0,
-            memory={},
-            reused=True,
-        )
-    started = time.perf_counter()
-    try:
-        with reporter.timed(f"compiling {key.name}"):
-            compiled = lowered.compile()
-        took = time.perf_counter() - started
-        entry = store.write(
-            key,
-            serialise(compiled, key.platform),
-            Traced.of(program.loaded.ported.runtime),
-            seconds=seconds + took,
-            needed=planned_bytes(compiled),
-        )
-    except NotSerialisable as error:
-        raise CompileError(f"{key.name} cannot be kept: {error}") from error
-    except Exception as error:
-        if isinstance(error, TpuportError):
+    reused = entry is not None
+    if entry is None:
+        started = time.perf_counter()
+        try:
+            with reporter.timed(f"compiling {key.name}"):
+                compiled = program.lowered().compile()
+            took = time.perf_counter() - started
+            memory = plan_of(compiled)
+            entry = store.write(
+                key,
+                serialise(compiled, key.platform),
+                Traced.of(program.loaded.ported.runtime),
+                seconds=seconds + took,
+                needed=planned_bytes(compiled),
+            )
+        except TpuportError:
             raise
-        # Whatever the compiler raises: too much memory, a kernel that does not lower.
-        raise CompileError(f"{key.name} does not compile: {error}") from error
+        except NotSerialisable as error:
+            raise CompileError(f"{key.name} cannot be kept: {error}") from error
+        except Exception as error:
+            # What the compiler raises: too much memory, a kernel that does not lower.
+            raise CompileError(f"{key.name} does not compile: {error}") from error
     return Built(
         entry=entry,
         calls=program.calls,
         trace_seconds=seconds,
         compile_seconds=took,
-        memory=plan_of(compiled),
-        reused=False,
+        memory=memory,
+        reused=reused,
     )
 
 
 @contextlib.contextmanager
 def _caching(folder: Path, attached: bool) -> Iterator[None]:
-    if attached:
-        # What jax reads from a cache of its own cannot be written again on a CPU.
-        with compiling.uncached():
-            yield
-        return
     with warnings.catch_warnings():
         # A compile without the chip cannot load what an earlier one wrote.
         warnings.filterwarnings("ignore", message="Error reading persistent")
-        with compiling.persistent_cache(folder / compiling.XLA_FOLDER):
+        # What jax reads from a cache of its own cannot be written again on a CPU.
+        with (
+            compiling.uncached()
+            if attached
+            else compiling.persistent_cache(folder / compiling.XLA_FOLDER)
+        ):
             yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import SMALL_FILES, Checkpoint, patterns
 from tpuport.core.weights.hub import fetch
-from tpuport.core.weights.skeleton import load_class
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
 
@@ -43,9 +43,12 @@ def config_checkpoint(
     Raises:
         WeightsError: the cache folder cannot be written.
     """
+    # The demo most like the variant: of its form, and of its task if any is.
+    demos = [v for v in port.variants if not v.repo_id and v.form == variant.form]
+    alike = [v for v in demos if set(variant.tasks) <= set(v.tasks)]
     demo = demo_checkpoint(
         port,
-        _demo_for(port, variant).name,
+        (alike or demos)[0].name,
         cache,
         say,
         why=f"for its tokenizers and scheduler: they stand in for those of "
@@ -83,16 +86,9 @@ def hub_configs(port: ModelPort, repo_id: str, reporter: Reporter) -> Path:
     return fetch(repo_id, patterns(sorted(folders), *SMALL_FILES), reporter)
 
 
-def _demo_for(port: ModelPort, variant: Variant) -> Variant:
-    """The demo most like the variant: of its form, and of its task if any is."""
-    demos = [v for v in port.variants if not v.repo_id and v.form == variant.form]
-    alike = [v for v in demos if set(variant.tasks) <= set(v.tasks)]
-    return (alike or demos)[0]
-
-
 def _config(port: ModelPort, component: str, config: dict[str, Any]) -> dict[str, Any]:
     """The variant's values over the class's defaults, as a saved config has them."""
-    cls = load_class(port.components[component].class_path)
+    cls = pkgutil.resolve_name(port.components[component].class_path)
     if not hasattr(cls, "from_config"):
         return dict(cls.config_class.from_dict(config).to_dict())
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tpuport.core.cost.account import Account
 from tpuport.core.cost.flops import model_flops
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network
-from tpuport.core.cost.program_time import Kernels, account
+from tpuport.core.cost.program_time import Account, Kernels, account
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.chips import Chip
-from tpuport.core.mesh.device_memory import refused_bytes
+from tpuport.core.mesh.device_memory import plan_of, refused_bytes
 from tpuport.core.mesh.slices import Topology
 from tpuport.core.plan.abstract_programs import AbstractProgram, device_bytes
 from tpuport.core.plan.build_ahead import CompileError
@@ -44,10 +44,6 @@ class Memory:
     resident: int
     total: int
 
-    def as_dict(self) -> dict[str, int]:
-        """JSON-ready."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 @dataclass(kw_only=True)
 class Measured:
@@ -59,7 +55,6 @@ class Measured:
         fits: whether that is within ``limit``.
         limit: bytes of HBM that a program may use.
         lower_seconds, compile_seconds: what it took to get here.
-        program_bytes: of code.
         account: the time of one call; ``None`` where it did not compile.
         flops: model FLOPs of one call, on all devices together.
         devices: how many it runs on.
@@ -77,7 +72,6 @@ class Measured:
     limit: int
     lower_seconds: float
     compile_seconds: float
-    program_bytes: int
     account: Account | None
     flops: float
     devices: int
@@ -122,68 +116,63 @@ def measure(
     """
     started = time.perf_counter()
     lowered = program.lowered()
-    traced = time.perf_counter()
-    weights = device_bytes(program.loaded.weights)
-    known: dict[str, Any] = {
-        "stage": program.stage,
-        "program": program.program,
-        "component": program.component,
-        "calls": program.calls,
-        "limit": chip.hbm_usable_bytes,
-        "lower_seconds": traced - started,
-        "flops": model_flops(program.traced().jaxpr, program.records()),
-        "devices": program.mesh.size,
-        "attention": [record.as_dict() for record in program.records()],
-        "convolutions": [record.as_dict() for record in program.convolutions()],
-    }
+    lowered_at = time.perf_counter()
+    weights, resident = device_bytes(program.loaded.weights), program.resident
+    flops = model_flops(program.traced().jaxpr, program.attention)
+    text = refused = ""
     before = time.perf_counter()
     try:
         compiled = lowered.compile()
     except Exception as error:  # jaxlib raises one class for everything
         used = refused_bytes(str(error))
+        refused = one_line(error)
         if used is None:
             # The rest of such a message is the program's text.
-            words = one_line(error)[:_WORDS]
-            name = f"{program.stage}/{program.program}"
-            raise CompileError(f"{name} does not compile: {words}") from error
-        return Measured(
-            **known,
-            memory=Memory(
-                weights=weights,
-                inputs=0,
-                temporaries=max(used - weights, 0),
-                code=0,
-                resident=program.resident,
-                total=used + program.resident,
-            ),
-            compile_seconds=time.perf_counter() - before,
-            program_bytes=0,
-            account=None,
-            error=" ".join(str(error).split())[:500],
-        )
-    took = time.perf_counter() - before
-    text = compiled.as_text()
-    network = Network(topology, chip, list(program.mesh.devices.flat))
+            words = f"{program.asked.label} does not compile: {refused[:_WORDS]}"
+            raise CompileError(words) from error
+        parts = {"temporaries": max(used - weights, 0)}
+        memory = _memory(parts, weights, resident, used + resident)
+        took = time.perf_counter() - before
+        found = None
+    else:
+        took = time.perf_counter() - before
+        text = compiled.as_text()
+        memory = _memory(plan_of(compiled), weights, resident)
+        network = Network(topology, chip, list(program.mesh.devices.flat))
+        mesh = dict(program.mesh.shape)
+        found = account(parse(text), chip, network, mesh, kernels)
     return Measured(
-        **known,
-        memory=_memory(compiled.memory_analysis(), weights, program.resident),
+        stage=program.stage,
+        program=program.program,
+        component=program.component,
+        calls=program.calls,
+        memory=memory,
+        limit=chip.hbm_usable_bytes,
+        lower_seconds=lowered_at - started,
         compile_seconds=took,
-        program_bytes=int(compiled.memory_analysis().generated_code_size_in_bytes),
-        account=account(parse(text), chip, network, dict(program.mesh.shape), kernels),
+        account=found,
+        flops=flops,
+        devices=program.mesh.size,
+        attention=[asdict(record) for record in program.attention],
+        convolutions=[asdict(record) for record in program.convolutions],
+        error=refused[:500],
         hlo=text if keep_text else "",
     )
 
 
-def _memory(found: Any, weights: int, resident: int) -> Memory:
-    inputs = max(int(found.argument_size_in_bytes) - weights, 0)
-    inputs += int(found.output_size_in_bytes) - int(found.alias_size_in_bytes)
-    temporaries = int(found.temp_size_in_bytes)
-    code = int(found.generated_code_size_in_bytes)
+def _memory(
+    parts: Mapping[str, int], weights: int, resident: int, total: int | None = None
+) -> Memory:
+    """From :func:`plan_of`; the total is the compiler's where it refuses a program."""
+    inputs = max(parts.get("arguments", 0) - weights, 0)
+    inputs += parts.get("outputs", 0) - parts.get("shared", 0)
+    temporaries, code = parts.get("temporaries", 0), parts.get("code", 0)
+    every = weights + inputs + temporaries + code + resident
     return Memory(
         weights=weights,
         inputs=inputs,
         temporaries=temporaries,
         code=code,
         resident=resident,
-        total=weights + inputs + temporaries + code + resident,
+        total=every if total is None else total,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tpuport.core.cost.account import CATEGORIES
+from tpuport.core.cost.program_time import Account
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.mesh_spec import MeshSpec
@@ -38,17 +39,22 @@ class StagePlan:
         """Of all its programs over the run."""
         return sum(p.calls for p in self.programs)
 
+    def _sum(self, what: Callable[[Account], float]) -> float | None:
+        """Over all calls; ``None`` where a program does not fit."""
+        return _total(
+            None if p.account is None else p.calls * what(p.account)
+            for p in self.programs
+        )
+
     @property
     def seconds(self) -> float | None:
         """Of all calls; ``None`` where a program does not fit."""
-        return _total(None if p.seconds is None else p.calls * p.seconds for p in self)
+        return self._sum(lambda account: account.seconds)
 
     @property
     def floor_per_call(self) -> float | None:
         """The mean over its calls of :attr:`Account.floor`."""
-        total = _total(
-            None if p.account is None else p.calls * p.account.floor for p in self
-        )
+        total = self._sum(lambda account: account.floor)
         return None if total is None else total / self.calls
 
     @property
@@ -59,23 +65,23 @@ class StagePlan:
     @property
     def flops(self) -> float:
         """Model FLOPs of all calls, on all devices together."""
-        return math.fsum(p.calls * p.flops for p in self)
+        return math.fsum(p.calls * p.flops for p in self.programs)
 
     @property
     def utilization(self) -> float | None:
         """Model FLOPs over what its devices could do in the time."""
         if not self.seconds:
             return None
-        devices = max(p.devices for p in self)
+        devices = max(p.devices for p in self.programs)
         return self.flops / (self.seconds * devices * self.chip.peak_flops)
 
     def split(self) -> dict[str, float]:
         """Seconds of a call by category, the mean over the calls."""
-        return self._mean(lambda account: account.split(), CATEGORIES)
+        return self._mean(Account.split)
 
     def bounds(self) -> dict[str, float]:
         """Seconds of a call by the unit that limits them, the mean over the calls."""
-        return self._mean(lambda account: account.bounds(), ())
+        return self._mean(Account.bounds)
 
     @property
     def bound(self) -> str | None:
@@ -83,32 +89,25 @@ class StagePlan:
         bounds = self.bounds()
         return max(bounds, key=lambda n: bounds[n]) if bounds else None
 
-    def _mean(self, what: Any, names: Sequence[str]) -> dict[str, float]:
-        found = dict.fromkeys(names, 0.0)
-        for program in self:
+    def _mean(self, what: Callable[[Account], dict[str, float]]) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for program in self.programs:
             if program.account is None:
                 return {}
             for name, seconds in what(program.account).items():
-                share = seconds * program.calls / self.calls
-                found[name] = found.get(name, 0.0) + share
-        return found
-
-    def __iter__(self) -> Any:
-        return iter(self.programs)
+                found[name] += seconds * program.calls / self.calls
+        return dict(found)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "calls": self.calls,
-            "seconds": self.seconds,
-            "seconds_per_call": self.seconds_per_call,
-            "floor_per_call": self.floor_per_call,
+            **_told(self, "calls seconds seconds_per_call floor_per_call"),
             "split": self.split(),
             "bounds": self.bounds(),
             "bound": self.bound,
             "model_flops": self.flops,
             "utilization": self.utilization,
-            "programs": [_program(p, self.chip) for p in self],
+            "programs": [_program(p, self.chip) for p in self.programs],
         }
 
 
@@ -186,7 +185,7 @@ class Plan:
     @property
     def program_bytes(self) -> int:
         """Code of all programs."""
-        return sum(p.program_bytes for p in self.programs)
+        return sum(p.memory.code for p in self.programs)
 
     @property
     def seconds(self) -> float | None:
@@ -224,19 +223,11 @@ class Plan:
         """JSON-ready. Keys that scripts rely on are documented with the command."""
         denoise = self.stage(DENOISE)
         return {
-            "model": self.model,
-            "variant": self.variant,
-            "weights": self.weights,
-            "topology": self.topology,
+            **_told(self, "model variant weights topology"),
             "chip": self.chip.as_dict(),
             "mesh": self.mesh.shape,
             "devices": self.mesh.size,
-            "settings": dict(self.settings),
-            "dtype": self.dtype,
-            "attention": self.attention,
-            "sharding": self.sharding,
-            "blocks": self.blocks,
-            "implementations": dict(self.implementations),
+            **_told(self, "settings dtype attention sharding blocks implementations"),
             "compiler_flags": list(self.compiler_flags),
             "fits": self.fits,
             "hbm_bytes_per_chip": self.hbm_bytes,
@@ -252,7 +243,7 @@ class Plan:
             "lower_seconds": math.fsum(p.lower_seconds for p in self.programs),
             "program_bytes": self.program_bytes,
             "collectives": [
-                {"stage": p.stage, "program": p.program, **use.as_dict()}
+                {"stage": p.stage, "program": p.program, **asdict(use)}
                 for p in self.programs
                 if p.account is not None
                 for use in p.account.collectives()
@@ -265,36 +256,31 @@ class Plan:
             "stages": {stage.name: stage.as_dict() for stage in self.stages},
             "sharding_plans": [p.as_dict() for p in self.sharding_plans],
             "kernels": list(self.kernels),
-            "advice": self.advice,
-            "meshes": self.meshes,
-            "files": self.files,
-            "notes": self.notes,
-            "tiling": self.tiling,
+            **_told(self, "advice meshes files notes tiling"),
         }
 
 
 def _program(program: Measured, chip: Chip) -> dict[str, Any]:
     account = program.account
     return {
-        "program": program.program,
-        "component": program.component,
-        "calls": program.calls,
-        "devices": program.devices,
-        "fits": program.fits,
-        "memory": program.memory.as_dict(),
-        "lower_seconds": program.lower_seconds,
-        "compile_seconds": program.compile_seconds,
-        "program_bytes": program.program_bytes,
+        **_told(program, "program component calls devices fits"),
+        "memory": asdict(program.memory),
+        **_told(program, "lower_seconds compile_seconds"),
+        "program_bytes": program.memory.code,
         "seconds": program.seconds,
         "split": account.split() if account else {},
         "bounds": account.bounds() if account else {},
         "bound": account.bound if account else None,
         "model_flops": program.flops,
         "utilization": program.utilization(chip),
-        "attention": program.attention,
-        "convolutions": program.convolutions,
+        **_told(program, "attention convolutions"),
         "error": program.error or None,
     }
+
+
+def _told(what: Any, names: str) -> dict[str, Any]:
+    """Attributes that are JSON-ready, by name."""
+    return {name: getattr(what, name) for name in names.split()}
 
 
 def _total(seconds: Any) -> float | None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.cost.kernel_cycles import KernelCosts, KernelsMet, keep_schedules
+from tpuport.core.cost.kernel_cycles import KernelsMet, keep_schedules
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
 from tpuport.core.plan.measure import Measured, measure
@@ -21,7 +21,7 @@ from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.choices import choices, with_chosen
-from tpuport.core.spec.default_mesh import default_mesh
+from tpuport.core.spec.default_mesh import default_mesh, heads_of
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import Requests
@@ -31,9 +31,6 @@ from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.gathering import WEIGHT_SHARE, undivided
 from tpuport.errors import MeshError, ShardingError
-
-Ask = Callable[["Requests"], "Request"]
-"""Makes the request for one mesh."""
 
 
 @dataclass(kw_only=True)
@@ -55,13 +52,14 @@ class Planner:
         checkpoint: configs and tokenizers.
         topology: the slice.
         cache: a folder for the schedules of kernels.
-        ask: makes the request; called for every mesh, since a mesh may refuse one.
+        ask: makes the request for a mesh, which may refuse one.
         settings: how to run; the dtype is known.
         stages: names of those to plan; all of them when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
         reporter: told what happens.
         dump: a folder for compiled programs, accounts and schedules; ``written`` are
             the names of what all plans put there.
+        skeletons: modules without weights, the same on every mesh and slice.
     """
 
     port: ModelPort
@@ -69,59 +67,38 @@ class Planner:
     checkpoint: Checkpoint
     topology: Topology
     cache: Path
-    ask: Ask
+    ask: Callable[[Requests], Request]
     settings: RunSettings
     stages: Sequence[str] | None = None
     inputs: Mapping[str, Any] | None = None
-    reporter: Reporter | None = None
+    reporter: Reporter = field(default_factory=Reporter)
     dump: Path | None = None
+    skeletons: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.port = with_blocks(self.port, self.settings.blocks)
         self.port = with_chosen(self.port, self.settings.implementations)
-        self.say = (self.reporter or Reporter()).say
+        self.say = self.reporter.say
         self.chip = chip_named(self.topology.chip)
         self.devices = topology_devices(self.topology)
         for remark in flags_for(self.devices[0]).remarks():
             self.say(remark)
         self._sharding_plans: dict[MeshSpec, tuple[Any, ...]] = {}
-        self._skeletons: dict[str, Any] = {}
         self._tiling: dict[str, TilingDecision] = {}
-        self.kernels = KernelCosts(self.chip, self.cache, reporter=self.reporter)
         self.written: list[str] = []
 
     def elsewhere(self, topology: Topology) -> Planner:
         """The planner of the same run on another slice."""
-        found = replace(self, topology=topology, reporter=None)
-        # Modules without weights are the same on every slice, and slow to build.
-        found._skeletons = self._skeletons
-        return found
+        return replace(self, topology=topology, reporter=Reporter())
 
     # ------------------------------------------------------------------ meshes
 
-    def heads(self) -> dict[str, int]:
-        """Attention heads by component, which tp has to divide."""
-        return {
-            name: component.heads(self.checkpoint.config(name))
-            for name, component in self.port.components.items()
-            if component.heads is not None and self.checkpoint.has(name)
-        }
-
-    def rows(self) -> int:
-        """Rows of the denoiser's batch."""
-        request = self.request(MeshSpec())
-        return max(
-            (s.batch_rows(request) for s in self.port.stages if s.batch_rows), default=1
-        )
-
     def default_mesh(self) -> MeshSpec:
         """What ``generate`` takes on this slice when no mesh is named."""
-        return default_mesh(
-            self.port,
-            self.checkpoint,
-            self.devices,
-            rows=self.rows(),
-        )
+        request = self.request(MeshSpec())
+        rows = [s.batch_rows(request) for s in self.port.stages if s.batch_rows]
+        most = max(rows, default=1)
+        return default_mesh(self.port, self.checkpoint, self.devices, rows=most)
 
     def check_mesh(self, spec: MeshSpec) -> None:
         """Refuse a mesh that a session would refuse.
@@ -131,7 +108,8 @@ class Planner:
             ShardingError: a weight cannot be split that way.
         """
         count = len(self.devices)
-        spec.resolve(count).validate(heads=self.heads(), batch=None, devices=count)
+        heads = heads_of(self.port, self.checkpoint)
+        spec.resolve(count).validate(heads=heads, devices=count)
         self.request(spec)
         self.sharding_plans(spec)
 
@@ -139,8 +117,8 @@ class Planner:
         """All meshes of all devices that this run may have."""
         count = len(self.devices)
         found = []
-        for dp in _divisors(count):
-            for tp in _divisors(count // dp):
+        for dp in divisors(count):
+            for tp in divisors(count // dp):
                 spec = MeshSpec(dp=dp, sp=count // dp // tp, tp=tp)
                 try:
                     self.check_mesh(spec)
@@ -171,15 +149,13 @@ class Planner:
 
     def components(self, spec: MeshSpec) -> Components:
         """The components on a mesh; nothing is read but configs."""
-        components = Components(
+        return Components(
             self.port,
             self.checkpoint,
             build_mesh(spec, self.devices),
             self.settings,
+            skeletons=self.skeletons,
         )
-        # Modules without weights are the same on every mesh, and slow to build.
-        components._skeletons = self._skeletons
-        return components
 
     def sharding_plans(self, spec: MeshSpec) -> tuple[Any, ...]:
         """Where the weights of the components go that the planned stages need."""
@@ -286,16 +262,16 @@ class Planner:
         found: dict[str, _Form] = {}
         forms: list[_Form] = []
         files: list[str] = []
-        told = self.reporter or Reporter()
         for program in self.programs(spec, asked, names):
             tiled = program.tiling is not None and program.tiling.tiled
             form = found.get(program.stage)
             if form is None or form.tiled != tiled:
-                form = _Form(tiled=tiled, kernels=KernelsMet(self.kernels))
+                kernels = KernelsMet(self.chip, self.cache, self.reporter)
+                form = _Form(tiled=tiled, kernels=kernels)
                 found[program.stage] = form
                 forms.append(form)
             what = f"compiling {program.stage}/{program.program}"
-            with told.timed(f"{what} for {spec} of {self.topology.name}"):
+            with self.reporter.timed(f"{what} for {spec} of {self.topology.name}"):
                 measured = measure(
                     program,
                     self.topology,
@@ -359,7 +335,3 @@ def _write(
         path.write_text(json.dumps(document, indent=1) + "\n")
         written.append(path.name)
     return written
-
-
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,8 @@ from tpuport.core.plan.plan import DENOISE, Plan
 from tpuport.core.plan.planner import Planner
 from tpuport.core.reports import seconds_text
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.variant import FrameRule, SizeRule
+from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
-
-BUDGET_SECONDS = 540.0
-"""What a search may take; a compile that has begun is finished."""
 
 #: Of each kind of change, how many are compiled at most.
 TRIES = 3
@@ -74,18 +71,18 @@ class Candidate:
         return {
             "mesh": self.mesh.shape,
             "compiled": plan is not None,
-            "fits": plan.fits if plan is not None else None,
+            "fits": plan and plan.fits,
             "weight_bytes_per_chip": self.weight_bytes,
-            "hbm_bytes_per_chip": plan.hbm_bytes if plan is not None else None,
-            "seconds_per_step": plan.seconds_per_step if plan is not None else None,
-            "stage_seconds": plan.seconds if plan is not None else None,
-            "compile_seconds": plan.compile_seconds if plan is not None else None,
+            "hbm_bytes_per_chip": plan and plan.hbm_bytes,
+            "seconds_per_step": plan and plan.seconds_per_step,
+            "stage_seconds": plan and plan.seconds,
+            "compile_seconds": plan and plan.compile_seconds,
             "left_out": self.left_out or None,
             "reason": self.reason,
         }
 
 
-def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]:
+def rank(planner: Planner, *, budget: float) -> list[Candidate]:
     """The legal meshes, the fastest that fit first, then the others.
 
     The denoising stage decides, or the first of the stages planned where it is not
@@ -102,49 +99,40 @@ def rank(planner: Planner, *, budget: float = BUDGET_SECONDS) -> list[Candidate]
     found: list[Candidate] = []
     failed: list[TpuportError] = []
     longest = 0.0
-    for spec in sorted(planner.legal_meshes(), key=_likely):
-        spent = time.perf_counter() - started
+    # Most promising first: dp shares nothing but weights, then even halves of sp, tp.
+    likely = sorted(planner.legal_meshes(), key=lambda m: (-m.dp, abs(m.sp - m.tp)))
+    for spec in likely:
+        begun = time.perf_counter()
         weights = planner.weight_bytes(spec)
-        candidate = Candidate(mesh=spec, weight_bytes=weights)
-        compiled = any(c.plan is not None for c in found)
+        plan, left_out, told = None, "", "does not fit"
         if weights > planner.chip.hbm_usable_bytes:
-            reason = "its weights alone are larger than the memory"
-            candidate = replace(candidate, left_out=WEIGHTS, reason=reason)
-        elif compiled and spent + longest > budget:
-            reason = f"not compiled: the search may take {budget:.0f} s"
-            candidate = replace(candidate, left_out=BUDGET, reason=reason)
+            left_out, told = WEIGHTS, "its weights alone are larger than the memory"
+        elif any(c.plan for c in found) and begun - started + longest > budget:
+            left_out = BUDGET
+            told = f"not compiled: the search may take {budget:.0f} s"
         else:
-            before = time.perf_counter()
             try:
                 plan = planner.plan(spec, stages=[deciding])
             except UNREAD as error:
                 failed.append(error)
-                reason = f"not read: {one_line(error)}"
-                candidate = replace(candidate, left_out=ERROR, reason=reason)
+                left_out, told = ERROR, f"not read: {one_line(error)}"
             else:
-                candidate = replace(candidate, plan=plan)
-            longest = max(longest, time.perf_counter() - before)
-        planner.say(f"mesh {spec}: {_outcome(candidate)}")
-        found.append(candidate)
+                step = plan.seconds_per_step or plan.seconds
+                told = seconds_text(step) if step is not None and plan.fits else told
+            longest = max(longest, time.perf_counter() - begun)
+        planner.say(f"mesh {spec}: {told}")
+        found.append(
+            Candidate(
+                mesh=spec,
+                weight_bytes=weights,
+                plan=plan,
+                left_out=left_out,
+                reason=told if left_out else "",
+            )
+        )
     if failed and all(c.plan is None for c in found):
         raise failed[0]
     return sorted(found, key=_rank_key)
-
-
-def _outcome(candidate: Candidate) -> str:
-    plan = candidate.plan
-    if plan is None:
-        return candidate.reason
-    step = plan.seconds_per_step or plan.seconds
-    return seconds_text(step) if step is not None and plan.fits else "does not fit"
-
-
-def _likely(spec: MeshSpec) -> tuple[int, int]:
-    """Most promising first: dp shares nothing but weights, then even halves of sp, tp.
-
-    Only the order in which meshes are compiled depends on it.
-    """
-    return (-spec.dp, abs(spec.sp - spec.tp))
 
 
 def _rank_key(candidate: Candidate) -> tuple[int, float]:
@@ -160,7 +148,7 @@ def advise(
     plan: Plan,
     *,
     ranked: Sequence[Candidate] = (),
-    budget: float = BUDGET_SECONDS,
+    budget: float,
 ) -> list[dict[str, Any]]:
     """What to change so that a run fits: a mesh, a shorter or smaller video, a slice.
 
@@ -172,11 +160,15 @@ def advise(
     stages = [s.name for s in plan.stages if not all(p.fits for p in s.programs)]
     known = {c.mesh for c in ranked if c.seconds is None and c.left_out != BUDGET}
     until = time.perf_counter() + budget
-    request, variant = planner.request(plan.mesh), planner.variant
+    meshes = [
+        _on_mesh("mesh", planner, plan, planner, spec)
+        for spec in planner.legal_meshes()
+        if spec not in {*known, plan.mesh}
+    ]
+    smaller = list(_smaller(planner, plan))
     changes = (
-        _meshes(planner, plan, {*known, plan.mesh}),
-        _smaller(planner, plan, "frames", _lengths(request, variant.frames)),
-        _smaller(planner, plan, "size", _pictures(request, variant.sizes)),
+        sorted(meshes, key=lambda change: change.estimate),
+        *([c for c in smaller if c.kind == kind] for kind in ("frames", "size")),
     )
     found = [_first_that_fits(planner, each, stages, until) for each in changes]
     return [advice for advice in (*found, _slice(planner, plan)) if advice]
@@ -205,14 +197,14 @@ class _Change:
 def _first_that_fits(
     planner: Planner, changes: Iterable[_Change], stages: list[str], until: float
 ) -> dict[str, Any] | None:
+    """The first change that fits as compiled, or else by estimate."""
     limit = planner.chip.hbm_usable_bytes
-    likely = [c for c in changes if c.estimate <= limit]
-    tried = 0
+    left = [c for c in changes if c.estimate <= limit]
     worst = 1.0
-    for change in likely[:TRIES]:
+    for _ in range(min(TRIES, len(left))):
         if time.perf_counter() > until:
             break
-        tried += 1
+        change = left.pop(0)
         planner.say(f"trying {change.to}")
         # The dump has what was asked about, not what was tried in its place.
         try:
@@ -226,41 +218,32 @@ def _first_that_fits(
             return change.advice(plan.hbm_bytes, verified=True)
         worst = max(worst, plan.hbm_bytes / change.estimate)
     # What was compiled was larger than its estimate: so may be what was not.
-    for change in likely[tried:]:
+    for change in left:
         if change.estimate * worst <= limit:
             return change.advice(change.estimate * worst, verified=False)
     return None
 
 
-def _estimate(
-    planner: Planner,
-    plan: Plan,
-    ratio: float,
-    weights: Mapping[str, int] | None = None,
-) -> float:
+def _estimate(plan: Plan, ratio: float, grown: Mapping[str, int]) -> float:
     """Bytes of a device for the program that then needs most.
 
     Code stays as large as it is, and so do outputs of other calls that a stage keeps.
 
     Args:
-        planner: of ``plan``.
         plan: what was compiled.
         ratio: what inputs and temporaries of programs on all devices are multiplied by.
-        weights: of each component, on one device; as they are when not given.
+        grown: bytes of a device that the weights of each component take more.
     """
-    here = _weights(planner, plan.mesh) if weights else {}
-    there = weights or here
     found = [0.0]
     for stage in plan.stages:
         components = {program.component for program in stage.programs}
-        grown = {n: there[n] - here[n] for n in components if n in here and n in there}
+        # Whether a program's weights are of a component or lie there for another one.
+        more = sum(grown.get(name, 0) for name in components)
         for program in stage.programs:
             memory = program.memory
             moving = memory.inputs + memory.temporaries
             kept = memory.weights + memory.code + memory.resident
-            # Whether its weights are of this component or lie there for another one.
-            kept += sum(grown.values())
-            found.append(kept + moving * ratio)
+            found.append(kept + more + moving * ratio)
     return max(found)
 
 
@@ -281,49 +264,34 @@ def _on_mesh(
     share = (
         (before.dp * before.sp) / (spec.dp * spec.sp) * (1 + before.tp / spec.tp) / 2
     )
-    estimate = _estimate(planner, plan, share, _weights(other, spec))
+    here, there = _weights(planner, before), _weights(other, spec)
+    grown = {name: there[name] - here[name] for name in here if name in there}
     to = str(spec) if kind == "mesh" else other.topology.name
-    return _Change(kind=kind, to=to, mesh=spec, estimate=estimate)
+    return _Change(kind=kind, to=to, mesh=spec, estimate=_estimate(plan, share, grown))
 
 
-def _meshes(planner: Planner, plan: Plan, known: Collection[MeshSpec]) -> list[_Change]:
-    """The legal meshes but the known ones, those that should take least first."""
-    found = [
-        _on_mesh("mesh", planner, plan, planner, spec)
-        for spec in planner.legal_meshes()
-        if spec not in known
-    ]
-    return sorted(found, key=lambda change: change.estimate)
+def _sizes(request: Request, variant: Variant) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Shorter videos and smaller pictures of about the same shape, large ones first.
 
-
-#: A video of another size: in words, and what changes in the request.
-_Size = tuple[str, dict[str, Any]]
-
-
-def _lengths(request: Request, rule: FrameRule) -> Iterator[_Size]:
-    """Shorter videos, the longest first."""
-    frames = request.num_frames - rule.step
-    while rule.allows(frames):
+    Each in words, with what changes in the request.
+    """
+    lengths, sizes = variant.frames, variant.sizes
+    frames = request.num_frames - lengths.step
+    while lengths.allows(frames):
         yield f"{frames} frames", {"num_frames": frames}
-        frames -= rule.step
-
-
-def _pictures(request: Request, rule: SizeRule) -> Iterator[_Size]:
-    """Smaller pictures of about the same shape, the largest first."""
-    asked = (request.height, request.width)
-    for height in range(request.height, 0, -rule.multiple):
-        width = request.width * height // request.height // rule.multiple
-        width *= rule.multiple
-        if (height, width) != asked and rule.allows(height) and rule.allows(width):
+        frames -= lengths.step
+    for height in range(request.height, 0, -sizes.multiple):
+        width = request.width * height // request.height
+        width -= width % sizes.multiple
+        asked = (height, width) == (request.height, request.width)
+        if not asked and sizes.allows(height) and sizes.allows(width):
             yield f"{width}x{height}", {"height": height, "width": width}
 
 
-def _smaller(
-    planner: Planner, plan: Plan, kind: str, sizes: Iterable[_Size]
-) -> Iterator[_Change]:
-    """The runs of these sizes that are legal."""
+def _smaller(planner: Planner, plan: Plan) -> Iterator[_Change]:
+    """The legal runs of a shorter or a smaller video."""
     request = planner.request(plan.mesh)
-    for text, changes in sizes:
+    for text, changes in _sizes(request, planner.variant):
         try:
             changed = replace(request, **changes)
             planner.requests(plan.mesh).check(changed)
@@ -332,11 +300,11 @@ def _smaller(
         whole = math.prod(getattr(request, name) for name in changes)
         share = math.prod(changes.values()) / whole
         yield _Change(
-            kind=kind,
+            kind="frames" if "num_frames" in changes else "size",
             to=text,
             mesh=plan.mesh,
             request=changed,
-            estimate=_estimate(planner, plan, share),
+            estimate=_estimate(plan, share, {}),
         )
 
 

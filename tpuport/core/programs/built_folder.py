@@ -94,8 +94,14 @@ class BuiltFolder:
             whole: also find every executable undamaged.
 
         Raises:
+            MissingArtifactError: there is no such folder, or no manifest in it.
             ArtifactError: the manifest or an executable is missing or damaged.
         """
+        if not folder.is_dir():
+            problem = "is not a folder" if folder.exists() else "does not exist"
+            raise MissingArtifactError(
+                f"the folder of executables {folder} {problem}; {_REMEDY}"
+            )
         manifest = _manifest(folder)
         entries = []
         for program in manifest["programs"]:
@@ -246,21 +252,6 @@ def _manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     found = read_document(file, MANIFEST_SCHEMA, _REMEDY)
     return checked(Manifest, found, file, _REMEDY, extra="allow")
-
-
-def check_built(folder: Path) -> None:
-    """Refuse a folder that is not there or holds no manifest; reads nothing.
-
-    Raises:
-        MissingArtifactError: there is none.
-    """
-    if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise MissingArtifactError(
-            f"the folder of executables {folder} {problem}; {_REMEDY}"
-        )
-    if not (folder / MANIFEST).exists():
-        raise MissingArtifactError(f"{folder / MANIFEST}: is missing; {_REMEDY}")
 
 
 def write_manifest(

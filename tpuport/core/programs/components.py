@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from tpuport.core.spec.choices import (
 )
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -46,32 +46,6 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 EVERYTHING = (".*",)
 """A regex of every weight's name."""
-
-
-def runtime_of(
-    port: ModelPort,
-    mesh: jax.sharding.Mesh,
-    attention: AttentionChoice,
-    *,
-    exact: bool,
-    patched: bool = True,
-) -> Runtime:
-    """The tracing environment of a component of ``port``.
-
-    Args:
-        exact: float32 weights mean float32 products, on chips whose matrix units would
-            otherwise round their inputs to bfloat16.
-        patched: whether the component runs upstream's code.
-    """
-    return model_runtime(
-        mesh=mesh,
-        platform=str(mesh.devices.flat[0].platform),
-        patches=port.patches if patched else (),
-        overrides=port.overrides if patched else (),
-        attention=port.attention,
-        attention_implementation=attention,
-        matmul_precision="highest" if exact else None,
-    )
 
 
 @dataclass
@@ -102,8 +76,8 @@ class Components:
         settings: the dtype of the weights, which is known, the attention and the
             layout of the sharding rules.
         reporter: told what is loaded.
-        stack: run the blocks that components declare as stacked under one scan; without
-            it every block is compiled by itself, which gives the same numbers.
+        skeletons: modules without weights by component, which are slow to build: those
+            of the same checkpoint elsewhere.
     """
 
     def __init__(
@@ -114,7 +88,7 @@ class Components:
         settings: RunSettings,
         *,
         reporter: Reporter | None = None,
-        stack: bool = True,
+        skeletons: dict[str, torch.nn.Module] | None = None,
     ) -> None:
         # An unknown layout is refused before anything is read.
         port.rules(next(iter(port.components)), settings.sharding)
@@ -123,13 +97,12 @@ class Components:
         self.checkpoint = checkpoint
         self.mesh = mesh
         self.dtype = settings.dtype
-        self.stack = stack
         self._reporter = reporter or Reporter()
         attention = check_implementation(settings.attention, self.platform)
         self.settings = replace(settings, attention=attention)
         self._runtimes: dict[tuple[bool, AttentionChoice, bool], Runtime] = {}
         self._maps: dict[str, WeightMap] = {}
-        self._skeletons: dict[str, torch.nn.Module] = {}
+        self.skeletons = {} if skeletons is None else skeletons
         self._loaded: dict[tuple[str, tuple[str, ...]], Loaded] = {}
 
     @property
@@ -144,13 +117,13 @@ class Components:
 
     def skeleton(self, name: str) -> torch.nn.Module:
         """The upstream module of a component, without weights."""
-        if name not in self._skeletons:
+        if name not in self.skeletons:
             component = self.port.components[name]
             self.checkpoint.check_class(name, component.class_path)
-            self._skeletons[name] = build_skeleton(
+            self.skeletons[name] = build_skeleton(
                 component, self.checkpoint.config(name)
             )
-        return self._skeletons[name]
+        return self.skeletons[name]
 
     def dtype_of(self, name: str) -> str:
         """The dtype of a component's weights."""
@@ -158,14 +131,22 @@ class Components:
 
     def runtime(self, name: str) -> Runtime:
         """The tracing environment of a component."""
+        # Float32 weights mean float32 products, on chips whose matrix units would
+        # otherwise round their inputs to bfloat16.
         exact = self.dtype_of(name) == Dtype.FLOAT32
         attention = attention_of(self.port, name, self.settings.attention)
         # Upstream's code is patched; another implementation runs none of it.
         patched = implementation_of(self.port, name) is None
         key = (exact, attention, patched)
         if key not in self._runtimes:
-            self._runtimes[key] = runtime_of(
-                self.port, self.mesh, attention, exact=exact, patched=patched
+            self._runtimes[key] = model_runtime(
+                mesh=self.mesh,
+                platform=self.platform,
+                patches=self.port.patches if patched else (),
+                overrides=self.port.overrides if patched else (),
+                attention=self.port.attention,
+                attention_implementation=attention,
+                matmul_precision="highest" if exact else None,
             )
         return self._runtimes[key]
 
@@ -204,15 +185,11 @@ class Components:
         }
         layout, mesh = self.settings.sharding, dict(self.mesh.shape)
         plan = self.port.sharding_plan(name, layout, weights, mesh)
-        stacked = self._stacked(name)
+        stacked = self.port.components[name].stacked
         if stacked and self.mesh.size > 1:
             ported = PortedModule(ported.module, ported.runtime, stacked)
             plan = gathered(plan, ported, weights, room=self._room(name))
         return plan
-
-    def _stacked(self, name: str) -> tuple[str | StackedBlocks, ...]:
-        """The blocks of a component that run under one scan."""
-        return self.port.components[name].stacked if self.stack else ()
 
     def _room(self, name: str) -> float:
         """Bytes of a device that the weights of a component may take.
@@ -237,18 +214,17 @@ class Components:
         Raises:
             ShardingError: rules and weights disagree.
         """
-
         runtime, plan = self.runtime(name), self.plan(name)
         floating = jax_dtype(self.dtype_of(name))
         replicated = NamedSharding(self.mesh, PartitionSpec())
-
         wanted = functools.partial(is_used, used)
         weight_map = self.weight_map(name)
         if weight_map is not None:
             module = JaxModule(weight_map, runtime)
             structs = module.abstract_weights(plan, self.mesh, floating, wanted)
             return Loaded(module, structs, plan, replicated)
-        ported = PortedModule(self.skeleton(name), runtime, self._stacked(name))
+        stacked = self.port.components[name].stacked
+        ported = PortedModule(self.skeleton(name), runtime, stacked)
         computed = set(ported.names.computed)
 
         def dtype(weight: str, tensor: torch.Tensor) -> Any:
@@ -277,7 +253,6 @@ class Components:
         self._reporter.loading(name)
         wanted = self.abstract(name, used)
         module, plan = wanted.ported, wanted.plan
-        in_jax = isinstance(module, JaxModule)
         ported = self._upstream(name) if isinstance(module, JaxModule) else module
         files, found = self._match(name, ported)
         if plan.layout == GATHERED and not plan.held and ported.stacks:
@@ -306,16 +281,16 @@ class Components:
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
                 yield target, to_numpy(transform(target, tensor))
-            for buffer in () if in_jax else ported.names.computed:
-                yield buffer, to_numpy(tensors[buffer])
 
-        streamed = stream()
+        streamed: Iterable[tuple[str, np.ndarray]]
         if isinstance(module, JaxModule):
-            streamed = module.converted(streamed)
-        weights = place_weights(module, wanted.weights, streamed)
-        loaded = Loaded(module, weights, plan, wanted.replicated)
-        self._loaded[name, used] = loaded
-        return loaded
+            streamed = itertools.starmap(module.map.convert, stream())
+        else:
+            computed = ((n, to_numpy(tensors[n])) for n in ported.names.computed)
+            streamed = itertools.chain(stream(), computed)
+        wanted.weights = place_weights(module, wanted.weights, streamed)
+        self._loaded[name, used] = wanted
+        return wanted
 
     def check_files(self, name: str) -> None:
         """Refuse a component whose files do not fit its config; reads no tensor.
@@ -376,12 +351,10 @@ class Components:
         Returns:
             of all others, and of these.
         """
-        sizes = [
-            (name in stage, array_bytes(loaded.weights.values()))
-            for (name, _), loaded in self._loaded.items()
-        ]
-        own = sum(size for used, size in sizes if used)
-        return sum(size for _, size in sizes) - own, own
+        sizes = {False: 0, True: 0}
+        for (name, _), loaded in self._loaded.items():
+            sizes[name in stage] += array_bytes(loaded.weights.values())
+        return sizes[False], sizes[True]
 
     def release(self, *names: str) -> None:
         """Free the weights of the named components, or of all."""
@@ -393,6 +366,6 @@ class Components:
     def close(self) -> None:
         """Free weights, modules and tracing environments."""
         self.release()
-        self._skeletons.clear()
+        self.skeletons.clear()
         self._maps.clear()
         self._runtimes.clear()

@@ -1,9 +1,9 @@
 """Compiled programs as files, under the key of everything they depend on.
 
-A file is a header (JSON: the key, what tracing found, the size and sha256 of the rest)
-and the executable as jax serialises it. It is read only when it is whole, and used only
-under an equal key. Loading one runs what is in it, as with jax's own cache: a folder of
-them is to be trusted like the code itself.
+A file is a zip of a header (JSON: the key, what tracing found) and the executable as
+jax serialises it. It is used only when it is whole, and only under an equal key.
+Loading one runs what is in it, as with jax's own cache: a folder of them is to be
+trusted like the code itself.
 
 Sources: ``jax.experimental.serialize_executable`` at jax 0.10.2.
 """
@@ -11,16 +11,14 @@ Sources: ``jax.experimental.serialize_executable`` at jax 0.10.2.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
 import os
 import pickle
 import re
-import struct
 import time
+import zipfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +38,9 @@ TOO_LARGE = ".too-large"
 #: Of the key's digest, in a file's name.
 _DIGITS = 32
 
-_MAGIC = b"tpuport.executable.1\n"
-_LENGTH = struct.Struct("<Q")
-#: No header is near this; a length beyond it is a damaged file.
+#: What a file holds.
+_HEADER, _PROGRAM = "header.json", "program"
+#: No header is near this.
 _HEADER_LIMIT = 16 << 20
 
 #: A cache folder is kept below this; the least recently used go first.
@@ -68,8 +66,6 @@ class Header(TypedDict):
     traced: TracedRecord
     seconds: float
     needed: int | None
-    size: int
-    sha256: str
 
 
 class NotSerialisable(Exception):
@@ -95,7 +91,6 @@ class Entry:
     traced: Traced
     seconds: float
     size: int
-    sha256: str = field(repr=False)
     needed: int | None
 
 
@@ -172,22 +167,18 @@ class ExecutableStore:
         Raises:
             ArtifactError: the folder cannot be written.
         """
-        header = canonical(
-            {
-                "key": key.as_dict(),
-                "traced": asdict(traced),
-                "seconds": seconds,
-                "needed": needed,
-                "size": len(payload),
-                "sha256": hashlib.sha256(payload).hexdigest(),
-            }
-        )
+        header = {
+            "key": key.as_dict(),
+            "traced": asdict(traced),
+            "seconds": seconds,
+            "needed": needed,
+        }
         path = self.path(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary, temporary.open("wb") as file:
-                file.write(_MAGIC + _LENGTH.pack(len(header)) + header)
-                file.write(payload)
+            with replacing(path) as temporary, zipfile.ZipFile(temporary, "w") as file:
+                file.writestr(_HEADER, canonical(header))
+                file.writestr(_PROGRAM, payload)
         except OSError as error:
             raise cannot_write(path, error) from error
         return read_entry(path)
@@ -199,7 +190,7 @@ def read_entry(path: Path) -> Entry:
     Raises:
         ArtifactError: it is missing, no executable, damaged or cut short.
     """
-    return _read(path, 0)[0]
+    return _read(path, whole=False)[0]
 
 
 def read_payload(entry: Entry) -> bytes:
@@ -209,40 +200,34 @@ def read_payload(entry: Entry) -> bytes:
         ArtifactError: it is not.
     """
     # The header anew: another process may have put another file of the key there.
-    now, payload = _read(entry.path)
-    whole = hashlib.sha256(payload).hexdigest() == now.sha256
-    if not whole or now.key.digest != entry.key.digest:
-        raise ArtifactError(f"{entry.path}: is damaged (its checksum does not match)")
+    now, payload = _read(entry.path, whole=True)
+    if now.key.digest != entry.key.digest:
+        raise ArtifactError(f"{entry.path}: is of another program now")
     return payload
 
 
-def _read(path: Path, size: int = -1) -> tuple[Entry, bytes]:
-    """The header of a file, and as many bytes of the executable; -1 is all."""
+def _read(path: Path, *, whole: bool) -> tuple[Entry, bytes]:
+    """The header of a file, and the executable where the whole is asked for."""
     try:
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ValueError("it does not start as one")
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            if length > _HEADER_LIMIT:
+        with zipfile.ZipFile(path) as file:
+            if file.getinfo(_HEADER).file_size > _HEADER_LIMIT:
                 raise ValueError("its header has no end")
-            data = json.loads(file.read(length))
+            data = json.loads(file.read(_HEADER))
             header = checked(Header, data, path, "compile again")
-            left = os.fstat(file.fileno()).st_size - file.tell()
-            if left != header["size"]:
-                raise ValueError(f"{left} of {header['size']} bytes are there")
             entry = Entry(
                 path=path,
                 key=ProgramKey.from_dict(header["key"], path),
                 traced=Traced.from_dict(header["traced"]),
                 seconds=header["seconds"],
-                size=header["size"],
-                sha256=header["sha256"],
+                size=file.getinfo(_PROGRAM).file_size,
                 needed=header["needed"],
             )
-            return entry, file.read(size)
+            return entry, file.read(_PROGRAM) if whole else b""
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, struct.error) as error:
+    except ArtifactError:
+        raise
+    except Exception as error:  # a damaged file has no one kind
         raise ArtifactError(
             f"{path}: is no executable of this tpuport, or is damaged "
             f"({one_line(error)})"
@@ -259,7 +244,6 @@ def serialise(compiled: jax.stages.Compiled, platform: str) -> bytes:
     Raises:
         NotSerialisable: the backend cannot, or it could not be loaded safely.
     """
-
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
     except Exception as error:
@@ -269,9 +253,7 @@ def serialise(compiled: jax.stages.Compiled, platform: str) -> bytes:
         unsafe = [name.decode() for name in _UNSAFE_ON_CPU if name in executable]
         if unsafe:
             raise NotSerialisable(f"it calls {unsafe[0]}..., which jax cannot reload")
-    stream = io.BytesIO()
-    pickle.dump((executable, out_tree), stream)
-    return stream.getvalue()
+    return pickle.dumps((executable, out_tree))
 
 
 def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Compiled:
@@ -285,7 +267,6 @@ def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Com
         ArtifactError: the file is damaged.
         Exception: whatever jax raises for an executable that the backend refuses.
     """
-
     executable, out_tree = pickle.loads(read_payload(entry))
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         executable,

@@ -13,6 +13,8 @@ _NAMES = {
     "batch_size": "batch",
     "matmul_precision": "matmul precision",
     "step_cache": "step cache",
+    "host": "processor",
+    "version": "key version",
 }
 
 #: Arrays named one by one before the others are counted.
@@ -28,8 +30,9 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str,
     def each(field: str, prefix: str = "") -> list[str]:
         return _each(before[field], after[field], prefix)
 
-    def named(*names: str, label: str = "") -> list[str]:
-        return [x for n in names for x in _changed(label or n, before[n], after[n])]
+    def named(*names: str) -> list[str]:
+        old, new = ({name: key[name] for name in names} for key in (before, after))
+        return _each(old, new)
 
     shapes = _arrays(before, after, "arguments")
     if not shapes and before["structure"] != after["structure"]:
@@ -37,10 +40,9 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str,
     found = [
         *named("model", "form", "stage", "program", "component"),
         *each("options"),
-        *named("platform", "chip"),
-        *_changed("mesh", _mesh(before["mesh"]), _mesh(after["mesh"])),
+        *named("platform", "chip", "mesh"),
         *(named("devices") if before["mesh"] == after["mesh"] else ()),
-        *named("host", label="processor"),
+        *named("host"),
         *each("config", f"{after['component']} "),
         *shapes,
         *_arrays(before, after, "weights"),
@@ -52,7 +54,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str,
         *named("compiler"),
         *_flags(before["flags"], after["flags"]),
         *each("settings"),
-        *named("version", label="key version"),
+        *named("version"),
     ]
     # Only beside a difference that the program sees: more steps make no new program.
     if found and shapes:
@@ -91,25 +93,19 @@ def _each(
     before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> list[str]:
     """Every entry that differs; long configs are many small entries."""
-    return [
-        text
-        for name, old, new in _pairs(before, after)
-        for text in _changed(prefix + _NAMES.get(name, name), old, new)
-    ]
-
-
-def _changed(name: str, old: Any, new: Any) -> list[str]:
-    if old == new:
-        return []
-    before, after = _text(old), _text(new)
-    if len(before) + len(after) > _LONG:
-        return [f"{name} changed"]
-    return [f"{name} {before} -> {after}"]
+    found = []
+    for name, *values in _pairs(before, after):
+        old, new = map(_text, values)
+        how = f"{old} -> {new}" if len(old) + len(new) <= _LONG else "changed"
+        found.append(f"{prefix}{_NAMES.get(name, name)} {how}")
+    return found
 
 
 def _text(value: Any) -> str:
     if value is None or value == "":
         return "none"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={item}" for key, item in value.items())
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -127,10 +123,6 @@ def _arrays(
     ]
     left = len(pairs) - len(texts)
     return [*texts, f"{left} more {field}"] if left else texts
-
-
-def _mesh(mesh: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _flags(before: Any, after: Any) -> list[str]:

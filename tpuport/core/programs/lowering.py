@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -44,11 +44,10 @@ class Traced:
     @classmethod
     def of(cls, runtime: Runtime) -> Traced:
         """What the runtime tells of the program that :meth:`Traceable.trace` traced."""
-        report = runtime.patch_report
         return cls(
-            attention=tuple(record.as_dict() for record in runtime.records),
-            patches=tuple(report.as_dict()["patches"]) if report else (),
-            convolutions=tuple(r.as_dict() for r in counted(runtime.convolutions)),
+            attention=tuple(map(asdict, runtime.records)),
+            patches=tuple(map(asdict, runtime.patch_states)),
+            convolutions=tuple(map(asdict, counted(runtime.convolutions))),
         )
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,24 +144,38 @@ class Programs:
     def _load(
         self, key: ProgramKey, asked: Traceable
     ) -> tuple[Ready, CompileReport] | None:
-        """The kept program of a key, where there is one that can be loaded."""
+        """The kept program of a key, where there is one that can be loaded.
+
+        The built folder's, or else that of processes before.
+        """
         started = time.perf_counter()
         devices = list(asked.loaded.replicated.mesh.devices.flat)
-        for entry in self._kept(key):
+        arguments = (asked.loaded.weights, *asked.args)
+        for holder in (self.built, self.store):
+            if holder is None:
+                continue
             try:
-                call = files.load(entry, (asked.loaded.weights, *asked.args), devices)
+                entry = holder.find(key)
+                if entry is not None:
+                    call = files.load(entry, arguments, devices)
             except ArtifactError as error:
-                if self.built is not None and entry in self.built.entries:
+                if holder is self.built:
                     raise
                 self.reporter.say(f"{error}; compiling {key.name} again")
                 continue
             except Exception as error:
                 # Whatever jax raises for an executable that the backend does not take.
+                assert entry is not None
                 self._not_loaded.add(key.name)
                 self.reporter.say(
                     f"{entry.path}: jax cannot load it ({type(error).__name__}: "
                     f"{one_line(error)}); going on with jax's own cache"
                 )
+                continue
+            if entry is None:
+                if holder is self.built:
+                    words = f"{key.stage} was not compiled into it"
+                    self.reporter.say(f"{holder.folder}: {words}")
                 continue
             report = CompileReport(
                 stage=key.stage,
@@ -178,25 +191,6 @@ class Programs:
             )
             return Ready(call=call, traced=entry.traced), report
         return None
-
-    def _kept(self, key: ProgramKey) -> Iterator[Entry]:
-        """The entries of a key: the built folder's, then those of processes before."""
-        if self.built is not None:
-            entry = self.built.find(key)
-            if entry is not None:
-                yield entry
-            else:
-                self.reporter.say(
-                    f"{self.built.folder}: {key.stage} was not compiled into it"
-                )
-        if self.store is not None:
-            try:
-                entry = self.store.find(key)
-            except ArtifactError as error:
-                self.reporter.say(f"{error}; compiling {key.name} again")
-                return
-            if entry is not None:
-                yield entry
 
     # ---------------------------------------------------------------- compile
 
@@ -240,14 +234,11 @@ class Programs:
         On a CPU a program that jax read from its own cache cannot be kept: see
         :func:`tpuport.core.programs.executable_files.serialise`.
         """
-        if label in self._not_loaded:
-            if self.built is not None:
-                return compiling.persistent_cache(
-                    self.built.folder / compiling.XLA_FOLDER
-                )
-        elif self.store is not None:
-            return compiling.uncached()
-        return nullcontext()
+        if label not in self._not_loaded:
+            return compiling.uncached() if self.store is not None else nullcontext()
+        if self.built is None:
+            return nullcontext()
+        return compiling.persistent_cache(self.built.folder / compiling.XLA_FOLDER)
 
     def _keep(
         self,
@@ -267,17 +258,12 @@ class Programs:
                 seconds=seconds,
                 needed=planned_bytes(compiled),
             )
-        except ArtifactError as error:
-            self.reporter.say(f"{key.name} is not kept for the next process: {error}")
-            return None
-        except NotSerialisable as error:
+        except (ArtifactError, NotSerialisable) as error:
             self.reporter.say(
                 f"{key.name} is not kept: {error}; every process compiles it"
             )
             return None
-        removed = files.prune(self.store.folder.parent)
-        if removed:
-            self.reporter.say(
-                f"{self.store.folder.parent}: {len(removed)} old programs removed"
-            )
+        folder = self.store.folder.parent
+        if removed := files.prune(folder):
+            self.reporter.say(f"{folder}: {len(removed)} old programs removed")
         return entry

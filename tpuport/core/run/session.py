@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.executor import Executor
 from tpuport.core.run.frame_delivery import Delivery, Sink
 from tpuport.core.run.result import Result, no_frames
+from tpuport.core.run.sidecar import Origin, stage_note
 from tpuport.core.spec import rules
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.model_port import ModelPort
@@ -136,7 +138,7 @@ class Session:
             and (self.checkpoint.folder / name / "config.json").is_file()
             and name not in on_host
         }
-        self.mesh_spec.validate(heads=heads, batch=None)
+        self.mesh_spec.validate(heads=heads)
 
     def _how(self, backend: str | None, vae_tiling: str | None) -> RunSettings:
         """Settings with what was asked for, in place of the session's."""
@@ -214,12 +216,13 @@ class Session:
         started = time.perf_counter()
         how = self._how(backend, vae_tiling)
         delivery = Delivery(pixels, on_frames)
-        request, sources, given = self._asked(prompt, asked)
+        request, source, given = self._asked(prompt, asked)
+        tensors: dict[str, Any] = self._source_pixels(request, source)
         if latents is not None:
             latents = to_torch(latents)
             self.check(request, latents)
             given = {**given, "initial_latents": latents}
-        names = self._needed(request, sources, given)
+        names = self._needed(request, tensors, given)
         rules.check(
             Known(settings=how, port=self.port, request=request, stages=list(StageName))
         )
@@ -228,17 +231,15 @@ class Session:
             needed = [self.port.stage(name) for name in names]
             self.executor.check_built(request, needed, how.vae_tiling)
         stages: list[StageReport] = []
-        tensors: dict[str, Any] = sources
         for name in names:
             # As upstream: what was given stands, the rest is encoded.
             inputs = {**tensors, **given} if name == StageName.DENOISE else tensors
-            last = name == StageName.DECODE
             tensors, report = self.run_stage(
                 name,
                 request,
                 inputs,
                 backend=how.backend,
-                delivery=delivery if last else None,
+                delivery=delivery if name == StageName.DECODE else None,
                 vae_tiling=how.vae_tiling,
             )
             stages.append(report)
@@ -246,17 +247,41 @@ class Session:
                 denoised = tensors["latents"]
         delivery.check()
         frames = tensors["frames"] if on_frames is None else no_frames(request, pixels)
+        note = {"note": stage_note(how, source=source, given=given)}
+        records = {made.stage: {**self.stage_record(made), **note} for made in stages}
         return Result(
             frames=frames,
             latents=denoised,
             report=self.run_report(stages, time.perf_counter() - started),
             request=request,
+            origin=self.origin(records),
         )
+
+    def origin(self, stages: Mapping[str, Mapping[str, Any]]) -> Origin:
+        """What sidecars say of a run whose stages have these records."""
+        first = self.mesh.devices.flat[0]
+        return Origin(
+            model=self.port.name,
+            variant=self.variant.name,
+            weights=self.checkpoint.reference,
+            # Not of this session, whose weights a result must not keep.
+            fingerprints=partial(self.checkpoint.fingerprints, self._folders()),
+            stages=stages,
+            devices={
+                "backend": self.components.platform,
+                "devices": int(self.mesh.devices.size),
+                "device_kind": str(first.device_kind),
+            },
+        )
+
+    def _folders(self) -> list[str]:
+        """Of the checkpoint, those that a stage may read."""
+        return [*self.port.components, *(f for s in self.port.stages for f in s.files)]
 
     def _asked(
         self, prompt: Any, asked: dict[str, Any]
-    ) -> tuple[Request, dict[str, Any], dict[str, Any]]:
-        """The request, the pixels that it starts from, and the tensors given."""
+    ) -> tuple[Request, Source | None, dict[str, Any]]:
+        """The request, what it starts from, and the tensors given."""
         written = self.port.stages[0].writes
         tensors = {spec.name for spec in written if spec.role}
         known = defaults_of(Asked).keys() - {"options"}
@@ -264,13 +289,13 @@ class Session:
         options = {k: asked.pop(k) for k in list(asked) if k not in known}
         self.requests.options(options)
         given = check_given(written, prompt, asked.get("negative_prompt"), given)
-        request, pixels = self.requests.with_pixels(
+        request, source = self.requests.with_source(
             prompt=prompt,
             options=options,
             videos=len(next(iter(given.values()))) if given else None,
             **asked,
         )
-        return request, pixels, given
+        return request, source, given
 
     def _needed(
         self, request: Request, pixels: dict[str, Any], given: dict[str, Any]
@@ -376,8 +401,7 @@ class Session:
         Raises:
             ArtifactError: it is of another model, other settings or other weights.
         """
-        names = [*self.port.components, *(f for s in self.port.stages for f in s.files)]
-        weights = {name: self._fingerprint(name) for name in names}
+        weights = {name: self._fingerprint(name) for name in self._folders()}
         return RunDirectory.open_or_create(
             path,
             model=self.port.name,
@@ -442,7 +466,7 @@ class Session:
         if place:
             written = self.port.stages[place - 1].writes
             inputs = run.read_stage(order[place - 1], written, self._sizes(request))
-        elif request.sources:
+        else:
             inputs = self._source_pixels(request, source)
         delivery = Delivery(pixels, on_frames)
         tensors, report = self.run_stage(
@@ -482,7 +506,9 @@ class Session:
     def _source_pixels(
         self, request: Request, source: Source | None
     ) -> dict[str, torch.Tensor]:
-        """The pixels that encode reads, found to be those of the request."""
+        """The pixels that encode reads, found to be those of the request, if any."""
+        if not request.sources:
+            return {}
         count = len(request.prompts)
         if source is None:
             raise UsageError(

@@ -70,10 +70,8 @@ def check_chosen(port: ModelPort, asked: Mapping[str, str]) -> None:
             are.
     """
     for component, name in asked.items():
-        known: dict[str, None] = {}
-        for form in port.all_forms:
-            if component in form.components:
-                known |= dict.fromkeys(names_of(form.components[component]))
+        found = [f.components.get(component) for f in port.all_forms]
+        known = dict.fromkeys(n for c in found if c is not None for n in names_of(c))
         _check(port, component, name, tuple(known))
 
 

@@ -29,22 +29,23 @@ def default_mesh(
     large for a chip are then gathered block by block; see
     :mod:`tpuport.core.weights.gathering`.
 
-    Args:
-        port: the model, with its blocks in place.
-        checkpoint: its configs.
-        devices: to choose from.
-        rows: of the denoiser's batch, which dp must divide.
+    dp must divide ``rows``, those of the denoiser's batch.
 
     Raises:
         MeshError: there is no device.
     """
     if devices and devices[0].platform == "cpu":
         return MeshSpec()
-    heads = {
+    heads = heads_of(port, checkpoint)
+    native = any(c.native is not None for c in port.components.values())
+    tokens = native and port.blocks == Blocks.NATIVE and devices[0].platform == "tpu"
+    return auto_mesh(len(devices), heads=heads, batch=rows, tokens=tokens)
+
+
+def heads_of(port: ModelPort, checkpoint: Checkpoint) -> dict[str, int]:
+    """Attention heads by component, which tp has to divide."""
+    return {
         name: component.heads(checkpoint.config(name))
         for name, component in port.components.items()
         if component.heads is not None and checkpoint.has(name)
     }
-    native = any(c.native is not None for c in port.components.values())
-    tokens = native and port.blocks == Blocks.NATIVE and devices[0].platform == "tpu"
-    return auto_mesh(len(devices), heads=heads, batch=rows, tokens=tokens)

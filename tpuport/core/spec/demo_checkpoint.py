@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from tpuport.core.files.atomic import cannot_write
+from tpuport.core.files.atomic import cannot_write, temporary_beside
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.typed import checked, read_json
 from tpuport.core.spec.model_port import ModelPort
@@ -96,9 +95,11 @@ def _intact(folder: Path) -> bool:
 def _make(port: ModelPort, variant: str, folder: Path) -> None:
     from safetensors import SafetensorError
 
-    temporary = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
+    temporary = folder
     try:
-        temporary.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(folder)
+        temporary.mkdir()
         port.make_demo(temporary, variant)
         seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
         (temporary / _SEAL).write_text(json.dumps(seal) + "\n")

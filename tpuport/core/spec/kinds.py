@@ -187,13 +187,13 @@ def mesh(value: Any) -> MeshSpec:
     return MeshSpec.parse(value)
 
 
+def step_cache(value: Any) -> StepCache | None:
+    """As :meth:`StepCache.parse`."""
+    return StepCache.parse(value)
+
+
 def attention(value: Any) -> AttentionChoice:
     """As :meth:`AttentionChoice.parse`."""
     if isinstance(value, AttentionChoice):
         return value
     return AttentionChoice.parse(text(value))
-
-
-def step_cache(value: Any) -> StepCache | None:
-    """As :meth:`StepCache.parse`."""
-    return StepCache.parse(value)

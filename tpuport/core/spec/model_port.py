@@ -35,11 +35,6 @@ BLOCKS = tuple(Blocks)
 """What ``--blocks`` takes; the first one is the default."""
 
 
-def guided_by_scale(request: Request) -> bool:
-    """Classifier-free guidance is on when its scale says so."""
-    return request.guided
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelPort:
     """Everything tpuport knows about a model.
@@ -65,7 +60,7 @@ class ModelPort:
         make_demo: writes the demo checkpoint of the variant of that name into an empty
             folder.
         demo_version: part of the cache key of the demo checkpoints.
-        guided: whether a request runs the negative prompts as well.
+        guided: whether a request runs the negative prompts as well; by its scale.
         bucket: (height, width) of a size class for an aspect ratio given as (height,
             width); needed by variants with ``resolutions``.
         aspect: (height, width) of a bucket where the user names none.
@@ -96,7 +91,7 @@ class ModelPort:
     latent_shape: Named[Callable[[Request, Checkpoint], tuple[int, ...]]] = Named()
     make_demo: Named[Callable[[Path, str], None]] = Named()
     demo_version: str
-    guided: Callable[[Request], bool] = guided_by_scale
+    guided: Callable[[Request], bool] = lambda request: request.guided
     bucket: Callable[[int, tuple[float, float]], tuple[int, int]] | None = None
     aspect: tuple[float, float] = (9, 16)
     check_variant: Callable[[Request, Variant], None] | None = None

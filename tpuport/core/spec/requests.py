@@ -29,10 +29,8 @@ class Requests:
     """Makes and checks requests.
 
     Args:
-        port: the form of the model.
-        variant: the defaults and rules in force.
-        checkpoint: the weights; where it is not known yet, requests are only made.
-        mesh: the devices, likewise.
+        port, variant: the form of the model, and the defaults and rules in force.
+        checkpoint, mesh: where they are not known yet, requests are only made.
         reporter: told what has no effect.
         here: whether the requests will run on this machine.
     """
@@ -97,13 +95,7 @@ class Requests:
             batch_size=batch_size,
             height=height,
             width=width,
-            **{
-                name: _given(getattr(asked, name), getattr(variant, name))
-                for name in (
-                    *("num_frames", "fps"),
-                    *("num_inference_steps", "guidance_scale"),
-                )
-            },
+            **rules.with_defaults(asked, variant, *rules.SAMPLING),
             options=self.options(asked.options),
             task=task,
             sources=source.digests_for(count) if source else (),
@@ -168,21 +160,16 @@ class Requests:
             )
         )
 
-    def with_pixels(
+    def with_source(
         self, *, image: Any = None, video: Any = None, **asked: Any
-    ) -> tuple[Request, dict[str, torch.Tensor]]:
-        """The request, and the pixels that its encode stage reads.
+    ) -> tuple[Request, Source | None]:
+        """The request, and what its encode stage starts from.
 
-        Args:
-            image, video: as :meth:`Session.generate` takes them.
-            asked: as :meth:`request` takes it.
+        Arguments are those of :meth:`Session.generate`.
         """
         frames = _given(asked.get("num_frames"), self.variant.num_frames)
         source = read_source(image, video, frames)
-        request = self.request(source=source, **asked)
-        if source is None:
-            return request, {}
-        return request, {source.kind: source.for_videos(len(request.prompts))}
+        return self.request(source=source, **asked), source
 
 
 def recorded_request(

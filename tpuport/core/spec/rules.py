@@ -75,26 +75,13 @@ class Known:
     room: int | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A check.
-
-    Attributes:
-        needs: fields of :class:`Known`: what the check is called with.
-        check: refuses what cannot be.
-    """
-
-    needs: tuple[str, ...]
-    check: Callable[..., None]
-
-
-RULES: list[Rule] = []
+RULES: list[Callable[..., None]] = []
 """All rules, in the order in which they speak."""
 
 
 def rule(check: Callable[..., None]) -> Callable[..., None]:
-    """Add a check to the rules; its parameters name what it needs."""
-    RULES.append(Rule(tuple(inspect.signature(check).parameters), check))
+    """Add a check; its parameters are the fields of :class:`Known` that it needs."""
+    RULES.append(check)
     return check
 
 
@@ -105,9 +92,10 @@ def check(known: Known) -> None:
         TpuportError: of the first rule that is broken.
     """
     for rule in RULES:
-        values = [getattr(known, name) for name in rule.needs]
+        needs = inspect.signature(rule).parameters
+        values = [getattr(known, name) for name in needs]
         if all(value is not None for value in values):
-            rule.check(*values)
+            rule(*values)
 
 
 # --- settings alone
@@ -375,21 +363,23 @@ def check_options(port: ModelPort, asked: Any, more: str = "") -> dict[str, Any]
 
 def plain_request(asked: Asked, variant: Variant) -> Request:
     """The request without prompts, and without what it is made from."""
-    names = (
-        *("height", "width", "num_frames", "fps"),
-        *("num_inference_steps", "guidance_scale"),
-    )
-    given = {name: getattr(asked, name) for name in names}
     return Request(
         prompts=("",) * len(asked.seed),
         negative_prompts=("",) * len(asked.seed),
         seeds=tuple((seed,) for seed in asked.seed),
         batch_size=1,
-        **{
-            name: getattr(variant, name) if value is None else value
-            for name, value in given.items()
-        },
+        **with_defaults(asked, variant, "height", "width", *SAMPLING),
     )
+
+
+#: What a request takes from a variant as it is.
+SAMPLING = ("num_frames", "fps", "num_inference_steps", "guidance_scale")
+
+
+def with_defaults(asked: Asked, variant: Variant, *names: str) -> dict[str, Any]:
+    """What was asked for, and the variant's defaults for the rest."""
+    given = {name: getattr(asked, name) for name in names}
+    return {n: getattr(variant, n) if v is None else v for n, v in given.items()}
 
 
 def check_folder(flag: str, folder: Path) -> None:

@@ -191,7 +191,10 @@ class StepCache:
         Raises:
             UsageError: see :meth:`resolve`.
         """
-        start, end = self._range(steps)
+        cache = self.resolve(steps)
+        assert cache.start is not None
+        assert cache.end is not None
+        start, end = cache.start, cache.end
         return tuple(
             not start <= step < end or (step - start) % self.interval == 0
             for step in range(steps)
@@ -258,12 +261,6 @@ class StepCache:
 
         return jax.tree.map(combine, *history)
 
-    def _range(self, steps: int) -> tuple[int, int]:
-        resolved = self.resolve(steps)
-        assert resolved.start is not None
-        assert resolved.end is not None
-        return resolved.start, resolved.end
-
     def _check(
         self, name: str, least: int, most: int | None, steps: int | None = None
     ) -> None:
@@ -277,9 +274,6 @@ class StepCache:
             f"{self.method}: {name}={value}{of} asked for; it must be {legal}; nearest "
             f"valid: {nearest}"
         )
-
-
-# ------------------------------------------------------------------- in a stage
 
 
 def _nearest_word(word: str, known: Any) -> str:

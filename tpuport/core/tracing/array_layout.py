@@ -15,7 +15,6 @@ def row_major(x: jax.Array, platform: str) -> jax.Array:
     channels along the lanes, as patches want them, in the scheduler too: eight times
     the memory, and half of the time around the blocks.
     """
-
     if platform != "tpu":
         return x
     layout = Layout(major_to_minor=tuple(range(x.ndim)))
@@ -24,11 +23,7 @@ def row_major(x: jax.Array, platform: str) -> jax.Array:
 
 
 def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> Any:
-    """Sharding of a weight, and the order of its dims in a TPU's memory.
-
-    Args:
-        shape: of the weight, as torch has it.
-        sharding: over the mesh.
+    """Sharding of a weight as torch has it, and the order of its dims on a TPU.
 
     Returns:
         ``sharding``. On TPUs a convolution's weight [O, C, taps] with two axes of taps
@@ -36,7 +31,6 @@ def in_order(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> An
         want. The runtime's own layout has C along the lanes, and every call of a
         program would transpose the weight first.
     """
-
     platform = sharding.mesh.devices.flat[0].platform
     if platform != "tpu" or len(shape) < 4 or set(shape[2:]) == {1}:
         return sharding

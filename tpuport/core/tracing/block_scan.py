@@ -25,7 +25,7 @@ import torch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as torch_pytree
 
-from tpuport.core.tracing.block_stacks import Stack
+from tpuport.core.tracing.block_stacks import Stack, forwards_replaced
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 from tpuport.errors import PluginError
 
@@ -40,7 +40,6 @@ def scanned(
     """In this block calls of stacked blocks run under scans.
 
     Args:
-        stacks: the stacks of the module that is called.
         weights: has the array of every tensor of every stack.
         env: the torchax environment, active.
         gathered: by array, the sharding in which a block uses a weight that is held in
@@ -50,32 +49,24 @@ def scanned(
         PluginError: from a block's call, when the loop over the blocks does more than
             hand their state on.
     """
-    saved: list[tuple[torch.nn.Module, Any]] = []
-    try:
-        for stack in stacks:
-            arrays = {name: weights[stack.name(name)] for name in stack.tensors}
-            whole = {
-                name: gathered[stack.name(name)]
-                for name in stack.tensors
-                if stack.name(name) in gathered
-            }
-            runner = _Runner(stack, arrays, env, whole)
-            for index, block in enumerate(stack.blocks):
-                saved.append((block, vars(block).get("forward")))
-                vars(block)["forward"] = runner.forward_of(index)
+    replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+    for stack in stacks:
+        names = {tensor: stack.name(tensor) for tensor in stack.tensors}
+        arrays = {tensor: weights[name] for tensor, name in names.items()}
+        whole = {t: gathered[name] for t, name in names.items() if name in gathered}
+        runner = _Runner(stack, arrays, env, whole)
+        replacements += [
+            (block, runner.forward_of(index))
+            for index, block in enumerate(stack.blocks)
+        ]
+    with forwards_replaced(replacements):
         yield
-    finally:
-        for block, before in reversed(saved):
-            vars(block).pop("forward", None)
-            if before is not None:
-                vars(block)["forward"] = before
 
 
 def slices(
     stack: Stack, weights: Mapping[str, jax.Array], env: Any
 ) -> dict[str, torch.Tensor]:
     """The tensors of each block by their own names, cut out when they are read."""
-
     found: dict[str, torch.Tensor] = {}
     for tensor in stack.tensors:
         whole = weights[stack.name(tensor)]
@@ -155,12 +146,8 @@ class _Chain:
             if is_array
         ]
         # Positions among the leaves -> positions among the arrays.
-        self._slot = {
-            position: slot
-            for slot, position in enumerate(
-                p for p, is_array in enumerate(self._is_array) if is_array
-            )
-        }
+        places = (p for p, is_array in enumerate(self._is_array) if is_array)
+        self._slot = {position: slot for slot, position in enumerate(places)}
         self.starts[self.start] = arrays
         block = self.runner.stack.blocks[self.start]
         found: dict[str, Any] = {}
@@ -268,7 +255,6 @@ class _Chain:
 
     def run(self, index: int) -> list[Any]:
         """The outputs of block ``index``."""
-
         if index in self.ran:
             return self.ran[index]
         start = max(s for s in self.starts if s <= index)
@@ -294,7 +280,6 @@ class _Chain:
 
     def _scan(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
         """The arguments of block ``stop``."""
-
         assert self.state is not None
         slots = [self._slot[position] for position in self.state]
         outputs = list(self.state.values())
@@ -330,7 +315,6 @@ class _Chain:
 
     def _block(self, layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
         """One block on the weights ``layer``."""
-
         # Gather inside the loop: before the loop all blocks would be whole at once.
         constrain = jax.lax.with_sharding_constraint
         whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
@@ -378,7 +362,6 @@ def _is_array(leaf: Any) -> bool:
 
 def _strong(x: jax.Array) -> jax.Array:
     """``x`` with a dtype that is not weak, as a scan's carry needs it."""
-
     return jnp.asarray(x, dtype=x.dtype)
 
 

@@ -8,10 +8,11 @@ Blocks that differ in anything but their weights are refused here, by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,22 +112,50 @@ def find_stacks(
     return found
 
 
-def _find(module: torch.nn.Module, declared: StackedBlocks) -> Stack | None:
+def blocks_at(module: torch.nn.Module, path: str, what: str) -> torch.nn.ModuleList:
+    """The list of blocks at a dotted path; ``what`` needs the list, for messages.
+
+    Raises:
+        PluginError: there is no list of blocks.
+    """
     import torch
 
     name = type(module).__name__
     try:
-        blocks = module.get_submodule(declared.path)
+        blocks = module.get_submodule(path)
     except AttributeError:
         raise PluginError(
-            f"stacked blocks: {name} has no {declared.path!r}; it has "
+            f"{what}: {name} has no blocks {path!r}; it has "
             + ", ".join(n for n, _ in module.named_children())
         ) from None
     if not isinstance(blocks, torch.nn.ModuleList):
         raise PluginError(
-            f"stacked blocks: {declared.path!r} of {name} is a "
-            f"{type(blocks).__name__}, not a ModuleList"
+            f"{what}: {path!r} of {name} is a {type(blocks).__name__}, not a "
+            "ModuleList of blocks"
         )
+    return blocks
+
+
+@contextlib.contextmanager
+def forwards_replaced(
+    replacements: Sequence[tuple[torch.nn.Module, Callable[..., Any]]],
+) -> Iterator[None]:
+    """In this context the functions replace the blocks' own forward."""
+    saved = [(block, vars(block).get("forward")) for block, _ in replacements]
+    try:
+        for block, forward in replacements:
+            vars(block)["forward"] = forward
+        yield
+    finally:
+        for block, before in saved:
+            vars(block).pop("forward", None)
+            if before is not None:
+                vars(block)["forward"] = before
+
+
+def _find(module: torch.nn.Module, declared: StackedBlocks) -> Stack | None:
+    name = type(module).__name__
+    blocks = blocks_at(module, declared.path, "stacked blocks")
     alike = tuple(blocks)[declared.first :]
     if len(alike) < 2 or not (tensors := tuple(_tensors(alike[0]))):
         return None
@@ -194,9 +223,7 @@ def _internals() -> frozenset[str]:
 def _unequal(one: Any, other: Any, path: str, seen: set[Any]) -> Iterator[str]:
     """The differences of two attributes, each as a line of text.
 
-    Args:
-        path: path of the attributes, with a dot behind.
-        seen: pairs of objects that are being compared further up.
+    ``path`` has a dot behind; ``seen`` are the pairs being compared further up.
     """
     import torch
 

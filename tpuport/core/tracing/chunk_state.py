@@ -89,7 +89,6 @@ class Chunk:
         Args:
             module: the module that looks back.
             x: [B, C, T, Y, X].
-            count: number of frames before ``x``.
             mode: ``torch.nn.functional.pad``'s, for frames before the video.
 
         Returns:
@@ -112,12 +111,7 @@ class Chunk:
         """``x`` among all frames so far, for attention that is causal by frames.
 
         The frames are kept in a buffer as long as the video, so that one program serves
-        every chunk.
-
-        Args:
-            module: the module that looks back.
-            name: name of ``x`` within the module.
-            x: [B, C, T, Y, X].
+        every chunk. ``name`` is that of ``x`` within ``module``, which looks back.
 
         Returns:
             ``x`` in the first chunk; in others [B, C, N, Y, X] with ``x`` from frame
@@ -172,10 +166,9 @@ def run_chunk(
 
     Args:
         carry: what the chunk before left; ``None`` for the first chunk.
-        x: [B, C, T, Y, X].
+        x: [B, C, T, Y, X], all that the method is called with.
         start: index of the first frame of ``x``, int32.
         total: frames of all chunks.
-        method: the method of the module, called with ``x`` alone.
 
     Returns:
         what this chunk leaves, in arrays of equal shapes for all chunks, and the

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.kernels.attention.choice import AttentionChoice
@@ -38,9 +38,7 @@ class Active:
 
     def axis_size(self, name: str | None) -> int:
         """Devices along a mesh axis; 1 if the mesh has no such axis."""
-        if name is None or self.context.mesh is None:
-            return 1
-        return int(dict(self.context.mesh.shape).get(name, 1))
+        return self.context.axis_size(name)
 
 
 _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar(
@@ -97,6 +95,17 @@ class OpContext:
     space: Space | None = None
     records: list[AttentionRecord]
     convolutions: list[ConvolutionRecord] = field(default_factory=list)
+
+    def axis_size(self, name: str | None) -> int:
+        """Devices along a mesh axis; 1 if the mesh has no such axis."""
+        if name is None or self.mesh is None:
+            return 1
+        return int(dict(self.mesh.shape).get(name, 1))
+
+    def axis(self, name: str | None, *counts: int) -> str | None:
+        """The mesh axis if it has several devices and divides all ``counts``."""
+        size = self.axis_size(name)
+        return name if size > 1 and all(n % size == 0 for n in counts) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +166,6 @@ class AttentionRecord:
     ring_keys: str | None = None
     notice: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvolutionRecord:
@@ -179,7 +184,3 @@ class ConvolutionRecord:
     implementation: str
     reason: str = ""
     count: int = 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)

@@ -8,7 +8,7 @@ and plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.tracing.context import ConvolutionRecord
@@ -35,9 +35,8 @@ def passed_over(
 ) -> None:
     """Note that ``instead`` takes over a call, and forget what the attempt noted.
 
-    Args:
-        known: number of notes before the attempt: what a refused attempt traced is no
-            part of the program.
+    ``known`` is the number of notes before the attempt: what a refused attempt traced
+    is no part of the program.
     """
     del context.convolutions[known:]
     note(context, instead, str(why), call=call)
@@ -53,6 +52,6 @@ def counted(records: Iterable[ConvolutionRecord]) -> tuple[ConvolutionRecord, ..
 
 
 def joined(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """:func:`counted` for records in the form of :meth:`ConvolutionRecord.as_dict`."""
+    """:func:`counted` for records as dictionaries."""
     found = counted(ConvolutionRecord(**entry) for entry in entries)
-    return tuple(record.as_dict() for record in found)
+    return tuple(map(asdict, found))

@@ -79,11 +79,8 @@ def deferred(
 ) -> torch.Tensor:
     """A torchax tensor that calls ``read`` whenever its array is asked for.
 
-    Args:
-        struct: shape and dtype of the tensor.
-        env: the torchax environment.
-        read: gives the array.
-        owner: whatever made it; see :func:`owner_of`.
+    ``struct`` has its shape and dtype, ``env`` is the torchax environment, ``owner``
+    whatever made it; see :func:`owner_of`.
     """
     tensor: torch.Tensor = _deferred_class()(struct, env, read, owner)
     return tensor

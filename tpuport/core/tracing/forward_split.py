@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tpuport.core.tracing.block_stacks import blocks_at, forwards_replaced
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def capture(
         _keep(state, _returned(path, split, out), split.names(where))
         return out
 
-    with _forwards([(last, forward)]):
+    with forwards_replaced([(last, forward)]):
         yield state
     if not state:
         raise PluginError(f"{path} did not run; is it the last block of the forward?")
@@ -135,9 +136,8 @@ def resume(
                 args = (*args[:index], values[name], *args[index + 1 :])
         return original(*args, **kwargs)
 
-    with _forwards(
-        [(block, nothing(path)) for path, block in before] + [(last, forward)]
-    ):
+    skipped = [(block, nothing(path)) for path, block in before]
+    with forwards_replaced([*skipped, (last, forward)]):
         yield
     if not ran:
         raise PluginError(f"{last_path} did not run, so the state was not used")
@@ -147,23 +147,10 @@ def _blocks(
     module: torch.nn.Module, split: ForwardSplit
 ) -> list[tuple[str, torch.nn.Module]]:
     """All blocks with their dotted names, in the order they run."""
-    import torch
-
     name = type(module).__name__
     found: list[tuple[str, torch.nn.Module]] = []
     for path in split.blocks:
-        try:
-            blocks = module.get_submodule(path)
-        except AttributeError:
-            raise PluginError(
-                f"ForwardSplit: {name} has no blocks {path!r}; it has "
-                + ", ".join(n for n, _ in module.named_children())
-            ) from None
-        if not isinstance(blocks, torch.nn.ModuleList):
-            raise PluginError(
-                f"ForwardSplit: {path!r} of {name} is a {type(blocks).__name__}, not "
-                "a ModuleList of blocks"
-            )
+        blocks = blocks_at(module, path, "ForwardSplit")
         found += [(f"{path}.{i}", block) for i, block in enumerate(blocks)]
     if not found:
         raise PluginError(f"ForwardSplit: {name} has no block in {split.blocks!r}")
@@ -214,20 +201,3 @@ def _keep(
 ) -> None:
     # A copy: code after this point may write into the tensor in place.
     state.update({name: values[name].clone() for name in names})
-
-
-@contextlib.contextmanager
-def _forwards(
-    replacements: Sequence[tuple[torch.nn.Module, Callable[..., Any]]],
-) -> Iterator[None]:
-    """In this context the functions replace the blocks' own forward."""
-    saved = [(block, vars(block).get("forward")) for block, _ in replacements]
-    try:
-        for block, forward in replacements:
-            vars(block)["forward"] = forward
-        yield
-    finally:
-        for block, before in saved:
-            vars(block).pop("forward", None)
-            if before is not None:
-                vars(block)["forward"] = before

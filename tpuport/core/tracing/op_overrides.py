@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,87 +106,49 @@ def _resolve(override: OpOverride, target: str) -> Any:
         ) from None
 
 
-class OpRegistry:
-    """Collects claims, finds conflicts, then installs on an environment."""
+#: An operator and the override that claims it.
+Claim = tuple[Any, OpOverride]
 
-    def __init__(self, overrides: Sequence[OpOverride] = ()) -> None:
-        self._overrides: list[OpOverride] = []
-        for override in overrides:
-            self.claim(override)
 
-    @property
-    def overrides(self) -> tuple[OpOverride, ...]:
-        """The claims, in the order they were made."""
-        return tuple(self._overrides)
+def resolve_claims(overrides: Sequence[OpOverride]) -> list[Claim]:
+    """Every operator with the override that claims it.
 
-    def claim(self, override: OpOverride) -> None:
-        """Record a claim; nothing is resolved, imported or changed."""
-        self._overrides.append(override)
+    Raises:
+        OpConflictError: an operator does not exist, or two claims meet.
+    """
+    claims, gone, conflicts = _examine(overrides)
+    for error in gone.values():
+        raise error
+    if conflicts:
+        raise OpConflictError(_conflict_text(text for _, text in conflicts))
+    return claims
 
-    def resolve(self) -> list[tuple[Any, OpOverride]]:
-        """Every (operator, claim) pair.
 
-        Raises:
-            OpConflictError: an operator does not exist, or two claims meet.
-        """
-        pairs: list[tuple[Any, OpOverride]] = []
-        seen: dict[str, tuple[str, OpOverride]] = {}
-        conflicts: list[str] = []
-        for override in self._overrides:
-            for target in override.targets:
-                operator = _resolve(override, target)
-                identity = _identity(operator)
-                if identity in seen:
-                    other_target, other = seen[identity]
-                    conflicts.append(
-                        f"{target} is claimed by {override.owner!r} "
-                        f"({override.reason}) and, as {other_target}, by "
-                        f"{other.owner!r} ({other.reason})"
-                    )
-                    continue
-                seen[identity] = (target, override)
-                pairs.append((operator, override))
-        if conflicts:
-            raise OpConflictError(
-                "conflicting op overrides: "
-                + "; ".join(conflicts)
-                + ". Drop one of the claims; nothing was installed."
+@contextlib.contextmanager
+def installed(claims: Sequence[Claim], env: Any, context: OpContext) -> Iterator[None]:
+    """The overrides are in force on the torchax environment ``env`` in this block."""
+    from torchax.ops.ops_registry import Operator
+
+    overrides = dict.fromkeys(override for _, override in claims)
+    made = {override: override.make(context) for override in overrides}
+    saved = [(operator, env._ops.get(operator)) for operator, _ in claims]
+    try:
+        for operator, override in claims:
+            env._ops[operator] = Operator(
+                operator,
+                made[override],
+                is_jax_function=True,
+                is_user_defined=True,
+                needs_env=False,
+                is_view_op=False,
             )
-        return pairs
-
-    @contextlib.contextmanager
-    def install(self, env: Any, context: OpContext) -> Iterator[tuple[str, ...]]:
-        """Install every claim on ``env``; yields the claimed names; restores on exit.
-
-        Raises:
-            OpConflictError: see :meth:`resolve`; ``env`` is then untouched.
-        """
-        from torchax.ops.ops_registry import Operator
-
-        pairs = self.resolve()
-        implementations: dict[int, Callable[..., Any]] = {}
-        for _, override in pairs:
-            if id(override) not in implementations:
-                implementations[id(override)] = override.make(context)
-        saved: list[tuple[Any, Any]] = []
-        try:
-            for operator, override in pairs:
-                saved.append((operator, env._ops.get(operator)))
-                env._ops[operator] = Operator(
-                    operator,
-                    implementations[id(override)],
-                    is_jax_function=True,
-                    is_user_defined=True,
-                    needs_env=False,
-                    is_view_op=False,
-                )
-            yield tuple(t for o in self._overrides for t in o.targets)
-        finally:
-            for operator, original in reversed(saved):
-                if original is None:
-                    env._ops.pop(operator, None)
-                else:
-                    env._ops[operator] = original
+        yield
+    finally:
+        for operator, original in saved:
+            if original is None:
+                env._ops.pop(operator, None)
+            else:
+                env._ops[operator] = original
 
 
 def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[OverrideStatus, ...]:
@@ -195,23 +156,54 @@ def inspect_overrides(overrides: Sequence[OpOverride]) -> tuple[OverrideStatus, 
 
     Nothing is made or installed.
     """
-    problems: dict[int, tuple[str, str]] = {}
+    _, gone, conflicts = _examine(overrides)
+    found = []
+    for index, override in enumerate(overrides):
+        state, detail = "applicable", override.reason
+        if index in gone:
+            state, detail = "gone", str(gone[index])
+        elif texts := [text for pair, text in conflicts if index in pair]:
+            state, detail = "broken", _conflict_text(texts)
+        found.append(OverrideStatus(override=override, state=state, detail=detail))
+    return tuple(found)
+
+
+def _examine(
+    overrides: Sequence[OpOverride],
+) -> tuple[list[Claim], dict[int, OpConflictError], list[tuple[tuple[int, int], str]]]:
+    """The claims, the overrides whose operators do not exist, and the conflicts.
+
+    Overrides are told by their index, a conflict by two of them.
+    """
+    claims: list[Claim] = []
+    gone: dict[int, OpConflictError] = {}
+    conflicts: list[tuple[tuple[int, int], str]] = []
+    seen: dict[str, tuple[int, str]] = {}
     for index, override in enumerate(overrides):
         try:
-            for target in override.targets:
-                _resolve(override, target)
+            operators = [_resolve(override, target) for target in override.targets]
         except OpConflictError as error:
-            problems[index] = ("gone", str(error))
-    left = [index for index in range(len(overrides)) if index not in problems]
-    for group in (*((index,) for index in left), *itertools.combinations(left, 2)):
-        try:
-            OpRegistry([overrides[index] for index in group]).resolve()
-        except OpConflictError as error:
-            problems |= {index: ("broken", str(error)) for index in group}
-    return tuple(
-        OverrideStatus(override=override, state=state, detail=detail)
-        for override, (state, detail) in (
-            (o, problems.get(i, ("applicable", o.reason)))
-            for i, o in enumerate(overrides)
-        )
+            gone[index] = error
+            continue
+        for target, operator in zip(override.targets, operators, strict=True):
+            identity = _identity(operator)
+            if identity not in seen:
+                seen[identity] = (index, target)
+                claims.append((operator, override))
+                continue
+            first, other_target = seen[identity]
+            other = overrides[first]
+            text = (
+                f"{target} is claimed by {override.owner!r} ({override.reason}) and, "
+                f"as {other_target}, by {other.owner!r} ({other.reason})"
+            )
+            conflicts.append(((first, index), text))
+    return claims, gone, conflicts
+
+
+def _conflict_text(conflicts: Iterable[str]) -> str:
+    return (
+        "conflicting op overrides: "
+        + "; ".join(conflicts)
+        + ". Drop one of the claims; nothing was installed."
     )

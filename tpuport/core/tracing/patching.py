@@ -11,9 +11,10 @@ import contextlib
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -85,7 +86,7 @@ class Patch:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PatchStatus:
     """What became, or would become, of one patch.
 
@@ -105,17 +106,6 @@ class PatchStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PatchReport:
-    """The state of every patch, in the order given."""
-
-    entries: tuple[PatchStatus, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"patches": [asdict(entry) for entry in self.entries]}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Site:
     """A resolved patch: its place and the original.
 
@@ -130,7 +120,11 @@ class _Site:
     new: Any
 
     def apply(self) -> None:
-        setattr(self.owner, self.attr, self.new)
+        try:
+            setattr(self.owner, self.attr, self.new)
+        except Exception as error:
+            problem = f"{self.patch.target} cannot be set: {_text(error)}"
+            raise _error(self.patch, problem) from error
 
     def undo(self) -> None:
         """Put the original back.
@@ -142,10 +136,10 @@ class _Site:
         now = vars(self.owner).get(self.attr, missing)
         if now is not self.new:
             found = "nothing" if now is missing else repr(now)
-            raise PatchError(
-                f"patch {self.patch.name!r}: {self.patch.target} was changed by "
-                f"someone else while patched, it is now {found}; it was left so, and "
-                "the original is not restored"
+            raise _error(
+                self.patch,
+                f"{self.patch.target} was changed by someone else while patched, it is "
+                f"now {found}; it was left so, and the original is not restored",
             )
         if self.own:
             setattr(self.owner, self.attr, self.own[0])
@@ -154,7 +148,7 @@ class _Site:
 
 
 @contextlib.contextmanager
-def applied(patches: Sequence[Patch]) -> Iterator[PatchReport]:
+def applied(patches: Sequence[Patch]) -> Iterator[tuple[PatchStatus, ...]]:
     """Apply patches for the length of the block; yields the state of each patch.
 
     Targets and versions are resolved first; nothing changes unless all fit. Patches are
@@ -167,65 +161,69 @@ def applied(patches: Sequence[Patch]) -> Iterator[PatchReport]:
             the way out, someone else replaced a patched attribute (raised after all
             others are undone; an error of the block is its ``__context__``).
     """
-    sites, skipped = _resolve_all(patches)
-    report = PatchReport(
-        entries=tuple(
-            _status(patch, "skipped", skipped[index])
-            if index in skipped
-            else _status(patch, "applied", patch.reason)
-            for index, patch in enumerate(patches)
-        )
-    )
-    done: list[_Site] = []
-    try:
-        for site in sites:
-            _apply(site)
-            done.append(site)
-        yield report
-    finally:
-        _undo_all(done)
+    found = _examine(patches)
+    for one in found:
+        if isinstance(one, PatchError):
+            raise one
+    with contextlib.ExitStack() as stack:
+        for site in found:
+            if isinstance(site, _Site):
+                site.apply()
+                stack.callback(site.undo)
+        yield _states(patches, found, "applied")
 
 
-def inspect_patches(patches: Sequence[Patch]) -> PatchReport:
+def inspect_patches(patches: Sequence[Patch]) -> tuple[PatchStatus, ...]:
     """Whether each patch would apply here; never raises for a broken one.
 
     Target and replacement modules are imported, and factories of wrapping patches
     called, but nothing is replaced.
     """
-    states: dict[int, PatchStatus] = {}
-    sites: dict[int, _Site] = {}
+    return _states(patches, _examine(patches), "applicable")
+
+
+_Found = _Site | str | PatchError
+"""Where a patch applies, why it is skipped, or why it cannot be applied."""
+
+
+def _examine(patches: Sequence[Patch]) -> list[_Found]:
+    found: list[_Found] = []
+    # Two paths may lead to one attribute.
+    first: dict[tuple[int, str], int] = {}
     for index, patch in enumerate(patches):
-        detail = _why_skipped(patch)
-        if detail:
-            states[index] = _status(patch, "skipped", detail)
-            continue
         try:
-            sites[index] = _resolve(patch)
+            site = _why_skipped(patch) or _resolve(patch)
         except PatchError as error:
-            state = "gone" if isinstance(error, _TargetGoneError) else "broken"
-            states[index] = _status(patch, state, str(error))
-        else:
-            states[index] = _status(patch, "applicable", patch.reason)
-    for one, other in _conflicts(sites):
-        for index in (one, other):
-            detail = _conflict_text(sites[one], sites[other])
-            states[index] = _status(patches[index], "broken", detail)
-    return PatchReport(entries=tuple(states[i] for i in range(len(patches))))
+            found.append(error)
+            continue
+        found.append(site)
+        if isinstance(site, str):
+            continue
+        other = first.setdefault((id(site.owner), site.attr), index)
+        if other != index:
+            found[other] = found[index] = PatchError(
+                f"patches {patches[other].name!r} and {patch.name!r} both replace "
+                f"{patches[other].target}; keep one of them, or give them upstream "
+                "versions that do not overlap"
+            )
+    return found
 
 
-def _resolve_all(patches: Sequence[Patch]) -> tuple[list[_Site], dict[int, str]]:
-    """The sites to patch, and the reason of each skipped patch by index."""
-    skipped: dict[int, str] = {}
-    sites: dict[int, _Site] = {}
-    for index, patch in enumerate(patches):
-        detail = _why_skipped(patch)
-        if detail:
-            skipped[index] = detail
+def _states(
+    patches: Sequence[Patch], found: Sequence[_Found], fits: str
+) -> tuple[PatchStatus, ...]:
+    """``fits`` is the state of a patch that applies."""
+    states = []
+    for patch, one in zip(patches, found, strict=True):
+        if isinstance(one, _Site):
+            state, detail = fits, patch.reason
+        elif isinstance(one, str):
+            state, detail = "skipped", one
         else:
-            sites[index] = _resolve(patch)
-    for one, other in _conflicts(sites):
-        raise PatchError(_conflict_text(sites[one], sites[other]))
-    return list(sites.values()), skipped
+            state = "gone" if isinstance(one, _TargetGoneError) else "broken"
+            detail = str(one)
+        states.append(PatchStatus(patch.name, patch.target, state, detail))
+    return tuple(states)
 
 
 def _why_skipped(patch: Patch) -> str:
@@ -244,10 +242,28 @@ def _why_skipped(patch: Patch) -> str:
 
 
 def _resolve(patch: Patch) -> _Site:
-    owner, attr = _owner(patch)
+    module, _, path = patch.target.partition(":")
+    *parents, attr = path.split(".")
+    try:
+        if module.partition(".")[0] == "torchax":
+            # compat makes torchax import beside torch versions that it is not for.
+            compat.import_torchax()
+        owner: Any = importlib.import_module(module)
+    except Exception as error:
+        # Upstream modules fail to import in many ways; then nothing can be patched.
+        found = f"module {module} does not import: {_text(error)}"
+        raise _gone(patch, found) from error
+    for parent in parents:
+        owner = _attribute(patch, owner, parent)
     if isinstance(owner, ModuleType):
         # Access first: a lazy module fills __dict__ on first access.
         raw = _attribute(patch, owner, attr)
+    elif not isinstance(owner, type):
+        raise _error(
+            patch,
+            f"target {patch.target} is an attribute of a {type(owner).__name__}, not "
+            "of a module or class",
+        )
     elif any(attr in vars(base) for base in owner.__mro__):
         raw = inspect.getattr_static(owner, attr)
     else:
@@ -258,30 +274,6 @@ def _resolve(patch: Patch) -> _Site:
     )
 
 
-def _owner(patch: Patch) -> tuple[Any, str]:
-    """The module or class to set an attribute on, and the attribute's name."""
-    module, _, path = patch.target.partition(":")
-    *parents, attr = path.split(".")
-    try:
-        if module.partition(".")[0] == "torchax":
-            # compat makes torchax import beside torch versions that it is not for.
-            compat.import_torchax()
-        owner: Any = importlib.import_module(module)
-    except Exception as error:
-        # Upstream modules fail to import in many ways; then nothing can be patched.
-        raise _gone(
-            patch, f"module {module} does not import: {_error_text(error)}"
-        ) from error
-    for parent in parents:
-        owner = _attribute(patch, owner, parent)
-    if not isinstance(owner, ModuleType | type):
-        raise PatchError(
-            f"patch {patch.name!r}: target {patch.target} is an attribute of a "
-            f"{type(owner).__name__}, not of a module or class"
-        )
-    return owner, attr
-
-
 def _attribute(patch: Patch, owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
@@ -289,16 +281,19 @@ def _attribute(patch: Patch, owner: Any, name: str) -> Any:
         raise _gone(patch, f"{_describe(owner)} has no {name!r}") from None
     except Exception as error:
         # A lazy module imports on access, which may fail in any way.
-        raise _gone(
-            patch, f"{name!r} of {_describe(owner)} raises {_error_text(error)}"
-        ) from error
+        found = f"{name!r} of {_describe(owner)} raises {_text(error)}"
+        raise _gone(patch, found) from error
 
 
 def _replacement(patch: Patch, raw: Any) -> Any:
     """What to set in place of ``raw``, the attribute as its owner stores it."""
     new = patch.replacement
     if isinstance(new, str):
-        new = _imported(patch, new)
+        try:
+            new = pkgutil.resolve_name(new)
+        except Exception as error:
+            problem = f"replacement {new} cannot be imported: {_text(error)}"
+            raise _error(patch, problem) from error
     kind = type(raw)
     is_method = isinstance(raw, staticmethod | classmethod)
     if patch.wraps:
@@ -306,93 +301,32 @@ def _replacement(patch: Patch, raw: Any) -> Any:
             # A wrapper of a class method takes cls, so it needs the bare function.
             new = new(raw.__func__ if is_method else raw)
         except Exception as error:
-            raise PatchError(
-                f"patch {patch.name!r}: its replacement, called with the original of "
-                f"{patch.target}, raised {_error_text(error)}"
-            ) from error
+            problem = f"its replacement, called with the original of {patch.target}"
+            raise _error(patch, f"{problem}, raised {_text(error)}") from error
     if isinstance(raw, property | functools.cached_property):
         if not isinstance(new, kind):
-            raise PatchError(
-                f"patch {patch.name!r}: {patch.target} is a {kind.__name__}, the "
-                f"replacement is a {type(new).__name__}; replace it with a "
-                f"{kind.__name__}"
+            raise _error(
+                patch,
+                f"{patch.target} is a {kind.__name__}, the replacement is a "
+                f"{type(new).__name__}; replace it with a {kind.__name__}",
             )
         return new
     if isinstance(new, staticmethod | classmethod):
         return new
     if not callable(new):
-        raise PatchError(
-            f"patch {patch.name!r}: the replacement of {patch.target} is {new!r}, "
-            "which cannot be called"
+        raise _error(
+            patch,
+            f"the replacement of {patch.target} is {new!r}, which cannot be called",
         )
     return kind(new) if is_method else new
 
 
-def _imported(patch: Patch, path: str) -> Any:
-    module, _, names = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in names.split("."):
-            found = getattr(found, name)
-    except Exception as error:
-        raise PatchError(
-            f"patch {patch.name!r}: replacement {path} cannot be imported: "
-            f"{_error_text(error)}"
-        ) from error
-    return found
-
-
-def _conflicts(sites: dict[int, _Site]) -> list[tuple[int, int]]:
-    """Pairs of indices that claim one attribute, even under different paths."""
-    first: dict[tuple[int, str], int] = {}
-    pairs = []
-    for index, site in sites.items():
-        claimed = first.setdefault((id(site.owner), site.attr), index)
-        if claimed != index:
-            pairs.append((claimed, index))
-    return pairs
-
-
-def _conflict_text(one: _Site, other: _Site) -> str:
-    return (
-        f"patches {one.patch.name!r} and {other.patch.name!r} both replace "
-        f"{one.patch.target}; keep one of them, or give them upstream versions that "
-        "do not overlap"
-    )
-
-
-def _apply(site: _Site) -> None:
-    try:
-        site.apply()
-    except Exception as error:
-        raise PatchError(
-            f"patch {site.patch.name!r}: {site.patch.target} cannot be set: "
-            f"{_error_text(error)}"
-        ) from error
-
-
-def _undo_all(done: Sequence[_Site]) -> None:
-    problems = []
-    for site in reversed(done):
-        try:
-            site.undo()
-        except PatchError as error:
-            problems.append(str(error))
-        except Exception as error:
-            problems.append(
-                f"patch {site.patch.name!r}: {site.patch.target} cannot be restored: "
-                f"{_error_text(error)}"
-            )
-    if problems:
-        raise PatchError("; ".join(problems))
-
-
-def _status(patch: Patch, state: str, detail: str) -> PatchStatus:
-    return PatchStatus(name=patch.name, target=patch.target, state=state, detail=detail)
-
-
 class _TargetGoneError(PatchError):
     """A target does not exist; callers see it as a PatchError."""
+
+
+def _error(patch: Patch, problem: str) -> PatchError:
+    return PatchError(f"patch {patch.name!r}: {problem}")
 
 
 def _gone(patch: Patch, found: str) -> PatchError:
@@ -411,5 +345,5 @@ def _describe(owner: Any) -> str:
     return f"a {type(owner).__name__}"
 
 
-def _error_text(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn.utils.stateless import _reparametrize_module
 
+from tpuport.core import compat
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing import forward_split as splitting
 from tpuport.core.tracing.array_layout import row_major
@@ -27,10 +28,6 @@ from tpuport.errors import PluginError
 
 Weights = Mapping[str, Any]
 Within = Callable[["torch.nn.Module"], contextlib.AbstractContextManager[Any]]
-
-
-def _as_it_is(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,19 +121,17 @@ class PortedModule:
         method: str = "forward",
         weight_overrides: Weights | None = None,
         attributes: Mapping[str, Any] | None = None,
-        within: Within = _as_it_is,
+        within: Within = contextlib.nullcontext,
         **kwargs: Any,
     ) -> Any:
         """Call ``method`` of the module as a pure function.
 
         Args:
             weights: one array per name in :attr:`arrays`.
-            args: positional arguments; all arrays in them are JAX arrays.
-            method: the method of the module to call.
+            args, kwargs: of the method; all arrays in them are JAX arrays.
             weight_overrides: arrays by the names of the weights that they replace.
             attributes: module attributes (dotted) that hold during this call only.
             within: makes a context for the call from the module.
-            kwargs: keyword arguments, like ``args``.
 
         Returns:
             What the method returns, with JAX arrays in place of tensors.
@@ -145,7 +140,6 @@ class PortedModule:
             PluginError: the module does more with stacked blocks than run one after the
                 other, or an override or attribute is for a single block of a stack.
         """
-
         env = self.runtime.env
         self._check_whole((*(weight_overrides or ()), *(attributes or ())))
         values = {**weights, **(weight_overrides or {})}
@@ -178,10 +172,8 @@ class PortedModule:
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of all weights, for lowering without data.
 
-        Args:
-            dtype: gives a tensor's dtype from its name in the module and the tensor.
+        ``dtype`` gives a tensor's dtype from its name in the module and the tensor.
         """
-
         tensors = self.tensors()
         return {
             name: jax.ShapeDtypeStruct(
@@ -213,21 +205,43 @@ class PortedModule:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class BoundModule:
-    """A ported module inside a program: ``model(...)`` calls its forward."""
+class HasRuntime(Protocol):
+    """A module that is traced in a runtime."""
 
-    ported: PortedModule
+    @property
+    def runtime(self) -> Runtime: ...
+
+
+M = TypeVar("M", bound=HasRuntime)
+
+
+@dataclass(frozen=True)
+class Bound(Generic[M]):
+    """A module with its weights inside a program."""
+
+    ported: M
     weights: Weights
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`PortedModule.apply`."""
-        return self.ported.apply(self.weights, *args, **kwargs)
 
     @property
     def space(self) -> Space | None:
         """How the picture is split over devices in the program being traced."""
         return self.ported.runtime.space
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """``x`` split over mesh axes; see :func:`constrain`."""
+        return constrain(self.ported.runtime.mesh, x, *axes)
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """See :func:`tpuport.core.tracing.array_layout.row_major`."""
+        return row_major(x, self.ported.runtime.platform)
+
+
+class BoundModule(Bound[PortedModule]):
+    """A ported module inside a program: ``model(...)`` calls its forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`PortedModule.apply`."""
+        return self.ported.apply(self.weights, *args, **kwargs)
 
     def capture(
         self, split: ForwardSplit, where: Where, /, *args: Any, **kwargs: Any
@@ -267,26 +281,14 @@ class BoundModule:
 
         return self(*args, within=within, **kwargs)
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """``x`` split over mesh axes, one per leading dim.
-
-        An axis that does not divide its dim leaves that dim whole.
-        """
-        return constrain(self.ported.runtime.mesh, x, *axes)
-
-    def row_major(self, x: jax.Array) -> jax.Array:
-        """``x`` with its last dim along the lanes of a TPU.
-
-        See :func:`tpuport.core.tracing.array_layout.row_major`.
-        """
-        return row_major(x, self.ported.runtime.platform)
-
 
 def constrain(
     mesh: jax.sharding.Mesh | None, x: jax.Array, *axes: str | None
 ) -> jax.Array:
-    """``x`` split over mesh axes; see :meth:`BoundModule.constrain`."""
+    """``x`` split over mesh axes, one per leading dim.
 
+    An axis that does not divide its dim leaves that dim whole.
+    """
     if mesh is None or mesh.size == 1:
         return x
     fitting = [
@@ -295,6 +297,30 @@ def constrain(
     ]
     sharding = NamedSharding(mesh, PartitionSpec(*fitting))
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def on_devices(
+    mesh: jax.sharding.Mesh | None,
+    run: Callable[..., jax.Array],
+    arrays: Sequence[jax.Array | None],
+    split: Sequence[tuple[str | None, ...]],
+    result: tuple[str | None, ...],
+) -> jax.Array:
+    """``run`` on each device's part of the arrays.
+
+    Args:
+        split: the mesh axis that splits each dim of each array.
+        result: the mesh axis that splits each dim of the result.
+    """
+    if mesh is None or mesh.size == 1:
+        return run(*arrays)
+    out: jax.Array = compat.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*axes) for axes in split),
+        out_specs=PartitionSpec(*result),
+    )(*arrays)
+    return out
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ from tpuport.core.tracing.context import (
     OpContext,
     activated,
 )
-from tpuport.core.tracing.op_overrides import OpOverride, OpRegistry
-from tpuport.core.tracing.patching import Patch, PatchReport, applied
+from tpuport.core.tracing.op_overrides import OpOverride, installed, resolve_claims
+from tpuport.core.tracing.patching import Patch, PatchStatus, applied
 from tpuport.kernels.attention.choice import AttentionChoice
 
 
@@ -47,7 +47,8 @@ class Runtime:
         matmul_precision: ``"highest"`` for exact float32 products on every chip.
         records: how the attention calls traced so far run.
         convolutions: how the convolutions of the program traced last run.
-        patch_report: the state of each patch, after the first trace.
+        patch_states: the state of each patch, after the first trace.
+        space: how the picture is split in the traced program; see :meth:`split`.
     """
 
     mesh: jax.sharding.Mesh | None
@@ -59,31 +60,25 @@ class Runtime:
     matmul_precision: str | None = None
     records: list[AttentionRecord] = field(default_factory=list)
     convolutions: list[ConvolutionRecord] = field(default_factory=list)
-    patch_report: PatchReport | None = None
+    patch_states: tuple[PatchStatus, ...] = ()
+    space: Space | None = None
 
     def __post_init__(self) -> None:
         compat.import_torchax()
         from torchax.tensor import Environment
 
         self.env = Environment()
-        self._space: Space | None = None
-        self._registry = OpRegistry(self.overrides)
-        self._registry.resolve()
-
-    @property
-    def space(self) -> Space | None:
-        """How the picture is split in the traced program; see :meth:`split`."""
-        return self._space
+        self._claims = resolve_claims(self.overrides)
 
     def op_context(self) -> OpContext:
         """What op implementations of this runtime may depend on."""
         return OpContext(
-            mesh=None if self._space else self.mesh,
+            mesh=None if self.space else self.mesh,
             platform=self.platform,
             attention=self.attention,
             implementation=self.attention_implementation,
             chip=self._chip(),
-            space=self._space,
+            space=self.space,
             records=self.records,
             convolutions=self.convolutions,
         )
@@ -91,11 +86,11 @@ class Runtime:
     @contextlib.contextmanager
     def split(self, space: Space) -> Iterator[None]:
         """Code traced in this context has a device's part of the picture."""
-        before, self._space = self._space, space
+        before, self.space = self.space, space
         try:
             yield
         finally:
-            self._space = before
+            self.space = before
 
     def _chip(self) -> str | None:
         """The kind of TPU that the programs are for, read from the mesh."""
@@ -113,9 +108,9 @@ class Runtime:
             # torch's index tensors are int64, jax runs with 32-bit integers;
             # tpuport.core.arrays checks the indices that matter.
             warnings.filterwarnings("ignore", message="Explicitly requested dtype.*64")
-            self.patch_report = stack.enter_context(applied(self.patches))
+            self.patch_states = stack.enter_context(applied(self.patches))
             context = self.op_context()
-            stack.enter_context(self._registry.install(self.env, context))
+            stack.enter_context(installed(self._claims, self.env, context))
             stack.enter_context(activated(Active(self.env, context)))
             if self.matmul_precision:
                 stack.enter_context(jax.default_matmul_precision(self.matmul_precision))

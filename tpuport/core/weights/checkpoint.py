@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -295,6 +295,10 @@ class Checkpoint:
             named = canonical([content, self.index.get(component)])
             self._fingerprints[component] = hashlib.sha256(named).hexdigest()
         return self._fingerprints[component]
+
+    def fingerprints(self, components: Iterable[str]) -> dict[str, str]:
+        """:meth:`fingerprint` of each component that is there."""
+        return {name: self.fingerprint(name) for name in components if self.has(name)}
 
     def has(self, component: str) -> bool:
         """Whether the component's folder exists."""

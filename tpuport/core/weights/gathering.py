@@ -54,7 +54,6 @@ def gathered(
 
     Args:
         plan: a plan of whole weights, or of weights that tp splits.
-        ported: the module, with its stacks.
         weights: name -> object with a shape and an item size, for the whole plan.
         room: bytes of a device that the weights may take.
     """

@@ -6,17 +6,13 @@ here with the dims of its weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.core.mesh.spatial_split import Space
-from tpuport.core.tracing.array_layout import row_major
-from tpuport.core.tracing.ported_module import Weights, constrain
+from tpuport.core.tracing.ported_module import Bound, Weights
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.sharding import ShardingPlan, named_shardings
 
@@ -55,7 +51,6 @@ class JaxModule:
 
         Args:
             plan: plan of the stored tensors, by their names in upstream's module.
-            mesh: the devices.
             dtype: dtype of all arrays.
             used: whether a stored tensor, by name, will be there.
 
@@ -63,7 +58,6 @@ class JaxModule:
             WeightsError: the plan is for other tensors.
             ShardingError: the plan has problems.
         """
-
         shardings = named_shardings(plan, mesh)
         self.map.check(shardings)
         found = {}
@@ -78,24 +72,9 @@ class JaxModule:
             )
         return found
 
-    def converted(
-        self, tensors: Iterable[tuple[str, np.ndarray]]
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Stored tensors under the names and in the layouts of this module.
 
-        Raises:
-            WeightsError: a tensor does not belong to this module.
-        """
-        for stored, tensor in tensors:
-            yield self.map.convert(stored, tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class BoundJaxModule:
+class BoundJaxModule(Bound[JaxModule]):
     """A JAX module inside a program; ``model.module()`` is the implementation."""
-
-    ported: JaxModule
-    weights: Weights
 
     def module(self) -> Any:
         """The implementation's module with these weights."""
@@ -110,19 +89,6 @@ class BoundJaxModule:
     def platform(self) -> str:
         """The platform that the program is lowered for."""
         return self.ported.runtime.platform
-
-    @property
-    def space(self) -> Space | None:
-        """How the picture is split over devices in the program being traced."""
-        return self.ported.runtime.space
-
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """See :meth:`tpuport.core.tracing.ported_module.BoundModule.constrain`."""
-        return constrain(self.ported.runtime.mesh, x, *axes)
-
-    def row_major(self, x: jax.Array) -> jax.Array:
-        """See :func:`tpuport.core.tracing.array_layout.row_major`."""
-        return row_major(x, self.platform)
 
 
 class StoredWeight(Protocol):

@@ -43,7 +43,6 @@ def abstract_weights(
     Args:
         ported: the module, which may be on the meta device.
         plan: plan of the stored tensors, by their names in the module.
-        mesh: the devices.
         dtype: gives a tensor's dtype from its name and the tensor.
         used: whether a stored tensor, by name, will be there.
 
@@ -52,7 +51,6 @@ def abstract_weights(
             different ways.
         PluginError: ``used`` takes only some blocks of a stack.
     """
-
     shardings = named_shardings(plan, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     structs = ported.abstract_weights(dtype)
@@ -102,11 +100,9 @@ def place_weights(
     host, which compiles no program for their shapes.
 
     Args:
-        ported: the module.
         wanted: the result of :func:`abstract_weights`.
         tensors: every tensor of every wanted array, by its name in the module.
     """
-
     places = {
         name: (array, index)
         for array, members in ported.arrays.items()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.reports import bytes_text
@@ -80,7 +80,7 @@ class WeightInfo:
     itemsize: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RuleUse:
     """A rule, the number of weights that it matches, and their bytes, unsplit."""
 
@@ -130,16 +130,7 @@ class ShardingPlan:
         return {
             "component": self.component,
             "mesh": dict(self.mesh),
-            "rules": [
-                {
-                    "pattern": use.pattern,
-                    "spec": _json_spec(use.spec),
-                    "matches": use.matches,
-                    "bytes": use.bytes,
-                    "note": use.note,
-                }
-                for use in self.rules
-            ],
+            "rules": [{**asdict(u), "spec": _json_spec(u.spec)} for u in self.rules],
             "total_bytes": self.total_bytes,
             "bytes_per_device": self.bytes_per_device,
             "replicated_bytes": self.replicated_bytes,
@@ -199,7 +190,6 @@ def plan_sharding(
         rules: exactly one rule must match each weight.
         weights: name -> object with a shape and an item size, see :class:`WeightInfo`.
         mesh_shape: axis name -> size, all axes of the mesh.
-        component: name of the component, for messages.
 
     Raises:
         ShardingError: lists every weight and rule that does not fit.
@@ -231,27 +221,31 @@ def plan_sharding(
             assignments[name] = rule.spec
             ways = problems.check_weight(name, shape, rule, sizes)
         if len(found) > 1:
-            problems.ambiguous(name, [rules[i].pattern for i in found])
+            listed = " and ".join(repr(rules[i].pattern) for i in found)
+            problems.add(f"rules {listed} match the same weight", name)
         total += nbytes
         per_device += nbytes // ways
         replicated += nbytes if ways == 1 else 0
-    problems.check_unmatched(unmatched)
+    if unmatched:
+        count, size = len(unmatched), bytes_text(sum(unmatched.values()))
+        problems.add(
+            f"no rule matches {count} weight{'s' if count > 1 else ''} of {component} "
+            f"({size})",
+            *unmatched,
+        )
     for index, rule in enumerate(rules):
         if not matches[index] and not rule.optional:
-            problems.unused(rule)
+            problems.add(
+                f"rule {rule.pattern!r} matches no weight of {component}; correct "
+                "it, or set optional=True if only some configs have the weight"
+            )
     problems.check(sizes)
     return ShardingPlan(
         component=component,
         mesh=sizes,
         rules=tuple(
-            RuleUse(
-                pattern=rule.pattern,
-                spec=rule.spec,
-                matches=matches[index],
-                bytes=matched_bytes[index],
-                note=rule.note,
-            )
-            for index, rule in enumerate(rules)
+            RuleUse(rule.pattern, rule.spec, matches[i], matched_bytes[i], rule.note)
+            for i, rule in enumerate(rules)
         ),
         assignments=assignments,
         total_bytes=total,
@@ -306,19 +300,19 @@ class _Problems:
                 )
             )
 
-    def _add(self, text: str, *names: str) -> None:
+    def add(self, text: str, *names: str) -> None:
         self._found.setdefault(text, []).extend(names)
 
     def check_rule(self, rule: ShardRule, sizes: Mapping[str, int]) -> None:
         uses = Counter(axis for entry in rule.spec for axis in spec_axes(entry))
         for axis, count in uses.items():
             if axis not in sizes:
-                self._add(
+                self.add(
                     f"rule {rule.pattern!r} names mesh axis {axis!r}, the mesh has "
                     f"{', '.join(sizes)}"
                 )
             if count > 1:
-                self._add(
+                self.add(
                     f"rule {rule.pattern!r} uses mesh axis {axis!r} {count} times in "
                     f"{_spec_text(rule.spec)}; an axis can split one dim"
                 )
@@ -332,7 +326,7 @@ class _Problems:
     ) -> int:
         """Number of parts of the weight; 1 if it cannot be split."""
         if rule.spec and len(rule.spec) != len(shape):
-            self._add(
+            self.add(
                 f"rule {rule.pattern!r} has a spec of rank {len(rule.spec)}, "
                 f"{_spec_text(rule.spec)}, for a weight of rank {len(shape)}, shape "
                 f"{_shape_text(shape)}",
@@ -345,7 +339,7 @@ class _Problems:
             axes = [axis for axis in dict.fromkeys(spec_axes(entry)) if axis in sizes]
             parts = math.prod(sizes[axis] for axis in axes)
             if shape[dim] % parts:
-                self._add(
+                self.add(
                     f"rule {rule.pattern!r} splits dim {dim} of size {shape[dim]} "
                     f"(shape {_shape_text(shape)}) over mesh axis {'+'.join(axes)} of "
                     f"size {parts}, which does not divide it",
@@ -354,26 +348,6 @@ class _Problems:
             else:
                 ways *= parts
         return ways
-
-    def ambiguous(self, name: str, patterns: Iterable[str]) -> None:
-        listed = " and ".join(repr(pattern) for pattern in patterns)
-        self._add(f"rules {listed} match the same weight", name)
-
-    def check_unmatched(self, unmatched: Mapping[str, int]) -> None:
-        if unmatched:
-            size = bytes_text(sum(unmatched.values()))
-            count = len(unmatched)
-            plural = "s" if count > 1 else ""
-            self._add(
-                f"no rule matches {count} weight{plural} of {self._component} ({size})",
-                *unmatched,
-            )
-
-    def unused(self, rule: ShardRule) -> None:
-        self._add(
-            f"rule {rule.pattern!r} matches no weight of {self._component}; correct "
-            "it, or set optional=True if only some configs have the weight"
-        )
 
 
 def _is_entry(entry: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -33,12 +33,6 @@ class StoredModule(Protocol):
     def ignored(self) -> tuple[str, ...]: ...
 
 
-def load_class(class_path: str) -> Any:
-    """The class that ``"package:Class"`` names."""
-    module, _, name = class_path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def build_skeleton(
     component: StoredModule, config: Mapping[str, Any]
 ) -> torch.nn.Module:
@@ -52,7 +46,7 @@ def build_skeleton(
     """
     from accelerate import init_empty_weights
 
-    cls = load_class(component.class_path)
+    cls = pkgutil.resolve_name(component.class_path)
     with (
         init_empty_weights(include_buffers=False),
         building(cls.__name__, f"{component.name}/config.json"),
@@ -88,12 +82,11 @@ def match_names(
     if component.stored_prefix:
         for names in aliases.values():
             names += [component.stored_prefix + name for name in names]
-    found: dict[str, str] = {}
-    for name, candidates in aliases.items():
-        for candidate in candidates:
-            if candidate in stored:
-                found[name] = candidate
-                break
+    found = {
+        name: next(candidate for candidate in candidates if candidate in stored)
+        for name, candidates in aliases.items()
+        if not stored.keys().isdisjoint(candidates)
+    }
     missing = [name for name in expected if name not in found]
     known = {c for candidates in aliases.values() for c in candidates}
     extra = [
@@ -102,15 +95,15 @@ def match_names(
         if name not in known
         and not any(re.fullmatch(pattern, name) for pattern in component.ignored)
     ]
-    problems = []
-    for label, names in (("missing", missing), ("extra", extra)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            problems.append(f"{label} tensor {names[0]}{more}")
-    if problems:
+    if missing or extra:
         raise WeightsError(
             f"{source}: {component.name}/ does not fit its config.json: "
-            + "; ".join(problems)
+            + "; ".join(
+                f"{label} tensor {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                for label, names in (("missing", missing), ("extra", extra))
+                if names
+            )
         )
     return found
 

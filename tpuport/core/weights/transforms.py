@@ -41,9 +41,7 @@ def transformer(
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """``f(name, tensor)`` that applies the transform that matches the name.
 
-    Args:
-        config: config of the module.
-        names: names of all tensors of the module.
+    ``config`` and ``names``, of all tensors, are those of the module.
 
     Raises:
         PluginError: a transform that is needed matches none of the names; from ``f``:
@@ -89,11 +87,7 @@ def half_order(head_dim: int) -> tuple[int, ...]:
 
 
 def to_halves(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The rows of a projection, or a vector per element, in ``half_order``.
-
-    Args:
-        tensor: of shape [H D, ...] for any H.
-        head_dim: D.
+    """The rows of a projection [H D, ...], or a vector per element, in ``half_order``.
 
     Raises:
         ValueError: D is odd or does not divide the rows.

@@ -46,20 +46,16 @@ def attention(
     """softmax(scale q k^T + mask) v, exactly; see ``reference_attention``.
 
     Args:
-        q: of shape [B, H, Lq, D].
-        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
-        v: of shape [B, Hkv, Lk, Dv].
+        q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]; Hkv divides H.
         platform: "tpu", "cpu", ...: where the program will run. It is not looked up,
             because a program may be compiled for a device that is not attached.
-        implementation: an :class:`AttentionChoice` or its text, such as "auto" or
-            "splash:window=256,256".
+        implementation: an :class:`AttentionChoice` or a name, such as "auto".
         chip: such as "v6e", for the choice of blocks.
         fall_back: see ``select``.
         interpret: run Pallas kernels interpreted; others ignore it.
-        **options: see :class:`Options`.
 
     Returns:
-        of shape [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
+        [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
@@ -110,18 +106,11 @@ def attention_feature_major(
 
     That is how a product of weights and tokens gives them and how our kernel takes
     them; any other implementation gets them turned. Where the one named refuses the
-    call, another does it, as ``select`` says with ``fall_back``.
-
-    Args:
-        q: of shape [B, H, D, Lq].
-        k: of shape [B, Hkv, D, Lk].
-        v: of shape [B, Hkv, Dv, Lk].
-        **options: see :class:`KeyOptions`; key lengths are at most ``kv_len``.
-
-    The other arguments and the errors are those of ``attention``.
+    call, another does it, as ``select`` says with ``fall_back``. Key lengths are at
+    most ``kv_len``.
 
     Returns:
-        of shape [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
+        [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
     """
     choice = as_choice(implementation)
     problem = describe_feature_major(
@@ -186,9 +175,8 @@ def smooth_keys(
     scores that are nearer 0 are rounded less in low precision.
 
     Args:
-        k: of shape [B, Hkv, Lk, D], or [B, Hkv, D, Lk] with ``axis=3``.
-        kv_lengths: integers of shape [B] or [1]; the keys before them count.
-        axis: of the keys.
+        k: [B, Hkv, Lk, D], or [B, Hkv, D, Lk] with ``axis=3``.
+        kv_lengths: integers [B] or [1]; the keys before them count.
 
     Source: Zhang et al. 2024 (arXiv:2410.02367), section 4.2.
     """

@@ -26,9 +26,6 @@ def tuned_blocks(
 
     Args:
         chip: generation, such as ``v6e``.
-        head_dim: width of a head.
-        q_len, kv_len: tokens of queries and keys.
-        table: the file to look in.
 
     Raises:
         ValueError: the file is not a table of blocks.
@@ -44,15 +41,14 @@ def find_entry(
     chip: str, head_dim: int, q_len: int, kv_len: int, *, table: Path = TABLE
 ) -> dict[str, Any] | None:
     """The entry whose bucket a call is in; see :func:`tuned_blocks`."""
-    for entry in read_entries(table):
-        if (
-            entry["chip"] == chip
-            and entry["head_dim"] == head_dim
-            and entry["q_len"][0] <= q_len <= entry["q_len"][1]
-            and entry["kv_len"][0] <= kv_len <= entry["kv_len"][1]
-        ):
-            return entry
-    return None
+    found = (
+        entry
+        for entry in read_entries(table)
+        if (entry["chip"], entry["head_dim"]) == (chip, head_dim)
+        and entry["q_len"][0] <= q_len <= entry["q_len"][1]
+        and entry["kv_len"][0] <= kv_len <= entry["kv_len"][1]
+    )
+    return next(found, None)
 
 
 def bucket(length: int, block: int) -> tuple[int, int]:

@@ -83,17 +83,12 @@ def blockwise_attention(
     """Same contract, arguments and errors as ``reference_attention``.
 
     The softmax is summed up over key blocks with a running maximum; the result is
-    exact up to float32 rounding. Broadcast dims of the mask stay broadcast. Key
-    blocks above the causal diagonal, outside the window or beyond ``kv_lengths`` are
-    not computed. The
-    loop slices every dimension but D, so a partitioner cannot split it: call it
-    inside ``shard_map`` on each device's own heads.
+    exact up to float32 rounding. Broadcast dims of the mask stay broadcast. Key blocks
+    above the causal diagonal, outside the window or beyond ``kv_lengths`` are not
+    computed. The loop slices every dimension but D, so a partitioner cannot split it:
+    call it inside ``shard_map`` on each device's own heads.
 
-    Args:
-        tiling: block sizes; None means ``default_tiling``.
-
-    Raises:
-        ValueError: shapes, dtypes or a tiling that do not fit together.
+    ``tiling`` None means ``default_tiling``; one that does not fit is a ValueError.
 
     Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3; Rabe and
     Staats 2021 (arXiv:2112.05682).

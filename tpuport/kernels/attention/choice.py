@@ -63,12 +63,8 @@ class AttentionChoice:
         kernel = self.name in (AUTO, "splash")
         for name, size in self.blocks.items():
             if size < 1 or (kernel and size % 128):
-                raise UsageError(
-                    f"attention {name}={size}: must be a positive multiple of 128"
-                    if kernel
-                    else f"attention {name}={size}: must be at least 1"
-                )
-
+                legal = "a positive multiple of 128" if kernel else "at least 1"
+                raise UsageError(f"attention {name}={size}: must be {legal}")
         kv, inner = self.block_kv, self.block_kv_compute
         if kv is not None and inner is not None and kv % inner:
             raise UsageError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,32 +42,6 @@ Sums = Any
 """A pytree of float32 arrays; what is in it is the implementation's own."""
 
 
-@runtime_checkable
-class Chunked(Protocol):
-    """Queries that meet chunks of keys, all of one size."""
-
-    def keys(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A chunk, k [B, Hkv, D, Lk] and v, as ``add`` wants it, copied if need be."""
-
-    def start(self) -> Sums:
-        """The sums over no key."""
-
-    def add(
-        self, sums: Sums, k: jax.Array, v: jax.Array, lengths: jax.Array | None
-    ) -> Sums:
-        """The sums with a chunk more.
-
-        Args:
-            sums: of the keys before.
-            k, v: as ``keys`` gave them; where a key does not count, finite and zero.
-            lengths: integers [B]: how many leading keys of the chunk count; None for
-                all.
-        """
-
-    def divide(self, sums: Sums) -> jax.Array:
-        """[B, H, Dv, Lq], in the dtype of the queries; 0 where no key counted."""
-
-
 def chunked_refusal(choice: AttentionChoice) -> str | None:
     """Why attention by a choice cannot take keys in chunks, or None if it can."""
     if choice.window is not None:
@@ -86,13 +60,12 @@ def chunked_attention(
     implementation: str | AttentionChoice = AUTO,
     chip: str | None = None,
     interpret: bool = False,
-) -> Chunked:
-    """Attention of ``q`` on chunks of keys.
+) -> Kernel | Formula:
+    """Attention of ``q`` on chunks of keys, all of one size.
 
     Args:
-        q: of shape [B, H, D, Lq].
-        k: one of the chunks, of shape [B, Hkv, D, Lk].
-        v: of shape [B, Hkv, Dv, Lk].
+        q, k, v: [B, H, D, Lq], and one of the chunks, [B, Hkv, D, Lk] and
+            [B, Hkv, Dv, Lk].
         has_lengths: whether ``add`` will be given lengths.
 
     The other arguments are those of ``attention_feature_major``.
@@ -122,12 +95,12 @@ def chunked_attention(
             if choice.blocks:
                 tiling = replace(default_tiling(problem), **selection.blocks)
             sums = functools.partial(blockwise_sums, tiling=tiling)
-        return _Formula(q=q.swapaxes(2, 3), v_dim=problem.v_dim, scale=scale, sums=sums)
+        return Formula(q=q.swapaxes(2, 3), v_dim=problem.v_dim, scale=scale, sums=sums)
     blocks = splash_tiles(selection.blocks)
     q, factor = with_factor(q, problem.scale)
     chip = chip or DEFAULT_CHIP
     plan = splash_plan(problem, blocks, factor, chip=chip, partial=True)
-    return _Kernel(
+    return Kernel(
         plan=plan,
         q=pad_dim(q, 2, padded_dim(problem.head_dim)),
         v_dim=problem.v_dim,
@@ -137,7 +110,7 @@ def chunked_attention(
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class _Kernel:
+class Kernel:
     """On our Pallas kernel, which goes on from the sums that it is given."""
 
     plan: Plan
@@ -147,17 +120,27 @@ class _Kernel:
     interpret: bool
 
     def keys(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A chunk, k [B, Hkv, D, Lk] and v, as ``add`` wants it, copied if need be."""
         whole = self.plan.kv_blocks * self.plan.blocks.kv
         k = pad_dim(k, 2, self.q.shape[2])
         return pad_dim(k, 3, whole), pad_dim(pad_dim(v, 2, self._rows), 3, whole)
 
     def start(self) -> Sums:
+        """The sums over no key."""
         batch, heads, _, length = self.q.shape
         return empty_state(batch, heads, self._rows, length)
 
     def add(
         self, sums: Sums, k: jax.Array, v: jax.Array, lengths: jax.Array | None
     ) -> Sums:
+        """The sums with a chunk more.
+
+        Args:
+            sums: of the keys before.
+            k, v: as ``keys`` gave them; where a key does not count, finite and zero.
+            lengths: integers [B]: how many leading keys of the chunk count; None for
+                all.
+        """
         if lengths is None:
             lengths = jnp.full((k.shape[0],), self.plan.kv_len, jnp.int32)
         return run(
@@ -172,6 +155,7 @@ class _Kernel:
         )
 
     def divide(self, sums: Sums) -> jax.Array:
+        """[B, H, Dv, Lq], in the dtype of the queries; 0 where no key counted."""
         return divided(sums, self._rows)[:, :, : self.v_dim].astype(self.q.dtype)
 
     @property
@@ -183,10 +167,11 @@ _Adder = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class _Formula:
+class Formula:
     """In plain jax: each chunk by itself, then both sums at their larger maximum.
 
-    Arrays have their tokens before the head dim in here.
+    The methods are those of :class:`Kernel`. Arrays have their tokens before the head
+    dim in here.
     """
 
     q: jax.Array

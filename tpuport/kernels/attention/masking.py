@@ -37,9 +37,8 @@ def mask_scores(
     """The scores with a mask applied; nothing is materialised beyond the scores.
 
     Args:
-        scores: float32 of shape [B, Hkv, G, Lq, Lk].
-        mask: bool (True = may attend) or float (added), broadcastable to the scores.
-        allowed: bool, broadcastable to the scores; False wins over any mask.
+        mask: bool (True = may attend) or float (added).
+        allowed: False wins over any mask.
     """
     if mask is not None and mask.dtype != jnp.bool_:
         scores = scores + mask.astype(jnp.float32)
@@ -57,13 +56,9 @@ def allowed_pairs(
     """Which pairs causality, lengths and window allow; None where they allow all.
 
     Args:
-        q_ids: positions of the queries, of shape [Lq].
-        k_ids: positions of the keys, of shape [Lk].
+        q_ids, k_ids: positions of the queries and of the keys.
         problem: causal or not, and with which window.
-        kv_lengths: integers of shape [B]; keys from there on are not allowed.
-
-    Returns:
-        bool, of shape [B|1, 1, 1, Lq|1, Lk].
+        kv_lengths: integers [B]; keys from there on are not allowed.
     """
     allowed = None
     if problem.is_causal:

@@ -94,14 +94,11 @@ def describe(
     """The problem of a call; anything with ``shape`` and ``dtype`` will do.
 
     Args:
-        q: of shape [B, H, Lq, D].
-        k: of shape [B, Hkv, Lk, D].
-        v: of shape [B, Hkv, Lk, Dv].
+        q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
         window: (left, right): query i sees keys i - left .. i + right; combines with
             the options.
         platform: "tpu", "cpu", ...: where the program will run.
         interpret: whether Pallas kernels are interpreted rather than compiled.
-        **options: see :class:`Options`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together; the message has them.

@@ -52,15 +52,12 @@ def reference_attention(
     4 B H Lq Lk bytes.
 
     Args:
-        q: of shape [B, H, Lq, D].
-        k: of shape [B, Hkv, Lk, D].
-        v: of shape [B, Hkv, Lk, Dv].
+        q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
         window: (left, right): query i sees keys i - left .. i + right; combines with
             the options.
-        **options: see :class:`Options`.
 
     Returns:
-        of shape [B, H, Lq, Dv], in the dtype of ``q``.
+        [B, H, Lq, Dv], in the dtype of ``q``.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
@@ -130,11 +127,6 @@ def combined(one: Sums, other: Sums) -> Sums:
 def normalised(
     summed: Float32[Array, "*n dv"], total: Float32[Array, "*n 1"]
 ) -> Float32[Array, "*n dv"]:
-    """``summed / total``, and 0 where no key was allowed, that is ``total`` is 0.
-
-    Args:
-        summed: weighted sums of the values, of shape [..., Dv].
-        total: sums of the weights, of shape [..., 1].
-    """
+    """``summed / total``, and 0 where no key was allowed, that is ``total`` is 0."""
     empty = total == 0
     return jnp.where(empty, 0.0, summed / jnp.where(empty, 1.0, total))

@@ -47,8 +47,10 @@ class Implementation:
     name: str
     reason: str
     refusal: Callable[[Problem, AttentionChoice, str], str | None]
-    auto_refusal: Callable[[Problem], str | None]
-    blocks: Callable[[Problem, AttentionChoice, str], Blocks]
+    auto_refusal: Callable[[Problem], str | None] = lambda problem: None
+    blocks: Callable[[Problem, AttentionChoice, str], Blocks] = (
+        lambda problem, choice, chip: {}
+    )
     platform: str | None = None
 
 
@@ -66,10 +68,6 @@ class Selection:
     passed_over: tuple[tuple[str, str], ...] = ()
     blocks: Blocks = field(default_factory=dict)
     notice: str = ""
-
-
-def _never(problem: Problem) -> str | None:
-    return None
 
 
 def _too_large(problem: Problem) -> str | None:
@@ -186,10 +184,6 @@ def _blockwise_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> B
     }
 
 
-def _no_sizes(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
-    return {}
-
-
 # In the order in which "auto" tries them. Blockwise refuses nothing but options that
 # it does not have, and is last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
@@ -206,13 +200,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         reason="the score matrix is small enough to be built whole",
         refusal=_no_blocks,
         auto_refusal=_too_large,
-        blocks=_no_sizes,
     ),
     Implementation(
         name="blockwise",
         reason="it takes any call, block by block",
         refusal=_two_blocks,
-        auto_refusal=_never,
         blocks=_blockwise_blocks,
     ),
 )

@@ -106,20 +106,17 @@ def splash_attention(
     """Same contract as ``reference_attention`` for what it does not refuse.
 
     Args:
-        q: of shape [B, H, Lq, D], bfloat16 or float32; the products of float32 are
-            float32 products.
-        k: of shape [B, Hkv, Lk, D]; Hkv divides H.
-        v: of shape [B, Hkv, Lk, Dv].
+        q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv], bfloat16 or
+            float32; the products of float32 are float32 products.
         window: (left, right): query i sees keys i - left .. i + right; combines with
             the options.
         blocks: tiles; None means ``default_blocks``.
         chip: what the program is for: "v5e", "v5p", "v6e", "v7x".
         platform: where the program will run; only "tpu" unless ``interpret``.
         interpret: run the kernel's program op by op, on any platform.
-        **options: see :class:`Options`; a mask is refused.
 
     Returns:
-        of shape [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
+        [B, H, Lq, Dv], in the dtype of ``q``; 0 where no key is allowed.
 
     Raises:
         NotImplementedError: see ``splash_refusal``.
@@ -154,17 +151,11 @@ def splash_feature_major(
 ) -> Float[Array, "b h dv lq"]:
     """``splash_attention`` on arrays as the kernel takes them, head dim before tokens.
 
-    Args:
-        q: of shape [B, H, D, Lq].
-        k: of shape [B, Hkv, D, Lk].
-        v: of shape [B, Hkv, Dv, Lk].
-        **options: see :class:`KeyOptions`.
-
-    The other arguments and the errors are those of ``splash_attention``. Arrays whose
-    head dim is a multiple of 16 and whose keys fill whole blocks are not copied.
+    Arrays whose head dim is a multiple of 16 and whose keys fill whole blocks are not
+    copied.
 
     Returns:
-        of shape [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
+        [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
     """
     problem = describe_feature_major(
         q, k, v, window=window, platform=platform, interpret=interpret, **options

@@ -109,8 +109,6 @@ def default_blocks(
     device is never asked, so a program can be compiled for another one.
 
     Args:
-        q_len: queries.
-        kv_len: keys.
         head_dim: the larger of D and Dv.
         chip: a key of ``VMEM_MIB``.
         itemsize: bytes of an element of q, k and v.
@@ -190,10 +188,7 @@ def vmem_bytes(
 ) -> int:
     """Bytes of VMEM that the kernel's blocks and scratch take, without spills.
 
-    Args:
-        head_dim: D.
-        v_dim: Dv; None means D.
-        itemsize: bytes of an element of q, k and v.
+    ``v_dim`` None means D; ``itemsize`` is the bytes of an element of q, k and v.
     """
     depth = padded_dim(head_dim)
     rows = padded_dim(head_dim if v_dim is None else v_dim)

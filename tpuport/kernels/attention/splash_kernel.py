@@ -135,18 +135,17 @@ def run(
 
     Args:
         plan: the static part.
-        lengths: keys that count, int32 of shape [B].
-        q: of shape [B, H, D, Lq].
-        k: of shape [B, Hkv, D, Lk].
-        v: of shape [B, Hkv, Dv, Lk]; zeros where a key does not count.
+        lengths: keys that count, int32 [B].
+        q, k, v: [B, H, D, Lq], [B, Hkv, D, Lk] and [B, Hkv, Dv, Lk]; ``v`` is zero
+            where a key does not count.
         state: float32 [B, H, Dv + SUM_ROWS, Lq] if ``plan.partial``: what the call on
             the keys before gave, or :func:`empty_state`.
         vmem_limit: bytes of VMEM that the program may take.
         interpret: run the program op by op, on any platform.
 
     Returns:
-        of shape [B, H, Dv, Lq], in the dtype of ``q``; with ``plan.partial`` of the
-        shape and dtype of ``state``.
+        [B, H, Dv, Lq], in the dtype of ``q``; with ``plan.partial`` of the shape and
+        dtype of ``state``.
     """
     blocks = plan.blocks
     batch, heads, depth, q_len = q.shape

@@ -86,11 +86,7 @@ def output_parts(
     itemsize: int,
     vmem_limit: int,
 ) -> int:
-    """In how many parts output channels are made: as few as VMEM has room for.
-
-    Raises:
-        NotImplementedError: there is no room for the smallest part.
-    """
+    """In how many parts output channels are made: as few as VMEM has room for."""
     outputs = round_up(outputs, LANES)
     tiles = outputs // (FULL if outputs % FULL == 0 else LANES)
     needed = 0
@@ -117,8 +113,7 @@ def video_convolution(
         x: [N, T + K - 1, Y + 2, P, C], with P = ``pitch_of(columns)``: what lies before
             the first frame, around the rows and around the columns is part of it. The
             columns past ``columns + 2`` must be finite.
-        weight: [K, 3, 3, C, O] of the dtype of ``x``.
-        bias: [O], or ``None``.
+        weight: [K, 3, 3, C, O] of the dtype of ``x``; ``bias`` [O], or ``None``.
         columns: X.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
@@ -208,7 +203,6 @@ def edged_convolution(
 
     Args:
         video: what is convolved, [N, T, Y, X, C], with what lies around it.
-        weight, bias, vmem_limit, interpret: as for :func:`video_convolution`.
         residual: [N, T, Y, X, O], added before the result is rounded.
         shortcut: [N, T, Y, X, I] and a matrix [I, O], whose product is added so; X is a
             multiple of 16 and I of 128.
@@ -277,11 +271,7 @@ def _edged_case(
     scale: int,
     vmem_limit: int,
 ) -> Case:
-    """Sizes of a convolution of ``x``, each frame written once as it is.
-
-    Raises:
-        NotImplementedError: another kernel size, or more VMEM than there is.
-    """
+    """Sizes of a convolution of ``x``, each frame written once as it is."""
     count, frames, height, width, channels = x.shape
     rows, columns = scale * height, scale * width
     taps, *_, outputs = weight.shape

@@ -166,36 +166,22 @@ def _put_together(
     # window has moved by one.
     moved = first_row(y, case) - (y * rows - 1)
     inner = (pl.ds(1 + moved, x_ref.shape[2]), slice(0, wide))
-    # Held by names, as decorators are called at once.
-    early: Callable[[Any], Any] = pl.when(t < lag)
-    late: Callable[[Any], Any] = pl.when(t >= lag)
-    first: Callable[[Any], Any] = pl.when(y == 0)
-    last: Callable[[Any], Any] = pl.when(y == case.rows // block - 1)
+
+    def put_rows(ref: Any) -> None:
+        inner_ref[inner] = ref[0, 0]
+
     if before_ref is None:
-        inner_ref[inner] = x_ref[0, 0]
+        put_rows(x_ref)
     else:
+        pl.when(t < lag)(lambda: put_rows(before_ref))
+        pl.when(t >= lag)(lambda: put_rows(x_ref))
 
-        @early
-        def _() -> None:
-            inner_ref[inner] = before_ref[0, 0]
+    def put_end(place: int, at: int) -> None:
+        zeros = jnp.zeros((wide, channels), whole_ref.dtype)
+        inner_ref[place, :wide] = zeros if ends_ref is None else ends_ref[0, 0, at]
 
-        @late
-        def _() -> None:
-            inner_ref[inner] = x_ref[0, 0]
-
-    def end(at: int) -> jax.Array:
-        if ends_ref is None:
-            return jnp.zeros((wide, channels), whole_ref.dtype)
-        row: jax.Array = ends_ref[0, 0, at]
-        return row
-
-    @first
-    def _() -> None:
-        inner_ref[1, :wide] = end(0)
-
-    @last
-    def _() -> None:
-        inner_ref[rows + 2, :wide] = end(1)
+    pl.when(y == 0)(lambda: put_end(1, 0))
+    pl.when(y == case.rows // block - 1)(lambda: put_end(rows + 2, 1))
 
     if real_ref is not None:
         _end_picture(inner_ref, real_ref, y, case)
@@ -245,21 +231,17 @@ def _end_picture(inner_ref: Any, real_ref: Any, y: Any, case: Case) -> None:
     real_rows, real_columns = real_ref[0], real_ref[1]
     if case.some[0]:
         # From the row above the block on. Where it is that one, none of the block is
-        # real. Held by names, as decorators are called at once.
+        # real.
         at = real_rows - (y * block - 1)
-        inside: Callable[[Any], Any] = pl.when(
-            (real_rows < height) & (at > 0) & (at < block + 2)
-        )
 
-        @inside
-        def _() -> None:
+        def clear_row() -> None:
             inner_ref[pl.ds(1 + at, 1), :width] = jnp.zeros((1, width, channels), dtype)
 
-    if case.some[1]:
-        fewer: Callable[[Any], Any] = pl.when(real_columns < width)
+        pl.when((real_rows < height) & (at > 0) & (at < block + 2))(clear_row)
 
-        @fewer
-        def _() -> None:
+    if case.some[1]:
+
+        def clear_column() -> None:
             start = pl.multiple_of(real_columns // TILE_ROWS * TILE_ROWS, TILE_ROWS)
             shape = (TILE_ROWS, channels)
             place = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -268,6 +250,8 @@ def _end_picture(inner_ref: Any, real_ref: Any, y: Any, case: Case) -> None:
                 known = inner_ref[tile].astype(jnp.float32)
                 known = jnp.where(place == real_columns - start, 0, known)
                 inner_ref[tile] = known.astype(dtype)
+
+        pl.when(real_columns < width)(clear_column)
 
 
 def _doubled(x: jax.Array) -> jax.Array:
@@ -349,33 +333,25 @@ def _accumulate(
         for copy in range(case.copies):
             out_ref[0, copy, :, :, lanes] = out.astype(out_ref.dtype)
 
-    # Held by names, as decorators are called at once.
-    whole: Callable[[Any], Any] = pl.when(t >= lag)
     if case.packed:
         # What waits moves on by a time, and nothing waits for the newest one.
         newest = jax.lax.broadcasted_iota(jnp.int32, (count, LANES), 1) < GROUP
         waiting = pltpu.roll(sums_ref[0, 0], GROUP, 1)
         total = products(0, slice(None)) + jnp.where(newest | (t == 0), 0, waiting)
         sums_ref[0, 0] = total
-
-        @whole
-        def _() -> None:
-            finish(pltpu.roll(total, LANES - lag * GROUP, 1), 0)
-
+        oldest = functools.partial(pltpu.roll, total, LANES - lag * GROUP, 1)
+        pl.when(t >= lag)(lambda: finish(oldest(), 0))
         return
     if case.paired:
-        begun: Callable[[Any], Any] = pl.when(t <= case.frames)
 
-        @whole
-        def _() -> None:
-            finish(sums_ref[1, 0] + products(1, slice(0, LANES)), 0)
-
-        @begun
-        def _() -> None:
+        def add_both() -> None:
             both = products(0, slice(None))
             sums_ref[1, 0] = sums_ref[0, 0] + both[:, LANES:]
             sums_ref[0, 0] = both[:, :LANES]
 
+        last = slice(0, LANES)
+        pl.when(t >= lag)(lambda: finish(sums_ref[1, 0] + products(1, last), 0))
+        pl.when(t <= case.frames)(add_both)
         return
 
     def tile_of(time: int) -> Callable[[Any, None], None]:
@@ -395,11 +371,8 @@ def _accumulate(
         return turn
 
     for time in range(case.taps):
-        counts: Callable[[Any], Any] = pl.when((t >= time) & (t - time < case.frames))
-
-        @counts
-        def _(time: int = time) -> None:
-            jax.lax.fori_loop(0, tiles, tile_of(time), None)
+        loop = functools.partial(jax.lax.fori_loop, 0, tiles, tile_of(time), None)
+        pl.when((t >= time) & (t - time < case.frames))(loop)
 
 
 def planar_length(case: Case) -> int:
@@ -453,11 +426,8 @@ def _planes(
         return parts[0] + parts[1] + parts[2]
 
     lag = case.taps - 1
-    # Held by names, as decorators are called at once.
-    whole: Callable[[Any], Any] = pl.when(t >= lag)
 
-    @whole
-    def _() -> None:
+    def finish() -> None:
         total = sums_ref[1] + given(lag) + bias_ref[:, :1]
         for row in range(case.block):
             line = total[: case.planes, row * pitch : row * pitch + case.columns]
@@ -465,5 +435,6 @@ def _planes(
                 lines_ref[plane, row : row + 1] = line[plane : plane + 1]
         out_ref[0, 0] = lines_ref[...].astype(out_ref.dtype)
 
+    pl.when(t >= lag)(finish)
     sums_ref[1] = sums_ref[0] + given(1)
     sums_ref[0] = given(0)

@@ -34,8 +34,7 @@ def outer_columns(
     Args:
         x: [N, T, Y, X, C], of 16 or 32 bits.
         before: [N, L, Y, X, C], the frames before it, or ``None`` for none.
-        vmem_limit: bytes of VMEM that the kernel may take.
-        interpret: run on the CPU, for tests.
+        vmem_limit, interpret: as of the convolution.
 
     Returns:
         both as [N, L + T, Y + 2, C] in the dtype of ``x``.
@@ -116,10 +115,8 @@ def _body(*refs: Any, lag: int, last: int) -> None:
     if not lag:
         write(inputs)
         return
-    # Held by names, as decorators are called at once.
-    late, early = pl.when(t >= lag), pl.when(t < lag)
-    late(functools.partial(write, inputs[:2]))
-    early(functools.partial(write, inputs[2:]))
+    pl.when(t >= lag)(lambda: write(inputs[:2]))
+    pl.when(t < lag)(lambda: write(inputs[2:]))
 
 
 def _column(ref: Any, at: int) -> jax.Array:

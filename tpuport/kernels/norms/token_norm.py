@@ -37,7 +37,6 @@ def tokens_per_block(tokens: int, token_bytes: int, vmem_limit: int) -> int:
     """The largest divisor of ``tokens``, whole lanes, whose block is small enough.
 
     Args:
-        tokens: of the array.
         token_bytes: of what a step reads of a token.
         vmem_limit: bytes of VMEM that the kernel may take, with both buffers of what
             comes and of what goes.
@@ -72,10 +71,9 @@ def modulated_layer_norm(
     """A layer norm over the features, then a factor and a summand for each.
 
     Args:
-        x: of shape [B, E, L].
+        x: [B, E, L].
         factors, summands: float32 [B, 2, E]: of all other tokens, and of marked ones.
         first: int32 [1]: the index of the first of these tokens in their sequence.
-        eps: of the norm.
         marked: the marked tokens of the sequence, from one index to before another.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
@@ -209,10 +207,9 @@ def head_norm_rotary(
     """A norm over the features of every head, then a rotation by halves of them.
 
     Args:
-        x: of shape [B, H, D, L].
+        x: [B, H, D, L].
         vectors: float32 [2, D]: what the norm multiplies by and what it adds.
         cos, sin: float32 [D, L]; the first half of a head turns with the second.
-        eps: of the norm.
         centre: take the mean off; without it this is an RMS norm.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.

@@ -51,9 +51,6 @@ def channel_moments(
     Returns:
         float32 [N, C] each, zeros where nothing is real. Blocks have their own, joined
         by Chan's formula: no difference of large numbers anywhere.
-
-    Raises:
-        ValueError: an int that is not the side's.
     """
     count, frames, rows, columns, channels = x.shape
     block = rows_per_step(rows, columns, channels)
@@ -97,11 +94,8 @@ def joined(
     """Count, mean and sum of squares about it of the parts along ``axes`` together.
 
     Chan's formula (Chan, Golub and LeVeque 1979). A part of no elements counts for
-    nothing, and zeros come of such parts alone.
-
-    Args:
-        counts: of elements, of a shape that broadcasts to that of the others.
-        means, spreads: float32, of one shape.
+    nothing, and zeros come of such parts alone. ``counts`` broadcasts to the float32
+    means and spreads.
     """
     counts = jnp.broadcast_to(counts.astype(jnp.float32), means.shape)
     count = jnp.sum(counts, axes)
@@ -157,16 +151,13 @@ def apply_norm(
     """``(x - mean) * scale + shift``, modulated, through SiLU.
 
     Args:
-        x: [N, T, Y, X, C].
-        mean, scale, shift: float32 [N, C].
+        x: [N, T, Y, X, C]; ``mean``, ``scale`` and ``shift`` are float32 [N, C].
         modulation: [N, t, y, X, 2 C]: factors and summands. Y is a multiple of y, and T
             of t; where T is odd and more than 1, its first frame has the first of t,
             and the others the rest.
-        silu: whether to end with it.
         kept: how many of the last frames to write once more, as an array of their own:
             cut out afterwards they would be read first. At most T.
-        vmem_limit: bytes of VMEM that the kernel may take.
-        interpret: run on the CPU, for tests.
+        vmem_limit, interpret: as of :func:`channel_moments`.
 
     Returns:
         of the shape and dtype of ``x``, in float32 until the end; and
@@ -224,11 +215,7 @@ def apply_norm(
 
 
 def _modulation_spec(x: jax.Array, modulation: jax.Array) -> tuple[int, pl.BlockSpec]:
-    """Rows of the modulation that a step reads, and the block of them.
-
-    Raises:
-        ValueError: the modulation does not fit.
-    """
+    """Rows of the modulation that a step reads, and the block of them."""
     count, frames, rows, columns, channels = x.shape
     times, lines = modulation.shape[1:3]
     wanted = (count, times, lines, columns, 2 * channels)
@@ -253,11 +240,7 @@ def _kept_spec(shape: Any, first: int) -> pl.BlockSpec:
 
 
 def latent_frame(t: Any, frames: int, times: int) -> Any:
-    """Which of ``times`` frames of a modulation belongs to frame t of ``frames``.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+    """Which of ``times`` frames of a modulation belongs to frame t of ``frames``."""
     if frames > 1 and frames % 2:
         # The first one stands for itself.
         if times < 2 or (frames - 1) % (times - 1):
@@ -302,11 +285,9 @@ def _apply_body(
     each = repeats if modulated else 1
     body: Callable[[Any, None], None] = lambda i, _: some(i * each, each, i)  # noqa: E731
     jax.lax.fori_loop(0, rows // each, body, None)
-    if kept_from is None:
-        return
-    # Held by a name, as decorators are called at once.
-    late: Callable[[Any], Any] = pl.when(pl.program_id(1) >= kept_from)
 
-    @late
-    def _() -> None:
+    def keep() -> None:
         kept_ref[...] = out_ref[...]
+
+    if kept_from is not None:
+        pl.when(pl.program_id(1) >= kept_from)(keep)

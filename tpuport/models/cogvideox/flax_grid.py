@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.layers.video_layers import LANES, has_kernels
-from tpuport.core.mesh.halos import exchanged
-from tpuport.core.mesh.spatial_split import Space
+from tpuport.core.mesh.spatial_split import Space, exchanged
 from tpuport.core.tracing.context import OpContext
 
 #: Dims of rows and columns of an activation.

@@ -195,7 +195,7 @@ def test_a_video_is_encoded_chunk_by_chunk(folder: Path, cache: Path) -> None:
     encoded = {}
     for vae in ("torchax", "flax"):
         with tpuport.load(weights=folder, cache_dir=cache, vae=vae) as session:
-            request, given = session.requests.with_pixels(
+            request, source = session.requests.with_source(
                 video=video,
                 num_frames=17,
                 prompt="a fox",
@@ -203,6 +203,8 @@ def test_a_video_is_encoded_chunk_by_chunk(folder: Path, cache: Path) -> None:
                 width=80,
                 seed=3,
             )
+            assert source is not None
+            given = {source.kind: source.for_videos(1)}
             made, report = session.run_stage("encode", request, given)
         names = [c.program for c in report.compiles]
         assert names == ["encode", "first", "next"]

@@ -14,8 +14,15 @@ from diffusers import AutoencoderKLCogVideoX
 from jax.sharding import Mesh, PartitionSpec
 
 from tests.tolerances import TOLERANCES
-from tpuport.core.mesh.halos import Side
-from tpuport.core.mesh.spatial_split import AXES, COLUMNS, ROWS, VIDEOS, Space, padded
+from tpuport.core.mesh.spatial_split import (
+    AXES,
+    COLUMNS,
+    ROWS,
+    VIDEOS,
+    Side,
+    Space,
+    padded,
+)
 from tpuport.models.cogvideox import conditioning, stages
 from tpuport.models.cogvideox.flax_grid import Grid
 from tpuport.models.cogvideox.flax_weights import FlaxWeights

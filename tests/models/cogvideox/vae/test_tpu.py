@@ -130,6 +130,9 @@ def _compared(
 def test_blocks_of_kernels_are_upstreams(
     rows: int, columns: int, devices: int, config: dict[str, Any]
 ) -> None:
+    """Half a minute: every kernel of a decoder is compiled interpreted, for a first and
+    a following chunk.
+    """
     torch.manual_seed(1)
     chunks = [torch.randn(1, 4, frames, rows, columns) for frames in (3, 2)]
     apart, in_place, wide = _compared("decoder", chunks, devices, config)
@@ -144,6 +147,7 @@ def test_blocks_of_kernels_are_upstreams(
 def test_the_encoder_of_kernels_is_upstreams_where_columns_are_uneven(
     lengths: tuple[int, ...],
 ) -> None:
+    """13 CPU seconds: every kernel of an encoder is compiled interpreted."""
     torch.manual_seed(1)
     chunks = [torch.randn(1, 3, frames, 4, 10) for frames in lengths]
     apart, in_place, wide = _compared("encoder", chunks, 2)
@@ -329,6 +333,7 @@ print(json.dumps(in_a_decoder(compiled.as_text())))
 
 @needs_libtpu
 def test_the_decoder_compiles_for_eight_chips_from_the_projects_kernels() -> None:
+    """25 CPU seconds: a compile for a TPU of kernels of the published widths."""
     found = run_json(PROGRAM)
     names = ("conv", "moments", "norm", "sides")
     assert found["kernels"] == [f"tpuport_{name}" for name in names]

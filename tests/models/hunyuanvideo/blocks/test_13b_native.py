@@ -141,7 +141,7 @@ def test_latents_of_both_blocks(
 
 
 def test_every_patch_applies_here() -> None:
-    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_13B.patches).entries}
+    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_13B.patches)}
     names = (
         "hunyuanvideo-native-forward",
         "hunyuanvideo-native-block",

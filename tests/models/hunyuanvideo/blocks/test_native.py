@@ -177,7 +177,7 @@ def test_latents_of_both_blocks(
 
 
 def test_every_patch_applies_here() -> None:
-    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_15.patches).entries}
+    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_15.patches)}
     names = (
         "hunyuanvideo15-native-forward",
         "hunyuanvideo15-native-block",

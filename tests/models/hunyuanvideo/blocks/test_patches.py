@@ -90,7 +90,7 @@ def test_the_formula_makes_the_only_squares_there_are(module: torch.nn.Module) -
 
 
 def test_every_patch_applies_here() -> None:
-    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_15).entries}
+    states = {s.name: s.state for s in inspect_patches(TRANSFORMER_15)}
     assert set(states.values()) == {"applicable"}, states
 
 

@@ -84,13 +84,13 @@ def standing(patch: Patch) -> Any:
 def test_a_patch_is_in_place_and_then_undone(patch: Patch) -> None:
     before = standing(patch)
     with applied([patch]) as report:
-        assert [entry.state for entry in report.entries] == ["applied"]
+        assert [entry.state for entry in report] == ["applied"]
         assert standing(patch) is not before
     assert standing(patch) is before
 
 
 def test_every_patch_applies_here() -> None:
-    states = {s.name: s.state for s in inspect_patches(PATCHES).entries}
+    states = {s.name: s.state for s in inspect_patches(PATCHES)}
     assert set(states.values()) == {"applicable"}, states
 
 

@@ -110,7 +110,7 @@ def test_every_patch_applies_here_and_is_undone() -> None:
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as v15
 
     patches = (*VAE_15, *VAE_13B)
-    states = {s.name: s.state for s in inspect_patches(patches).entries}
+    states = {s.name: s.state for s in inspect_patches(patches)}
     assert states == {
         "hunyuanvideo15-vae-frame-causal-attention": "applicable",
         "hunyuanvideo15-vae-convolution-in-chunks": "applicable",
