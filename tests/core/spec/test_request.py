@@ -34,9 +34,8 @@ def request(**changes: Any) -> Request:
 
 def test_a_request_survives_json() -> None:
     asked = request()
-    assert (
-        Request.from_dict(json.loads(json.dumps(asked.as_dict())), "run.json") == asked
-    )
+    data = json.loads(json.dumps(asked.as_dict()))
+    assert Request.from_dict(data, "run.json") == asked
 
 
 def test_settings_of_another_version_are_refused_by_name() -> None:
