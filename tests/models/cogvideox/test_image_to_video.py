@@ -13,7 +13,7 @@ from diffusers import CogVideoXImageToVideoPipeline
 from PIL import Image
 
 import tpuport
-from tests.models.cogvideox.videos import ALL, PROMPT, TOKENS, check, images
+from tests.models.cogvideox.videos import ALL, PROMPT, TOKENS, check_video, images
 from tests.models.cogvideox.videos import IMAGE_SIZE as SHAPE
 from tests.models.conftest import (
     IMAGE_FORMS,
@@ -51,7 +51,7 @@ def form_of(session: Session) -> str:
 
 @pytest.mark.parametrize("num_frames", [9, 17])
 def test_a_video_from_an_image(session: Session, num_frames: int) -> None:
-    ours = check(f"{form_of(session)}-{num_frames}-frames", session)
+    ours = check_video(f"{form_of(session)}-{num_frames}-frames", session)
     assert ours.request.task == "i2v"
 
 
@@ -59,7 +59,7 @@ def test_a_video_from_an_image(session: Session, num_frames: int) -> None:
 def test_another_image_another_seed_and_no_guidance(session: Session) -> None:
     name = f"{form_of(session)}-no-guidance"
     image = ALL[f"cogvideox-{name}"].options()["image"]
-    check(name, session, image=Image.fromarray(image))
+    check_video(name, session, image=Image.fromarray(image))
 
 
 @one_form
@@ -68,7 +68,7 @@ def test_another_image_another_seed_and_no_guidance(session: Session) -> None:
 )
 def test_a_batch_of_images(session: Session, seeds: str) -> None:
     name = f"{form_of(session)}-two-videos-{seeds}"
-    ours = check(name, session)
+    ours = check_video(name, session)
     # One image for both is that image twice.
     asked = ALL[f"cogvideox-{name}"].options()
     one = session.generate(**asked | {"image": asked["image"][0]})
@@ -77,7 +77,7 @@ def test_a_batch_of_images(session: Session, seeds: str) -> None:
 
 
 def test_initial_latents_in_place_of_the_seeds_noise(session: Session) -> None:
-    check(f"{form_of(session)}-latents", session)
+    check_video(f"{form_of(session)}-latents", session)
 
 
 def test_upstreams_own_code_as_a_backend_of_any_stage(session: Session) -> None:

@@ -18,7 +18,7 @@ from tests.models.cogvideox.videos import (
     SIZE,
     TOKENS,
     asked_of,
-    check,
+    check_video,
     images,
 )
 from tests.models.conftest import pictures
@@ -53,21 +53,21 @@ def load(checkpoints: Callable[[str], Path], cache: Path) -> Callable[[str], Ses
 @pytest.mark.parametrize("name", asked_of("-of-"))
 def test_a_video_from_a_video(name: str, load: Callable[[str], Session]) -> None:
     """Of which only the first frames are used."""
-    ours = check(name, load(name.partition("-")[0]))
+    ours = check_video(name, load(name.partition("-")[0]))
     assert ours.request.task == "v2v"
 
 
 def test_more_than_one_chunk_and_no_guidance(load: Callable[[str], Session]) -> None:
     name = "5b-v2v-two-chunks"
     frames = images(ALL[f"cogvideox-{name}"].options()["video"])
-    check(name, load("5b"), video=frames)
+    check_video(name, load("5b"), video=frames)
 
 
 @pytest.mark.parametrize("name", asked_of("v2v-two-videos"))
 def test_a_batch_of_prompts_for_one_video(
     name: str, load: Callable[[str], Session]
 ) -> None:
-    check(name, load("5b"))
+    check_video(name, load("5b"))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tpuport
-from tests.models.cogvideox.videos import PROMPT, SIZE, VIDEOS, check, expected
+from tests.models.cogvideox.videos import PROMPT, SIZE, VIDEOS, check_video, expected
 from tests.models.recorded import FOLDER
 from tests.tolerances import TOLERANCES
 from tpuport.core.run.session import Session
@@ -64,23 +64,23 @@ def test_there_is_a_record_of_each_video_and_no_other() -> None:
 
 @pytest.mark.parametrize("form", ["2b", "5b", "1.5-5b"])
 def test_a_video_from_the_seed(form: str, load: Any) -> None:
-    ours = check(form, load(form, variant=form))
+    ours = check_video(form, load(form, variant=form))
     assert ours.frames.dtype == np.float32
     assert ours.frames.shape == (1, 17 if form == "1.5-5b" else 9, 48, 64, 3)
 
 
 def test_a_size_other_than_the_trained_one(load: Any) -> None:
-    check("2b-17-frames", load("2b"))
+    check_video("2b-17-frames", load("2b"))
 
 
 def test_other_samplers_and_guidance(load: Any) -> None:
     session = load("5b", variant="5b")
-    check("5b-no-guidance", session)
-    check("5b-constant-guidance", session, dynamic_cfg=False)
+    check_video("5b-no-guidance", session)
+    check_video("5b-constant-guidance", session, dynamic_cfg=False)
 
 
 def test_another_number_of_text_tokens(load: Any) -> None:
-    check("5b-30-tokens", load("5b"))
+    check_video("5b-30-tokens", load("5b"))
     with pytest.raises(UsageError, match="20 text tokens"):
         load("2b").generate(PROMPT, max_sequence_length=30, **SHAPE)
 
@@ -88,17 +88,17 @@ def test_another_number_of_text_tokens(load: Any) -> None:
 @pytest.mark.parametrize("steps", [1, pytest.param(7, marks=pytest.mark.sweep)])
 def test_one_step_and_an_odd_number_of_steps(steps: int, load: Any) -> None:
     """Three are those of the videos above."""
-    check(f"5b-{steps}-steps", load("5b"))
+    check_video(f"5b-{steps}-steps", load("5b"))
 
 
 @pytest.mark.parametrize("seeds", ["one-seed", "two-seeds"])
 def test_a_batch_of_prompts_with_one_seed_or_one_each(seeds: str, load: Any) -> None:
-    check(f"5b-two-videos-{seeds}", load("5b"))
+    check_video(f"5b-two-videos-{seeds}", load("5b"))
 
 
 def test_embeddings_and_latents_in_place_of_prompts_and_seeds(load: Any) -> None:
     session = load("2b")
-    ours = check("2b-embeddings", session)
+    ours = check_video("2b-embeddings", session)
     # DDIM draws no further noise, so with latents given the seed has no say.
     other = session.generate(
         **VIDEOS["cogvideox-2b-embeddings"].options() | {"seed": 2}
@@ -109,7 +109,7 @@ def test_embeddings_and_latents_in_place_of_prompts_and_seeds(load: Any) -> None
 def test_negative_embeddings_left_out_are_encoded_from_the_negative_prompt(
     load: Any,
 ) -> None:
-    check("2b-prompt-embeds", load("2b"))
+    check_video("2b-prompt-embeds", load("2b"))
 
 
 def test_several_seeds_one_by_one_equal_each_alone_and_compile_once(

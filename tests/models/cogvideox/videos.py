@@ -243,7 +243,7 @@ def expected(name: str, folder: Path) -> Record:
     return Record.read(name, VIDEOS[name].source(folder))
 
 
-def check(name: str, session: Any, **more: Any) -> Any:
+def check_video(name: str, session: Any, **more: Any) -> Any:
     """Hold what a session makes of a video to upstream's, and return what was made."""
     name = f"cogvideox-{name}"
     made = session.generate(**ALL[name].options() | more)

@@ -143,7 +143,7 @@ def test_a_record_tells_what_is_wrong_at_one_pixel(
 # -------------------------------------------------------------------- the videos
 
 
-def make_and_check(
+def check_video(
     name: str, sessions: Callable[..., Any], record: Callable[[str], Record]
 ) -> Any:
     """What a session makes, held to upstream's record of the same request."""
@@ -155,7 +155,7 @@ def make_and_check(
 
 @pytest.mark.parametrize("glyphs", ["glyphs", "no-glyphs"])
 def test_text_to_video(glyphs: str, sessions: Any, record: Any) -> None:
-    make_and_check(f"hunyuanvideo-1.5-{glyphs}", sessions, record)
+    check_video(f"hunyuanvideo-1.5-{glyphs}", sessions, record)
 
 
 @pytest.mark.parametrize("form", ["1.5", "13b"])
@@ -178,7 +178,7 @@ def test_two_videos_with_texts_of_other_lengths(
     seeds: str, sessions: Any, record: Any
 ) -> None:
     name = f"hunyuanvideo-1.5-two-videos-{seeds}"
-    ours = make_and_check(name, sessions, record)
+    ours = check_video(name, sessions, record)
     if seeds == "two-seeds":
         video = VIDEOS[name]
         alone = {**video.asked, "prompt": PROMPT, "seed": video.options()["seed"][0]}
@@ -189,13 +189,13 @@ def test_two_videos_with_texts_of_other_lengths(
 def test_image_to_video_takes_its_size_from_the_image(
     sessions: Any, record: Any
 ) -> None:
-    ours = make_and_check("hunyuanvideo-1.5-image", sessions, record)
+    ours = check_video("hunyuanvideo-1.5-image", sessions, record)
     # A size class of 64 x 64 pixels in the shape of 140 x 80.
     assert ours.frames.shape[2:4] == (48, 80)
 
 
 def test_two_videos_from_one_image(sessions: Any, record: Any) -> None:
-    make_and_check("hunyuanvideo-1.5-image-two-videos", sessions, record)
+    check_video("hunyuanvideo-1.5-image-two-videos", sessions, record)
 
 
 def test_two_images_make_what_each_makes_alone(sessions: Any) -> None:
@@ -210,13 +210,13 @@ def test_two_images_make_what_each_makes_alone(sessions: Any) -> None:
 def test_without_guidance_the_negative_prompt_is_not_run(
     sessions: Any, record: Any
 ) -> None:
-    ours = make_and_check("hunyuanvideo-1.5-no-guidance", sessions, record)
+    ours = check_video("hunyuanvideo-1.5-no-guidance", sessions, record)
     (step,) = [r for r in ours.report.stages[1].attention if r["query"][2] > 60][:1]
     assert step["query"][0] == 1
 
 
 def test_flow_shift_and_steps_off_the_defaults(sessions: Any, record: Any) -> None:
-    make_and_check("hunyuanvideo-1.5-flow-shift", sessions, record)
+    check_video("hunyuanvideo-1.5-flow-shift", sessions, record)
 
 
 def test_embeddings_and_latents_in_place_of_prompts_and_a_seed(
@@ -238,16 +238,16 @@ def test_embeddings_and_latents_in_place_of_prompts_and_a_seed(
 def test_13b_with_its_guidance_as_an_input(
     scale: int, sessions: Any, record: Any
 ) -> None:
-    make_and_check(f"hunyuanvideo-13b-guidance-{scale}", sessions, record)
+    check_video(f"hunyuanvideo-13b-guidance-{scale}", sessions, record)
 
 
 def test_13b_with_true_guidance_and_two_videos(sessions: Any, record: Any) -> None:
-    make_and_check("hunyuanvideo-13b-true-guidance", sessions, record)
+    check_video("hunyuanvideo-13b-true-guidance", sessions, record)
 
 
 def test_meanflow_takes_the_next_time_as_well(sessions: Any, record: Any) -> None:
     """The step-distilled form: two times, no guidance, from an image."""
-    make_and_check("hunyuanvideo-1.5-step-distilled", sessions, record)
+    check_video("hunyuanvideo-1.5-step-distilled", sessions, record)
     session, image = sessions("step-distilled"), picture()
     with pytest.raises(UsageError, match="distilled to 4, 8, 12 steps"):
         session.generate(PROMPT, image=image, num_inference_steps=5)
