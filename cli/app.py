@@ -27,6 +27,7 @@ from tpuport.cli.shown.errors import INTERRUPTED, as_usage_error, explain
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="PyTorch video-diffusion pipelines on TPUs: exact, sharded, compiled.",
 )

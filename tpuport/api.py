@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,8 @@ import platformdirs
 
 from tpuport.core.enums import Dtype
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.reports import Reporter
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
@@ -24,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.reports import Reporter
     from tpuport.core.run.ported_program import PortedProgram
     from tpuport.core.run.session import Session
     from tpuport.core.weights.checkpoint import Checkpoint
@@ -45,6 +49,7 @@ def load(
     model: str = DEFAULT_MODEL,
     *,
     guidance_scale: float | None = None,
+    progress: bool = True,
     reporter: Reporter | None = None,
     **settings: Any,
 ) -> Session:
@@ -57,7 +62,9 @@ def load(
         guidance_scale: what videos will be asked with, where it is not the variant's: a
             mesh that is not named is chosen for it (without guidance there is one row
             to divide in place of two).
-        reporter: told about progress.
+        progress: show on stderr what the session does: a line that moves on a terminal,
+            a few plain lines elsewhere.
+        reporter: told what the session does, in place of that.
         settings: the fields of
             :class:`~tpuport.core.spec.run_settings.RunSettings`, which says what each
             one does: ``weights``, ``variant``, ``mesh``, ``dtype``, ...
@@ -72,6 +79,8 @@ def load(
         UsageError: a value of another kind, or an option that the model has not.
         TypeError: a keyword that is no setting.
     """
+    if reporter is None:
+        reporter = Display() if progress else Reporter()
     given = {"model": model, **settings}
     return open_session(
         RunSettings.read(given, named=str),
@@ -95,19 +104,46 @@ def _with_keywords() -> inspect.Signature:
 load.__signature__ = _with_keywords()  # type: ignore[attr-defined]
 
 
+#: What every session imports sooner or later, and what takes long of that.
+_LIBRARIES = (
+    "jax",
+    "transformers.modeling_utils",
+    "diffusers.models.modeling_utils",
+    "tpuport.core.run.session",
+)
+
+
+def import_libraries(reporter: Reporter) -> None:
+    """Import what takes seconds: torch, jax, diffusers, transformers; say so.
+
+    Nothing is garbage while modules are imported, and looking for it takes a seventh of
+    the time.
+    """
+    if set(_LIBRARIES) <= sys.modules.keys():
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with reporter.timed("importing torch, jax and diffusers"):
+            for name in _LIBRARIES:
+                importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def open_session(
     settings: RunSettings,
     *,
     guidance_scale: float | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter,
 ) -> Session:
     """:func:`load` with settings that were read."""
+    import_libraries(reporter)
     import jax
 
-    from tpuport.core.reports import Reporter as SilentReporter
     from tpuport.core.run.session import Session
 
-    reporter = reporter or SilentReporter()
     found = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
     check_chosen(found, settings.implementations)
     settings = replace(settings, cache_dir=settings.cache_dir or default_cache_dir())
@@ -210,7 +246,8 @@ def find_checkpoint(
         )
         form = port.form_of(demo)
         cache = settings.cache_dir or default_cache_dir()
-        return form, chosen, demo_checkpoint(form, demo.name, cache, reporter.say)
+        with reporter.timed("looking for the demo checkpoint"):
+            return form, chosen, demo_checkpoint(form, demo.name, cache)
     if not str(source):
         raise UsageError("weights is empty; give a folder or a hub id")
     folders = [

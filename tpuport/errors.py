@@ -7,6 +7,44 @@ right, 1 for one that failed.
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable
+
+#: Characters of an error's line, and of what it quotes.
+LINE, QUOTED = 300, 80
+
+
+def in_one_line(text: object, most: int = LINE) -> str:
+    """An error as one line of at most 300 characters, or ``most``.
+
+    What it quotes is cut in the middle first, then the line: what was asked is at its
+    beginning, and what to do at its end.
+    """
+    line = " ".join(str(text).split())
+    if len(line) > most:
+        quotes = r"'[^']{80,}'|\"[^\"]{80,}\"|\S{80,}"
+        line = re.sub(quotes, lambda found: _shortened(found[0], QUOTED), line)
+    return _shortened(line, most)
+
+
+def quoted(value: object) -> str:
+    """``repr`` of what a user gave, short whatever its length."""
+    return _shortened(repr(value), QUOTED)
+
+
+def _shortened(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = (most - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of an error about a name that there is not."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"did you mean {near[0]}?" if near else otherwise
+
 
 class TpuportError(Exception):
     """Base of all errors raised on purpose by tpuport."""

@@ -22,7 +22,7 @@ Config = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file with any of these options; flags win.",
+        help="YAML file with any of these; flags win.",
         callback=take_own_options,
         is_eager=True,
         rich_help_panel=FILES,

@@ -1,7 +1,4 @@
-"""Commands whose parser says which of them an error is of.
-
-The parser leaves that out of the error for an option without its value.
-"""
+"""Commands as typer makes them, with a short help and errors that name the command."""
 
 from __future__ import annotations
 
@@ -11,10 +8,18 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from tpuport.core.spec.run_settings import EVERY, PANELS
+
+#: Columns of a help text that flags may take.
+_FLAGS = 30
+
 
 @contextlib.contextmanager
 def _name_command(context: Any) -> Iterator[None]:
-    """Put the command into an error that leaves the block without one."""
+    """Put the command into an error that leaves the block without one.
+
+    The parser leaves that out of the error for an option without its value.
+    """
     try:
         yield
     except Exception as error:
@@ -23,19 +28,53 @@ def _name_command(context: Any) -> Iterator[None]:
         raise
 
 
+def _write_options(command: Any, context: Any, formatter: Any) -> None:
+    """A section for each panel; the common flags have none and come first."""
+    sections: dict[str, list[tuple[str, str]]] = {
+        panel or "Options": [] for panel in ("Arguments", *PANELS)
+    }
+    for parameter in command.get_params(context):
+        if parameter.hidden:
+            continue
+        name, text = parameter.get_help_record(context)
+        if parameter.param_type_name == "argument":
+            sections["Arguments"].append((parameter.metavar or parameter.name, text))
+            continue
+        short = [flag for flag in parameter.opts if not flag.startswith("--")]
+        words = [*short, *[f for f in parameter.opts if f not in short][:1]]
+        if not parameter.is_flag:
+            kind = "N" if "int" in name else "X" if "float" in name else "TEXT"
+            words.append(parameter.metavar or kind)
+        panel = EVERY if parameter.name == "help" else parameter.rich_help_panel
+        sections[panel or "Options"].append((" ".join(words), text))
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=_FLAGS)
+
+
 class Command(TyperCommand):
-    """A command that does."""
+    """A command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer's own."""
         with _name_command(ctx):
             return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Panel by panel."""
+        _write_options(self, ctx, formatter)
 
 
 class Group(TyperGroup):
-    """The same of a command with others in it."""
+    """A command with others in it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer's own."""
         with _name_command(ctx):
             return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Panel by panel, and the commands."""
+        _write_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import plural
 from tpuport.core.enums import Backend, Task
 from tpuport.core.files.outputs import Outputs, check_no_input, plan_outputs
 from tpuport.core.files.run_record import RUN_FILE, STAGES
@@ -22,7 +20,7 @@ from tpuport.core.files.sources import Source
 from tpuport.core.files.video_file import check_length
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import Reporter, plural
 from tpuport.core.spec import rules
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, denoising_steps
@@ -170,7 +168,7 @@ def open_session(
     Raises:
         TpuportError: as :func:`tpuport.load`.
     """
-    say_imports(reporter)
+    api.import_libraries(reporter)
     if settings.mesh is not None:
         _check_mesh_here(settings.mesh)
     return api.open_session(
@@ -204,12 +202,6 @@ def configs_of(
         weights = hub_configs(port, str(weights), reporter.say)
     settings = replace(settings, weights=weights, cache_dir=cache)
     yield api.find_checkpoint(port, settings, reporter)
-
-
-def say_imports(reporter: Reporter) -> None:
-    """Say what is about to take some seconds, where it was not done before."""
-    if "jax" not in sys.modules:
-        reporter.say("importing torch and jax ...")
 
 
 def _check_mesh_here(spec: MeshSpec) -> None:

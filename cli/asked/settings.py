@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
+    EVERY,
     FILES,
     WHAT,
     WHERE,
@@ -25,7 +25,7 @@ from tpuport.core.spec.run_settings import (
     setting,
     settings_of,
 )
-from tpuport.errors import UsageError
+from tpuport.errors import UsageError, did_you_mean, quoted
 
 #: What is planned, compiled and measured where no prompt is given: its length counts.
 PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
@@ -43,17 +43,15 @@ class Files:
     latents: str | None = setting(
         kinds.text,
         "--latents FILE",
-        "Safetensors file with one tensor: the initial noise.",
+        "Safetensors file with the initial noise.",
         commands="GE",
         panel=WHAT,
     )
     out: str | None = setting(
         kinds.text,
         "--out PATH",
-        ".mp4, .webm, .gif, or a folder/ for PNGs; several videos are numbered. "
-        "(default: MODEL-VARIANT-seedN.mp4)",
+        ".mp4, .webm, .gif, or a folder/ for PNGs.",
         commands="GDR",
-        panel=FILES,
     )
     overwrite: bool = setting(
         kinds.flag,
@@ -66,7 +64,7 @@ class Files:
     run_dir: Path | None = setting(
         kinds.path,
         "--run-dir FOLDER",
-        "Keep the files of the stages here; `generate` reuses finished ones.",
+        "Keep the files of the stages; finished ones are reused.",
         commands="GEND",
         panel=FILES,
     )
@@ -89,8 +87,7 @@ class Settings(RunSettings, Files, Asked):
     plan_mesh: None = setting(
         _mesh_or_auto,
         "--mesh MESH|auto",
-        "Such as dp=2,tp=4; auto compiles the legal meshes and ranks them. (default: "
-        "what generate takes on all chips)",
+        "Such as dp=2,tp=4; auto ranks the legal meshes.",
         becomes=lambda mesh: {"search": True} if mesh == AUTO else {"mesh": mesh},
         commands="P",
         panel=WHERE,
@@ -99,21 +96,23 @@ class Settings(RunSettings, Files, Asked):
     report: Path | None = setting(
         kinds.path,
         "--report FILE",
-        "Write the full report here: the document of --json.",
+        "The document of --json, into this file.",
         commands="GENDRPC",
         panel=FILES,
     )
     json: bool = setting(
         kinds.flag,
         "--json",
-        "One JSON document on stdout, for scripts.",
+        "One JSON document on stdout.",
+        panel=EVERY,
         default=False,
         commands="".join(COMMANDS),
     )
     debug: bool = setting(
         kinds.flag,
         "--debug",
-        "Show the traceback and the libraries' log.",
+        "Show tracebacks and the libraries' log.",
+        panel=EVERY,
         default=False,
         commands="".join(COMMANDS),
     )
@@ -266,7 +265,7 @@ def _read_yaml(
         name = _SPELLINGS.get(name, name)
         if name not in _SPELLINGS and name not in own:
             hint = _closest(key, [n for n in used if n not in ("config", "help")])
-            raise UsageError(f"config file {file}: unknown key {key!r}{hint}")
+            raise UsageError(f"config file {file}: unknown key {quoted(key)}{hint}")
         if value is None:
             continue
         if name in values:
@@ -277,7 +276,5 @@ def _read_yaml(
 
 def _closest(key: Any, used: Sequence[str]) -> str:
     known = [*used, *(other for other, name in _SPELLINGS.items() if name in used)]
-    found = difflib.get_close_matches(str(key).replace("-", "_"), known, 1, 0.5)
-    if found:
-        return f"; did you mean {found[0]}?"
-    return f"; known keys: {', '.join(used)}"
+    name = str(key).replace("-", "_")
+    return "; " + did_you_mean(name, known, "the keys are the flags in --help")

@@ -23,11 +23,11 @@ from tpuport.cli.asked.sessions import (
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.shown.output import print_json
-from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend, Pixels
 from tpuport.core.files.versions import versions
-from tpuport.core.reports import Reporter, RunReport, StageReport
+from tpuport.core.reports import RunReport, StageReport
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.step_cache import METHODS, StepCache
@@ -74,6 +74,8 @@ def bench(
     process, in turns with tpuport, so that both see the same machine. With --cache the
     request is run with and without the step cache, and what the cache costs in quality
     is printed beside what it saves.
+
+    Example: tpuport bench --steps 4 --against diffusers
     """
     if context.invoked_subcommand is not None:
         _alone(context)
@@ -159,10 +161,10 @@ def measure(
     backends = ["tpuport", *([against] if against else [])]
     cached = {str(cache): cache for cache in caches}
     runs = {name: _Runs() for name in [*backends, *cached]}
-    with make_display() as display:
+    with _Once() as display:
         opened = time.perf_counter()
         with open_session(
-            settings, cache=cache, reporter=_Quiet(display), keep_loaded=True
+            settings, cache=cache, reporter=display, keep_loaded=True
         ) as session:
             opened = time.perf_counter() - opened
             source = source_of(settings, session.variant)
@@ -182,8 +184,8 @@ def measure(
                 for name, taken in runs.items():
                     asked = requests.get(name, request)
                     backend = name if name in backends else "tpuport"
-                    _run(session, asked, backend, taken, pixels, frames)
-                    display.say(f"{name}: {what}, {taken.seconds[-1]:.2f} s")
+                    with display.timed(f"{name}: {what}"):
+                        _run(session, asked, backend, taken, pixels, frames)
             report = session.run_report(
                 list(runs["tpuport"].stages[-1].values()),
                 sum(sum(r.seconds) for r in runs.values()),
@@ -271,17 +273,17 @@ def _price(
     }
 
 
-class _Quiet(Reporter):
-    """Passes on what is said; the stages of many runs would only scroll by."""
+class _Once(Display):
+    """Says nothing twice: every run would say it."""
 
-    def __init__(self, inner: Reporter) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        self._inner.say(text)
-
-    def compiling(self, stage: str, program: str) -> None:
-        self._inner.compiling(stage, program)
+        if text not in self._said:
+            self._said.add(text)
+            super().say(text)
 
 
 def _run(

@@ -14,9 +14,9 @@ from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
-from tpuport.cli.shown.progress import make_display
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
+from tpuport.core.run.progress import Display
 from tpuport.errors import TpuportError, UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def bench_attention(
     Each kernel is compiled for the chip, and its bundles (one a cycle) are counted:
     all that a grid step runs, for 2^20 scores. "whole call" also has the padding of
     the lengths and how often each part runs.
+
+    Example: tpuport bench attention --chip v6e --q-len 17776
     """
     prepare(debug=settings.debug)
     folder = cache_folder(settings.cache_dir) / "kernels"
@@ -82,7 +84,7 @@ def bench_attention(
         blocks=None if tiles == "auto" else Blocks.parse(tiles),
     )
     names = _chosen(kernel)
-    with make_display() as display:
+    with Display() as display:
         rows, failed = _compared(case, names, folder, display)
     if not rows:
         raise failed[0]

@@ -28,12 +28,12 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.shown.output import give_out, plural, say
-from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import Dtype, Place
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.versions import versions
-from tpuport.core.reports import Reporter, bytes_text
+from tpuport.core.reports import Reporter, bytes_text, plural
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.rules import check_folder
@@ -76,6 +76,8 @@ def compile_(
 
     The settings are those of `generate`. No weights are read, and for a named topology
     none are needed: a variant's own config is enough.
+
+    Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """
     found = _prepare_devices(topology, debug=settings.debug)
     document = _compile(settings, topology, found, stage)
@@ -123,7 +125,7 @@ def _compile(
         settings = replace(settings, prompt=(PROMPT,))
     cache = cache_folder(settings.cache_dir)
     with (
-        make_display() as display,
+        Display() as display,
         _session(settings, topology, cache, display) as session,
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs

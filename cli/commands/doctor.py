@@ -17,6 +17,7 @@ from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.versions import versions
 from tpuport.core.reports import bytes_text
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import COMPILED
 from tpuport.errors import TpuportError
 
@@ -47,10 +48,14 @@ LOW_DISK = 2 << 30
 
 @command("doctor")
 def doctor(settings: Settings) -> None:
-    """Show versions, devices, caches and problems; paste it into a bug report."""
+    """Show versions, devices, caches and problems; paste it into a bug report.
+
+    Example: tpuport doctor
+    """
     variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
     prepare(debug=settings.debug)
-    report = examine(settings.cache_dir or default_cache_dir())
+    with Display() as display, display.timed("looking at the installation"):
+        report = examine(settings.cache_dir or default_cache_dir())
     report["environment"] = variables
     if settings.json:
         print_json(report)

@@ -30,14 +30,14 @@ from tpuport.cli.runs.run_stages import (
     reusable,
     run_stage,
 )
-from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown.output import give_out, print_summary, say
 from tpuport.core.enums import Backend
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.request import Request
 
 if TYPE_CHECKING:
@@ -48,15 +48,17 @@ if TYPE_CHECKING:
 def generate(settings: Settings) -> None:
     """Make videos from prompts: encode, denoise and decode in a row.
 
-    Several prompts and seeds make a video of every prompt with every seed.
+    Several prompts and seeds make a video of every prompt with every seed. What is not
+    given is the variant's: see `tpuport models`.
+
+    Example: tpuport generate --prompt "a panda" --variant 5b --out panda.mp4
     """
     prepare(debug=settings.debug)
     document, videos, report = _generate(settings)
-    say("")
+    give_out(document, as_json=settings.json, report=settings.report)
     print_summary(report)
     for made in videos:
         say(f"wrote {made.path}")
-    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunReport]:
@@ -68,7 +70,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
     if noise is not None:
         noise.for_videos(len(prompts))
     with (
-        make_display() as display,
+        Display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         source = source_of(settings, session.variant)

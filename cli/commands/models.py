@@ -26,7 +26,10 @@ _FROM = {"t2v": "text", "i2v": "image", "v2v": "video"}
 
 @command("models")
 def models(settings: Settings) -> None:
-    """List the installed models, their variants and defaults."""
+    """List the installed models, their variants and defaults.
+
+    Example: tpuport models
+    """
     ports = [plugin.port for plugin in installed_plugins().values()]
     if settings.json:
         print_json({"models": [_document(port) for port in ports]})

@@ -15,15 +15,22 @@ from packaging.requirements import Requirement
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import plural, print_json
+from tpuport.cli.shown.output import print_json
+from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.versions import version
+from tpuport.core.reports import plural
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
-from tpuport.errors import PatchError
+from tpuport.errors import PatchError, UsageError, did_you_mean
 from tpuport.plugins import get_port, installed_plugins
 
+OneName = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="A patch or override, to see all of it."),
+]
 OnlyModel = Annotated[
     str | None,
     typer.Option("--model", help="Only what this model uses. (default: all models)"),
@@ -85,24 +92,38 @@ class Entry:
 @command("patches")
 def patches(
     settings: Settings,
+    name: OneName = None,
     model: OnlyModel = None,
 ) -> None:
-    """List the changes to upstream code: what, why, for which versions.
+    """List the changes to upstream code, or all that is known of one of them.
 
     Patches replace a function, some of them with one kind of --blocks alone; op
     overrides replace what torchax does for a torch operator. Nothing is applied here.
     Fails when a target is gone.
+
+    Example: tpuport patches layer_norm
     """
     if model is None:
         ports = [plugin.port for plugin in installed_plugins().values()]
     else:
         ports = [get_port(model)]
     prepare(debug=settings.debug)
-    entries = examine(ports)
+    with Display() as display, display.timed("looking at upstream's code"):
+        entries = examine(ports)
+    if name is not None:
+        known = [entry.name for entry in entries]
+        entries = [entry for entry in entries if entry.name == name]
+        if not entries:
+            near = did_you_mean(name, known, "`tpuport patches` lists them")
+            raise UsageError(f"no patch is called {name!r}; {near}")
     if settings.json:
         print_json({"patches": [asdict(entry) for entry in entries]})
+    elif name is not None:
+        forms = {port.name: [form.form for form in port.all_forms] for port in ports}
+        for entry in entries:
+            print("\n".join([f"{entry.name}: {_status(entry)}", *_block(entry, forms)]))
     else:
-        print("\n".join(_text(entries, ports)))
+        print("\n".join(_table(entries)))
     wrong = [entry.detail for entry in entries if entry.is_wrong]
     if wrong:
         raise PatchError("; ".join(dict.fromkeys(wrong)))
@@ -195,8 +216,8 @@ def _module(new: Callable[..., Any] | str) -> str:
     return str(getattr(found, "__module__", type(found).__module__))
 
 
-def _text(entries: list[Entry], ports: list[ModelPort]) -> list[str]:
-    """The list for people: a line of totals, and a block for each entry."""
+def _table(entries: list[Entry]) -> list[str]:
+    """The list for people: a line of totals, and a row for each entry."""
     kinds = Counter(entry.kind for entry in entries)
     states = Counter(entry.state for entry in entries)
     totals = [f"{states[s]} {_SAID[s][1]}" for s in _STATES if states[s]]
@@ -206,10 +227,11 @@ def _text(entries: list[Entry], ports: list[ModelPort]) -> list[str]:
         f"{plural(kinds['patch'], 'patch')} and "
         f"{plural(kinds['override'], 'op override')}: {', '.join(totals)}"
     ]
-    forms = {port.name: [form.form for form in port.all_forms] for port in ports}
-    for entry in entries:
-        lines += ["", f"{entry.name}: {_status(entry)}", *_block(entry, forms)]
-    return lines
+    rows = [
+        (entry.name, entry.kind, _status(entry), ", ".join(entry.models))
+        for entry in entries
+    ]
+    return [*lines, *columns(rows, indent="  "), "more of one: tpuport patches NAME"]
 
 
 def _status(entry: Entry) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuport.api import import_libraries
 from tpuport.cli.asked.absent_chips import prepare_topology
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
@@ -17,14 +18,13 @@ from tpuport.cli.asked.sessions import (
     check_run_early,
     configs_of,
     request_of,
-    say_imports,
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.shown.output import give_out
-from tpuport.cli.shown.progress import make_display
 from tpuport.core.enums import Dtype, Task
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.run.progress import Display
 from tpuport.core.spec.rules import Known, check_folder
 from tpuport.errors import UsageError
 
@@ -74,8 +74,7 @@ def plan(
         typer.Option(
             "--dump",
             metavar="FOLDER",
-            help="Keep the compiled programs, the account of each operation and the "
-            "kernels' schedules here.",
+            help="Keep programs, accounts and schedules here.",
         ),
     ] = None,
     budget: Annotated[
@@ -88,11 +87,19 @@ def plan(
             "has begun is finished.",
         ),
     ] = 540.0,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="Each program, attention, collectives, sharding rules."
+        ),
+    ] = False,
 ) -> None:
     """Whether a run fits a TPU slice and what it takes, without a TPU or weights.
 
     The programs that generate would run are compiled for the slice. Exit code 0 also
     where the run does not fit; --json says so as "fits".
+
+    Example: tpuport plan --topology v6e-8 --variant 5b
     """
     from tpuport.core.mesh.slices import parse_topology
 
@@ -100,7 +107,7 @@ def plan(
     prepare_topology(found)
     prepare(debug=settings.debug)
     stages, prompts = _checked(settings, found, stage, batch, dump)
-    with make_display() as display:
+    with Display() as display, display.timed(f"planning for {topology}"):
         made = _plan(
             settings,
             found,
@@ -114,9 +121,13 @@ def plan(
     document = {"command": "plan", **made.as_dict()}
     give_out(document, as_json=settings.json, report=settings.report)
     if not settings.json:
-        from tpuport.cli.shown.plan_text import text
+        _print(made, verbose)
 
-        print(text(made))
+
+def _print(made: Plan, verbose: bool) -> None:
+    from tpuport.cli.shown.plan_text import everything, text
+
+    print(everything(made) if verbose else text(made))
 
 
 def _checked(
@@ -182,7 +193,7 @@ def _plan(
     dump: str | None,
     reporter: Reporter,
 ) -> Plan:
-    say_imports(reporter)
+    import_libraries(reporter)
     from tpuport.core.plan.planner import Planner
     from tpuport.core.plan.search import advise, rank
 

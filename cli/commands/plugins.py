@@ -11,7 +11,10 @@ from tpuport.plugins import installed_plugins
 
 @command("plugins")
 def plugins(settings: Settings) -> None:
-    """List the installed plugins."""
+    """List the installed plugins.
+
+    Example: tpuport plugins
+    """
     found = list(installed_plugins().values())
     if settings.json:
         print_json(

@@ -29,8 +29,7 @@ from tpuport.cli.runs.run_stages import (
     going_on,
     run_stage,
 )
-from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown.output import give_out, print_summary, say
 from tpuport.core.enums import Place, Task
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.outputs import Video
@@ -39,6 +38,7 @@ from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
+from tpuport.core.run.progress import Display
 from tpuport.core.run.sidecar import latents_digest
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
@@ -80,6 +80,8 @@ def replay(
     """Make a recorded video's latents again and compare them, bit for bit.
 
     With --out the video is made and written too; without it the latents are enough.
+
+    Example: tpuport replay panda.mp4.json
     """
     prepare(debug=settings.debug)
     file = _sidecar_of(Path(sidecar).expanduser())
@@ -111,7 +113,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     noise = _noise(file, recorded)
     source = _source(file, recorded, request)
     cache = cache_folder(asked.cache_dir)
-    with make_display() as display, contextlib.ExitStack() as stack:
+    with Display() as display, contextlib.ExitStack() as stack:
         sessions = _Sessions(stages_as, cache, display, stack)
         session = sessions.of(STAGES[0])
         _check_weights(file, recorded, session.checkpoint)
@@ -366,7 +368,6 @@ def _check_weights(
 
 
 def _show_results(report: RunReport, videos: list[Video]) -> None:
-    say("")
     print_summary(report)
     for video in videos:
         say(f"wrote {video.path}")

@@ -28,12 +28,12 @@ from tpuport.cli.runs.run_stages import (
     open_existing,
     run_stage,
 )
-from tpuport.cli.shown.output import give_out, say
-from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown.output import give_out, print_summary, say
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
+from tpuport.core.run.progress import Display
 from tpuport.core.spec import rules
 from tpuport.core.spec.request import Request
 from tpuport.errors import UsageError
@@ -47,6 +47,8 @@ def encode(settings: Settings) -> None:
     """Encode the prompts into a run directory; takes the settings of `generate`.
 
     The settings are kept in the run directory: `denoise` and `decode` read them there.
+
+    Example: tpuport encode --prompt "a panda" --run-dir run
     """
     prepare(debug=settings.debug)
     if settings.run_dir is None:
@@ -60,7 +62,7 @@ def encode(settings: Settings) -> None:
     if noise is not None:
         noise.for_videos(len(settings.videos()[0]))
     with (
-        make_display() as display,
+        Display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         source = source_of(settings, session.variant)
@@ -87,6 +89,8 @@ def denoise(settings: Settings) -> None:
     """Denoise in a run directory that `encode` made.
 
     It runs no autoencoder: --vae is for --executables, which are of one.
+
+    Example: tpuport denoise --run-dir run
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
@@ -94,7 +98,7 @@ def denoise(settings: Settings) -> None:
     _check_going_on(settings, run, STAGES[1])
     cache = cache_folder(settings.cache_dir)
     with (
-        make_display() as display,
+        Display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         _, stage = run_stage(session, run, STAGES[1])
@@ -107,6 +111,8 @@ def decode(settings: Settings) -> None:
     """Decode the latents of a run directory into videos.
 
     Without --out the video is written into the run directory, as video.mp4.
+
+    Example: tpuport decode --run-dir run --out panda.mp4
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
@@ -119,7 +125,7 @@ def decode(settings: Settings) -> None:
         say(remark)
     cache = cache_folder(settings.cache_dir)
     with (
-        make_display() as display,
+        Display() as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         videos, report = decode_videos(session, run, outputs, [], started)
@@ -137,10 +143,6 @@ def _show_results(
     """The end of a stage: the summary, what was written, what comes next."""
     files = [run.path / STAGE_FILES[stage]] if stage in STAGE_FILES else []
     written = [*files, *(video.path for video in videos)]
-    say("")
-    print_summary(report)
-    for path in written:
-        say(f"wrote {path}")
     document = {
         "command": stage,
         "model": run.model,
@@ -151,3 +153,6 @@ def _show_results(
         "settings": run.settings,
     }
     give_out(document, as_json=settings.json, report=settings.report)
+    print_summary(report)
+    for path in written:
+        say(f"wrote {path}")

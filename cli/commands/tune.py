@@ -15,9 +15,10 @@ from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench_attention import Chip, HeadDim, Heads, KvLen, QLen
-from tpuport.cli.shown.output import plural, print_json, say
-from tpuport.cli.shown.progress import make_display
+from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.tables import columns
+from tpuport.core.reports import plural
+from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def tune(
 
     Needs no TPU; each candidate takes up to a minute to compile. What was compiled
     before is not compiled again.
+
+    Example: tpuport tune --chip v5e --q-len 17776 --limit 8
     """
     prepare(debug=settings.debug)
     folder = cache_folder(settings.cache_dir) / "kernels"
@@ -86,7 +89,7 @@ def tune(
         searches = [(case, limit)]
     entries = []
     for case, most in searches:
-        with make_display() as display:
+        with Display() as display:
             found, entry = _search(case, most, folder, display)
         entries.append(entry)
         if write:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import typer
 
-from tpuport.core.files.atomic import one_line
-from tpuport.errors import TpuportError
+from tpuport.errors import LINE, TpuportError, in_one_line, quoted
 
 INTERRUPTED = 130
 """What a shell reports for a program ended by Ctrl-C."""
@@ -57,13 +56,13 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         code, text = INTERRUPTED, "interrupted"
     elif isinstance(error, TpuportError):
-        code, text = error.exit_code, f"error: {one_line(error)}"
+        code, text = error.exit_code, f"error: {error}"
     else:
-        what = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
         code, text = 1, f"error: unexpected {what}"
         if not debug:
             text += "; run again with --debug"
-    print(text, file=sys.stderr)
+    print(in_one_line(text), file=sys.stderr)
     if not debug:  # a traceback has the notes already
         for note in getattr(error, "__notes__", ()):
             if not _from_jax(note):
@@ -86,18 +85,18 @@ def as_usage_error(error: Exception) -> str | None:
         return None
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "tpuport"
-    message = one_line(error.format_message()).rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".")
     # An option that lacks its value has a name too, and a message that says so.
     if hasattr(error, "possibilities") and (name := getattr(error, "option_name", "")):
         known = error.possibilities or ()
         near = difflib.get_close_matches(name, known, 1, 0.75)
-        message = f"No such option: {name}"
+        message = f"No such option: {quoted(name)[1:-1]}"
         if near:
             message += f" (did you mean {near[0]}?)"
     value = _refused_value(error)
     if value is not None and repr(value) not in message:
-        message += f", got {value!r}"
-    return f"{message}; see `{command} --help`"
+        message += f", got {quoted(value)}"
+    return in_one_line(f"{message}; see `{command} --help`", LINE - len("error: "))
 
 
 def _refused_value(error: Exception) -> str | None:

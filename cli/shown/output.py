@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import atomic_write_json, cannot_write
+from tpuport.core.reports import RunReport, memory_sources, memory_table
 
 
 def say(text: str) -> None:
@@ -37,9 +39,15 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
         print_json(document)
 
 
-def plural(count: int, unit: str) -> str:
-    """``1 step``, ``2 batches``."""
-    if count == 1:
-        return f"1 {unit}"
-    ending = "es" if unit.endswith(("ch", "sh", "s", "x")) else "s"
-    return f"{count} {unit}{ending}"
+def print_summary(report: RunReport) -> None:
+    """The lines at the end of a run, and the table of memory where one was asked for.
+
+    The files that were written come after them.
+    """
+    stages = [(s.stage, s.unit, s.memory) for s in report.stages if s.memory]
+    if stages:
+        rows = columns(memory_table(stages), indent="  ")
+        for line in [*rows, *(f"  {line}" for line in memory_sources(stages)), ""]:
+            say(line)
+    for line in columns(report.summary(), indent="  "):
+        say(line)

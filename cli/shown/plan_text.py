@@ -21,8 +21,30 @@ _WORDS = {
 }
 
 
+#: Of a plan, how many meshes and notes are told in short.
+SOME = 4
+
+
 def text(plan: Plan) -> str:
-    """Everything a person asks of a plan, a few lines a subject."""
+    """What most people ask of a plan, in at most 25 lines."""
+    notes = list(dict.fromkeys(plan.notes))
+    meshes = list(_meshes(plan))
+    if left := len(meshes[1 + SOME :]):
+        meshes = [*meshes[: 1 + SOME], f"  and {left} more: --verbose"]
+    return "\n".join(
+        [
+            *_head(plan),
+            *meshes,
+            *_in_short(plan),
+            *_together(plan),
+            *(f"note: {note}" for note in notes[:SOME]),
+            "programs, attention, collectives, sharding: --verbose, or --report FILE",
+        ]
+    )
+
+
+def everything(plan: Plan) -> str:
+    """All that is known of a plan, a few lines a subject."""
     return "\n".join(
         [
             *_head(plan),
@@ -134,9 +156,30 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield f"  {tiling['reason']}"
 
 
+def _in_short(plan: Plan) -> Iterator[str]:
+    """A row for each stage: memory, time, what bounds it."""
+    rows = [("stage", "HBM", "of it weights", "a call", "calls", "in all", "bound by")]
+    for stage in plan.stages:
+        memory = max((p.memory for p in stage.programs), key=lambda m: m.total)
+        seconds = [stage.seconds_per_call, stage.seconds]
+        call, whole = ("-" if s is None else seconds_text(s) for s in seconds)
+        sizes = bytes_text(memory.total), bytes_text(memory.weights)
+        bound = "" if stage.seconds is None else str(stage.bound)
+        rows.append((stage.name, *sizes, call, str(stage.calls), whole, bound))
+    yield from columns(rows, right=range(1, 6))
+    yield from (f"  {tiling['line']}" for tiling in plan.tiling.values())
+
+
 def _times(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         yield from _stage(stage)
+    yield from _together(plan)
+    if plan.compiler_flags:
+        yield f"with compiler flags: {' '.join(plan.compiler_flags)}"
+
+
+def _together(plan: Plan) -> Iterator[str]:
+    """All stages, and what compiling them took."""
     left = [n for n in STAGES if plan.stage(n) is None]
     if left:
         yield f"not planned: {', '.join(left)} (--stage all plans them too)"
@@ -151,8 +194,6 @@ def _times(plan: Plan) -> Iterator[str]:
         f"compile: {plan.compile_seconds:.1f} s on this machine, "
         f"{plan.program_bytes / 2**20:.1f} MiB of programs"
     )
-    if plan.compiler_flags:
-        yield f"with compiler flags: {' '.join(plan.compiler_flags)}"
 
 
 def _stage(stage: StagePlan) -> Iterator[str]:

@@ -11,12 +11,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, TypedDict
 
-from tpuport.core.enums import Backend
-
-#: Block sizes of attention, in the order in which they are told, and for people.
-_BLOCKS = {"block_q": "q", "block_kv": "kv", "block_kv_compute": "kv compute"}
-
-
 LIVE, PLANNED, UNKNOWN = "live", "planned", "unknown"
 
 _SOURCES = {
@@ -122,6 +116,7 @@ class StageReport:
         memory: of each call, where it was asked for.
         profile: ``folder`` and ``calls`` of the trace, where one was asked for and some
             call was steady.
+        cut: what an encoder did not see of prompts, in words.
         tiling: whether it ran in tiles, and what that was decided from; see
             :class:`tpuport.core.spec.tiling.TilingDecision`. ``None`` of a stage that
             has no such choice.
@@ -146,6 +141,7 @@ class StageReport:
     op_by_op: bool = False
     memory: tuple[CallMemory, ...] = ()
     profile: dict[str, Any] | None = None
+    cut: tuple[str, ...] = ()
     tiling: dict[str, Any] | None = None
 
     @property
@@ -223,88 +219,45 @@ class RunReport:
         return counts["loaded"] > 0 and not counts["cached"] + counts["compiled"]
 
     def summary(self) -> list[tuple[str, str]]:
-        """(label, text) rows for the end of a run."""
-        load = sum(s.load_seconds for s in self.stages)
-        compile_seconds = sum(s.compile_seconds for s in self.stages)
+        """(label, text) rows for the end of a run; what most people look for is last.
+
+        The rest of a report is for ``--json`` and ``--report``.
+        """
+        rows = [("compiled", self._compiled()), ("cut", self._cut() or "nothing")]
+        stepping = [s for s in self.stages if s.seconds_per_call is not None]
+        for stage in sorted(stepping, key=lambda s: s.unit != "step")[:1]:
+            each = each_text(stage.seconds_per_call or 0.0)
+            rows.append((f"a {stage.unit}", f"{each}, after the first"))
         rest = self.total_seconds - sum(s.total_seconds for s in self.stages)
         # Imports, configs and checks before the first stage, and what lies between.
-        rows = [("start-up", f"{max(rest, 0):.2f} s")]
-        for stage in self.stages:
-            text = f"{stage.total_seconds:.2f} s"
-            if stage.backend != Backend.TPUPORT:
-                text += f" by {stage.backend}"
-            else:
-                if stage.op_by_op:
-                    text += " op by op (--no-jit)"
-                text += f", first call {stage.first_call_seconds:.2f} s"
-                per_call = stage.seconds_per_call
-                if per_call is not None:
-                    text += f", then {per_call:.3f} s/{stage.unit}"
-                if stage.calls_in_flight > 1:
-                    text += (
-                        f", {stage.calls_in_flight} in flight of at most "
-                        f"{stage.calls_in_flight_limit}"
-                    )
-            rows.append((stage.stage, text))
-        programs = self._programs_in_words()
-        rows += [
-            ("total", f"{self.total_seconds:.2f} s"),
-            ("of that load", f"{load:.2f} s"),
-            ("of that compile", f"{compile_seconds:.2f} s ({programs})"),
-        ]
-        rows += [(n, f) for n, f in self.implementations.items() if f != "torchax"]
-        if ran := self._attention_in_words():
-            rows.append(("attention", ran))
-        for stage in self.stages:
-            told = [record.get("notice", "") for record in stage.attention]
-            rows += [
-                ("attention", f"{stage.stage}: {text}")
-                for text in dict.fromkeys(filter(None, told))
-            ]
-        rows += [
-            ("convolutions", f"{stage.stage}: {words(record)}")
-            for stage in self.stages
-            for record in stage.convolutions
-            if record["reason"]
-        ]
-        memory = f"{bytes_text(self.peak_host_bytes)} host"
-        if self.peak_device_bytes is not None:
-            memory += f", {bytes_text(self.peak_device_bytes)} per device"
-        rows.append(("peak memory", memory))
+        parts = [f"start-up {max(rest, 0):.1f}"]
+        parts += [f"{s.stage} {s.total_seconds:.1f}" for s in self.stages]
+        rows.append(("in all", f"{self.total_seconds:.1f} s: {', '.join(parts)}"))
         return rows
 
-    def _attention_in_words(self) -> str:
-        """What attention ran as in each stage, with its blocks."""
-        stages = []
-        for stage in self.stages:
-            ran = []
-            for record in stage.attention:
-                # An executable's record has its keys sorted.
-                sizes = record.get("blocks", {})
-                told = [
-                    f"{label} {sizes[name]}"
-                    for name, label in _BLOCKS.items()
-                    if name in sizes
-                ]
-                if window := record.get("window"):
-                    told.append("window {},{}".format(*window))
-                if record.get("k_smooth"):
-                    told.append("k_smooth")
-                more = f" ({', '.join(told)})" if told else ""
-                ran.append(record["implementation"] + more)
-            if ran:
-                stages.append(f"{stage.stage} {', '.join(dict.fromkeys(ran))}")
-        return "; ".join(stages)
-
-    def _programs_in_words(self) -> str:
+    def _compiled(self) -> str:
         counts = self.programs
-        total = sum(counts.values())
-        programs = f"{total} program{'' if total == 1 else 's'}"
+        seconds = sum(s.compile_seconds for s in self.stages)
+        if not sum(counts.values()):
+            return "nothing"
         if self.warm:
-            return f"warm: {programs} loaded, nothing compiled"
-        kept = counts["cached"] + counts["loaded"]
-        more = f", {counts['loaded']} of them loaded" if counts["loaded"] else ""
-        return f"{programs}, {kept} from the cache{more}"
+            return f"nothing: {plural(counts['loaded'], 'program')} loaded"
+        text = f"{plural(sum(counts.values()), 'program')} in {seconds:.1f} s"
+        kept = counts["loaded"] + counts["cached"]
+        return text + (f", {kept} of them from the cache" if kept else "")
+
+    def _cut(self) -> str:
+        """What is not as it was asked for, or not whole: prompts, tiles, attention."""
+        told = [text for stage in self.stages for text in stage.cut]
+        tilings = [stage.tiling for stage in self.stages if stage.tiling is not None]
+        told += [tiling["line"] for tiling in tilings if tiling["tiled"]]
+        told += [
+            f"{stage.stage}: {record['notice']}"
+            for stage in self.stages
+            for record in stage.attention
+            if record.get("notice")
+        ]
+        return "; ".join(dict.fromkeys(told))
 
 
 def peak_host_bytes() -> int:
@@ -331,8 +284,20 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line for people."""
 
+    def idle(self) -> None:
+        """Nothing is under way any more, also after an error."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Tell when an error ends all that the block had begun."""
+        try:
+            yield
+        except BaseException:
+            self.idle()
+            raise
+
     def began(self, what: str) -> None:
-        """Work that may take minutes and is of no running stage begins."""
+        """Work that may take minutes begins."""
 
     def ended(self, what: str, seconds: float) -> None:
         """It ended, well or not."""
@@ -360,7 +325,7 @@ class Reporter:
         """It was."""
 
     def advanced(self, stage: str, done: int, total: int) -> None:
-        """``done`` of ``total`` calls were dispatched."""
+        """``done`` of ``total`` calls ended."""
 
     def delivered(self, stage: str, frames: int, total: int) -> None:
         """``frames`` of ``total`` frames are finished, counted batch by batch."""
@@ -383,10 +348,22 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
 
 
+def each_text(seconds: float) -> str:
+    """The time of one call, for people."""
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
+
+
+def plural(count: int, unit: str) -> str:
+    """``1 step``, ``2 batches``."""
+    if count == 1:
+        return f"1 {unit}"
+    ending = "es" if unit.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{count} {unit}{ending}"
+
+
 def words(entry: Mapping[str, Any]) -> str:
     """One record for people: how many of what, by what, and why."""
-    count, call = entry["count"], entry["call"]
-    text = f"{count} {call}{'s' * (count > 1)} by {entry['implementation']}"
+    text = f"{plural(entry['count'], entry['call'])} by {entry['implementation']}"
     return text + (f": {entry['reason']}" if entry["reason"] else "")
 
 

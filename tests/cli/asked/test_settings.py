@@ -235,7 +235,7 @@ def test_the_file_wins_over_the_environment(
     [
         ("stpes: 4", "did you mean steps?"),
         ("num_infrence_steps: 4", "did you mean num_inference_steps?"),
-        ("qqq: 4", "known keys: model"),
+        ("qqq: 4", "the keys are the flags in --help"),
         ("config: other.yaml", "unknown key 'config'"),
         ("steps: many", "steps: 'many' is not an integer"),
         ("steps: 2.5", "is not an integer"),

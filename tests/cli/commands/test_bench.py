@@ -9,9 +9,20 @@ import pytest
 from tests.cli.tools import SMALL, Cli
 from tests.tolerances import TOLERANCES
 from tpuport.cli.commands import bench
+from tpuport.core.run.progress import Display
 
 
-def test_both_backends_are_measured_in_turns(cli: Cli) -> None:
+def test_both_backends_are_measured_in_turns(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    told = Display.began
+
+    def listen(self: Display, what: str) -> None:
+        began.append(what)
+        told(self, what)
+
+    monkeypatch.setattr(Display, "began", listen)
     ran = cli("bench", *SMALL, "--repeat", "2", "--against", "diffusers", "--json")
     assert ran.code == 0, ran.err
     result = ran.json
@@ -26,8 +37,10 @@ def test_both_backends_are_measured_in_turns(cli: Cli) -> None:
     ratio = steady["diffusers"]["seconds"] / steady["tpuport"]["seconds"]
     assert result["ratio"]["total"] == pytest.approx(ratio)
     assert result["max_frame_difference"] < TOLERANCES["video float32"]
-    turns = [x.split(":")[0] for x in ran.err.splitlines() if "run" in x.split()]
-    assert turns[-4:] == ["tpuport", "diffusers", "tpuport", "diffusers"]
+    turns = [what.partition(":")[0] for what in began if " run" in what]
+    assert turns == ["tpuport", "diffusers"] * 3
+    lines = ran.err.splitlines()
+    assert len(lines) == len(set(lines)), "nothing is said twice"
     text = "\n".join(bench._text(result))
     assert "ratio" in text
     assert "per step" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,16 +52,16 @@ def test_plain_lines_say_what_happens(made: Made) -> None:
     lines = made.ran.err.splitlines()
     assert "\x1b" not in made.ran.err
     assert sum("its weights are random" in line for line in lines) == 1
-    assert "denoise: started, 4 steps" in lines
+    # So many a person reads, with the report and the second video.
+    assert len(lines) <= 12 + 2, made.ran.err
     said = "making 2 videos from text: 96x64, 9 frames at 8 fps, 2 steps, guidance 6"
     assert f"{said}, seed 7, 7" in lines
-    assert "compiling denoise/step ..." in lines
-    assert any(line.startswith("compiled denoise/step in ") for line in lines)
-    assert any("s/step" in line for line in lines if "denoise: finished" in line)
+    (told,) = [line for line in lines if line.startswith("denoise")]
+    assert re.search(r" 4 steps in .* s, compiling .* s a step$", told)
     summary = [line.split()[0] for line in lines if line.startswith("  ")]
-    wanted = ["start-up", "encode", "denoise", "decode", "total", "of", "of"]
-    wanted += ["attention", "peak"]
-    assert summary == wanted
+    assert summary == ["compiled", "cut", "a", "in"]
+    # Where the videos are is last.
+    assert lines[-2:] == [f"wrote {path}" for path in made.videos]
 
 
 def test_the_sidecar_has_every_setting_and_a_summary(made: Made) -> None:
@@ -119,7 +120,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
         ran = cli(*command, "--report", "file/report.json")
         assert ran.code == 2, command
         assert ran.last == "error: --report file: file is not a folder"
-        assert "started" not in ran.err
+        assert "encode: " not in ran.err
     ran = cli("generate", "--prompt", "a", "--report", ".")
     assert ran.last == "error: --report .: is a folder; name a file"
     out = ("--out", "v.gif", "--report", "v.gif.json")
@@ -160,16 +161,12 @@ def test_stderr_has_only_our_own_lines(cache: Path, tmp_path: Path) -> None:
     )
     assert done.stdout == ""
     known = (
-        "importing torch and jax",
+        "importing torch, jax and diffusers",
         "using",
         "making",
-        "encode: ",
-        "denoise: ",
-        "decode: ",
-        "loading ",
-        "loaded ",
-        "compil",
-        "recompiling ",
+        "encode",
+        "denoise",
+        "decode",
         "  ",
     )
     known = (*known, "wrote v.gif")
@@ -383,7 +380,8 @@ def test_an_unexpected_error_is_one_line(
         (("--dtype", "float16"), "float32, bfloat16"),
         (("--attention", "flash"), "auto, splash"),
         (("--backend", "cuda"), "tpuport, diffusers"),
-        (("-o", "sampler=x"), "scheduler, dynamic_cfg"),
+        (("-o", "sampler=x"), "did you mean scheduler?"),
+        (("-o", "xyz=x"), "scheduler, dynamic_cfg"),
         (("-o", "scheduler=x"), "checkpoint, ddim, dpm"),
         (("--latents", "none.safetensors"), "none.safetensors cannot be read"),
         (("--out", "video.avi"), ".mp4, .gif, .webm"),
@@ -403,7 +401,7 @@ def test_bad_input_is_refused_in_one_line(
     assert ran.code == 2
     assert said in ran.last
     assert ran.last.startswith("error: ")
-    assert "started" not in ran.err
+    assert "encode: " not in ran.err
     assert os.listdir() == ["file"]
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,25 @@ def test_help_takes_a_small_share_of_what_importing_torch_takes() -> None:
     assert quick < seconds("-c", "import torch, jax") / 2
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "bench attention"])
+def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
+    cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli(*command.split(), "--help").out.splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(f"  Example: tpuport {command}") for line in lines)
+    heads = [line for line in lines if line.endswith(":") and line[0] != " "]
+    assert heads[-1] == "Of every command:" or command == "bench"
+    if command == "generate":
+        first, second = (lines.index(head) for head in heads[:2])
+        common = [line.split()[0] for line in lines[first + 1 : second - 1]]
+        assert common[:5] == ["--prompt", "--size", "--frames", "--steps", "--seed"]
+        assert {"--out", "--model", "--variant", "--weights"} <= set(common)
+        assert len(common) < 12
+
+
 def test_every_command_is_in_the_help(cli: Cli) -> None:
     ran = cli("--help")
     assert all(command in ran.out for command in COMMANDS)
@@ -110,6 +130,33 @@ def test_the_parser_answers_in_one_line(
     assert ran.err.startswith("error: ")
     assert said in ran.err
     assert "--help`" in ran.err
+
+
+LONG = "a panda plays the guitar " * 60
+
+
+@pytest.mark.parametrize(
+    ("args", "advice"),
+    [
+        (("generate", "--steps", LONG), "see `tpuport generate --help`"),
+        (("generate", f"--{LONG}"), "see `tpuport generate --help`"),
+        ((LONG,), "see `tpuport --help`"),
+        (("generate", "--prompt", "a", "--seed", LONG), "or several as 1,2,3"),
+        (("generate", "--prompt", "a", "--mesh", LONG), '"2,1,4" (dp, sp, tp)'),
+        (("generate", "--prompt", "a", "--cache", LONG), "deepcache, taylorseer, none"),
+        (("generate", "--config", "c.yaml"), "is not text"),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else value,
+)
+def test_an_error_is_short_whatever_was_given_and_keeps_its_advice(
+    cli: Cli, args: tuple[str, ...], advice: str
+) -> None:
+    Path("c.yaml").write_text(f'prompt: {{a: "{LONG}"}}')
+    ran = cli(*args)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert len(ran.last) <= 300
+    assert ran.last.endswith(advice)
+    assert "a panda plays" in ran.last
 
 
 def test_the_help_has_the_defaults(cli: Cli) -> None:

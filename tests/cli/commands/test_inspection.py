@@ -156,7 +156,7 @@ def test_what_cannot_be_is_refused_before_any_work(
     ran = cli("generate", "--prompt", "a panda", *SMALL, *args)
     assert ran.code == 2
     assert said in ran.err
-    assert "started" not in ran.err
+    assert "encode: " not in ran.err
 
 
 # --- frames
@@ -170,8 +170,7 @@ def test_frames_are_written_as_they_are_made(
 
     ran = cli("decode", "--run-dir", run, "--out", "frames/")
     assert ran.code == 0, ran.err
-    said = [line for line in ran.err.splitlines() if line.endswith("of 18 frames")]
-    assert said == ["decode: 9 of 18 frames", "decode: 18 of 18 frames"]
+    assert [line for line in ran.err.splitlines() if " 18 frames in " in line]
     written = [
         np.stack([iio.imread(file) for file in sorted(folder.glob("*.png"))])
         for folder in sorted(p for p in Path("frames").iterdir() if p.is_dir())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +42,7 @@ def rows(folder: Path) -> Ran:
 @needs_libtpu
 def test_each_kernel_is_a_row_with_the_keys_scripts_rely_on(rows: Ran) -> None:
     assert rows.code == 0, rows.err
-    for name in ("tpuport", "jax"):
-        began, ended = (
-            x for x in rows.err.splitlines() if f"compiling {name} for" in x
-        )
-        assert began == f"compiling {name} for v6e ..."
-        assert re.fullmatch(rf"compiling {name} for v6e took [0-9]+\.[0-9] s", ended)
+    assert rows.err.startswith("compiling tpuport for v6e ...")
     ours, jaxs = rows.json
     assert [r["implementation"] for r in rows.json] == ["tpuport", "jax"]
     for row in (ours, jaxs):
@@ -206,7 +200,6 @@ def test_tune_writes_what_it_tried_to_the_table_it_is_given(
         "--limit 2 --write"
     )
     best = "/".join(map(str, ran.json["blocks"]))
-    assert f"compiling {best} ...\ncompiling {best} took " in ran.err
     cycles = {t["blocks"]: t["cycles"] for t in ran.json["tried"]}
     assert cycles[best] == min(cycles.values())
     # Without --write nothing is written, and people get the candidates.

@@ -53,7 +53,9 @@ def test_doctor_examines_everything(cli: Cli, cache: Path) -> None:
     assert report["cache"]["folder"] == str(cache)
     assert report["cache"]["free_bytes"] > 0
     assert report["environment"]["JAX_PLATFORMS"] == "cpu"
-    text = cli("doctor").out
+    ran = cli("doctor")
+    assert ran.err.startswith("looking at the installation ...")
+    text = ran.out
     for found in filter(None, report["versions"].values()):
         assert found in text
     assert "8 x cpu" in text

@@ -21,6 +21,7 @@ from tpuport.core.tracing import patching, runtime
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
+from tpuport.errors import PatchError
 from tpuport.models.cogvideox.plugin import PORT
 from tpuport.plugins import Plugin, installed_plugins
 
@@ -80,10 +81,9 @@ def port(
     return dataclasses.replace(PORT, patches=patches, overrides=overrides, **given)
 
 
-def block(text: str, name: str) -> str:
-    """What stands under the heading of one entry, with its heading."""
-    (found,) = (b for b in text.split("\n\n") if b.startswith(f"{name}: "))
-    return found
+def block(cli: Cli, name: str) -> str:
+    """All that is told of one entry, with its heading."""
+    return cli("patches", name).out
 
 
 # --- what is installed
@@ -91,7 +91,7 @@ def block(text: str, name: str) -> str:
 
 def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None:
     ran = cli("patches", "--json")
-    assert (ran.code, ran.err) == (0, "")
+    assert ran.code == 0
     entries = ran.json["patches"]
     found = [(e["kind"], e["name"], *e["targets"]) for e in entries]
     patches = {("patch", p.name, p.target) for some in LISTED.values() for p in some}
@@ -145,12 +145,17 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
     assert attention["module"] == "tpuport.core.layers.attention"
 
 
-def test_the_text_has_all_of_it_in_a_hundred_columns(cli: Cli) -> None:
-    text = cli("patches").out
+def test_a_row_each_and_of_one_all_of_it_in_a_hundred_columns(cli: Cli) -> None:
+    _head, *rows, last = cli("patches").out.splitlines()
     entries = cli("patches", "--json").json["patches"]
-    assert len(text.split("\n\n")) == 1 + len(entries)
-    for entry in entries:
-        said = " ".join(block(text, entry["name"]).split())
+    assert [row.split()[:3] for row in rows] == [
+        [entry["name"], entry["kind"], "applies"] for entry in entries
+    ]
+    assert "patches NAME" in last
+    text = ""
+    for entry in (entries[0], entries[-1]):
+        text += block(cli, entry["name"])
+        said = " ".join(block(cli, entry["name"]).split())
         assert said.startswith(f"{entry['name']}: applies {entry['kind']} ")
         for part in (
             *entry["targets"],
@@ -163,6 +168,22 @@ def test_the_text_has_all_of_it_in_a_hundred_columns(cli: Cli) -> None:
     for line in text.splitlines():
         # A name or a link is not broken.
         assert len(line) <= 100 or len(line[12:].split()) == 1, line
+
+
+def test_a_name_that_there_is_not_gets_the_nearest(cli: Cli) -> None:
+    ran = cli("patches", "layernorm")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.last == (
+        "error: no patch is called 'layernorm'; did you mean layer_norm?"
+    )
+
+
+def test_something_is_said_at_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(ports: Any) -> Any:
+        raise PatchError("seconds later")
+
+    monkeypatch.setattr(command, "examine", examine)
+    assert cli("patches").err.startswith("looking at upstream's code ...")
 
 
 def test_one_model_may_be_asked_for(cli: Cli) -> None:
@@ -226,9 +247,9 @@ def test_patches_of_native_blocks_say_when_they_are_in_force(
     ran = cli("patches")
     assert ran.code == 0
     assert ran.out.startswith("3 patches and ")
-    assert "  in force  with --blocks native" in block(ran.out, "chip")
+    assert "  in force  with --blocks native" in block(cli, "chip")
     for name in ("plain", "both"):
-        assert "in force" not in block(ran.out, name)
+        assert "in force" not in block(cli, name)
     entries = {e["name"]: e for e in cli("patches", "--json").json["patches"]}
     found = {name: entries[name]["blocks"] for name in ("both", "plain", "chip")}
     assert found == {"both": "", "plain": "", "chip": "native"}
@@ -236,8 +257,8 @@ def test_patches_of_native_blocks_say_when_they_are_in_force(
     install(port(patch("mine"), native=(native,)))
     ran = cli("patches")
     assert ran.code == 0
-    assert "  in force  with --blocks upstream" in block(ran.out, "mine")
-    assert "  in force  with --blocks native" in block(ran.out, "chip")
+    assert "  in force  with --blocks upstream" in block(cli, "mine")
+    assert "  in force  with --blocks native" in block(cli, "chip")
     # Native ones are in force together, so two of one target cannot be.
     install(port(native=(patch("one"), patch("two"))))
     assert "patches 'one' and 'two' both replace textwrap:dedent" in cli("patches").last
@@ -265,8 +286,8 @@ def test_a_target_that_is_gone_is_named_after_the_list_and_fails(
     install(port(patch("fine"), patch("lost", "textwrap:dedennt")))
     ran = cli("patches")
     assert ran.code == 1
-    assert block(ran.out, "fine").startswith("fine: applies\n")
-    said = block(ran.out, "lost")
+    assert "fine: applies\n" in block(cli, "fine")
+    said = block(cli, "lost")
     assert said.startswith("lost: target is gone\n  patch     textwrap:dedennt\n")
     assert "has no 'dedennt'" in said
     assert ran.out.startswith(
@@ -290,9 +311,9 @@ def test_an_operator_that_is_gone_is_named_with_its_owner(
     install(port(overrides=(override("torch.relu"), override(target))))
     ran = cli("patches")
     assert ran.code == 1
-    assert block(ran.out, "relu").startswith("relu: applies\n  override  torch.relu\n")
+    assert block(cli, "relu").startswith("relu: applies\n  override  torch.relu\n")
     name = target.rpartition(".")[2]
-    assert block(ran.out, name).startswith(f"{name}: target is gone\n")
+    assert block(cli, name).startswith(f"{name}: target is gone\n")
     assert f"error: op override target {target!r} does not exist" in ran.last
     assert ran.last.endswith("; 'acme' claims it (why so)")
 
@@ -325,7 +346,7 @@ def test_a_patch_for_another_version_is_told_and_is_no_failure(
     install(port(patch("old", "textwrap:dedennt", upstream=upstream)))
     ran = cli("patches")
     assert ran.code == 0
-    assert block(ran.out, "old").startswith(f"old: not for this version (found {found}")
+    assert block(cli, "old").startswith(f"old: not for this version (found {found}")
     entries = cli("patches", "--json").json["patches"]
     (entry,) = (e for e in entries if e["name"] == "old")
     assert entry["state"] == "skipped"
@@ -347,10 +368,9 @@ def test_forms_are_named_where_not_all_of_them_use_it(
         port(both, first, forms=(port(both, second, form="large"),)),
         port(both, name="other"),
     )
-    text = cli("patches").out
-    assert "  used by   toy, other\n" in block(text, "both")
-    assert "  used by   toy (not large)\n" in block(text, "first")
-    assert "  used by   toy (large)\n" in block(text, "second")
+    assert "  used by   toy, other\n" in block(cli, "both")
+    assert "  used by   toy (not large)\n" in block(cli, "first")
+    assert "  used by   toy (large)\n" in block(cli, "second")
     entries = {e["name"]: e for e in cli("patches", "--json").json["patches"]}
     assert entries["both"]["models"] == {"toy": ["", "large"], "other": [""]}
     assert entries["second"]["models"] == {"toy": ["large"]}
@@ -374,5 +394,5 @@ def test_the_module_is_that_of_the_replacement(new: Any, module: str) -> None:
 
 def test_no_models_no_changes(cli: Cli, install: Install) -> None:
     install()
-    assert cli("patches").out == "0 patches and 0 op overrides: all apply\n"
+    assert cli("patches").out.startswith("0 patches and 0 op overrides: all apply\n")
     assert cli("patches", "--json").json == {"patches": []}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,19 +142,8 @@ def test_the_sum_can_be_redone_from_the_dump(planned: Any) -> None:
 def test_what_happens_is_said_beside_the_document(planned: Any) -> None:
     _, _, said = planned
     lines = said.splitlines()
-    for what in (
-        "tracing denoise",
-        "compiling denoise/step for dp=2,sp=1,tp=2 of v6e-4",
-        "reading the schedule of kernel ",
-    ):
-        told = [line for line in lines if line.startswith(what)]
-        begun = [line.removesuffix(" ...") for line in told if line.endswith(" ...")]
-        assert begun
-        assert begun == [
-            line[: found.start()]
-            for line in told
-            if (found := re.search(r" took [0-9]+\.[0-9] s$", line))
-        ]
+    assert lines[0].startswith("planning for v6e-4 ...")
+    assert len(lines) <= 5, said
 
 
 @needs_libtpu
@@ -164,6 +152,7 @@ def test_the_text_has_what_the_document_has(tmp_path: Path) -> None:
         tmp_path,
         *("--topology", "v6e-1", "--size", "96x64", "--frames", "9", "--steps", "2"),
         *("--attention", "reference", "--blocks", "upstream", *TWO_PROMPTS),
+        "--verbose",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for part in (
@@ -230,12 +219,18 @@ def test_a_config_file_may_hold_what_only_plan_has(cli: Cli) -> None:
     # Flags win.
     ran = cli("plan", "--config", "p.yaml", "--topology", "v6e-7")
     assert "unknown TPU topology 'v6e-7'" in ran.err
-    Path("p.yaml").write_text("qqq: 1\n")
-    ran = cli("plan", "--config", "p.yaml")
-    assert ran.code == 2
-    known = ran.last.partition("known keys: ")[2].split(", ")
-    assert {"topology", "budget", "steps"} <= set(known)
-    assert not {"run_dir", "seed", "fps", "no_jit", "config"} & set(known)
+    for key, near in (
+        ("budgt", "budget"),
+        ("step", "steps"),
+        ("topologie", "topology"),
+    ):
+        Path("p.yaml").write_text(f"{key}: 1\n")
+        ran = cli("plan", "--config", "p.yaml")
+        assert ran.code == 2
+        assert ran.last.endswith(f"unknown key '{key}'; did you mean {near}?")
+    # What other commands have is not offered.
+    Path("p.yaml").write_text("run_di: 1\n")
+    assert "run_dir" not in cli("plan", "--config", "p.yaml").last.partition(";")[2]
 
 
 def test_a_mesh_too_large_for_the_slice_is_refused_before_anything_is_loaded(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.plan.test_search import measured, plan_of
-from tpuport.cli.shown.plan_text import text
+from tpuport.cli.shown.plan_text import everything, text
 from tpuport.core.cost.network import Collective
 from tpuport.core.cost.program_time import Account, Row
 from tpuport.core.mesh.chips import chip
@@ -41,7 +41,7 @@ APART = AttentionRecord(
 
 
 def lines(plan: Plan) -> list[str]:
-    return [line.strip() for line in text(plan).splitlines()]
+    return [line.strip() for line in everything(plan).splitlines()]
 
 
 def planned(*records: AttentionRecord, **changes: Any) -> Plan:
@@ -84,8 +84,8 @@ def test_what_was_passed_over_is_told_too() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_option_of_a_call_is_told(change: dict[str, Any], shown: str) -> None:
-    assert shown not in text(planned(JOINT))
-    assert shown in text(planned(replace(JOINT, **change)))
+    assert shown not in everything(planned(JOINT))
+    assert shown in everything(planned(replace(JOINT, **change)))
 
 
 def test_a_call_that_several_programs_make_is_told_once() -> None:
@@ -106,7 +106,7 @@ def test_convolutions_are_told_in_a_line_each_with_why() -> None:
         {"call": "convolution", "implementation": "XLA", "reason": "wide", "count": 1},
     ]
     plan = planned(convolutions=told)
-    assert "convolutions of one call" not in text(planned())
+    assert "convolutions of one call" not in everything(planned())
     (stage,) = plan.stages
     (step,) = stage.programs
     other = replace(step, program="other", convolutions=told[:1])
@@ -124,7 +124,7 @@ def test_convolutions_are_told_in_a_line_each_with_why() -> None:
 
 
 def test_a_plan_without_attention_has_no_line_on_it() -> None:
-    assert "attention calls" not in text(planned())
+    assert "attention calls" not in everything(planned())
 
 
 def test_an_estimate_is_called_one_and_names_the_mesh() -> None:
@@ -158,12 +158,12 @@ def test_a_sum_is_called_the_whole_run_only_where_it_is() -> None:
     }
     one = stages["denoise"]
     two = one.joined(stages["decode"])
-    assert "whole run" not in text(one)
-    assert "together" not in text(one)
-    assert "together: denoise 2.000 s + decode 2.000 s = 4.000 s" in text(two)
+    assert "whole run" not in everything(one)
+    assert "together" not in everything(one)
+    assert "together: denoise 2.000 s + decode 2.000 s = 4.000 s" in everything(two)
     assert "not planned: encode (--stage all plans them too)" in lines(two)
     every = two.joined(stages["encode"])
-    assert "whole run: encode 2.000 s + denoise 2.000 s" in text(every)
+    assert "whole run: encode 2.000 s + denoise 2.000 s" in everything(every)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_figures_are_of_a_device_where_a_chip_has_two(
     moved = Collective("all-gather", "dp", 1 << 20, 1e-5, {})
     row = Row("op", "all-gather", "", "collective", 1, 1.0, 1e-5, collective=moved)
     program = measured(10, 0.5, account=Account(0.5, [row]))
-    shown = text(replace(plan_of(mesh, program), chip=chip(name)))
+    shown = everything(replace(plan_of(mesh, program), chip=chip(name)))
     assert head in shown.splitlines()[0]
     assert f"GiB HBM per {what}" in shown
     assert f"memory per {what}:" in shown
@@ -189,8 +189,8 @@ def test_figures_are_of_a_device_where_a_chip_has_two(
 
 
 def test_the_demo_is_called_one() -> None:
-    assert "built-in demo" not in text(planned())
-    assert "built-in demo" in text(replace(planned(), weights="demo"))
+    assert "built-in demo" not in everything(planned())
+    assert "built-in demo" in everything(replace(planned(), weights="demo"))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,33 @@ def test_sizes_are_never_rounded_to_nothing(size: int, shown: str) -> None:
 
 def test_the_compiler_s_flags_are_told() -> None:
     flags = ("--xla_a=1", "--xla_b=2")
-    assert "compiler flags" not in text(planned())
-    shown = text(replace(planned(), compiler_flags=flags)).splitlines()
+    assert "compiler flags" not in everything(planned())
+    shown = everything(replace(planned(), compiler_flags=flags)).splitlines()
     assert "with compiler flags: --xla_a=1 --xla_b=2" in shown
+
+
+def test_in_short_a_plan_has_25_lines_at_most_whatever_it_has() -> None:
+    """A search of many meshes on a slice on which nothing fits, with all advice."""
+    stages = [measured(40, 0.5, stage=n) for n in ("encode", "denoise", "decode")]
+    first, *others = [plan_of(MESH, replace(s, attention=[])) for s in stages]
+    for other in others:
+        first = first.joined(other)
+    change = {"change": "mesh", "to": "x", "hbm_bytes_per_chip": 1, "verified": True}
+    mesh = {
+        "mesh": {"dp": 1}, "seconds_per_step": 1.0, "stage_seconds": None,
+        "compiled": True, "fits": True, "hbm_bytes_per_chip": 1,
+    }  # fmt: skip
+    full = replace(
+        first,
+        weights="demo",
+        advice=[change] * 4,
+        meshes=[mesh] * 20,
+        notes=[f"note {number}" for number in range(20)],
+        compiler_flags=("--a",) * 9,
+    )
+    lines = text(full).splitlines()
+    assert len(lines) <= 25, text(full)
+    assert "and 16 more: --verbose" in text(full)
+    assert "--report" in lines[-1]
+    row = text(planned()).splitlines()[4].split()
+    assert row[:5] == ["denoise", "10.00", "GiB", "4.00", "GiB"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpuport.cli.shown.plan_text import text
+from tpuport.cli.shown.plan_text import everything
 from tpuport.core.cost.hlo import HloError
 from tpuport.core.cost.kernel_cycles import KernelError
 from tpuport.core.cost.program_time import Account, Row
@@ -229,7 +229,7 @@ def test_a_mesh_that_cannot_be_read_is_listed_and_the_search_goes_on(
     assert found[-1].reason == f"not read: {' '.join(str(error).split())}"
     plan = plan_of(found[0].mesh, measured(10, 0.5))
     plan.meshes = [c.as_dict() for c in found]
-    assert f"dp=2,sp=1,tp=4: {found[-1].reason}" in text(plan)
+    assert f"dp=2,sp=1,tp=4: {found[-1].reason}" in everything(plan)
 
 
 def test_a_search_fails_where_no_mesh_is_left() -> None:
@@ -397,7 +397,7 @@ def test_a_plan_that_does_not_fit_has_no_time_and_says_what_to_change() -> None:
     assert found["hbm_bytes_per_chip"] == 40 * GIB
     assert found["seconds_per_step"] is None
     assert found["stage_seconds"]["denoise"] is None
-    shown = text(plan)
+    shown = everything(plan)
     assert "does not fit: 40.00 GiB of 31.25 GiB" in shown
     assert "change mesh to dp=1,sp=1,tp=8: 20.00 GiB (compiled)" in shown
     assert "no time" in shown

@@ -53,8 +53,7 @@ def test_every_stage_gives_what_its_programs_give(mesh: str, cache: Path) -> Non
         # What ran is told as ever.
         assert ours.attention == theirs.attention
         assert ours.patches == theirs.patches
-    summary = dict(eager.report.summary())
-    assert all("op by op (--no-jit)" in summary[stage] for stage in STAGES)
+    assert dict(eager.report.summary())["compiled"] == "nothing"
 
 
 def test_the_other_stages_are_compiled(cache: Path) -> None:

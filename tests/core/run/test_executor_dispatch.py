@@ -13,7 +13,7 @@ import tpuport
 from tests.core.spec.toys import installed_toy
 from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_store import Programs, Ready
-from tpuport.core.reports import CompileReport, StageReport
+from tpuport.core.reports import CompileReport, Reporter, StageReport
 from tpuport.core.run import executor as executors
 from tpuport.core.run.executor import CALLS_IN_FLIGHT, Executor
 from tpuport.core.run.profile import SteadyTrace
@@ -176,10 +176,20 @@ def test_chips_are_kept_busy_and_cpus_run_one_program_at_a_time() -> None:
     assert CALLS_IN_FLIGHT["cpu"] == 1
 
 
-def test_the_summary_says_how_far_ahead_a_stage_ran(
+def test_a_call_is_told_when_it_has_ended(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(executors.CALLS_IN_FLIGHT, "cpu", 3)
-    report, _ = run(session, Device().call)
-    text = dict(session.run_report([report], 1.0).summary())["denoise"]
-    assert text.endswith("3 in flight of at most 3")
+    device = Device()
+    told: list[tuple[int, int]] = []
+
+    def advanced(self: Reporter, stage: str, done: int, total: int) -> None:
+        told.append((done, device.dispatched))
+
+    monkeypatch.setattr(Reporter, "advanced", advanced)
+    report, _ = run(session, device.call)
+    assert [done for done, _ in told] == [n + 1 for n in range(CALLS)]
+    assert all(done <= device.finished for done, _ in told)
+    # The first is waited for; of the others three are on the way.
+    assert told[:2] == [(1, 1), (2, 4)]
+    assert report.calls_in_flight == 3

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from tpuport.core.reports import RunReport, StageReport
+from tpuport.core.reports import CompileReport, RunReport, StageReport
 
 
 def run_report(*stages: StageReport, **changes: Any) -> RunReport:
@@ -37,35 +36,49 @@ def stage(attention: dict[str, Any] | None = None, **changes: Any) -> StageRepor
     return StageReport(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("order", [("block_q", "block_kv"), ("block_kv", "block_q")])
-def test_blocks_are_told_alike_however_their_record_is_ordered(
-    order: tuple[str, str],
-) -> None:
-    sizes = {"block_q": 257, "block_kv": 514}
-    blocks = {name: sizes[name] for name in order}
-    record = {"implementation": "blockwise", "blocks": blocks}
-    rows = dict(run_report(stage(record)).summary())
-    assert rows["attention"] == "denoise blockwise (q 257, kv 514)"
-    narrow = {**record, "window": (3, 4), "k_smooth": True}
-    rows = dict(run_report(stage(narrow)).summary())
-    told = "denoise blockwise (q 257, kv 514, window 3,4, k_smooth)"
-    assert rows["attention"] == told
-
-
 def test_what_became_of_a_choice_that_does_not_run_is_told() -> None:
     notice = "jax passed over (why); blockwise runs, without block_q=128"
     record = {"implementation": "blockwise", "blocks": {}, "notice": notice}
-    rows = run_report(stage(record)).summary()
-    assert ("attention", f"denoise: {notice}") in rows
+    rows = dict(run_report(stage(record)).summary())
+    assert rows["cut"] == f"denoise: {notice}"
     kept = {"implementation": "blockwise", "blocks": {}}
-    assert len(run_report(stage(kept)).summary()) == len(rows) - 1
+    assert dict(run_report(stage(kept)).summary())["cut"] == "nothing"
 
 
-def test_the_rows_above_the_total_add_up_to_it() -> None:
-    done = stage(load_seconds=0.5, compile_seconds=1.0)
-    rows = run_report(done, stage(stage="decode", total_seconds=3.5)).summary()
-    labels = [label for label, _ in rows]
-    assert labels[:4] == ["start-up", "denoise", "decode", "total"]
-    seconds = [float(text.split()[0]) for _, text in rows[:4]]
-    assert seconds == [3.5, 2.0, 3.5, 9.0]
-    assert dict(rows)["of that load"] == "0.50 s"
+def test_what_was_cut_is_told() -> None:
+    lost = stage(stage="encode", cut=("a prompt is 30 tokens long",) * 2)
+    tiled = {"tiled": True, "line": "decode: in 2 x 3 tiles"}
+    rows = run_report(lost, stage(tiling=tiled)).summary()
+    assert dict(rows)["cut"] == "a prompt is 30 tokens long; decode: in 2 x 3 tiles"
+
+
+def test_what_people_look_for_comes_last() -> None:
+    made = CompileReport(
+        stage="denoise", program="step", trace_seconds=1.0, compile_seconds=0.5,
+        cached=False,
+    )  # fmt: skip
+    denoise = stage(
+        compiles=(made,), compile_seconds=1.5, steady_calls=4, steady_seconds=2.0
+    )
+    other = stage(
+        stage="decode", unit="chunk", total_seconds=3.5, steady_calls=1,
+        steady_seconds=3.0,
+    )  # fmt: skip
+    assert run_report(other, denoise).summary() == [
+        ("compiled", "1 program in 1.5 s"),
+        ("cut", "nothing"),
+        ("a step", "0.5 s, after the first"),
+        ("in all", "9.0 s: start-up 3.5, decode 3.5, denoise 2.0"),
+    ]
+
+
+def test_what_was_loaded_is_not_called_compiled() -> None:
+    loaded = CompileReport(
+        stage="denoise", program="step", trace_seconds=0.0, compile_seconds=0.0,
+        cached=True, loaded=True,
+    )  # fmt: skip
+    compiled = replace(loaded, cached=False, loaded=False)
+    warm = run_report(stage(compiles=(loaded,) * 2)).summary()
+    assert warm[0] == ("compiled", "nothing: 2 programs loaded")
+    half = run_report(stage(compiles=(loaded, compiled), compile_seconds=2.0)).summary()
+    assert half[0] == ("compiled", "2 programs in 2.0 s, 1 of them from the cache")

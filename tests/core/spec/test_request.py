@@ -10,6 +10,7 @@ import pytest
 
 from tpuport.core.spec.request import MAX_SEED, Request
 from tpuport.core.spec.rules import what_fits
+from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.variant import FrameRule, SizeRule
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port
@@ -113,3 +114,20 @@ def test_the_largest_video_that_fits(share: float, said: str) -> None:
         sizes=SizeRule(multiple=16),
     )
     assert said in what_fits(request(), variant, share)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("weight", "did you mean weights?"),
+        # The flags' words are known too, and what goes to generate.
+        ("frames", "did you mean num_frames?"),
+        ("guidance", "did you mean guidance_scale?"),
+        ("num_frames", "num_frames is an argument of generate"),
+        ("xyzzy", "there are model, variant, weights"),
+    ],
+)
+def test_a_keyword_that_there_is_not_gets_the_nearest(given: str, said: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        RunSettings.read({given: 1}, named=str)
+    assert said in str(caught.value)

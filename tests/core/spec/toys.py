@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tpuport import hookspecs, plugins
-from tpuport.core.reports import Reporter
+from tpuport.core.reports import CompileReport, Reporter
 from tpuport.plugins import load_plugins
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "example"
@@ -38,6 +38,11 @@ class Heard(Reporter):
 
     def compiling(self, stage: str, program: str) -> None:
         self.lines.append(f"compiling {stage}/{program}")
+
+    def compiled(self, report: CompileReport) -> None:
+        if report.reasons:
+            name = f"{report.stage}/{report.program}"
+            self.lines.append(f"recompiling {name}: {'; '.join(report.reasons)}")
 
     def began(self, what: str) -> None:
         self.lines.append(f"{what} ...")

@@ -222,6 +222,9 @@ def test_a_warm_start_compiles_nothing(
         ({"guidance_scale": float("nan")}, "not finite"),
         ({"scheduler": "euler"}, "choose one of checkpoint, ddim, dpm"),
         ({"colour": "blue"}, "has no option 'colour'"),
+        ({"frames": 9}, "did you mean num_frames?"),
+        ({"steps": 9}, "did you mean num_inference_steps?"),
+        ({"schedler": "ddim"}, "did you mean scheduler?"),
         ({"prompt_embeds": torch.zeros(1, 20, 32)}, "exclude each other"),
     ],
 )

@@ -20,7 +20,6 @@ from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.plan.build_ahead import CompileError
 from tpuport.core.plan.plan import DENOISE, Plan
 from tpuport.core.plan.planner import Planner
-from tpuport.core.reports import seconds_text
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
@@ -104,7 +103,7 @@ def rank(planner: Planner, *, budget: float) -> list[Candidate]:
     for spec in likely:
         begun = time.perf_counter()
         weights = planner.weight_bytes(spec)
-        plan, left_out, told = None, "", "does not fit"
+        plan, left_out, told = None, "", ""
         if weights > planner.chip.hbm_usable_bytes:
             left_out, told = WEIGHTS, "its weights alone are larger than the memory"
         elif any(c.plan for c in found) and begun - started + longest > budget:
@@ -116,18 +115,14 @@ def rank(planner: Planner, *, budget: float) -> list[Candidate]:
             except UNREAD as error:
                 failed.append(error)
                 left_out, told = ERROR, f"not read: {one_line(error)}"
-            else:
-                step = plan.seconds_per_step or plan.seconds
-                told = seconds_text(step) if step is not None and plan.fits else told
             longest = max(longest, time.perf_counter() - begun)
-        planner.say(f"mesh {spec}: {told}")
         found.append(
             Candidate(
                 mesh=spec,
                 weight_bytes=weights,
                 plan=plan,
                 left_out=left_out,
-                reason=told if left_out else "",
+                reason=told,
             )
         )
     if failed and all(c.plan is None for c in found):
@@ -205,7 +200,6 @@ def _first_that_fits(
         if time.perf_counter() > until:
             break
         change = left.pop(0)
-        planner.say(f"trying {change.to}")
         # The dump has what was asked about, not what was tried in its place.
         try:
             plan = planner.plan(

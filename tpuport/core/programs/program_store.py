@@ -200,8 +200,6 @@ class Programs:
         reasons: tuple[str, ...] = ()
         if key is not None and self.store is not None:
             reasons = self.store.nearest_difference(key)
-        if reasons:
-            self.reporter.say(f"recompiling {asked.label}: {'; '.join(reasons)}")
         self.reporter.compiling(asked.stage, asked.name)
         with self._jax_cache_for(asked.label):
             hits = compiling.cache_hits()

@@ -31,6 +31,8 @@ from tpuport.core.tracing.ported_module import BoundModule
 #: TPU hosts; on the CPU, programs with collectives must not overlap at all.
 CALLS_IN_FLIGHT = {"tpu": 4, "gpu": 4, "cpu": 1}
 
+_OP_BY_OP = "op by op (--no-jit): nothing is compiled, to debug; it is much slower"
+
 
 class Executor:
     """Runs stages with the components of a checkpoint.
@@ -60,6 +62,7 @@ class Executor:
         self._memory = MemoryLog(components.mesh.devices.flat)
         # Shapes of the states that step caching keeps, found by tracing once.
         self._structs: dict[Any, Any] = {}
+        self._cut: list[str] = []
 
     def close(self) -> None:
         """Free everything this executor holds, the components' weights included."""
@@ -95,7 +98,7 @@ class Executor:
             inputs=cut,
             dtype=self.components.dtype,
             module=self.components.skeleton,
-            say=self.reporter.say,
+            say=self._warned,
             pixels=pixels,
             vae_tiling=vae_tiling or self.settings.vae_tiling,
             **fields,
@@ -110,6 +113,16 @@ class Executor:
         held, own = self.components.held_bytes(stage.components)
         devices = list(self.components.mesh.devices.flat)
         return program_room(devices, 0 if alone else held, own)
+
+    def _warned(self, text: str) -> None:
+        """Say what is cut off a prompt; the report tells it in short."""
+        self.reporter.say(text)
+        self._cut.append(text.removeprefix("warning: ").partition(";")[0])
+
+    def _say_tiling(self, tiling: TilingDecision) -> None:
+        """Tiles make another video; the whole picture is what everybody expects."""
+        if tiling.tiled or tiling.asked == Tiling.ON:
+            self.reporter.say(tiling.line())
 
     def tiling(
         self,
@@ -192,13 +205,11 @@ class Executor:
         settings = self.settings
         op_by_op = stage.name in settings.no_jit
         if op_by_op:
-            self.reporter.say(
-                f"{stage.name} runs op by op (--no-jit): nothing is compiled, for "
-                "debugging; it is much slower"
-            )
+            self.reporter.say(f"{stage.name} runs {_OP_BY_OP}")
         else:
             self.check_built(request, [stage], vae_tiling)
         started = time.perf_counter()
+        self._cut = []
         trace = SteadyTrace(
             stage.name, settings.profile, settings.profile_calls or PROFILED_CALLS
         )
@@ -216,7 +227,7 @@ class Executor:
         )
         try:
             tiling = self.tiling(stage, request, vae_tiling)
-            with persistent_cache(self.programs.jax_folder):
+            with self.reporter.watched(), persistent_cache(self.programs.jax_folder):
                 tensors, tiling = self._run_batches(run, stage, inputs, tiling)
             used = stage.components_for(request)
             loaded = [name for name in used if name in self.components.loaded]
@@ -246,6 +257,7 @@ class Executor:
             memory=memory,
             profile=trace.result(),
             tiling=tiling.as_dict() if tiling is not None else None,
+            cut=tuple(self._cut),
             **run.timing.as_dict(),
         )
         self.reporter.stage_finished(report)
@@ -282,7 +294,7 @@ class Executor:
             works = [plan(batch, tiling) for batch in batches]
         run.total = sum(work.total for work in works)
         if tiling is not None:
-            self.reporter.say(tiling.line())
+            self._say_tiling(tiling)
         parts = []
         for batch, work in enumerate(works):
             cut, cached = self._cached(stage, work, request, run.timing)
@@ -332,6 +344,7 @@ class Executor:
         delivery = delivery or Delivery()
         self._say_not_inspected(stage)
         started = time.perf_counter()
+        self._cut = []
         load_seconds = 0.0
 
         def component(name: str, load: Callable[[], Any]) -> Any:
@@ -349,7 +362,7 @@ class Executor:
 
         tiling = self.tiling(stage, request, vae_tiling)
         if tiling is not None:
-            self.reporter.say(tiling.line())
+            self._say_tiling(tiling)
             vae_tiling = tiling.setting
         self.reporter.stage_started(stage.name, request.batches, "batch")
         parts = []
@@ -374,6 +387,7 @@ class Executor:
             unit=stage.unit,
             total_seconds=time.perf_counter() - started,
             load_seconds=load_seconds,
+            cut=tuple(self._cut),
             tiling=tiling.as_dict() if tiling is not None else None,
         )
         self.reporter.stage_finished(report)

@@ -373,9 +373,10 @@ class Session:
         # The same refusals as on the mesh; upstream would fill a missing tensor with
         # random numbers and warn.
         self._check_files(stage, request)
-        return self.executor.run_upstream(
-            stage, request, inputs, device, delivery, how.vae_tiling
-        )
+        with self.reporter.watched():
+            return self.executor.run_upstream(
+                stage, request, inputs, device, delivery, how.vae_tiling
+            )
 
     def _on_mesh(
         self, stage: Stage, request: Request, *how: Any

@@ -151,7 +151,6 @@ class StageRun:
             # Only what is pending holds these now, or fetched ones would stay.
             del output, asked
             flight.wait(called, first)
-            self.reporter.advanced(stage.name, self.done + index + 1, self.total)
         flight.pause()
         self.done += work.total
         if work.frames is not None:
@@ -355,8 +354,9 @@ class _Flight:
         while len(self._pending) > keep:
             ended = self._pending.popleft()
             jax.block_until_ready(ended.output)
+            number = run.done + ended.number
+            run.reporter.advanced(self.stage.name, number + 1, run.total)
             if run.memory is not None:
-                number = run.done + ended.number
                 run.memory.ended(self.stage.name, number, ended.program, ended.ready)
             if work.watch is not None:
                 work.watch(ended.number, ended.output)

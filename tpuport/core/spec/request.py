@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.enums import Task
 from tpuport.core.spec import kinds
 from tpuport.core.spec.step_cache import StepCache
-from tpuport.errors import UsageError
+from tpuport.errors import UsageError, quoted
 
 if TYPE_CHECKING:
     from tpuport.core.files.stage_tensors import TensorSpec
@@ -66,11 +66,11 @@ class Request:
         for name in ("height", "width", "num_frames", "num_inference_steps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise UsageError(f"{name} {value!r} is not a whole number")
+                raise UsageError(f"{name} {quoted(value)} is not a whole number")
         for name in ("fps", "guidance_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UsageError(f"{name} {value!r} is not a number")
+                raise UsageError(f"{name} {quoted(value)} is not a number")
         if not self.prompts:
             raise UsageError("no prompt was given")
         if len(self.negative_prompts) != len(self.prompts):
@@ -125,7 +125,7 @@ class Request:
         if isinstance(self.strength, bool) or not isinstance(
             self.strength, int | float
         ):
-            raise UsageError(f"strength {self.strength!r} is not a number")
+            raise UsageError(f"strength {quoted(self.strength)} is not a number")
         if self.task != Task.VIDEO:
             raise UsageError(
                 f"strength {self.strength} was given without a video; it is for video "
@@ -258,7 +258,7 @@ def one_per_video(
     if isinstance(value, str):
         return (value,) * count
     if not isinstance(value, Sequence) or not all(isinstance(t, str) for t in value):
-        raise UsageError(f"{name} {value!r} is not a string or a list of strings")
+        raise UsageError(f"{name} {quoted(value)} is not a string or a list of strings")
     if not value:
         raise UsageError(f"{name} is an empty list; give at least one")
     return tuple(value)
@@ -278,7 +278,9 @@ def seeds_by_batch(
     try:
         seeds = tuple(operator.index(s) for s in given)
     except TypeError:
-        raise UsageError(f"seed {seed!r} is not a whole number or a list") from None
+        raise UsageError(
+            f"seed {quoted(seed)} is not a whole number or a list"
+        ) from None
     if one:
         return (seeds,) * batches
     if len(seeds) != count:

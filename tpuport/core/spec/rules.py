@@ -22,9 +22,9 @@ from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, check_shape, check_task, denoising_steps
-from tpuport.core.spec.run_settings import Asked, RunSettings
+from tpuport.core.spec.run_settings import Asked, RunSettings, meant
 from tpuport.core.spec.variant import Variant
-from tpuport.errors import MeshError, UsageError
+from tpuport.errors import MeshError, UsageError, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -346,10 +346,10 @@ def check_options(port: ModelPort, asked: Any, more: str = "") -> dict[str, Any]
     values: dict[str, Any] = {}
     for name, value in asked.items():
         if name not in known:
+            has = f"it has {', '.join(known) or 'none'}{more}"
+            hint = meant(name, known, has)
             raise UsageError(
-                f"model {port.name!r} has no option {name!r}; it has "
-                + (", ".join(known) or "none")
-                + more
+                f"model {port.name!r} has no option {quoted(name)}; {hint}"
             )
         if value is None:
             continue
@@ -357,7 +357,7 @@ def check_options(port: ModelPort, asked: Any, more: str = "") -> dict[str, Any]
         choices = known[name].choices
         if choices and parsed not in choices:
             raise UsageError(
-                f"option {name}={value!r}: choose one of {', '.join(choices)}"
+                f"option {name}={quoted(value)}: choose one of {', '.join(choices)}"
             )
         values[name] = parsed
     return values

@@ -6,7 +6,7 @@ names, a key of their YAML files, and a keyword of Python. To add a flag, add a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
-from tpuport.errors import UsageError
+from tpuport.errors import UsageError, did_you_mean, quoted
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: The commands by their letters, as docs/cli.md has them.
@@ -39,10 +39,10 @@ COMMANDS = {
     "X": "patches",
 }
 
-#: The panels of a help text, in order; ``None`` is the first one, without a name.
-WHAT, WHERE = "What to make", "How to run it"
-FILES, INSIDE = "Files", "Look inside"
-PANELS = (None, WHAT, WHERE, FILES, INSIDE)
+#: The panels of a help text, in order; ``None`` has what most runs name.
+WHAT, WHERE = "More of what to make", "How to run it"
+FILES, INSIDE, EVERY = "Files", "Look inside", "Of every command"
+PANELS = (None, WHAT, WHERE, FILES, INSIDE, EVERY)
 
 #: Of a cache folder: where compiled programs are kept.
 COMPILED = "compiled"
@@ -155,87 +155,77 @@ class Asked:
     """
 
     prompt: tuple[str, ...] = what(
-        kinds.texts, "--prompt", "May be repeated.", default=(), commands="GEPC"
+        kinds.texts,
+        "--prompt TEXT",
+        "May be repeated: a video of each.",
+        panel=None,
+        default=(),
+        commands="GEPC",
     )
     prompt_file: None = what(
         kinds.path,
-        "--prompt-file",
-        "One prompt a line; blank lines and # comments are skipped.",
+        "--prompt-file FILE",
+        "One prompt a line; # begins a comment.",
         becomes=lambda path: {"prompt": read_prompts(path)},
         commands="GEC",
     )
     negative_prompt: str | None = what(
         kinds.text,
         "--negative-prompt",
-        "What to steer away from, for all prompts; needs guidance.",
+        "What to steer away from, for all prompts.",
         commands="GEPC",
     )
     size: None = what(
         kinds.size,
         "--size WxH",
         "Such as 720x480.",
+        panel=None,
         becomes=lambda size: {"width": size[0], "height": size[1]},
     )
-    height: int | None = what(
-        kinds.positive, "--height", "Pixels. (default: the variant's)"
-    )
-    width: int | None = what(
-        kinds.positive, "--width", "Pixels. (default: the variant's)"
-    )
+    height: int | None = what(kinds.positive, "--height", "Pixels, in place of --size.")
+    width: int | None = what(kinds.positive, "--width", "Pixels, in place of --size.")
     num_frames: int | None = what(
         kinds.positive,
         "--frames --num-frames",
-        "Of the video; 4n+1, 8n+1 or 16n+1 by model. (default: the variant's)",
+        "4n+1, 8n+1 or 16n+1 by model.",
+        panel=None,
     )
     fps: float | None = what(
         kinds.number, "--fps", "Of the written file.", commands="GE"
     )
     num_inference_steps: int | None = what(
-        kinds.positive,
-        "--steps --num-inference-steps",
-        "Denoising steps. (default: the variant's)",
+        kinds.positive, "--steps --num-inference-steps", "Denoising steps.", panel=None
     )
     guidance_scale: float | None = what(
         kinds.number,
         "--guidance --guidance-scale",
-        "Guidance scale; at most 1 turns it off. (default: the variant's)",
+        "Guidance scale; at most 1 turns it off.",
     )
     seed: tuple[int, ...] = what(
         kinds.seeds,
-        "--seed INT",
-        'May be repeated, or "1,2,3". (default: 0)',
+        "--seed N",
+        'Or several, as "1,2,3"; may be repeated. (default: 0)',
+        panel=None,
         default=(0,),
         commands="GE",
     )
-    image: str | None = what(
-        kinds.media, "--image FILE", "Start from this image (image to video)."
-    )
+    image: str | None = what(kinds.media, "--image FILE", "Start from this image.")
     video: str | None = what(
-        kinds.media,
-        "--video FILE",
-        "Start from this video, or folder of frames (video to video).",
+        kinds.media, "--video FILE", "Start from this video, or folder of frames."
     )
     strength: float | None = what(
-        kinds.number,
-        "--strength",
-        "With --video: share of the steps that is run, in (0, 1]. (default: the "
-        "variant's)",
+        kinds.number, "--strength", "With --video: share of the steps run, in (0, 1]."
     )
     resolution: str | None = what(
-        kinds.text,
-        "--resolution NAME",
-        "Size class such as 480p, for models that have them; in place of --size.",
+        kinds.text, "--resolution NAME", "Size class such as 480p, in place of --size."
     )
     aspect_ratio: tuple[float, float] | None = what(
-        kinds.aspect_ratio,
-        "--aspect-ratio W:H",
-        "Such as 16:9, within the size class. (default: the image's, or the variant's)",
+        kinds.aspect_ratio, "--aspect-ratio W:H", "Such as 16:9, within the size class."
     )
     step_cache: StepCache | None = what(
         kinds.step_cache,
-        "--cache METHOD[:NAME=VALUE,...]",
-        "Reuse work between steps: deepcache or taylorseer, such as "
-        "deepcache:start=11,end=45,interval=4. Faster, not exact. (default: none)",
+        "--cache METHOD[:OPTIONS]",
+        "deepcache or taylorseer: faster, not exact.",
     )
     options: Mapping[str, Any] = what(
         kinds.options,
@@ -263,69 +253,62 @@ class RunSettings:
 
     model: str | None = setting(
         kinds.text,
-        "--model",
-        "Model plugin; see `tpuport models`. (default: {DEFAULT_MODEL})",
+        "--model NAME",
+        "See `tpuport models`. (default: {DEFAULT_MODEL})",
         commands="GENDPCB",
     )
     variant: str | None = setting(
         kinds.text,
-        "--variant",
-        "Whose defaults and rules hold; without --weights also which published "
-        "weights are fetched. See `tpuport models`.",
+        "--variant NAME",
+        "A size of the model, such as 5b; see `tpuport models`.",
         commands="GEPCB",
     )
     weights: str | Path | None = setting(
         kinds.weights,
-        "--weights",
-        "Hub id or diffusers folder. (default: the demo checkpoint)",
+        "--weights ID|FOLDER",
+        "Hub id or diffusers folder. (default: a tiny demo)",
         commands="GENDRPCB",
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,
-        "--mesh",
-        "Devices for data (dp), sequence (sp) and tensor (tp) parallelism, such as "
-        "dp=2,tp=4; one may be -1. (default: one CPU, or all TPU chips)",
+        "--mesh MESH",
+        "Devices for batches (dp), tokens (sp) and weights (tp), as dp=2,tp=4. "
+        "(default: one CPU, or all chips)",
         commands="GENDCB",
     )
     dtype: Dtype | None = how(
         kinds.dtype,
-        "--dtype",
-        "Of the weights: float32 or bfloat16. (default: float32 on CPU, else the "
-        "variant's)",
+        "--dtype NAME",
+        "Of the weights: float32 or bfloat16. (default: float32 on CPUs)",
     )
     attention: AttentionChoice = how(
         kinds.attention,
         "--attention NAME[:OPTIONS]",
-        "auto, splash (TPU only), reference or blockwise; for the denoiser "
-        "also options, as in 'splash:window=512,512;k_smooth=on;block_q=1024;"
-        "block_kv=1024;block_kv_compute=256'. (default: auto)",
+        "auto, reference or blockwise; on TPUs splash too.",
         default=AttentionChoice(),
     )
     sharding: str = how(
         kinds.text,
         "--sharding LAYOUT",
-        "How weights are split; see `tpuport models`. (default: default)",
+        "How weights are split; see `tpuport models`.",
         default=DEFAULT_LAYOUT,
     )
     blocks: Blocks = how(
         kinds.blocks,
         "--blocks native|upstream",
-        "native blocks are written for the chip, on upstream's weights, where a model "
-        "has them; upstream runs its own. (default: native)",
+        "Blocks written for the chip, or upstream's own.",
         default=Blocks.NATIVE,
     )
     vae: str = how(
         kinds.text,
         "--vae torchax|flax",
-        "The autoencoder: upstream's class, or one in Flax on its weights, where a "
-        "model has it; see `tpuport models`. (default: torchax)",
+        "Upstream's autoencoder, or one in Flax.",
         default=TORCHAX,
     )
     vae_tiling: Tiling = how(
         kinds.tiling,
         "--vae-tiling auto|on|off",
-        "Decode in overlapping tiles, as upstream's vae.enable_tiling(); another "
-        "video, a little. auto does where a device would not hold it otherwise. "
+        "Decode in tiles, which is another video, a little; auto where it must. "
         "(default: auto)",
         default=Tiling.AUTO,
         commands="GDPC",
@@ -340,14 +323,14 @@ class RunSettings:
     backend: Backend = how(
         kinds.backend,
         "--backend tpuport|diffusers",
-        "diffusers runs plain upstream code. (default: tpuport)",
+        "diffusers runs plain upstream code.",
         default=Backend.TPUPORT,
         commands="GEND",
     )
     cache_dir: Path | None = file(
         kinds.path,
         "--cache-dir FOLDER",
-        "Compiled programs, the demo checkpoint, unfinished runs.",
+        "Compiled programs, demo checkpoint, unfinished runs.",
         envvar="TPUPORT_CACHE_DIR",
         commands="GENDRPCBATO",
     )
@@ -362,40 +345,36 @@ class RunSettings:
     executables: Path | None = file(
         kinds.path,
         "--executables FOLDER",
-        "Use the programs that `tpuport compile` put there; refused where they are "
-        "for another run.",
+        "Programs that `tpuport compile` put there.",
         commands="GENDB",
     )
     memory_report: bool = inside(
         kinds.flag,
         "--memory-report",
-        "After the run, or where it fails, bytes in use and peak on each device, for "
-        "every call of each stage: live where the backend counts them, else planned.",
+        "Bytes on each device, for every call.",
         default=False,
     )
     profile: Path | None = inside(
         kinds.path,
         "--profile FOLDER",
-        "Record a trace of calls in steady state of each stage, for XProf or "
-        "Perfetto; compiles and first runs are not in it.",
+        "A trace of steady calls, for XProf or Perfetto.",
     )
     profile_calls: int | None = inside(
         kinds.positive,
         "--profile-calls N",
-        f"With --profile: calls of each stage. (default: {PROFILED_CALLS})",
+        f"Calls of each stage in it. (default: {PROFILED_CALLS})",
     )
     no_jit: tuple[StageName, ...] = inside(
         kinds.stages,
         "--no-jit",
-        "Run op by op, to debug: nothing is compiled, and an error names the line of "
-        "its op. Much slower.",
+        "Run op by op, to debug; much slower.",
         default=(),
         takes=bool,
     )
     no_jit_stage: None = inside(
         kinds.stages,
         "--no-jit-stage STAGE",
-        "The same for one stage: encode, denoise or decode; may be repeated.",
+        "Run this stage op by op; may be repeated.",
         becomes=lambda stages: {"no_jit": stages},
         takes=list[str],
         commands="G",
@@ -420,8 +399,9 @@ class RunSettings:
             for f in fields(cls)
             if f.init and given.get(f.name) is not None
         }
-        if unknown := given.keys() - defaults_of(cls).keys():
-            raise TypeError(f"unexpected settings: {', '.join(sorted(unknown))}")
+        for name in sorted(given.keys() - defaults_of(cls).keys()):
+            hint = meant(name, [], f"there are {', '.join(defaults_of(cls))}")
+            raise TypeError(f"there is no setting {quoted(name)}; {hint}")
         return cls(**known)
 
     @property
@@ -450,9 +430,11 @@ def read_value(about: Mapping[str, Any], value: Any, label: str) -> Any:
     kind = about["setting"].kind if "setting" in about else about["kind"]
     try:
         return kind(value)
+    except UsageError as error:  # it says what was given
+        raise type(error)(f"{label}: {error}") from None
     except (TypeError, ValueError) as error:
         shown = value[0] if isinstance(value, list) and len(value) == 1 else value
-        raise UsageError(f"{label}: {shown!r} {error}") from None
+        raise UsageError(f"{label}: {quoted(shown)} {error}") from None
 
 
 def settings_of(cls: Any) -> dict[str, Setting]:
@@ -460,6 +442,29 @@ def settings_of(cls: Any) -> dict[str, Setting]:
     about = {f.name: f.metadata.get("setting") for f in fields(cls)}
     found = {name: setting for name, setting in about.items() if setting is not None}
     return dict(sorted(found.items(), key=lambda item: PANELS.index(item[1].panel)))
+
+
+def meant(name: str, others: Iterable[str], otherwise: str) -> str:
+    """The end of an error about a keyword of Python that there is not.
+
+    Args:
+        others: names that are known beside the settings, such as a model's options.
+        otherwise: what is said where no name is near.
+    """
+    known = {other: other for other in others}
+    for cls in (RunSettings, Asked):
+        of_python = defaults_of(cls)
+        known |= {f: f for f in of_python} | {
+            key: field
+            for field, setting in settings_of(cls).items()
+            for key in setting.keys
+            if field in of_python
+        }
+    if name in defaults_of(Asked):
+        return f"{name} is an argument of generate"
+    hint = did_you_mean(name, known, otherwise)
+    near = hint.removeprefix("did you mean ").removesuffix("?")
+    return f"did you mean {known[near]}?" if near in known else hint
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""What is shown while a run runs."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from tpuport import api
+from tpuport.core.reports import CompileReport, Reporter, StageReport
+from tpuport.core.run import progress
+from tpuport.core.run.progress import Display
+
+COMPILED = CompileReport(
+    stage="denoise",
+    program="step",
+    trace_seconds=1.0,
+    compile_seconds=2.0,
+    cached=False,
+    reasons=("height 128 -> 64", "source changed"),
+)
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that displays read; the one entry may be changed."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def stage(display: Display, clock: list[float], **changes: object) -> None:
+    """The events of a denoise stage of three steps, 10 s each after the first."""
+    beat = getattr(display._line, "_beat", lambda: None)  # a terminal has none
+    display.stage_started("denoise", 3, "step")
+    display.loading("transformer")
+    display.compiling("denoise", "step")
+    clock[0] += 7
+    beat()
+    display.compiled(COMPILED)
+    for done in (1, 2, 3):
+        display.advanced("denoise", done, 3)
+        clock[0] += 10
+        beat()
+    given = {"compiles": (COMPILED,), "compile_seconds": 3.0, **changes}
+    display.stage_finished(
+        StageReport(
+            stage="denoise",
+            backend="tpuport",
+            unit="step",
+            total_seconds=37.0,
+            steady_calls=2,
+            steady_seconds=20.0,
+            **given,  # type: ignore[arg-type]
+        )
+    )
+
+
+def test_a_stage_is_one_line_that_grows_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    with Display() as display:
+        display.say("a [bold]line[/bold]")
+        stage(display, clock)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    # Words each time the seconds have doubled, else a dot.
+    assert captured.err.splitlines() == [
+        "a [bold]line[/bold]",
+        "denoise ... compiling step 7 s 1/3 2/3, 10.0 s a step, 0 s left. 3 steps in "
+        "37.0 s, compiling 3.0 s (height 128 -> 64 and 1 more), 10.0 s a step",
+    ]
+
+
+def test_steps_are_timed_after_the_first_and_the_rest_is_foretold(
+    clock: list[float],
+) -> None:
+    display = Display()
+    display.stage_started("denoise", 50, "step")
+    clock[0] += 600  # the first step waits for its compile
+    display.advanced("denoise", 1, 50)
+    clock[0] += 60
+    display.advanced("denoise", 3, 50)
+    assert display._status() == ("denoise", "3/50, 30.0 s a step, 24 min left")
+    display.compiling("denoise", "step")
+    clock[0] += 12
+    assert display._status()[1].endswith(", compiling step 12 s")
+    display.idle()
+    assert display._status() == ("", "")
+
+
+def test_work_that_ends_soon_has_no_line_but_for_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Display() as display:
+        for what in ("importing", "reading"):
+            with display.timed(what):
+                pass
+    assert capsys.readouterr().err == "importing ... 0.0 s\n"
+
+
+def test_silence_ends_after_a_beat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "BEAT", 0.02)
+    with Display() as display:
+        display.say("first")
+        with display.timed("compiling"):
+            until, said = time.monotonic() + 10, ""
+            while "compiling ... " not in said and time.monotonic() < until:
+                time.sleep(0.01)
+                said += capsys.readouterr().err
+        assert said.startswith("first\ncompiling ... ")
+    assert capsys.readouterr().err.endswith(" s\n")
+
+
+def test_work_that_fails_is_no_longer_shown() -> None:
+    with Display() as display:
+        with pytest.raises(ValueError, match="no"), display.timed("compiling"):
+            raise ValueError("no")
+        assert display._status() == ("", "")
+
+
+def test_one_line_moves_on_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    with Display() as display:
+        with display.timed("planning"), display.timed("compiling [bold]a[/bold]"):
+            display.say("a [bold]line[/bold]")
+            display._line._live.refresh()  # type: ignore[union-attr]
+        stage(display, clock)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "a [bold]line[/bold]\n" in shown
+    assert "planning: compiling [bold]a[/bold] 0 s" in shown
+    assert "denoise: 3 steps in 37.0 s, compiling 3.0 s" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stage_that_is_loaded_does_not_speak_of_compiling(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    with Display() as display:
+        stage(display, clock, compiles=())
+    assert "compiling 3.0 s" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [({}, Display), ({"progress": False}, Reporter)]
+)
+def test_python_sees_progress_unless_told_not_to(
+    given: dict[str, bool], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Reporter] = []
+
+    def opened(settings: object, *, reporter: Reporter, **more: object) -> None:
+        told.append(reporter)
+
+    monkeypatch.setattr(api, "open_session", opened)
+    api.load(**given)
+    assert type(told[0]) is kind

@@ -1,0 +1,287 @@
+"""Progress for people, on stderr: lines that stay, and one line that is under way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from tpuport.core.enums import Backend
+from tpuport.core.reports import CompileReport, Reporter, StageReport, each_text, plural
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+#: Seconds: the longest silence where there is no terminal.
+BEAT = 5.0
+
+
+@dataclass(eq=False)
+class _Work:
+    """Something under way. A stage counts its calls, and its frames where it has any.
+
+    Attributes:
+        first, last: when calls number ``first_done`` and ``done`` had ended. The calls
+            between are timed: the first one waits for its compile.
+    """
+
+    what: str
+    since: float
+    unit: str = ""
+    done: int = 0
+    total: int = 0
+    frames: str = ""
+    first: float = 0.0
+    last: float = 0.0
+    first_done: int = 0
+
+    def advanced(self, done: int, total: int) -> None:
+        self.last = time.monotonic()
+        if not self.first or done < self.done:
+            self.first, self.first_done = self.last, done
+        self.done, self.total = done, total
+
+    def how_far(self) -> str:
+        """Of a stage: calls or frames done, seconds a call, and the time left."""
+        if not self.done:
+            return ""
+        text = self.frames or f"{self.done}/{self.total}"
+        timed = self.done - self.first_done
+        if timed > 0:
+            each = (self.last - self.first) / timed
+            left = each * (self.total - self.done) - (time.monotonic() - self.last)
+            text += f", {each_text(each)} a {self.unit}, {_left(max(left, 0))} left"
+        return text
+
+
+class Display(Reporter):
+    """Shows what happens while it happens.
+
+    On a terminal one line moves: what is under way, for how many seconds, and how far a
+    stage is. Elsewhere that line grows by a dot every five seconds, and by words each
+    time its seconds have doubled; work that ends sooner has no line.
+    """
+
+    def __init__(self) -> None:
+        self._works: list[_Work] = []
+        self._stage: _Work | None = None
+        self._line: _Moving | _Growing = (
+            _Moving(self._status) if sys.stderr.isatty() else _Growing(self._status)
+        )
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.idle()
+
+    def _status(self) -> tuple[str, str]:
+        """What is under way, and what of it; another thread asks."""
+        works = list(self._works)
+        if not works:
+            return "", ""
+        outer, inner = works[0], works[-1]
+        parts = [work.how_far() for work in works if work.done]
+        passed = f"{time.monotonic() - inner.since:.0f} s"
+        if inner is not outer:
+            parts.append(f"{inner.what} {passed}")
+        return outer.what, ", ".join(parts) or passed
+
+    def _begin(self, work: _Work) -> None:
+        self._works.append(work)
+        if len(self._works) == 1:
+            self._line.start()
+
+    def _end(self, work: _Work, said: str, line: str = "") -> None:
+        """End a work; ``line`` stays where the work was part of no other."""
+        if work in self._works:
+            del self._works[self._works.index(work) :]
+            if not self._works:
+                self._line.stop(said, line)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._line.say(text)
+
+    def began(self, what: str) -> None:
+        """Work begins, maybe as part of other work."""
+        self._begin(_Work(what, time.monotonic()))
+
+    def ended(self, what: str, seconds: float) -> None:
+        """It ended."""
+        for work in reversed(self._works):
+            if work.what == what:
+                self._end(work, f"{seconds:.1f} s")
+                return
+
+    def idle(self) -> None:
+        """Nothing is under way any more, also after an error."""
+        if self._works:
+            self._end(self._works[0], "")
+        self._stage = None
+
+    def stage_started(self, stage: str, total: int, unit: str) -> None:
+        """A stage begins."""
+        self._stage = _Work(stage, time.monotonic(), unit=unit, total=total)
+        self._begin(self._stage)
+
+    def _doing(self, what: str) -> None:
+        """What the stage does before its next call; nothing ends what it did."""
+        if self._stage in self._works:
+            del self._works[self._works.index(self._stage) + 1 :]
+            if what:
+                self._begin(_Work(what, time.monotonic()))
+
+    def loading(self, component: str) -> None:
+        """Weights are read."""
+        self._doing(f"loading {component}")
+
+    def compiling(self, stage: str, program: str) -> None:
+        """A program is traced and compiled."""
+        self._doing(f"compiling {program}")
+
+    def compiled(self, report: CompileReport) -> None:
+        """It was."""
+        self._doing("")
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        """Calls ended."""
+        self._doing("")
+        if self._stage is not None:
+            self._stage.advanced(done, total)
+
+    def delivered(self, stage: str, frames: int, total: int) -> None:
+        """Frames are finished."""
+        if self._stage is not None:
+            self._stage.frames = f"{frames} of {plural(total, 'frame')}"
+
+    def stage_finished(self, report: StageReport) -> None:
+        """A stage ended: its line stays."""
+        work, self._stage = self._stage, None
+        if work is None:
+            return
+        count = plural(work.total, work.unit)
+        if work.frames:
+            count = work.frames.rpartition(" of ")[2]
+        said = f"{count} in {report.total_seconds:.1f} s"
+        if report.backend != Backend.TPUPORT:
+            said += f" by {report.backend}"
+        made = [program for program in report.compiles if not program.loaded]
+        if made:
+            said += f", compiling {report.compile_seconds:.1f} s"
+        if reasons := list(dict.fromkeys(r for p in made for r in p.reasons)):
+            more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            said += f" ({reasons[0]}{more})"
+        if report.seconds_per_call is not None:
+            said += f", {each_text(report.seconds_per_call)} a {report.unit}"
+        self._end(work, said, f"{report.stage}: {said}")
+
+
+class _Moving:
+    """The line on a terminal."""
+
+    def __init__(self, status: Callable[[], tuple[str, str]]) -> None:
+        self._status = status
+        self._live: Live | None = None
+
+    def _render(self) -> object:
+        from rich.text import Text
+
+        return Text(": ".join(self._status()), no_wrap=True, overflow="ellipsis")
+
+    def start(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(
+            get_renderable=self._render,  # type: ignore[arg-type]
+            console=Console(stderr=True, highlight=False),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def stop(self, said: str, line: str) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if line:
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        if self._live is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._live.console.print(text, markup=False, soft_wrap=True)
+
+
+class _Growing:
+    """The line where there is no terminal: it is written piece by piece."""
+
+    def __init__(self, status: Callable[[], tuple[str, str]]) -> None:
+        self._status = status
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._first = True
+        self._open = False
+        self._began = self._last = 0.0
+        self._words_after = BEAT
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)
+        self._open = not text.endswith("\n")
+        self._first = False
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        with self._lock:
+            self._began = self._last = time.monotonic()
+            self._words_after = BEAT
+            if self._first:  # who has typed a command sees at once that it runs
+                self._write(f"{self._status()[0]} ...")
+            self._stop = threading.Event()
+            threading.Thread(target=self._grow, args=(self._stop,), daemon=True).start()
+
+    def _grow(self, stop: threading.Event) -> None:
+        while not stop.wait(max(self._last + BEAT - time.monotonic(), BEAT / 50)):
+            with self._lock:
+                if not stop.is_set() and time.monotonic() >= self._last + BEAT:
+                    self._beat()
+
+    def _beat(self) -> None:
+        what, how_far = self._status()
+        passed = time.monotonic() - self._began
+        if self._open and passed < self._words_after:
+            self._write(".")
+            return
+        while self._words_after <= passed:
+            self._words_after *= 2
+        self._write(f" {how_far}" if self._open else f"{what} ... {how_far}")
+
+    def stop(self, said: str, line: str) -> None:
+        with self._lock:
+            self._stop.set()
+            if self._open:
+                self._write(f" {said}\n")
+            elif line:
+                self._write(f"{line}\n")
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._write(f"\n{text}\n" if self._open else f"{text}\n")
+
+
+def _left(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
