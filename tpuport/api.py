@@ -260,7 +260,7 @@ def find_checkpoint(
         folders=list(dict.fromkeys(folders)),
         pipelines=[name for form in port.all_forms for name in form.pipelines],
         model=port.name,
-        say=reporter.say,
+        reporter=reporter,
         reader=reader_of,
     )
     form = port.form_of_pipeline(str(checkpoint.index["_class_name"]))

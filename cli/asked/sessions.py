@@ -199,7 +199,7 @@ def configs_of(
     weights = settings.weights
     named = weights not in (None, "", "demo")
     if named and _HUB_ID.fullmatch(str(weights)) and not Path(str(weights)).exists():
-        weights = hub_configs(port, str(weights), reporter.say)
+        weights = hub_configs(port, str(weights), reporter)
     settings = replace(settings, weights=weights, cache_dir=cache)
     yield api.find_checkpoint(port, settings, reporter)
 

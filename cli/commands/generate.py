@@ -38,7 +38,7 @@ from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
@@ -130,7 +130,8 @@ def _before_decode(
     say = session.reporter.say
     if session.settings.backend != Backend.DIFFUSERS:
         left = [s for s in session.port.stages if not run.finished(s.name)]
-        session.executor.check_built(Request.from_dict(run.settings), left)
+        request = recorded_request(session.port, run.settings, run.file)
+        session.executor.check_built(request, left)
     for stage in STAGES[:2]:
         if reusable(session, run, stage, say):
             reused.append(stage)

@@ -30,18 +30,21 @@ from tpuport.cli.runs.run_stages import (
     run_stage,
 )
 from tpuport.cli.shown.output import give_out, print_summary, say
-from tpuport.core.enums import Place, Task
+from tpuport.core.enums import Task
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
+from tpuport.core.files.sealed_json import sidecar_path
 from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.progress import Display
+from tpuport.core.run.records import Sidecar
+from tpuport.core.run.records import read as read_recorded
 from tpuport.core.run.sidecar import latents_digest
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import (
@@ -56,18 +59,6 @@ from tpuport.plugins import get_port
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
     from tpuport.core.weights.checkpoint import Checkpoint
-
-
-_HOW = {
-    *("backend", "attention", "dtype", "mesh", "sharding", "blocks"),
-    *("implementations", "versions"),
-}
-#: What a replay needs of each stage.
-_NEEDED = {
-    STAGES[0]: _HOW | {"encode_on"},
-    STAGES[1]: _HOW,
-    STAGES[2]: _HOW | {"vae_tiling"},
-}
 
 
 @command("replay")
@@ -92,11 +83,17 @@ def replay(
 
 def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
-    recorded = _read(file)
+    recorded = _recorded(file)
     video = _check_video(file, recorded)
     with _naming(file):
         stages_as = _settings(recorded, asked)
-        request = Request.from_dict(recorded["request"])
+    port = get_port(recorded["model"])
+    request = recorded_request(port, recorded["request"], file, "request")
+    if not 0 <= recorded["video"] < len(request.prompts):
+        raise ArtifactError(
+            f"{file}: has no usable video ({recorded['video']} of "
+            f"{len(request.prompts)}); it cannot be replayed"
+        )
     settings = stages_as[STAGES[0]]
     prompt = textwrap.shorten(request.prompts[recorded["video"]], 80)
     what = f"{recorded['model']} {recorded['variant']}, {prompt!r}"
@@ -207,29 +204,29 @@ def _sidecar_of(path: Path) -> Path:
     return sidecar_path(path if path.suffix else path.with_name(f"{path.name}.mp4"))
 
 
-def _check_video(file: Path, recorded: Mapping[str, Any]) -> Path | None:
+def _check_video(file: Path, recorded: Sidecar) -> Path | None:
     """The video beside a sidecar, found to be its own; ``None`` where there is none.
 
     Raises:
         ArtifactError: it is another video.
     """
     output, name = recorded["output"], file.name.removesuffix(".json")
-    folder = output.get("kind") == "png"
+    folder = output["kind"] == "png"
     video = file.with_name(name.removesuffix(".png") if folder else name)
     if video == file or video.is_dir() != folder or not video.exists():
         say(f"no video lies beside {file}; its settings are enough")
         return None
     found, _ = hash_output(video)
-    if found != output.get("sha256"):
+    if found != output["sha256"]:
         raise ArtifactError(
             f"{video}: is not the video of {file} (recorded sha256 "
-            f"{str(output.get('sha256'))[:16]}, found {found[:16]}); it was altered or "
+            f"{output['sha256'][:16]}, found {found[:16]}); it was altered or "
             "replaced: move it away to replay the settings alone"
         )
     return video
 
 
-def _inputs(file: Path, video: Path | None, recorded: Mapping[str, Any]) -> list[Path]:
+def _inputs(file: Path, video: Path | None, recorded: Sidecar) -> list[Path]:
     """What a replay reads and compares with, which it must not replace."""
     noise, source = recorded["initial_latents"], recorded["source"]
     files = [noise["file"]] if noise else []
@@ -237,47 +234,26 @@ def _inputs(file: Path, video: Path | None, recorded: Mapping[str, Any]) -> list
     return [file, *([video] if video else []), *(Path(name) for name in files)]
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """A sidecar with what a replay needs.
+def _recorded(file: Path) -> Sidecar:
+    """A sidecar of which a replay is possible.
 
     Raises:
-        ArtifactError: it is not usable.
+        ArtifactError: it is not.
     """
-    recorded = read_sidecar(file)
-    kinds: dict[str, type] = {
-        "model": str,
-        "variant": str,
-        "weights": dict,
-        "request": dict,
-        "video": int,
-        "stages": dict,
-        "latents_sha256": str,
-        "output": dict,
-        "given": list,
-    }
-    for key, kind in kinds.items():
-        if not isinstance(recorded.get(key), kind):
-            raise ArtifactError(f"{file}: has no usable {key}; it cannot be replayed")
+    recorded = read_recorded(file)
     if given := recorded["given"]:
         raise ArtifactError(
             f"{file}: the video was made from tensors in memory ({', '.join(given)}); "
             "it cannot be replayed"
         )
-    for name in STAGES:
-        stage = recorded["stages"].get(name)
-        if not isinstance(stage, dict) or _NEEDED[name] - stage.keys():
-            raise ArtifactError(
-                f"{file}: has no usable entry for the stage {name}; it cannot be "
-                "replayed"
-            )
     return recorded
 
 
-def _settings(recorded: Mapping[str, Any], asked: Settings) -> dict[str, Settings]:
+def _settings(recorded: Sidecar, asked: Settings) -> dict[str, Settings]:
     """The settings of each stage, with what the user gave in their place."""
     port = get_port(recorded["model"])
     known = recorded["variant"] in port.variant_names()
-    stages = recorded["stages"]
+    stages: Mapping[str, Any] = recorded["stages"]
     names = ("dtype", "mesh", "attention", "backend", "sharding", "blocks")
     found: dict[str, Settings] = {}
     for stage in STAGES:
@@ -293,19 +269,19 @@ def _settings(recorded: Mapping[str, Any], asked: Settings) -> dict[str, Setting
             **{name: getattr(read, name) for name in how},
             model=recorded["model"],
             variant=recorded["variant"] if known else None,
-            weights=asked.weights or recorded["weights"].get("source"),
-            encode_on=Place(stages[STAGES[0]]["encode_on"]),
+            weights=asked.weights or recorded["weights"]["source"],
+            encode_on=stages[STAGES[0]]["encode_on"],
         )
     return found
 
 
-def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
+def _noise(file: Path, recorded: Sidecar) -> Noise | None:
     """The initial noise that the sidecar names, known to be the same file.
 
     Raises:
         ArtifactError: it is another file now.
     """
-    entry = recorded.get("initial_latents")
+    entry = recorded["initial_latents"]
     if entry is None:
         return None
     noise = read_noise(entry["file"])
@@ -322,7 +298,7 @@ def _noise(file: Path, recorded: Mapping[str, Any]) -> Noise | None:
     return noise
 
 
-def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source | None:
+def _source(file: Path, recorded: Sidecar, request: Request) -> Source | None:
     """The image or video that the sidecar names, known to have the same pixels.
 
     Raises:
@@ -330,8 +306,8 @@ def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source
     """
     if not request.sources:
         return None
-    entry = recorded.get("source") or {}
-    if not entry.get("files"):
+    entry = recorded["source"]
+    if not entry or not entry["files"]:
         raise ArtifactError(
             f"{file}: does not say which file the video was made from; it cannot be "
             "replayed"
@@ -347,15 +323,13 @@ def _source(file: Path, recorded: Mapping[str, Any], request: Request) -> Source
     return source
 
 
-def _check_weights(
-    file: Path, recorded: Mapping[str, Any], checkpoint: Checkpoint
-) -> None:
+def _check_weights(file: Path, recorded: Sidecar, checkpoint: Checkpoint) -> None:
     """Refuse other weights than the recorded ones, before the work.
 
     Raises:
         WeightsError: a component's fingerprint differs.
     """
-    for name, wanted in recorded["weights"].get("fingerprints", {}).items():
+    for name, wanted in recorded["weights"]["fingerprints"].items():
         if wanted is None:
             continue
         found = checkpoint.fingerprint(name) if checkpoint.has(name) else "none"
@@ -373,13 +347,13 @@ def _show_results(report: RunReport, videos: list[Video]) -> None:
         say(f"wrote {video.path}")
 
 
-def _changes(recorded: Mapping[str, Any], report: RunReport) -> str:
+def _changes(recorded: Sidecar, report: RunReport) -> str:
     """What differs between the recorded machine and this one, in words."""
-    then = recorded["stages"][STAGES[1]]
+    then = recorded["stages"]["denoise"]
     before = dict(then["versions"])
     now: dict[str, Any] = versions()
-    before["platform"], now["platform"] = then.get("platform"), report.platform
-    before["system"] = recorded.get("platform", {}).get("system")
+    before["platform"], now["platform"] = then["platform"], report.platform
+    before["system"] = recorded["platform"].get("system")
     now["system"] = platform.platform()
     differences = [
         f"{name} {before.get(name) or 'unknown'} then, {now[name] or 'unknown'} now"

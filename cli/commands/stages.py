@@ -35,8 +35,9 @@ from tpuport.core.files.run_record import STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import rules
-from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 from tpuport.errors import UsageError
+from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
@@ -79,8 +80,8 @@ def encode(settings: Settings) -> None:
 def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
     """:func:`check_early`, and the run itself held against --executables."""
     known = check_early(settings)
+    request = recorded_request(get_port(run.model), run.settings, run.file)
     if known.variant is not None:
-        request = Request.from_dict(run.settings)
         rules.check(replace(known, request=request, stages=[stage]))
 
 
@@ -118,7 +119,7 @@ def decode(settings: Settings) -> None:
     started = time.perf_counter()
     run, settings = open_existing(settings)
     _check_going_on(settings, run, STAGES[2])
-    request = Request.from_dict(run.settings)
+    request = recorded_request(get_port(run.model), run.settings, run.file)
     place = str(run.path / "video.mp4")
     outputs = outputs_of(settings, place, len(request.prompts), request=request)
     for remark in outputs.remarks():

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,22 @@ from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
+from tpuport.core.run.records import recorded_stage
 from tpuport.core.run.sidecar import stage_note
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import COMMANDS, RunSettings, settings_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
+
+
+def _request(session: Session, run: RunDirectory) -> Request:
+    return recorded_request(session.port, run.settings, run.file)
 
 
 def run_stage(
@@ -49,7 +55,7 @@ def run_stage(
     """
     extra = {}
     if noise is not None:
-        count = len(Request.from_dict(run.settings).prompts)
+        count = len(_request(session, run).prompts)
         extra["initial_latents"] = noise.for_videos(count)
     return session.run_stage_in(
         run,
@@ -75,7 +81,7 @@ def reusable(
     """
     if not run.finished(name):
         return False
-    record = run.report(name)
+    record: Mapping[str, Any] = recorded_stage(run, name)
     now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
     note = stage_note(session.settings)
     then = record.get("note") or {}
@@ -84,7 +90,7 @@ def reusable(
     components = session.port.stage(name).components
     native = any(session.port.components[c].native is not None for c in components)
     # Nor have components that it does not use.
-    used = session.port.stage(name).components_for(Request.from_dict(run.settings))
+    used = session.port.stage(name).components_for(_request(session, run))
     chosen = choices(session.port, used)
     # Upstream's code has no other way to run.
     upstream = session.settings.backend == Backend.DIFFUSERS or (
@@ -158,7 +164,7 @@ def decode_videos(
     Raises:
         OutputError, ArtifactError: a file cannot be written.
     """
-    request = Request.from_dict(run.settings)
+    request = _request(session, run)
     with VideoFiles(outputs, request.fps, request.num_frames) as files:
         _, stage = run_stage(session, run, STAGES[2], files=files)
         report = session.run_report([*before, stage], time.perf_counter() - started)
@@ -180,10 +186,11 @@ def _publish(
         **session.stage_record(report.stages[-1]),
         "note": stage_note(session.settings),
     }
-    records: dict[str, dict[str, Any]]
-    records = {**{name: run.report(name) for name in STAGES[:2]}, STAGES[2]: decode}
+    records: dict[str, Mapping[str, Any]]
+    records = {name: recorded_stage(run, name) for name in STAGES[:2]}
+    records[STAGES[2]] = decode
     origin = replace(session.origin(records), fingerprints=lambda: run.weights)
-    request = Request.from_dict(run.settings)
+    request = _request(session, run)
     videos = files.publish(partial(origin.describe, request, latents, report))
     run.record_output(STAGES[2], [video.path for video in videos], decode)
     return videos
@@ -300,7 +307,7 @@ def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
     port = get_port(run.model)
     weights = settings.weights
     if weights is None:
-        weights = run.report(STAGES[0]).get("weights")
+        weights = recorded_stage(run, STAGES[0])["weights"]
     # A checkpoint of no published size has a variant of its own, found by looking.
     variant = run.variant if run.variant in port.variant_names() else None
     # These stages never run the text encoder: its heads need not fit the mesh.

@@ -312,6 +312,12 @@ class Reporter:
         finally:
             self.ended(what, time.perf_counter() - started)
 
+    def downloading(
+        self, name: str, files: tuple[int, int], size: tuple[int, int]
+    ) -> None:
+        """Files and bytes of ``name`` that have come from the hub, each with its total,
+        within ``timed(f"downloading {name}")``; called often, by several threads."""
+
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         """A stage begins; it will make ``total`` calls."""
 

@@ -254,6 +254,8 @@ def test_the_file_wins_over_the_environment(
         # Nine such lines would be 10^9 times the text.
         ("model: &a [x, x]\nprompt: [*a, *a]", "line 2 has the alias *a"),
         ('prompt: "a\\ud800b"', "character 2 is half of a surrogate pair"),
+        ("a: " + "[" * 10**4, "is not YAML"),
+        ("a" * (17 << 20), "is larger than 16 MiB"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(file: Any, text: str, said: str) -> None:

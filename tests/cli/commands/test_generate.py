@@ -443,7 +443,7 @@ def test_weights_that_are_not_there_are_refused(cli: Cli) -> None:
     assert "the folder of executables none does not exist" in ran.last
     ran = cli(*PANDA, "--weights", "nobody/nothing")
     assert ran.code == 1
-    assert "hub id 'nobody/nothing' could not be fetched" in ran.last
+    assert "hub id 'nobody/nothing' is not in the cache" in ran.last
 
 
 @pytest.mark.parametrize(

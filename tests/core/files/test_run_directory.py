@@ -141,11 +141,17 @@ def test_a_value_that_json_does_not_have_is_an_alteration(run: RunDirectory) -> 
     ("change", "expected"),
     [
         (lambda d: d.pop("stages"), "has no usable stages"),
-        (lambda d: d["stages"].update(encode=1), "has no usable entry for the stage"),
-        (lambda d: d["stages"]["encode"].pop("sha256"), "has no usable sha256 for"),
+        (
+            lambda d: d["stages"].update(encode=1),
+            "has no usable stages.encode (",
+        ),
+        (
+            lambda d: d["stages"]["encode"].pop("sha256"),
+            "has no usable stages.encode.sha256 (",
+        ),
         (
             lambda d: d["stages"]["encode"].update(file="../../x"),
-            "names a file outside the run directory",
+            "stages.encode.file names a file outside the run directory",
         ),
     ],
 )

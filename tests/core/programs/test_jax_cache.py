@@ -12,6 +12,7 @@ from tests.processes import needs_libtpu, run_program
 from tpuport.core.mesh.slices import compile_environment, parse_topology
 from tpuport.core.programs import jax_cache as compiling
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache, uncached
+from tpuport.errors import ArtifactError
 
 
 def settings() -> dict[str, object]:
@@ -78,11 +79,15 @@ def test_caches_nest(tmp_path: Path) -> None:
         assert any((tmp_path / "outer").iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_an_oserror(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = settings()
-    with pytest.raises(OSError, match="file"), persistent_cache(tmp_path / "file/x"):
-        pass
+    folder = tmp_path / "file/x"
+    with (
+        pytest.raises(ArtifactError, match=f"{folder}: cannot be written"),
+        persistent_cache(folder),
+    ):
+        raise AssertionError("the block ran")
     assert settings() == before
 
 

@@ -138,11 +138,11 @@ def test_many_arrays_are_counted() -> None:
 
 
 def test_it_goes_through_json() -> None:
-    read = ProgramKey.from_dict(json.loads(json.dumps(KEY.as_dict())))
+    read = ProgramKey.from_dict(json.loads(json.dumps(KEY.as_dict())), "x")
     assert read == KEY
     assert read.digest == KEY.digest
     with pytest.raises(ValueError, match="key version 0"):
-        ProgramKey.from_dict({**KEY.as_dict(), "version": 0})
+        ProgramKey.from_dict({**KEY.as_dict(), "version": 0}, "x")
 
 
 def test_the_key_of_a_program_needs_no_tracing(cache_dir: Path) -> None:

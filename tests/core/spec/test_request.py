@@ -12,7 +12,7 @@ from tpuport.core.spec.request import MAX_SEED, Request
 from tpuport.core.spec.rules import what_fits
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.variant import FrameRule, SizeRule
-from tpuport.errors import UsageError
+from tpuport.errors import ArtifactError, UsageError
 from tpuport.plugins import get_port
 
 
@@ -35,14 +35,17 @@ def request(**changes: Any) -> Request:
 
 def test_a_request_survives_json() -> None:
     asked = request()
-    assert Request.from_dict(json.loads(json.dumps(asked.as_dict()))) == asked
+    data = json.loads(json.dumps(asked.as_dict()))
+    assert Request.from_dict(data, "run.json") == asked
 
 
 def test_settings_of_another_version_are_refused_by_name() -> None:
     data = request().as_dict()
     data["sizes"] = data.pop("height")
-    with pytest.raises(UsageError, match=r"unknown \['sizes'\], missing \['height'\]"):
-        Request.from_dict(data)
+    with pytest.raises(ArtifactError, match=r"no usable settings.height \(it is miss"):
+        Request.from_dict(data, "run.json")
+    with pytest.raises(ArtifactError, match=r"no usable settings.sizes \(Unexpected"):
+        Request.from_dict({**data, "height": 64}, "run.json")
 
 
 def test_batches_are_slices_of_the_videos() -> None:

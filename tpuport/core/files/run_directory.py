@@ -13,10 +13,11 @@ line.
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpuport.core.arrays import dtype_name
 from tpuport.core.files.atomic import one_line
@@ -25,6 +26,9 @@ from tpuport.core.files.run_record import (
     RUN_FILE,
     STAGE_FILES,
     STAGES,
+    FileEntry,
+    Run,
+    StageEntry,
     now,
     read_run,
     write_run,
@@ -76,7 +80,7 @@ class RunDirectory:
                 accounts for, or cannot be written.
         """
         run = cls(Path(path))
-        content = {
+        content: Run = {
             "tpuport_version": version("tpuport") or "unknown",
             "created": now(),
             "model": model,
@@ -288,11 +292,17 @@ class RunDirectory:
         self._seen[filename] = (stage, sha256)
 
     def read_stage(
-        self, stage: str, specs: Sequence[TensorSpec]
+        self,
+        stage: str,
+        specs: Sequence[TensorSpec],
+        sizes: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """The tensors of a finished stage, on the CPU, dtypes as written.
 
         Optional tensors that the file lacks are left out.
+
+        Args:
+            sizes: named sizes of ``specs`` that are known.
 
         Raises:
             ArtifactError: the stage is not finished; its file is missing, truncated,
@@ -315,7 +325,7 @@ class RunDirectory:
                 f"{path}: is not a safetensors file ({one_line(error)});"
                 f" {self._rerun(stage)} again"
             ) from error
-        check_tensors(path, tensors, specs)
+        check_tensors(path, tensors, specs, sizes)
         self._seen[entry["file"]] = (stage, entry["sha256"])
         return {spec.name: tensors[spec.name] for spec in specs if spec.name in tensors}
 
@@ -337,7 +347,9 @@ class RunDirectory:
         run = self._read()
         clean_report = as_json(dict(report), f"the report of {stage}")
         first, *others = [self._describe(output) for output in paths]
-        entry = {**first, "tensors": {}, **({"others": others} if others else {})}
+        entry: dict[str, Any] = {**first, "tensors": {}}
+        if others:
+            entry["others"] = others
         self._record(run, stage, entry, clean_report)
 
     def finished(self, stage: str) -> bool:
@@ -387,17 +399,17 @@ class RunDirectory:
     def _rerun(self, stage: str) -> str:
         return f"run `tpuport {stage} --run-dir {shlex.quote(str(self.path))}`"
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> Run:
         return read_run(self.file)
 
-    def _write(self, content: Mapping[str, Any]) -> None:
+    def _write(self, content: Run) -> None:
         write_run(self.file, content)
 
     def _record(
         self,
-        run: dict[str, Any],
+        run: Run,
         stage: str,
-        entry: dict[str, Any],
+        entry: Mapping[str, Any],
         report: dict[str, Any],
     ) -> None:
         earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else None
@@ -406,15 +418,11 @@ class RunDirectory:
             for name, (made_by, sha256) in sorted(self._seen.items())
             if made_by != stage and (earlier is None or made_by in earlier)
         }
-        run["stages"][stage] = {
-            **entry,
-            "inputs": inputs,
-            "finished": now(),
-            "report": report,
-        }
+        about = {"inputs": inputs, "finished": now(), "report": report}
+        run["stages"][stage] = cast(StageEntry, {**entry, **about})
         self._write(run)
 
-    def _entry(self, run: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    def _entry(self, run: Run, stage: str) -> StageEntry:
         if stage not in run["stages"]:
             name = STAGE_FILES.get(stage, RUN_FILE)
             raise ArtifactError(
@@ -423,7 +431,7 @@ class RunDirectory:
             )
         return run["stages"][stage]
 
-    def _check_inputs(self, run: Mapping[str, Any], stage: str) -> None:
+    def _check_inputs(self, run: Run, stage: str) -> None:
         """Check that the files a stage was made from are still the recorded ones."""
         current = {entry["file"]: name for name, entry in run["stages"].items()}
         todo, checked = [stage], {stage}
@@ -441,20 +449,22 @@ class RunDirectory:
                     checked.add(source)
                     todo.append(source)
 
-    def _verified(self, path: Path, entry: Mapping[str, Any], stage: str) -> bytes:
+    def _verified(self, path: Path, entry: FileEntry, stage: str) -> bytes:
         """The bytes of a stage's file, found to be the recorded ones."""
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                data = file.read() if size == entry["bytes"] else b""
         except FileNotFoundError:
             raise ArtifactError(
                 f"{path}: is missing; {self._rerun(stage)} first"
             ) from None
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-        if len(data) != entry["bytes"]:
-            what = "is cut short" if len(data) < entry["bytes"] else "has grown"
+        if size != entry["bytes"]:
+            what = "is cut short" if size < entry["bytes"] else "has grown"
             raise ArtifactError(
-                f"{path}: {what}: {len(data)} bytes, {RUN_FILE} records"
+                f"{path}: {what}: {size} bytes, {RUN_FILE} records"
                 f" {entry['bytes']}; copy it again, or {self._rerun(stage)} again"
             )
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
@@ -464,12 +474,12 @@ class RunDirectory:
             )
         return data
 
-    def _describe(self, path: Path) -> dict[str, Any]:
+    def _describe(self, path: Path) -> FileEntry:
         try:
             sha256, size = hash_output(path)
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-        entry: dict[str, Any] = {"file": path.name, "sha256": sha256, "bytes": size}
+        entry: FileEntry = {"file": path.name, "sha256": sha256, "bytes": size}
         inside, real = self.path.resolve(), path.resolve()
         if real.is_relative_to(inside):
             entry["file"] = real.relative_to(inside).as_posix()
@@ -477,7 +487,7 @@ class RunDirectory:
             entry["outside"] = True
         return entry
 
-    def _intact(self, entry: Mapping[str, Any]) -> bool:
+    def _intact(self, entry: FileEntry) -> bool:
         try:
             found = hash_output(self.path / entry["file"])
         except OSError:

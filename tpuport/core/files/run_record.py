@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from tpuport.core.enums import StageName
 from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.files.typed import checked
 from tpuport.errors import ArtifactError
 
 RUN_SCHEMA = "tpuport.run"
@@ -21,51 +23,67 @@ STAGE_FILES: dict[str, str] = {
     StageName.DENOISE: "latents.safetensors",
 }
 
-_START_OVER = "start over in a new folder with `tpuport encode --run-dir NEW_FOLDER`"
+START_OVER = "start over in a new folder with `tpuport encode --run-dir NEW_FOLDER`"
 
 
-def read_run(file: Path) -> dict[str, Any]:
+class FileEntry(TypedDict):
+    """A file of a run; one outside the folder is not checked later."""
+
+    file: str
+    sha256: str
+    bytes: int
+    outside: NotRequired[bool]
+
+
+class StageEntry(FileEntry):
+    """A finished stage: its file, and the sha256 of each file it was made from."""
+
+    tensors: dict[str, Any]
+    others: NotRequired[list[FileEntry]]
+    inputs: dict[str, str]
+    finished: str
+    report: dict[str, Any]
+
+
+class Run(TypedDict):
+    """A run.json, without its envelope; weights are fingerprints by component."""
+
+    tpuport_version: str
+    created: str
+    model: str
+    variant: str
+    settings: dict[str, Any]
+    weights: dict[str, str | None]
+    stages: dict[str, StageEntry]
+
+
+def read_run(file: Path) -> Run:
     """The content of a run.json.
 
     Raises:
         ArtifactError: it is missing, altered, of another schema, or not of the form
             that :class:`~tpuport.core.files.run_directory.RunDirectory` writes.
     """
-    run = read_document(file, RUN_SCHEMA, _START_OVER)
-    if problem := _malformed(run):
-        raise ArtifactError(f"{file}: {problem}; {_START_OVER}")
+    run = checked(Run, read_document(file, RUN_SCHEMA, START_OVER), file, START_OVER)
+    for stage, entry in run["stages"].items():
+        for made in [entry, *entry.get("others", [])]:
+            name = PurePosixPath(made["file"])
+            # Nothing writes such a name; reading through one could reach any file.
+            if name.is_absolute() or ".." in name.parts:
+                raise ArtifactError(
+                    f"{file}: stages.{stage}.file names a file outside the run "
+                    f"directory, {made['file']!r}; {START_OVER}"
+                )
     return run
 
 
-def write_run(file: Path, content: Mapping[str, Any]) -> None:
+def write_run(file: Path, content: Run) -> None:
     """Write a run.json.
 
     Raises:
         ArtifactError: it cannot be written.
     """
     write_document(file, RUN_SCHEMA, content)
-
-
-def _malformed(run: Mapping[str, Any]) -> str:
-    """What a run.json with a good checksum lacks, or ""."""
-    top: dict[str, type] = {"model": str, "variant": str, "settings": dict}
-    for key, kind in {**top, "weights": dict, "stages": dict}.items():
-        if not isinstance(run.get(key), kind):
-            return f"has no usable {key}"
-    kinds: dict[str, type] = {"file": str, "sha256": str, "bytes": int}
-    kinds |= {"inputs": dict, "report": dict}
-    for stage, entry in run["stages"].items():
-        if not isinstance(entry, dict):
-            return f"has no usable entry for the stage {stage}"
-        for key, kind in kinds.items():
-            if not isinstance(entry.get(key), kind):
-                return f"has no usable {key} for the stage {stage}"
-        for file in [entry, *entry.get("others", [])]:
-            name = PurePosixPath(file["file"])
-            # Nothing writes such a name; reading through one could reach any file.
-            if name.is_absolute() or ".." in name.parts:
-                return f"names a file outside the run directory, {file['file']!r}"
-    return ""
 
 
 def now() -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import atomic_write_bytes, one_line
+from tpuport.core.files.typed import read_json
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
 #: Raised when the meaning of a field of any of them changes.
@@ -70,19 +71,9 @@ def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
             written.
     """
     try:
-        raw = path.read_bytes()
+        document = read_json(path, ArtifactError, remedy)
     except FileNotFoundError:
         raise MissingArtifactError(f"{path}: is missing; {remedy}") from None
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        document = json.loads(raw)
-    except UnicodeDecodeError:
-        raise ArtifactError(f"{path}: is not JSON, nor any text; {remedy}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(
-            f"{path}: is not JSON, or is cut short ({one_line(error)}); {remedy}"
-        ) from error
     found = document.get("schema") if isinstance(document, dict) else None
     if found != schema:
         raise ArtifactError(
@@ -98,7 +89,7 @@ def read_document(path: Path, schema: str, remedy: str) -> dict[str, Any]:
         )
     try:
         intact = document.get(_CHECKSUM) == document_checksum(document)
-    except ValueError:  # NaN, which Python reads and JSON does not have
+    except (ValueError, RecursionError):  # NaN, which Python reads and JSON lacks
         intact = False
     if not intact:
         raise ArtifactError(

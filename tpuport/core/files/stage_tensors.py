@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +52,20 @@ class TensorSpec:
 
 
 def check_tensors(
-    file: Path, tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
+    file: Path,
+    tensors: Mapping[str, torch.Tensor],
+    specs: Sequence[TensorSpec],
+    known_sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Check that ``tensors`` are those of ``specs``, no more and no fewer.
 
     Args:
         file: named in the message.
+        known_sizes: named sizes that are known beforehand.
 
     Raises:
-        ArtifactError: a tensor is missing or unexpected, or has a wrong shape or dtype,
-            or two tensors disagree on a named size.
+        ArtifactError: a tensor is missing or unexpected, has a wrong shape or dtype, or
+            holds NaN or infinite values; or two tensors disagree on a named size.
     """
     known = {spec.name: spec for spec in specs}
     required = {name for name, spec in known.items() if not spec.optional}
@@ -74,7 +79,7 @@ def check_tensors(
             f"{file}: tensor {', '.join(extra)} is not expected"
             f" (expected: {', '.join(sorted(known)) or 'none'})"
         )
-    sizes: dict[str, tuple[int, str]] = {}
+    sizes = {name: (size, "this run") for name, size in (known_sizes or {}).items()}
     for name, spec in known.items():
         if name not in tensors:
             continue
@@ -93,11 +98,20 @@ def check_tensors(
                 if size != asked:
                     raise ArtifactError(wrong)
                 continue
-            agreed, first = sizes.setdefault(asked, (size, name))
+            agreed, first = sizes.setdefault(asked, (size, f"tensor {name}"))
             if size != agreed:
                 raise ArtifactError(
-                    f"{wrong}: {asked} is {size} here and {agreed} in tensor {first}"
+                    f"{wrong}: {asked} is {size} here and {agreed} in {first}"
                 )
+        if not all_finite(tensors[name]):
+            raise ArtifactError(f"{file}: tensor {name} holds NaN or infinite values")
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass: NaN is the extreme of all."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(extreme) for extreme in tensor.aminmax())
 
 
 def save_tensors(

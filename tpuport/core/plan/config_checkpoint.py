@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.files.atomic import one_line
+from tpuport.core.reports import Reporter
 from tpuport.core.spec.demo_checkpoint import demo_checkpoint
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.variant import Variant
-from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import HubError
+from tpuport.core.weights.checkpoint import SMALL_FILES, Checkpoint, patterns
+from tpuport.core.weights.hub import fetch
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
 
@@ -71,35 +71,19 @@ def config_checkpoint(
         yield Checkpoint(folder, f"configs of {variant.name}")
 
 
-def hub_configs(
-    port: ModelPort, repo_id: str, say: Callable[[str], None] = lambda text: None
-) -> Path:
+def hub_configs(port: ModelPort, repo_id: str, reporter: Reporter) -> Path:
     """A hub checkpoint's configs and tokenizers; its weights stay where they are.
 
     Raises:
         HubError: the hub cannot be reached or has no such checkpoint.
     """
-    from huggingface_hub import snapshot_download
-
-    say(f"looking for the configs of {repo_id} on the hub")
+    reporter.say(f"looking for the configs of {repo_id} on the hub")
     folders = {
         name
         for form in port.all_forms
         for name in (*form.components, *(f for s in form.stages for f in s.files))
     }
-    patterns = ["model_index.json"]
-    for ending in ("json", "model", "txt", "jinja"):
-        patterns += [f"{name}/*.{ending}" for name in sorted(folders)]
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
-    except Exception as error:
-        # Anything the hub client raises ends here: the user needs one line.
-        reason = one_line(error)[:160]
-        raise HubError(
-            f"the configs of hub id {repo_id!r} could not be fetched "
-            f"({type(error).__name__}: {reason}). Check the name and the network, or "
-            "leave --weights out: a named variant is planned from its own configs"
-        ) from error
+    return fetch(repo_id, patterns(sorted(folders), *SMALL_FILES), reporter)
 
 
 def _config(port: ModelPort, component: str, config: dict[str, Any]) -> dict[str, Any]:

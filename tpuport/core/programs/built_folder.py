@@ -14,10 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from tpuport.core.enums import Tiling
 from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.files.typed import checked
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import Entry, read_entry, read_payload
 from tpuport.core.programs.key_differences import request_differences
@@ -44,6 +47,31 @@ _REMEDY = "make the folder with `tpuport compile`"
 _AGAIN = "compile again with `tpuport compile`, or leave --executables out"
 
 
+class ProgramEntry(TypedDict):
+    """An executable of a folder."""
+
+    stage: str
+    program: str
+    file: str
+    bytes: int
+    seconds: float
+    digest: str
+
+
+class Tiled(TypedDict):
+    """How the programs of a stage run."""
+
+    tiled: bool
+
+
+class Manifest(TypedDict):
+    """What is read of a manifest; the rest is for people."""
+
+    stages: list[str]
+    programs: list[ProgramEntry]
+    tiling: NotRequired[dict[str, Tiled]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuiltFolder:
     """A folder of executables, read.
@@ -55,7 +83,7 @@ class BuiltFolder:
     """
 
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     entries: tuple[Entry, ...]
 
     @classmethod
@@ -74,10 +102,10 @@ class BuiltFolder:
             raise MissingArtifactError(
                 f"the folder of executables {folder} {problem}; {_REMEDY}"
             )
-        manifest = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
+        manifest = _manifest(folder)
         entries = []
         for program in manifest["programs"]:
-            path = folder / program["file"]
+            path = folder / Path(program["file"]).name
             if not path.is_file():
                 raise ArtifactError(f"{path}: is missing; {_REMEDY}")
             entry = read_entry(path)
@@ -182,7 +210,7 @@ class BuiltFolder:
 
         ``None`` where there are none, or the stage has no such choice.
         """
-        built = self.manifest.get(_TILING, {}).get(stage)
+        built = self.manifest.get("tiling", {}).get(stage)
         if built is None:
             return None
         return Tiling.ON if built["tiled"] else Tiling.OFF
@@ -213,6 +241,17 @@ class BuiltFolder:
             f"{self.folder}: {key.name} is not for this run (what it was compiled for "
             f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
         )
+
+
+def _manifest(folder: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        ArtifactError: it is missing or not usable.
+    """
+    file = folder / MANIFEST
+    found = read_document(file, MANIFEST_SCHEMA, _REMEDY)
+    return checked(Manifest, found, file, _REMEDY, extra="allow")
 
 
 def write_manifest(
@@ -251,7 +290,7 @@ def write_manifest(
     }
     earlier: dict[str, Any] = {"programs": [], "stages": []}
     with contextlib.suppress(ArtifactError):
-        earlier = read_document(folder / MANIFEST, MANIFEST_SCHEMA, _REMEDY)
+        earlier = dict(_manifest(folder))
     others = [stage for stage in earlier["stages"] if stage not in stages]
     # As they come back from a file: tuples are lists there.
     now = json.loads(json.dumps({k: v for k, v in about.items() if k != _TILING}))

@@ -41,6 +41,9 @@ from tpuport.core.weights.transforms import transformer
 from tpuport.errors import UsageError, WeightsError
 from tpuport.kernels.attention.choice import AttentionChoice
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of stored weights, as safetensors spells them."""
+
 EVERYTHING = (".*",)
 """A regex of every weight's name."""
 
@@ -275,12 +278,6 @@ class Components:
         def stream() -> Iterator[tuple[str, np.ndarray]]:
             for stored, tensor in self.checkpoint.stream(files, list(by_file)):
                 target = by_file[stored]
-                if tensor.is_floating_point() != tensors[target].is_floating_point():
-                    raise WeightsError(
-                        f"{self.checkpoint.source}: {name}/ holds {stored} as "
-                        f"{tensor.dtype}, expected {tensors[target].dtype}; quantised "
-                        "checkpoints are not supported"
-                    )
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
                 yield target, to_numpy(transform(target, tensor))
@@ -331,11 +328,17 @@ class Components:
         expected = ported.module.state_dict(keep_vars=True)
         shapes = self.checkpoint.shapes(files)
         for weight, stored in found.items():
-            if shapes[stored] != tuple(expected[weight].shape):
+            (dtype, shape), tensor = shapes[stored], expected[weight]
+            if shape != list(tensor.shape):
                 raise WeightsError(
                     f"{self.checkpoint.source}: {name}/ holds {stored} of shape "
-                    f"{shapes[stored]}; its config.json asks for "
-                    f"{tuple(expected[weight].shape)}"
+                    f"{tuple(shape)}; its config.json asks for {tuple(tensor.shape)}"
+                )
+            if tensor.is_floating_point() and dtype not in _FLOATS:
+                raise WeightsError(
+                    f"{self.checkpoint.source}: {name}/ holds {stored} as {dtype}, "
+                    f"expected one of {', '.join(_FLOATS)}; quantised checkpoints are "
+                    "not supported"
                 )
         return files, found
 

@@ -24,9 +24,11 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from typing_extensions import TypedDict
 
 from tpuport.core.files.atomic import cannot_write, one_line, replacing
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.typed import checked
 from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
@@ -38,6 +40,8 @@ _DIGITS = 32
 
 #: What a file holds.
 _HEADER, _PROGRAM = "header.json", "program"
+#: No header is near this.
+_HEADER_LIMIT = 16 << 20
 
 #: A cache folder is kept below this; the least recently used go first.
 CACHE_LIMIT_BYTES = 16 << 30
@@ -45,6 +49,23 @@ CACHE_LIMIT_BYTES = 16 << 30
 #: Calls into libraries that jax hands to XLA only while it traces a program that uses
 #: them: an executable with one ends a process that loads it (jax issue 28908).
 _UNSAFE_ON_CPU = (b"lapack_", b"tridiagonal_solve_perturbed_ffi")
+
+
+class TracedRecord(TypedDict):
+    """:class:`~tpuport.core.programs.lowering.Traced` as JSON."""
+
+    attention: list[dict[str, Any]]
+    patches: list[dict[str, Any]]
+    convolutions: list[dict[str, Any]]
+
+
+class Header(TypedDict):
+    """What a file begins with, as JSON."""
+
+    key: dict[str, Any]
+    traced: TracedRecord
+    seconds: float
+    needed: int | None
 
 
 class NotSerialisable(Exception):
@@ -189,18 +210,23 @@ def _read(path: Path, *, whole: bool) -> tuple[Entry, bytes]:
     """The header of a file, and the executable where the whole is asked for."""
     try:
         with zipfile.ZipFile(path) as file:
+            if file.getinfo(_HEADER).file_size > _HEADER_LIMIT:
+                raise ValueError("its header has no end")
             data = json.loads(file.read(_HEADER))
+            header = checked(Header, data, path, "compile again")
             entry = Entry(
                 path=path,
-                key=ProgramKey.from_dict(data["key"]),
-                traced=Traced.from_dict(data["traced"]),
-                seconds=float(data["seconds"]),
+                key=ProgramKey.from_dict(header["key"], path),
+                traced=Traced.from_dict(header["traced"]),
+                seconds=header["seconds"],
                 size=file.getinfo(_PROGRAM).file_size,
-                needed=data["needed"],
+                needed=header["needed"],
             )
             return entry, file.read(_PROGRAM) if whole else b""
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+    except ArtifactError:
+        raise
     except Exception as error:  # a damaged file has no one kind
         raise ArtifactError(
             f"{path}: is no executable of this tpuport, or is damaged "

@@ -11,6 +11,8 @@ import jax
 import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from tpuport.core.files.atomic import cannot_write
+
 #: Small and quick programs are kept too: the decoder's many small ones are what a warm
 #: start would otherwise wait for.
 _SETTINGS = {
@@ -39,12 +41,15 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
     put back on exit.
 
     Raises:
-        OSError: the folder cannot be made.
+        ArtifactError: the folder cannot be made.
     """
     if folder is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
     with _set({**_SETTINGS, "jax_compilation_cache_dir": str(folder)}):
         yield
 

@@ -15,7 +15,7 @@ import json
 import platform as machine
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 
 from tpuport.core import compat
 from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.typed import checked
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.key_differences import differing
@@ -142,18 +143,19 @@ class ProgramKey:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ProgramKey:
+    def from_dict(cls, data: Mapping[str, Any], file: object) -> ProgramKey:
         """The inverse of :meth:`as_dict`.
+
+        Args:
+            file: what it was read from, for messages.
 
         Raises:
             ValueError: it is of another version.
+            ArtifactError: a field is of another type.
         """
-        if data.get("version") != KEY_VERSION or set(data) != {
-            f.name for f in fields(cls)
-        }:
+        if data.get("version") != KEY_VERSION:
             raise ValueError(f"key version {data.get('version')}, not {KEY_VERSION}")
-        tuples = {name: tuple(data[name]) for name in ("devices", "flags")}
-        return cls(**{**data, **tuples})
+        return checked(cls, data, file, "compile again", at="key")
 
     def difference(self, other: ProgramKey) -> tuple[str, ...]:
         """What differs, in words, ``other``'s value first; empty for the same program.

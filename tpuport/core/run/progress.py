@@ -11,7 +11,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tpuport.core.enums import Backend
-from tpuport.core.reports import CompileReport, Reporter, StageReport, each_text, plural
+from tpuport.core.reports import (
+    CompileReport,
+    Reporter,
+    StageReport,
+    bytes_text,
+    each_text,
+    plural,
+)
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -48,7 +55,7 @@ class _Work:
     def how_far(self) -> str:
         """Of a stage: calls or frames done, seconds a call, and the time left."""
         if not self.done:
-            return ""
+            return self.frames
         text = self.frames or f"{self.done}/{self.total}"
         timed = self.done - self.first_done
         if timed > 0:
@@ -90,7 +97,7 @@ class Display(Reporter):
         if not works:
             return "", ""
         outer, inner = works[0], works[-1]
-        parts = [work.how_far() for work in works if work.done]
+        parts = [text for work in works if (text := work.how_far())]
         passed = f"{time.monotonic() - inner.since:.0f} s"
         if inner is not outer:
             parts.append(f"{inner.what} {passed}")
@@ -128,6 +135,17 @@ class Display(Reporter):
         if self._works:
             self._end(self._works[0], "")
         self._stage = None
+
+    def downloading(
+        self, name: str, files: tuple[int, int], size: tuple[int, int]
+    ) -> None:
+        """Files come from the hub."""
+        for work in self._works:
+            if work.what == f"downloading {name}":
+                work.frames = (
+                    f"{files[0]} of {plural(files[1], 'file')}, "
+                    f"{bytes_text(size[0])} of {bytes_text(size[1])}"
+                )
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         """A stage begins."""

@@ -31,7 +31,7 @@ from tpuport.core.spec import rules
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request, check_given
-from tpuport.core.spec.requests import Requests
+from tpuport.core.spec.requests import Requests, recorded_request
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
 from tpuport.core.spec.stage import Stage
@@ -454,7 +454,7 @@ class Session:
             ArtifactError: an input is missing, altered or of other weights.
             VideoError: latents or frames are not finite, constant or black.
         """
-        request = Request.from_dict(run.settings)
+        request = recorded_request(self.port, run.settings, run.file)
         self.check(request)
         run.check_request(model=self.port.name, variant=self.variant.name)
         stage = self.port.stage(name)
@@ -465,9 +465,8 @@ class Session:
         place = order.index(name)
         inputs: dict[str, torch.Tensor] = {}
         if place:
-            inputs = run.read_stage(
-                order[place - 1], self.port.stages[place - 1].writes
-            )
+            written = self.port.stages[place - 1].writes
+            inputs = run.read_stage(order[place - 1], written, self._sizes(request))
         else:
             inputs = self._source_pixels(request, source)
         delivery = Delivery(pixels, on_frames)
@@ -491,6 +490,19 @@ class Session:
         else:
             delivery.check()
         return tensors, report
+
+    def _sizes(self, request: Request) -> dict[str, int]:
+        """Named sizes of the tensors that stages hand on, by the request and configs.
+
+        The dims of the latents, and what the denoisers' configs name.
+        """
+        configs = [self.checkpoint.config(name) for name in self.port.denoisers]
+        sizes = {k: v for c in configs for k, v in c.items() if isinstance(v, int)}
+        written = self.port.stages[-2].writes
+        (dims,) = (spec.shape for spec in written if spec.name == "latents")
+        shape = self.port.latent_shape(request, self.checkpoint)
+        sizes |= {str(dim): size for dim, size in zip(dims, shape, strict=True)}
+        return {**sizes, str(dims[0]): len(request.prompts)}
 
     def _source_pixels(
         self, request: Request, source: Source | None

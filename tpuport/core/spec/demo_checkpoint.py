@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.core.files.atomic import temporary_beside
+from typing_extensions import TypedDict
+
+from tpuport.core.files.atomic import cannot_write, temporary_beside
 from tpuport.core.files.fingerprint import fingerprint_files
+from tpuport.core.files.typed import checked, read_json
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import WeightsError
+from tpuport.errors import ArtifactError, TpuportError, WeightsError
 
 _SEAL = "tpuport-demo.json"
 
@@ -28,6 +31,12 @@ street garden desert bridge train boat guitar piano book lantern flower cherry b
 waterfall sunset sunrise night morning sky cloud star wave leaf window table motion blur
 detail light
 """
+
+
+class Seal(TypedDict):
+    """What lies beside a demo checkpoint that was made to its end."""
+
+    fingerprint: str
 
 
 def demo_checkpoint(
@@ -93,28 +102,26 @@ def _files(folder: Path) -> list[Path]:
 
 def _intact(folder: Path) -> bool:
     """Whether the folder is there and is what was made: the seal says."""
+    file, remedy = folder / _SEAL, "the demo checkpoint is made again"
     try:
-        seal = json.loads((folder / _SEAL).read_text())
-        return bool(seal["fingerprint"] == fingerprint_files(folder, _files(folder)))
-    except (OSError, ValueError, KeyError):
+        seal = checked(Seal, read_json(file, ArtifactError, remedy), file, remedy)
+        return seal["fingerprint"] == fingerprint_files(folder, _files(folder))
+    except (OSError, TpuportError):
         return False
 
 
 def _make(port: ModelPort, variant: str, folder: Path) -> None:
+    from safetensors import SafetensorError
+
+    temporary = folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(folder)
         temporary.mkdir()
-    except OSError as error:
-        raise WeightsError(
-            f"the demo checkpoint cannot be written to {folder.parent}: "
-            f"{error.strerror}; choose another folder with --cache-dir"
-        ) from error
-    try:
         port.make_demo(temporary, variant)
         seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
         (temporary / _SEAL).write_text(json.dumps(seal) + "\n")
-        if folder.exists():
+        if folder.is_dir():
             shutil.rmtree(folder)
         try:
             os.replace(temporary, folder)
@@ -122,5 +129,9 @@ def _make(port: ModelPort, variant: str, folder: Path) -> None:
             # Another process may have put the same checkpoint there meanwhile.
             if not _intact(folder):
                 raise
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(
+            f"{cannot_write(folder, error)}; choose another folder with --cache-dir"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
+from tpuport.core.files.typed import checked, recorded_in
 from tpuport.core.spec import kinds
 from tpuport.core.spec.step_cache import StepCache
-from tpuport.errors import UsageError, quoted
+from tpuport.errors import ArtifactError, UsageError, quoted
 
 if TYPE_CHECKING:
     from tpuport.core.files.stage_tensors import TensorSpec
@@ -163,28 +164,31 @@ class Request:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Request:
+    def from_dict(
+        cls, data: Mapping[str, Any], file: object, field: str = "settings"
+    ) -> Request:
         """The inverse of :meth:`as_dict`.
 
+        Args:
+            data: as read from JSON.
+            file: what it was read from, for messages.
+            field: of the file, which ``data`` is.
+
         Raises:
-            UsageError: an entry is missing, unknown or off its rule.
+            ArtifactError: an entry is missing, unknown, of another type or off its
+                rule.
         """
-        known = set(cls.__dataclass_fields__)
-        unknown = sorted(set(data) - known)
-        missing = sorted(known - set(data))
-        if unknown or missing:
-            raise UsageError(
-                f"settings do not fit this version of tpuport: unknown {unknown}, "
-                f"missing {missing}"
+        remedy = "use the file as `tpuport` wrote it, or start over in a new folder"
+        if missing := sorted(set(cls.__dataclass_fields__) - set(data)):
+            raise ArtifactError(
+                f"{file}: has no usable {field}.{missing[0]} (it is missing); {remedy}"
             )
-        values = dict(data)
-        values["prompts"] = tuple(data["prompts"])
-        values["negative_prompts"] = tuple(data["negative_prompts"])
-        values["seeds"] = tuple(tuple(seeds) for seeds in data["seeds"])
-        values["sources"] = tuple(data["sources"])
-        values["task"] = Task(data["task"])
-        values["step_cache"] = kinds.step_cache(data["step_cache"])
-        return cls(**values)
+        checked(str, data["step_cache"], file, remedy, at=f"{field}.step_cache")
+        plain = {**data, "step_cache": None}
+        request = checked(cls, plain, file, remedy, at=field)
+        with recorded_in(file, f"{field}.step_cache", remedy):
+            cache = kinds.step_cache(data["step_cache"])
+        return replace(request, step_cache=cache)
 
 
 def check_shape(request: Request, variant: Variant) -> None:

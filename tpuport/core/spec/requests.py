@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.sources import Source, read_image, read_video
+from tpuport.core.files.typed import recorded_in
 from tpuport.core.mesh.device_memory import host_memory
 from tpuport.core.reports import Reporter
 from tpuport.core.spec import kinds, rules
@@ -169,6 +170,32 @@ class Requests:
         frames = _given(asked.get("num_frames"), self.variant.num_frames)
         source = read_source(image, video, frames)
         return self.request(source=source, **asked), source
+
+
+def recorded_request(
+    port: ModelPort,
+    data: Mapping[str, Any],
+    file: object,
+    field: str = "settings",
+) -> Request:
+    """The request that a file records, with options that the model has.
+
+    Args:
+        port: the model; any of its forms.
+        data, file, field: as :meth:`Request.from_dict` takes them.
+
+    Raises:
+        ArtifactError: the request is not usable.
+    """
+    request = Request.from_dict(data, file, field)
+    always = set.intersection(*(set(v.options) for v in port.variants))
+    for name in sorted(always | set(request.options)):
+        where, remedy = f"{field}.options.{name}", "use the file as `tpuport` wrote it"
+        with recorded_in(file, where, remedy):
+            if name in always and request.options.get(name) is None:
+                raise UsageError("it is missing")
+            check_options(port, {name: request.options[name]})
+    return request
 
 
 def read_source(image: Any, video: Any, frames: int) -> Source | None:

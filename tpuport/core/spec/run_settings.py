@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling
+from tpuport.core.files.typed import LIMIT_BYTES
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
@@ -496,10 +497,14 @@ def read_text(path: Path, what: str) -> str:
     """The text of a file that the user named.
 
     Raises:
-        UsageError: it does not exist, cannot be read, or is not UTF-8.
+        UsageError: it does not exist, cannot be read, is too large, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            raw = file.read(LIMIT_BYTES + 1)
+        if len(raw) > LIMIT_BYTES:
+            raise UsageError(f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB")
+        return raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"{what} {path} does not exist") from None
     except OSError as error:

@@ -180,7 +180,12 @@ class StageContext:
             given = {
                 "dtype" if own else "torch_dtype": torch_dtype(dtype or self.dtype)
             }
-            made = upstream.from_pretrained(self.checkpoint.folder / name, **given)
+            folder = self.checkpoint.folder / name
+            made = upstream.from_pretrained(folder, **given)
+            files = self.checkpoint.weight_files(name)
+            for weight, tensor in made.state_dict().items():
+                file = files.get(weight, folder / "config.json")
+                self.checkpoint.check_finite(file, weight, tensor)
             return made.eval().to(self.device)
 
         return self.upstream(name, load)

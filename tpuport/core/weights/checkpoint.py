@@ -7,18 +7,33 @@ files are never read.
 
 from __future__ import annotations
 
-import json
+import hashlib
+import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuport.core.files.fingerprint import fingerprint_files
-from tpuport.errors import HubError, MissingWeightsError, WeightsError
+from tpuport.core.files.sealed_json import canonical
+from tpuport.core.files.stage_tensors import all_finite
+from tpuport.core.files.typed import read_json
+from tpuport.core.reports import Reporter
+from tpuport.core.weights.configs import check_config
+from tpuport.core.weights.hub import fetch
+from tpuport.errors import MissingWeightsError, WeightsError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+
+#: Whose classes a checkpoint may name.
+_LIBRARIES = ("diffusers", "transformers")
+
+#: Suffixes of what is read of a tokenizer or a scheduler.
+SMALL_FILES = (".json", ".model", ".txt", ".jinja")
 
 #: File names of a component's weights, as diffusers and transformers spell them.
 STEMS = ("diffusion_pytorch_model", "model")
@@ -38,6 +53,8 @@ class Checkpoint:
     folder: Path
     source: str
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
+    _configs: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         # Upstream's loaders could take a relative path of two parts for a hub id.
@@ -51,18 +68,79 @@ class Checkpoint:
         return str(folder.resolve()) if folder.is_dir() else self.source
 
     def config(self, component: str) -> dict[str, Any]:
-        """The config of a component.
+        """The config of a component, fit for the class that the index names.
 
         Raises:
-            WeightsError: the file is missing or not JSON.
+            WeightsError: the file is missing or not JSON, a value cannot be, or the
+                class does not exist.
         """
-        folder = self.folder / component
-        for name in ("config.json", "scheduler_config.json", "guider_config.json"):
-            if (folder / name).is_file():
-                return _read_json(folder / name)
+        if component not in self._configs:
+            names = ("config.json", "scheduler_config.json", "guider_config.json")
+            files = [self.folder / component / name for name in names]
+            found = [file for file in files if file.is_file()]
+            if not found:
+                raise WeightsError(
+                    f"{self.source}: {component}/config.json is missing; the folder is "
+                    "not a complete diffusers checkpoint"
+                )
+            config = _read_json(found[0])
+            # A class of a plugin's own library is the plugin's to check.
+            if self.class_name(component) and self.index[component][0] in _LIBRARIES:
+                check_config(
+                    self.upstream_class(component),
+                    config,
+                    self.named(component, found[0].name),
+                    lambda: self._stored_tensors(component),
+                )
+            self._configs[component] = config
+        return dict(self._configs[component])
+
+    def kept(self, key: Any, make: Callable[[], T]) -> T:
+        """What ``make`` returned for ``key`` when it was first called."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: T = self._kept[key]
+        return found
+
+    def named(self, component: str, file: str) -> str:
+        """A file as messages name it."""
+        return f"{self.source}: {component}/{file}"
+
+    def class_name(self, component: str) -> str | None:
+        """The class that ``model_index.json`` names; ``None`` where it names none.
+
+        Raises:
+            WeightsError: the entry is no pair of a library and a class.
+        """
+        entry = self.index.get(component)
+        if entry is None:
+            return None
+        pair = isinstance(entry, list) and len(entry) == 2
+        if not pair or any(not isinstance(word, str | None) for word in entry):
+            raise WeightsError(
+                f"{self.source}: model_index.json: {component} is {entry!r}: a list of "
+                "a library and a class is needed"
+            )
+        return entry[1] or None
+
+    def upstream_class(self, component: str) -> Any:
+        """The class itself, of diffusers or transformers; ``None`` where none is named.
+
+        Raises:
+            WeightsError: neither library has such a class.
+        """
+        name = self.class_name(component)
+        if name is None:
+            return None
+        library = self.index[component][0]
+        if library in _LIBRARIES:
+            try:
+                return getattr(importlib.import_module(library), name)
+            except AttributeError:
+                pass
         raise WeightsError(
-            f"{self.source}: {component}/config.json is missing; the folder is not a "
-            "complete diffusers checkpoint"
+            f"{self.source}: model_index.json: {component} is a {name} of {library}, "
+            "which the installed versions of diffusers and transformers do not have"
         )
 
     def require(self, name: str, *instead: str) -> None:
@@ -82,22 +160,29 @@ class Checkpoint:
                 "incomplete"
             )
 
+    def _stored_tensors(self, component: str) -> int | None:
+        """How many tensors the files of a component hold; ``None`` if unknown."""
+        try:
+            return len(self.weight_files(component))
+        except WeightsError:  # for the stage that needs them to say
+            return None
+
     def check_class(self, component: str, class_path: str) -> None:
         """Refuse a component of another class than the port is for.
 
         Raises:
             WeightsError: ``model_index.json`` names another class, or none.
         """
-        entry = self.index.get(component)
-        if not entry or not entry[1]:
+        found = self.class_name(component)
+        if found is None:
             raise WeightsError(
                 f"{self.source}: model_index.json has no {component!r}; the folder is "
                 "not a complete diffusers checkpoint"
             )
         expected = class_path.partition(":")[2]
-        if entry[1] != expected:
+        if found != expected:
             raise WeightsError(
-                f"{self.source}: {component} is a {entry[1]}, expected {expected}"
+                f"{self.source}: {component} is a {found}, expected {expected}"
             )
 
     def weight_files(self, component: str) -> dict[str, Path]:
@@ -135,11 +220,9 @@ class Checkpoint:
         )
 
     def _sharded(self, component: str, index: Path) -> dict[str, Path]:
-        mapping = _read_json(index).get("weight_map")
-        if not isinstance(mapping, dict) or not mapping:
-            raise WeightsError(f"{self.source}: {component}/{index.name} has no map")
+        mapping = _weight_map(index)
         stored: dict[str, Path] = {}
-        for name in sorted(set(mapping.values())):
+        for name in _shards(index, mapping):
             shard = index.parent / name
             if not shard.is_file():
                 raise WeightsError(
@@ -176,37 +259,58 @@ class Checkpoint:
                 f"safetensors file ({error}); download it again"
             ) from error
 
-    def shapes(self, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of ``files``; reads headers only."""
-        found: dict[str, tuple[int, ...]] = {}
+    def shapes(self, files: Mapping[str, Path]) -> dict[str, tuple[str, list[int]]]:
+        """Dtype, as the files spell it (``"BF16"``), and shape of every tensor of
+        ``files``; reads headers only."""
+        found: dict[str, tuple[str, list[int]]] = {}
         for path in dict.fromkeys(files.values()):
             with self._open(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    found[name] = tuple(file.get_slice(name).get_shape())
+                    part = file.get_slice(name)
+                    found[name] = part.get_dtype(), part.get_shape()
         return found
 
     def stream(
         self, files: Mapping[str, Path], names: Sequence[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors one at a time, file by file, on the host."""
+        """The named tensors one at a time, file by file, on the host.
+
+        Raises:
+            WeightsError: a file is damaged, or a value is NaN or infinite.
+        """
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(files[name], []).append(name)
         for path, wanted in by_file.items():
             with self._open(path) as file:
                 for name in wanted:
-                    yield name, file.get_tensor(name)
+                    tensor = file.get_tensor(name)
+                    self.check_finite(path, name, tensor)
+                    yield name, tensor
+
+    def check_finite(self, file: Path, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a weight of ``file`` that is broken.
+
+        Raises:
+            WeightsError: a value is NaN or infinite.
+        """
+        if not all_finite(tensor):
+            raise WeightsError(
+                f"{self.named(file.parent.name, file.name)}: {name} holds NaN or "
+                "infinite values; the weights are broken: download them again"
+            )
 
     def fingerprint(self, component: str) -> str:
         """A fingerprint of the contents of a component's files, wherever they lie.
 
-        Files that are not read (a README, another precision) do not count.
+        The class that ``model_index.json`` names is part of it. Files that are not read
+        (a README, another precision) do not count.
         """
         if component not in self._fingerprints:
             folder = self.folder / component
-            self._fingerprints[component] = fingerprint_files(
-                folder, _files_read(folder)
-            )
+            content = fingerprint_files(folder, _files_read(folder))
+            named = canonical([content, self.index.get(component)])
+            self._fingerprints[component] = hashlib.sha256(named).hexdigest()
         return self._fingerprints[component]
 
     def fingerprints(self, components: Iterable[str]) -> dict[str, str]:
@@ -222,29 +326,56 @@ def _files_read(folder: Path) -> list[Path]:
     """The files of a component's folder that are read: config and weights, or all
     the small files of a tokenizer or scheduler."""
     for stem in STEMS:
-        weights = [
-            *folder.glob(f"{stem}.safetensors"),
-            *folder.glob(f"{stem}.safetensors.index.json"),
-            *folder.glob(f"{stem}-[0-9]*-of-[0-9]*.safetensors"),
-        ]
+        index = folder / f"{stem}.safetensors.index.json"
+        weights = [*folder.glob(f"{stem}.safetensors"), *folder.glob(index.name)]
+        if index.is_file():
+            # By the index: a shard may have any name.
+            shards = [folder / name for name in _shards(index, _weight_map(index))]
+            weights += [shard for shard in shards if shard not in weights]
         if weights:
             return [*weights, *folder.glob("config.json")]
-    small = (".json", ".model", ".txt", ".jinja")
     return [
-        p for p in folder.iterdir() if p.suffix in small and not p.name.startswith(".")
+        p
+        for p in folder.iterdir()
+        if p.suffix in SMALL_FILES and not p.name.startswith(".")
     ]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name.
+
+    Raises:
+        WeightsError: the index has no such map.
+    """
+    mapping = _read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise WeightsError(f"{index} has no map")
+    return mapping
+
+
+def _shards(index: Path, mapping: Mapping[str, Any]) -> list[str]:
+    """The names of the files that an index names.
+
+    Raises:
+        WeightsError: one is no file of the index's own folder.
+    """
+    for tensor, name in mapping.items():
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise WeightsError(
+                f"{index}: weight_map.{tensor} is {name!r}, which is no file of its "
+                "folder; the checkpoint is damaged"
+            )
+    return sorted(set(mapping.values()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, WeightsError, "download it again")
     except FileNotFoundError:
         raise WeightsError(
             f"{path} is missing; the folder is not a diffusers checkpoint (one has "
             "model_index.json and a folder per component)"
         ) from None
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise WeightsError(f"{path} is not a JSON object")
     return data
@@ -278,7 +409,7 @@ def resolve(
     folders: Sequence[str],
     pipelines: Sequence[str],
     model: str,
-    say: Callable[[str], None] = lambda text: None,
+    reporter: Reporter,
     reader: Callable[[str], str | None] = lambda pipeline: None,
 ) -> Checkpoint:
     """The checkpoint that ``weights`` names: a local folder or a hub id.
@@ -288,7 +419,7 @@ def resolve(
         folders: the component folders that are needed; only these are downloaded.
         pipelines: the pipeline classes that the model port reads.
         model: name of the model, for messages.
-        say: called with a line before a download.
+        reporter: told of a download.
         reader: the model port that reads a pipeline class, if any, for messages.
 
     Raises:
@@ -301,8 +432,9 @@ def resolve(
     if folder is not None:
         checkpoint = Checkpoint(folder, text)
     else:
-        say(f"looking for {text} on the hub")
-        checkpoint = Checkpoint(_download(text, folders), text)
+        reporter.say(f"looking for {text} on the hub")
+        wanted = patterns(folders, ".safetensors", *SMALL_FILES)
+        checkpoint = Checkpoint(fetch(text, wanted, reporter), text)
     found = checkpoint.index.get("_class_name")
     if found not in pipelines:
         raise WeightsError(
@@ -313,22 +445,7 @@ def resolve(
     return checkpoint
 
 
-def _download(repo_id: str, folders: Sequence[str]) -> Path:
-    """Fetch the named folders of a hub checkpoint; returns the snapshot folder."""
-    from huggingface_hub import snapshot_download
-
-    patterns = ["model_index.json"]
-    for name in folders:
-        patterns += [f"{name}/*.json", f"{name}/*.safetensors", f"{name}/*.model"]
-        patterns += [f"{name}/*.txt", f"{name}/*.jinja"]
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
-    except Exception as error:
-        # All errors of the hub client (network, authorisation, no such id) end here:
-        # the user needs one line, and --debug keeps the chain.
-        reason = str(error).strip().splitlines()[0] if str(error) else ""
-        raise HubError(
-            f"hub id {repo_id!r} could not be fetched "
-            f"({type(error).__name__}: {reason[:160]}). Check the name and the "
-            "network, or download it elsewhere and pass the folder to --weights"
-        ) from error
+def patterns(folders: Sequence[str], *suffixes: str) -> list[str]:
+    """Of the hub's files, those that are read of ``folders``, and the index."""
+    read = [f"{name}/*{suffix}" for name in folders for suffix in suffixes]
+    return ["model_index.json", *read]

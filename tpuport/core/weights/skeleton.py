@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tpuport.core.weights.configs import building
 from tpuport.errors import WeightsError
 
 
@@ -46,17 +47,14 @@ def build_skeleton(
     from accelerate import init_empty_weights
 
     cls = pkgutil.resolve_name(component.class_path)
-    with init_empty_weights(include_buffers=False):
-        try:
-            if hasattr(cls, "from_config"):
-                module = cls.from_config(dict(config))
-            else:
-                module = cls(cls.config_class.from_dict(dict(config)))
-        except (TypeError, ValueError, KeyError) as error:
-            raise WeightsError(
-                f"{component.name}/config.json does not build a "
-                f"{component.class_path.partition(':')[2]}: {error}"
-            ) from error
+    with (
+        init_empty_weights(include_buffers=False),
+        building(cls.__name__, f"{component.name}/config.json"),
+    ):
+        if hasattr(cls, "from_config"):
+            module = cls.from_config(dict(config))
+        else:
+            module = cls(cls.config_class.from_dict(dict(config)))
     assert isinstance(module, torch.nn.Module)
     if hasattr(module, "tie_weights"):
         # Moving each parameter to meta separately unties tied parameters.

@@ -162,23 +162,6 @@ OPTIONS = (
     ),
 )
 
-_SCHEDULERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
-
-
-def scheduler_kind(checkpoint: Checkpoint) -> str:
-    """``"ddim"`` or ``"dpm"``: the checkpoint's own sampler.
-
-    Raises:
-        UsageError: the checkpoint has another scheduler.
-    """
-    entry = checkpoint.index.get("scheduler") or [None, None]
-    if entry[1] not in _SCHEDULERS:
-        raise UsageError(
-            f"{checkpoint.source}: scheduler {entry[1]} is not one of "
-            f"{', '.join(_SCHEDULERS)}; pass --option scheduler=ddim or scheduler=dpm"
-        )
-    return _SCHEDULERS[entry[1]]
-
 
 class Architecture(NamedTuple):
     """What tells the forms of the transformer apart."""
@@ -206,9 +189,15 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     return Architecture(
         positions,
         config.get("patch_size_t"),
-        int(config.get("in_channels", 16)) == 2 * int(config.get("out_channels", 16)),
+        int(config.get("in_channels", 16)) == 2 * int(config.get("out_channels") or 16),
         config.get("ofs_embed_dim") is not None,
     )
+
+
+def sample_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of pixels that a transformer's config is for."""
+    rows, columns = config.get("sample_height", 60), config.get("sample_width", 90)
+    return int(rows) * 8, int(columns) * 8
 
 
 def detect(checkpoint: Checkpoint) -> Variant:
@@ -226,20 +215,21 @@ def detect(checkpoint: Checkpoint) -> Variant:
             for key in ("num_attention_heads", "num_layers")
         ):
             return variant
-    kind = _SCHEDULERS.get((checkpoint.index.get("scheduler") or [0, 0])[1], "ddim")
+    dpm = checkpoint.class_name("scheduler") == "CogVideoXDPMScheduler"
     frames = int(config.get("sample_frames", 49))
     rule = FrameRule(step=8)
+    height, width = sample_size(config)
     return replace(
         VARIANT_2B,
         name="custom",
         title="a checkpoint of no published size",
         repo_id=checkpoint.source,
-        height=int(config.get("sample_height", 60)) * 8,
-        width=int(config.get("sample_width", 90)) * 8,
+        height=height,
+        width=width,
         num_frames=frames if rule.allows(frames) else rule.nearest(frames)[0],
         fps=16 if config.get("patch_size_t") else 8,
         frames=rule,
-        options={"scheduler": "checkpoint", "dynamic_cfg": kind == "dpm"},
+        options={"scheduler": "checkpoint", "dynamic_cfg": dpm},
         configs={},
         notes="",
         tasks=("i2v",) if form.image else TEXT_TASKS,
@@ -272,14 +262,14 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
             "--variant out to go by the checkpoint"
         )
     _check_positions(request, config, form)
-    _check_steps(request, checkpoint.config("scheduler"))
+    _check_steps(request, checkpoint)
 
 
 def _check_positions(
     request: Request, config: Mapping[str, Any], form: Architecture
 ) -> None:
     """Refuse a size or a number of text tokens that there are no positions for."""
-    rows, columns = (int(config.get(f"sample_{n}", 0)) * 8 for n in ("height", "width"))
+    rows, columns = sample_size(config)
     if "learned" in form.positions and (request.height, request.width) != (
         rows,
         columns,
@@ -307,7 +297,11 @@ def _check_positions(
         )
 
 
-def _check_steps(request: Request, scheduler: Mapping[str, Any]) -> None:
+def _check_steps(request: Request, checkpoint: Checkpoint) -> None:
+    """Refuse a number of steps, or a config, that there is no schedule of."""
+    from tpuport.models.cogvideox.scheduler import request_schedule
+
+    scheduler = checkpoint.config("scheduler")
     train = int(scheduler.get("num_train_timesteps", 1000))
     steps = request.num_inference_steps
     if steps > train:
@@ -317,3 +311,4 @@ def _check_steps(request: Request, scheduler: Mapping[str, Any]) -> None:
             f"strength {request.strength} of {steps} steps leaves no step to run; give "
             f"at least 1/{steps}"
         )
+    request_schedule(request, checkpoint)

@@ -14,6 +14,7 @@ import torch
 from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage_work import StageContext, tell_lost
+from tpuport.core.weights import tokenizers
 from tpuport.core.weights.checkpoint import Checkpoint
 
 MAX_TEXT_TOKENS = 226
@@ -37,30 +38,28 @@ def text_tokens(ctx: StageContext) -> int:
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint without the tokenizer's vocabulary.
+    """Refuse a checkpoint whose tokenizer has no vocabulary, or a damaged one.
 
     transformers would fall back to one of special tokens alone, and encode any prompt.
 
     Raises:
-        WeightsError: the file is missing.
+        WeightsError: the file is missing or damaged.
     """
+    checkpoint.upstream_class("tokenizer")
     checkpoint.require("tokenizer/spiece.model", "tokenizer/tokenizer.json")
+    load_tokenizer(checkpoint)
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The tokenizer of a checkpoint, from its files alone."""
-    from transformers import T5Tokenizer
-
-    require_tokenizer(checkpoint)
-    return T5Tokenizer.from_pretrained(
-        checkpoint.folder / "tokenizer", local_files_only=True
-    )
+    return tokenizers.load_tokenizer(checkpoint, "tokenizer", "T5Tokenizer")
 
 
 def tokenize(ctx: StageContext, prompts: tuple[str, ...]) -> torch.Tensor:
     """Token ids of shape [len(prompts), Lt]; says what a prompt over the limit lost."""
     limit = text_tokens(ctx)
     tokenizer = load_tokenizer(ctx.checkpoint)
+    tokenizers.tell_unknown(ctx.say, tokenizer, prompts)
     for text in dict.fromkeys(prompts):
         whole = tokenizer(text).input_ids
         if len(whole) > limit:

@@ -21,7 +21,7 @@ def _transformer_heads(values: Mapping[str, Any]) -> int:
 
 
 def _text_heads(values: Mapping[str, Any]) -> int:
-    return int(values["num_heads"])
+    return int(values.get("num_heads", 8))
 
 
 PORT = ModelPort(

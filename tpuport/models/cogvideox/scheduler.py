@@ -21,9 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.weights.checkpoint import Checkpoint
-from tpuport.errors import UsageError
-from tpuport.models.cogvideox.config import scheduler_kind
+from tpuport.core.weights.configs import building
+from tpuport.errors import UsageError, WeightsError
+
+_SCHEDULERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +63,38 @@ def make_scheduler(checkpoint: Checkpoint, kind: str) -> Any:
     """
     import diffusers
 
-    classes = {
-        "ddim": diffusers.CogVideoXDDIMScheduler,
-        "dpm": diffusers.CogVideoXDPMScheduler,
-    }
+    checkpoint.upstream_class("scheduler")
     config = checkpoint.config("scheduler")
-    entry = checkpoint.index.get("scheduler") or [None, None]
-    names = {cls.__name__: key for key, cls in classes.items()}
-    if kind == "checkpoint" or names.get(entry[1]) == kind:
-        return classes[scheduler_kind(checkpoint)].from_config(config)
-    return classes[kind].from_config(config, timestep_spacing="trailing")
+    named = checkpoint.class_name("scheduler") or ""
+    own = _SCHEDULERS.get(named)
+    if kind == "checkpoint" and own is None:
+        raise UsageError(
+            f"{checkpoint.source}: scheduler {named or None} is not one of "
+            f"{', '.join(_SCHEDULERS)}; pass --option scheduler=ddim or scheduler=dpm"
+        )
+    if kind in ("checkpoint", own):
+        return getattr(diffusers, named).from_config(config)
+    name = next(name for name, known in _SCHEDULERS.items() if known == kind)
+    return getattr(diffusers, name).from_config(config, timestep_spacing="trailing")
+
+
+def request_schedule(request: Request, checkpoint: Checkpoint) -> Schedule:
+    """The schedule of a request.
+
+    Raises:
+        UsageError: as :func:`make_scheduler` and :func:`make_schedule`.
+        WeightsError: upstream makes no schedule of the checkpoint's config.
+    """
+    file = checkpoint.named("scheduler", "scheduler_config.json")
+    steps = request.num_inference_steps
+    with building("schedule", file):
+        sampler = make_scheduler(checkpoint, request.options["scheduler"])
+        made = make_schedule(sampler, steps, denoising_steps(request))
+    if not np.isfinite(made.coefficients).all():
+        raise WeightsError(
+            f"{file}: the schedule of {steps} steps is not finite; check its betas"
+        )
+    return made
 
 
 def make_schedule(scheduler: Any, steps: int, run: int | None = None) -> Schedule:

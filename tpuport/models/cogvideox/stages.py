@@ -37,7 +37,7 @@ from tpuport.core.run.model_stages import (
     texts_of,
     tile_work,
 )
-from tpuport.core.spec.request import Request, denoising_steps
+from tpuport.core.spec.request import Request
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, StageContext, Work, finite_or_error
 from tpuport.core.tracing.ported_module import BoundModule
@@ -172,11 +172,10 @@ def _denoise_step(
 def plan_denoise(ctx: StageContext) -> Work:
     """The denoising loop of a batch: one call a step."""
     request = ctx.request
-    config = ctx.checkpoint.config("transformer")
+    # With upstream's defaults for what the file leaves out.
+    config = ctx.module("transformer").config
     sampler = scheduler.make_scheduler(ctx.checkpoint, request.options["scheduler"])
-    schedule = scheduler.make_schedule(
-        sampler, request.num_inference_steps, denoising_steps(request)
-    )
+    schedule = scheduler.request_schedule(request, ctx.checkpoint)
     generators = ctx.generators()
     source = conditioning.given_latents(ctx)
     if source is not None:
@@ -336,7 +335,7 @@ STAGES: tuple[Stage, ...] = (
         upstream=upstream.encode,
         writes=(
             *text_specs(
-                {"prompt_embeds": ("text_tokens", "text_width")},
+                {"prompt_embeds": ("text_tokens", "text_embed_dim")},
                 "only when guidance is on",
             ),
             initial_latents_spec(*_LATENTS),

@@ -17,7 +17,7 @@ from tpuport.core.arrays import to_torch
 from tpuport.core.enums import Tiling
 from tpuport.core.files.frames import PIXELS
 from tpuport.core.files.stage_tensors import TensorSpec
-from tpuport.core.layers.flow_match import FlowSchedule, make_flow_schedule
+from tpuport.core.layers.flow_match import FlowSchedule
 from tpuport.core.layers.text_trimming import trim
 from tpuport.core.layers.tiles import in_words
 from tpuport.core.run.model_stages import (
@@ -35,6 +35,7 @@ from tpuport.core.tracing.chunk_state import chunk_lengths
 from tpuport.core.tracing.ported_module import BoundModule
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.models.hunyuanvideo import rotary, tiles_in_time, vae
+from tpuport.models.hunyuanvideo.scheduler import request_schedule
 
 #: The weights of an autoencoder that each half needs.
 ENCODER = (r"encoder\..*", r"quant_conv\..*")
@@ -85,11 +86,7 @@ def euler_work(
     """
     steps = ctx.request.num_inference_steps
     config = ctx.checkpoint.config("transformer")
-    schedule = make_flow_schedule(
-        ctx.checkpoint.config("scheduler"),
-        steps,
-        float(ctx.request.options["flow_shift"]),
-    )
+    schedule = request_schedule(ctx.request, ctx.checkpoint)
     latents = ctx.inputs.get("initial_latents")
     if latents is None:
         latents = ctx.noise(shape, dtype)

@@ -401,3 +401,6 @@ def _check_common(request: Request, checkpoint: Checkpoint) -> None:
             f"{request.num_inference_steps} denoising steps asked for; the schedule "
             f"has {train}"
         )
+    from tpuport.models.hunyuanvideo.scheduler import request_schedule
+
+    request_schedule(request, checkpoint)

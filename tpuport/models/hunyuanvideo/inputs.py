@@ -8,7 +8,6 @@ Legend: R rows (prompts), L tokens, B videos of a batch, Y rows and X columns of
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,11 @@ import torch
 from PIL.Image import Image
 
 from tpuport.core.files.sources import to_images
+from tpuport.core.files.typed import read_json
 from tpuport.core.spec.stage_work import StageContext, tell_lost
+from tpuport.core.weights import tokenizers
 from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.errors import WeightsError
 
 Say = Callable[[str], None]
 
@@ -81,15 +83,15 @@ def require_tokenizers_15(checkpoint: Checkpoint) -> None:
         WeightsError: Qwen's vocabulary or chat template, or ByT5's config is missing.
     """
     _require_bpe(checkpoint, "tokenizer")
-    try:
-        config = checkpoint.folder / "tokenizer" / "tokenizer_config.json"
-        template = json.loads(config.read_text("utf-8")).get("chat_template")
-    except (OSError, ValueError):
-        template = None
-    if not template:
+    checkpoint.require("tokenizer/tokenizer_config.json")
+    config = checkpoint.folder / "tokenizer" / "tokenizer_config.json"
+    read = read_json(config, WeightsError, "get it again")
+    if not isinstance(read, dict) or not read.get("chat_template"):
         checkpoint.require("tokenizer/chat_template.jinja")
     # Bytes need no vocabulary; an empty folder would still be a broken download.
     checkpoint.require("tokenizer_2/tokenizer_config.json")
+    load_tokenizer(checkpoint, "tokenizer", "Qwen2Tokenizer")
+    load_tokenizer(checkpoint, "tokenizer_2", "ByT5Tokenizer")
 
 
 def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
@@ -100,6 +102,8 @@ def require_tokenizers_13b(checkpoint: Checkpoint) -> None:
     """
     checkpoint.require("tokenizer/tokenizer.json")
     _require_bpe(checkpoint, "tokenizer_2")
+    load_tokenizer(checkpoint, "tokenizer", "LlamaTokenizerFast")
+    load_tokenizer(checkpoint, "tokenizer_2", "CLIPTokenizer")
 
 
 def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
@@ -110,22 +114,16 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     ``LlamaTokenizerFast`` of transformers 5 splits as SentencePiece whatever the file
     says and drops all spaces. https://github.com/huggingface/transformers/issues/45488
     """
-    import transformers
-
     if class_name.startswith("LlamaTokenizer"):
         class_name = "PreTrainedTokenizerFast"
-    return getattr(transformers, class_name).from_pretrained(
-        checkpoint.folder / folder, local_files_only=True
-    )
+    return tokenizers.load_tokenizer(checkpoint, folder, class_name)
 
 
 def load_feature_extractor(checkpoint: Checkpoint) -> Any:
     """The SigLIP image processor of a checkpoint, from its files alone."""
-    from transformers import SiglipImageProcessor
-
     checkpoint.require(FEATURE_EXTRACTOR)
-    return SiglipImageProcessor.from_pretrained(
-        checkpoint.folder / "feature_extractor", local_files_only=True
+    return tokenizers.load_processor(
+        checkpoint, "feature_extractor", "SiglipImageProcessor"
     )
 
 

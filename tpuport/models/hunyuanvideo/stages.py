@@ -214,9 +214,9 @@ def _guided_rows(request: Request) -> int:
 
 
 _TEXT = {
-    "prompt_embeds": ("text_tokens", "text_width"),
+    "prompt_embeds": ("text_tokens", "text_embed_dim"),
     "prompt_embeds_mask": ("text_tokens",),
-    "prompt_embeds_2": ("glyph_tokens", "glyph_width"),
+    "prompt_embeds_2": ("glyph_tokens", "text_embed_2_dim"),
     "prompt_embeds_mask_2": ("glyph_tokens",),
 }
 
@@ -249,7 +249,7 @@ STAGES: tuple[Stage, ...] = (
             *text_specs(_TEXT, "only when guidance is on"),
             TensorSpec(
                 name="image_embeds",
-                shape=("videos", "image_tokens", "image_width"),
+                shape=("videos", "image_tokens", "image_embed_dim"),
                 dtypes=FLOATS,
                 optional=True,
                 note="image to video only",

@@ -153,9 +153,9 @@ def _guided_rows(request: Request) -> int:
 
 
 _TEXT = {
-    "prompt_embeds": ("text_tokens", "text_width"),
+    "prompt_embeds": ("text_tokens", "text_embed_dim"),
     "prompt_attention_mask": ("text_tokens",),
-    "pooled_prompt_embeds": ("pooled_width",),
+    "pooled_prompt_embeds": ("pooled_projection_dim",),
 }
 
 STAGES: tuple[Stage, ...] = (

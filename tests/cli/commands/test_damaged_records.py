@@ -1,0 +1,137 @@
+"""run.json and the sidecar with wrong content and a right checksum: one line each."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.tools import Cli, Made
+from tests.measure.damage import Damage, damaged, damages, reseal, sample
+from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.run.records import read, recorded_stage
+from tpuport.core.spec.requests import recorded_request
+from tpuport.errors import TpuportError
+from tpuport.plugins import get_port
+
+#: What is for people, or may be anything that JSON has.
+FREE = re.compile(
+    r"(checksum|schema|schema_version)(\..*)?|(platform|summary|output)\..*"
+    r"|weights\.(?!source$|fingerprints$).*|stages\.\w+"
+    r"|stages\.\w+\.(tensors|report|versions|programs|implementations)\..*"
+    r"|stages\.\w+\.\w*(seconds|per_call)|stages\.decode\.others(\.0\.outside)?"
+    r"|(settings|request)\.(options\..*|strength|fps|guidance_scale)"
+)
+
+
+def read_run(file: Path) -> None:
+    """All that is read of a run.json."""
+    run = RunDirectory.open(file.parent)
+    port = get_port(run.model)
+    port.variant(run.variant)
+    recorded_request(port, run.settings, run.file)
+    for name in json.loads(file.read_text())["stages"]:
+        recorded_stage(run, name)
+
+
+def read_sidecar(file: Path) -> None:
+    """All that is read of a sidecar."""
+    found = read(file)
+    port = get_port(found["model"])
+    port.variant(found["variant"])
+    recorded_request(port, found["request"], file, "request")
+
+
+def check(file: Path, damage: Damage, read_all: Callable[[Path], None]) -> None:
+    """The damage is refused in one line that names the file and the field."""
+    whole = json.loads(file.read_text())
+    reseal(file, damaged(whole, damage))
+    try:
+        read_all(file)
+    except TpuportError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert len(message.replace(str(file), "")) <= 300
+        if not isinstance(damage.value, str) or damage.where[0] not in (
+            "model",
+            "variant",
+        ):
+            assert str(file) in message, (damage, message)
+            assert damage.where[-1] in (0, "<extra>") or (
+                str(damage.where[-1]) in message
+            ), (damage, message)
+    else:
+        assert FREE.fullmatch(damage.field), damage
+    finally:
+        file.write_text(json.dumps(whole))
+
+
+@pytest.fixture
+def files(made: Made, tmp_path: Path) -> dict[str, tuple[Path, Any]]:
+    """A run.json and a sidecar to damage, with what reads each."""
+    shutil.copytree(made.run, tmp_path / "run")
+    sidecar = Path(made.ran.json["videos"][1]["sidecar"])
+    shutil.copy(sidecar, tmp_path / "side.json")
+    return {
+        "run": (tmp_path / "run/run.json", read_run),
+        "sidecar": (tmp_path / "side.json", read_sidecar),
+    }
+
+
+@pytest.mark.parametrize("kind", ["run", "sidecar"])
+def test_each_field_is_held_to_its_type(
+    kind: str, files: dict[str, tuple[Path, Any]]
+) -> None:
+    file, read_all = files[kind]
+    for damage in sample(damages(json.loads(file.read_text()), 5), 250):
+        check(file, damage, read_all)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["run", "sidecar"])
+def test_fields_drawn_by_a_seed(kind: str, files: dict[str, tuple[Path, Any]]) -> None:
+    """2000 damages; the seed is printed."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    file, read_all = files[kind]
+    found = damages(json.loads(file.read_text()), 6)
+    for damage in sample(found, 2000, random.Random(seed)):
+        check(file, damage, read_all)
+
+
+def test_latents_of_other_channels_are_refused_by_name(cli: Cli, run: Path) -> None:
+    file = run / "latents.safetensors"
+    latents = load_file(file)["latents"]
+    save_file({"latents": torch.cat([latents, latents], 2)}, file)
+    document = json.loads((run / "run.json").read_text())
+    entry = document["stages"]["denoise"]
+    entry["sha256"], entry["bytes"] = hash_output(file)
+    reseal(run / "run.json", document)
+    ran = cli("decode", "--run-dir", run)
+    assert ran.code == 1
+    channels = latents.shape[2]
+    assert f"error: {file}: tensor latents has shape [2, 4, {2 * channels}," in ran.last
+    assert f"channels is {2 * channels} here and {channels} in this run" in ran.last
+    latents[0, 0, 0, 0, 0] = float("nan")
+    save_file({"latents": latents}, file)
+    entry["sha256"], entry["bytes"] = hash_output(file)
+    reseal(run / "run.json", document)
+    ran = cli("decode", "--run-dir", run)
+    assert f"{file}: tensor latents holds NaN or infinite values" in ran.last
+
+
+def test_a_video_that_is_not_in_the_batch_is_refused(cli: Cli, made: Made) -> None:
+    sidecar = Path(made.ran.json["videos"][1]["sidecar"])
+    reseal(Path("side.json"), {**json.loads(sidecar.read_text()), "video": 5})
+    ran = cli("replay", "side.json")
+    assert ran.code == 1
+    assert "error: side.json: has no usable video (5 of 1)" in ran.last

@@ -1,0 +1,172 @@
+"""Configs that cannot be: refused before anything runs, by file and field."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpuport
+from tests.measure.damage import MISSING, Damage, damaged, damages, sample
+from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.core.weights.configs import check_config
+from tpuport.errors import TpuportError, WeightsError
+from tpuport.plugins import get_port
+
+SCHEDULER = "scheduler/scheduler_config.json"
+CONFIGS = (
+    "model_index.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "text_encoder/config.json",
+    SCHEDULER,
+)
+
+
+@pytest.fixture
+def folder(demo_folder: Path, tmp_path: Path) -> Path:
+    """A demo checkpoint whose configs are to be damaged; its weights are links."""
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(demo_folder, copy, symlinks=True)
+    return copy
+
+
+def check_all(folder: Path) -> None:
+    """All that a run checks before its first stage."""
+    with tpuport.load("cogvideox", weights=folder, compile_cache=False) as session:
+        request = session.request(prompt="a cat", num_frames=9, num_inference_steps=2)
+        session.check_weights(request=request)
+
+
+def outcome(folder: Path, file: str, damage: Damage) -> str:
+    """The refusal of a damage, or "" where a run may begin."""
+    path = folder / file
+    whole = path.read_text()
+    path.write_text(json.dumps(damaged(json.loads(whole), damage)))
+    try:
+        check_all(folder)
+    except TpuportError as error:
+        return str(error)
+    finally:
+        path.write_text(whole)
+    return ""
+
+
+def assert_clear(message: str, file: str, damage: Damage) -> None:
+    """One line that names the component or the file."""
+    assert "\n" not in message
+    assert len(message) <= 400  # with the path of a test's folder
+    words = (file, file.partition("/")[0], damage.where[0])
+    assert any(str(word) in message for word in words), (damage, message)
+
+
+def found(folder: Path, file: str) -> Iterator[Damage]:
+    return damages(json.loads((folder / file).read_text()), 2)
+
+
+@pytest.mark.parametrize("file", CONFIGS)
+def test_a_damaged_config_never_ends_unexpectedly(folder: Path, file: str) -> None:
+    for damage in sample(found(folder, file), 12):
+        message = outcome(folder, file, damage)
+        if message:
+            assert_clear(message, file, damage)
+
+
+NAMED = [
+    ("model_index.json", "transformer", "CogVideoX", "transformer is 'CogVideoX'"),
+    ("model_index.json", "vae", ["diffusers", 3], "vae is ['diffusers', 3]"),
+    ("model_index.json", "scheduler", ["diffusers", "None"], "scheduler is a None of"),
+    ("model_index.json", "tokenizer", ["transformers", "T6"], "tokenizer is a T6 of"),
+    ("model_index.json", "tokenizer", ["os", "system"], "tokenizer is a system of os"),
+    (
+        "transformer/config.json",
+        "num_layers",
+        10**8,
+        "num_layers is 100000000: more than ",
+    ),
+    ("transformer/config.json", "num_layers", 0, "num_layers is 0: it must be above 0"),
+    ("transformer/config.json", "patch_size", "two", "a whole number is needed"),
+    ("transformer/config.json", "norm_eps", None, "norm_eps is None: a number is need"),
+    ("transformer/config.json", "activation_fn", "x", "does not build a CogVideoXTran"),
+    ("vae/config.json", "block_out_channels", [], "channels is []: it must not be emp"),
+    (
+        "vae/config.json",
+        "block_out_channels",
+        ["x"],
+        "every entry must be a whole numb",
+    ),
+    ("vae/config.json", "scaling_factor", "x", "scaling_factor is 'x': a number is"),
+    ("vae/config.json", "scaling_factor", 0.0, "scaling_factor is 0.0: it must be ab"),
+    (
+        "vae/config.json",
+        "temporal_compression_ratio",
+        10**9,
+        "at most 4096 is possible",
+    ),
+    ("text_encoder/config.json", "num_heads", 2.5, "num_heads is 2.5: a whole number"),
+    (SCHEDULER, "beta_schedule", "x", "one of linear, scaled_linear, squaredcos"),
+    (SCHEDULER, "beta_end", 1e9, "schedule"),
+    (SCHEDULER, "trained_betas", ["x"], "every entry must be a number"),
+]
+
+
+@pytest.mark.parametrize(("file", "field", "value", "expected"), NAMED)
+def test_a_value_that_cannot_be_is_named(
+    folder: Path, file: str, field: str, value: Any, expected: str
+) -> None:
+    message = outcome(folder, file, Damage((field,), value))
+    assert expected in message
+    assert file in message
+
+
+def test_a_value_that_is_left_out_is_upstreams_default(folder: Path) -> None:
+    missing = Damage(("num_heads",), MISSING)  # which is 8, as here
+    assert outcome(folder, "text_encoder/config.json", missing) == ""
+
+
+def test_no_published_config_is_refused() -> None:
+    for name in ("cogvideox", "hunyuanvideo"):
+        port = get_port(name)
+        for variant in port.variants:
+            for component, config in variant.configs.items():
+                declared = port.form_of(variant).components[component]
+                check_config(
+                    pkgutil.resolve_name(declared.class_path),
+                    config,
+                    component,
+                    lambda: None,
+                )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": "' + "x" * (17 << 20) + '"}', "is larger than 16 MiB"),
+        ("[" * 10**6, "is not JSON, or is cut short (maximum recursion"),
+        ("1" * 10**5, "is not JSON, or is cut short (Exceeds the limit"),
+    ],
+    ids=["large", "deep", "long"],
+)
+def test_what_is_read_is_bounded(folder: Path, text: str, expected: str) -> None:
+    file = folder / "vae/config.json"
+    file.write_text(text)
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint(folder, "x").config("vae")
+    assert str(caught.value).startswith(f"{file}: {expected}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", CONFIGS)
+def test_configs_drawn_by_a_seed(folder: Path, file: str) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    for damage in sample(found(folder, file), 200, random.Random(seed)):
+        message = outcome(folder, file, damage)
+        if message:
+            assert_clear(message, file, damage)

@@ -1,0 +1,48 @@
+"""A damaged tokenizer is refused by its file; a prompt of unknown tokens is told."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.core.weights.tokenizers import tell_unknown
+from tpuport.errors import WeightsError
+from tpuport.models.cogvideox.inputs import load_tokenizer, require_tokenizer
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "first four bytes": lambda data: b"\xff" * 4 + data[4:],
+    "four bytes": lambda data: data[:100] + b"\xff" * 4 + data[104:],
+    # A model that parses: letters are renamed, so that none is known.
+    "no letters": lambda data: bytes(
+        0x41 + (byte - 0x61) % 8 if 0x61 <= byte <= 0x7A else byte for byte in data
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_vocabulary_is_named(
+    demo_folder: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    shutil.copy(demo_folder / "model_index.json", folder)
+    shutil.copytree(demo_folder / "tokenizer", folder / "tokenizer")
+    file = folder / "tokenizer/spiece.model"
+    file.write_bytes(DAMAGE[name](file.read_bytes()))
+    with pytest.raises(WeightsError, match=r"tokenizer/spiece\.model") as caught:
+        require_tokenizer(Checkpoint(folder, "here"))
+    assert "tiktoken" not in str(caught.value)
+
+
+def test_a_prompt_of_unknown_tokens_is_told(demo_folder: Path) -> None:
+    tokenizer = load_tokenizer(Checkpoint(demo_folder, "here"))
+    said: list[str] = []
+    tell_unknown(said.append, tokenizer, ["a red fox", "", "снег", "снег"])
+    assert len(said) == 1
+    assert "WARNING: T5Tokenizer knows no word of the prompt 'снег'" in said[0]

@@ -1,0 +1,182 @@
+"""Configs of a checkpoint, held against the upstream class that they build.
+
+A component's config goes into upstream's constructor, which takes what it gets: a text
+where a number belongs fails calls later, and a hundred million layers hang. What each
+value may be is told by the constructor itself, by its annotations and defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from tpuport.core.files.atomic import one_line
+from tpuport.errors import TpuportError, WeightsError
+
+#: Names of fields that count modules: each module has a stored tensor.
+_DEPTH = re.compile(r"(num_.*)?(layers|blocks)(_per_block)?")
+#: The most modules of a component whose stored tensors are not there to be counted.
+_DEEPEST = 1000
+#: A number may be this many times its default, or the least bound.
+_TIMES, _LEAST, _UNKNOWN = 64, 4096, 1 << 20
+_LONGEST_LIST = 1024
+
+
+def check_config(
+    cls: Any, config: Mapping[str, Any], file: str, stored: Callable[[], int | None]
+) -> None:
+    """Refuse a config whose values are not what the constructor of ``cls`` declares.
+
+    Fields that the constructor does not name are left alone, as upstream leaves them.
+
+    Args:
+        cls: of diffusers, or a model of transformers.
+        file: what the config was read from, for messages.
+        stored: how many tensors the component has in files, if that is known.
+
+    Raises:
+        WeightsError: a value of another type, an empty list, a number that is not
+            finite, not positive or far beyond its default, or more layers than the
+            files hold tensors.
+    """
+    owner = cls if hasattr(cls, "from_config") else getattr(cls, "config_class", cls)
+    for name, parameter in inspect.signature(owner.__init__).parameters.items():
+        if name not in config:
+            continue
+        value = config[name]
+        problem = _type_problem(value, parameter)
+        if not problem and type(value) is int and _DEPTH.fullmatch(name):
+            known = stored()
+            if value > (_DEEPEST if known is None else known):
+                limit = (
+                    f"{_DEEPEST}" if known is None else f"the {known} tensors stored"
+                )
+                problem = f"more than {limit}"
+        problem = problem or _range_problem(name, value, parameter.default)
+        if problem:
+            raise WeightsError(
+                f"{file}: {name} is {_short(value)}: {problem}; {cls.__name__} cannot "
+                "be built from it"
+            )
+
+
+@contextlib.contextmanager
+def building(what: str, file: str) -> Iterator[None]:
+    """Whatever upstream raises while it builds ``what`` is a fault of ``file``.
+
+    Raises:
+        WeightsError: in place of any other exception.
+    """
+    try:
+        yield
+    except TpuportError:
+        raise
+    except Exception as error:
+        words = f"{type(error).__name__}: {one_line(error)[:120]}"
+        raise WeightsError(f"{file} does not build a {what}: {words}") from error
+
+
+def _kinds(annotation: Any) -> set[type] | None:
+    """The types that a value from JSON may have; ``None`` where anything goes."""
+    if annotation is None or annotation is types.NoneType:
+        return {types.NoneType}
+    if annotation is float:
+        return {int, float}
+    if annotation in (int, bool, str, dict):
+        return {annotation}
+    origin = get_origin(annotation) or annotation
+    if origin in (list, tuple):
+        return {list, tuple}
+    if origin is Literal:
+        return {type(word) for word in get_args(annotation)}
+    if origin in (Union, types.UnionType):
+        found = [_kinds(part) for part in get_args(annotation)]
+        known = [kinds for kinds in found if kinds is not None]
+        return set.union(*known) if len(known) == len(found) else None
+    return None
+
+
+def _type_problem(value: Any, parameter: inspect.Parameter) -> str:
+    default, annotation = parameter.default, parameter.annotation
+    kinds, given = _kinds(annotation), default is not inspect.Parameter.empty
+    if kinds is None and given and default is not None:
+        kinds = set()
+    if kinds is not None and given:
+        # Upstream's annotations are not always true of its own defaults.
+        kinds |= _kinds(type(default)) or {type(default)}
+    if kinds is not None and type(default) is float:
+        kinds -= {types.NoneType}  # nothing is computed with null
+    if kinds is not None and type(value) not in kinds:
+        return f"{_in_words(kinds)} is needed"
+    if get_origin(annotation) is Literal and value not in get_args(annotation):
+        return f"one of {', '.join(map(str, get_args(annotation)))} is needed"
+    entries = _entries(annotation, default) if isinstance(value, list) else None
+    if entries and any(type(entry) not in entries for entry in value):
+        return f"every entry must be {_in_words(entries)}"
+    return ""
+
+
+def _entries(annotation: Any, default: Any) -> set[type] | None:
+    """The types of a list's entries, by the default's own or by the annotation."""
+    if isinstance(default, list | tuple) and default:
+        return {type(entry) for entry in default}
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) in (list, tuple):
+            found = [_kinds(arg) for arg in get_args(part) if arg is not ...]
+            known = [kinds for kinds in found if kinds is not None]
+            return set.union(*known) if known and len(known) == len(found) else None
+    return None
+
+
+def _in_words(kinds: set[type]) -> str:
+    kinds = kinds - {int} if float in kinds else kinds
+    return " or ".join(sorted({_WORDS.get(kind, kind.__name__) for kind in kinds}))
+
+
+_WORDS = {
+    types.NoneType: "null",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+}
+
+
+def _range_problem(name: str, value: Any, default: Any) -> str:
+    """What is wrong with a number, or with those of a list."""
+    if isinstance(value, list | tuple):
+        if not value and default:
+            return "it must not be empty"
+        if len(value) > _LONGEST_LIST:
+            return f"{len(value)} entries are too many"
+        bound = max(default) if default and type(default[0]) is int else None
+        return next(filter(None, (_range_problem(name, v, bound) for v in value)), "")
+    if type(value) not in (int, float):
+        return ""
+    if not math.isfinite(value):
+        return "it must be finite"
+    plain = type(default) in (int, float)
+    if name.endswith(("_id", "_ids")):
+        return ""
+    # No share of what is dropped is a share; other numbers above 0 divide something.
+    if value <= 0 and plain and default > 0 and not (value == 0 and "drop" in name):
+        return "it must be above 0"
+    if type(value) is int:
+        whole = type(default) is int or name.endswith("_ratio")
+        limit = max(_LEAST, int(_TIMES * default)) if plain and whole else _UNKNOWN
+        if abs(value) > limit:
+            return f"at most {limit} is possible"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"

@@ -1,0 +1,85 @@
+"""Files from the hub, with progress for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.files.atomic import one_line
+from tpuport.core.reports import Reporter
+from tpuport.errors import HubError
+
+
+def fetch(repo_id: str, patterns: Sequence[str], reporter: Reporter) -> Path:
+    """The files of a hub id whose names match ``patterns``, as a folder.
+
+    Args:
+        reporter: told of the files and the bytes that have come.
+
+    Raises:
+        HubError: the hub cannot be reached or has no such checkpoint.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        with reporter.timed(f"downloading {repo_id}"):
+            folder = snapshot_download(
+                repo_id,
+                allow_patterns=list(patterns),
+                tqdm_class=_bars(repo_id, reporter),
+            )
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set: unset it"
+        if not constants.HF_HUB_OFFLINE:
+            why = "check the network"
+        raise HubError(
+            f"hub id {repo_id!r} is not in the cache and the hub cannot be reached; "
+            f"{why}, or download it elsewhere and pass the folder to --weights"
+        ) from error
+    except Exception as error:
+        # Anything else that the hub client raises (authorisation, no such id) ends
+        # here: the user needs one line, and --debug keeps the chain.
+        reason = one_line(error).partition(". ")[0][:120]
+        raise HubError(
+            f"hub id {repo_id!r} could not be fetched ({type(error).__name__}: "
+            f"{reason}). Check the name, or pass a folder to --weights"
+        ) from error
+    return Path(folder)
+
+
+def _bars(repo_id: str, reporter: Reporter) -> Any:
+    """A class in place of tqdm's that tells a reporter and draws nothing.
+
+    The client has a bar for files, and in bytes one for what is received and one for
+    what is written. What is written counts: parts of a file may be on disk already.
+    """
+    from tqdm import tqdm
+
+    counts = {"files": (0, 0), "bytes": (0, 0)}
+
+    class Bar(tqdm):
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            received = kwargs.get("desc") == "Downloading bytes"
+            kind = "bytes" if kwargs.get("unit") == "B" else "files"
+            self._counted = "" if received else kind
+            quiet = {"disable": False, "leave": False, "file": io.StringIO()}
+            super().__init__(*args, **{**kwargs, **quiet})
+            self._count()
+
+        def _count(self) -> None:
+            if self._counted:
+                counts[self._counted] = int(self.n), int(self.total or 0)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)
+            self._count()
+            if self._counted:
+                reporter.downloading(repo_id, counts["files"], counts["bytes"])
+            return shown
+
+    return Bar

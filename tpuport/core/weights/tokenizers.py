@@ -1,0 +1,102 @@
+"""Tokenizers of a checkpoint: read from its files alone, and found to know letters.
+
+transformers makes a tokenizer of whatever it finds: of a damaged vocabulary one of
+special tokens alone, that turns every prompt into unknown tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpuport.core.weights.checkpoint import Checkpoint
+from tpuport.core.weights.configs import building
+from tpuport.errors import WeightsError
+
+_LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
+
+
+def load_processor(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
+    """A tokenizer or image processor of ``transformers`` from a checkpoint's folder.
+
+    Args:
+        class_name: of ``transformers``.
+
+    Raises:
+        WeightsError: the class that ``model_index.json`` names does not exist, or no
+            ``class_name`` is made of the files.
+    """
+    checkpoint.upstream_class(folder)
+    cls = getattr(importlib.import_module("transformers"), class_name)
+    path = checkpoint.folder / folder
+    with building(class_name, checkpoint.named(folder, "")):
+        return cls.from_pretrained(path, local_files_only=True)
+
+
+def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
+    """A tokenizer of a checkpoint; loaded once.
+
+    Raises:
+        WeightsError: as :func:`load_processor`; or a file with a vocabulary is damaged:
+            the message names the file.
+    """
+    key = (folder, class_name)
+    return checkpoint.kept(key, lambda: _load(checkpoint, folder, class_name))
+
+
+def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
+    path = checkpoint.folder / folder
+    for file in sorted(path.iterdir()):
+        read = _READERS.get(file.name)
+        if read is not None:
+            with building("vocabulary", checkpoint.named(folder, file.name)):
+                read(str(file))
+    tokenizer = load_processor(checkpoint, folder, class_name)
+    if all_unknown(tokenizer, tokenizer(_LETTERS).input_ids):
+        found = ", ".join(sorted(p.name for p in path.iterdir() if p.name in _READERS))
+        raise WeightsError(
+            f"{checkpoint.named(folder, found or '')}: the tokenizer knows no letter; "
+            "its files are damaged: download them again"
+        )
+    return tokenizer
+
+
+def _read_sentencepiece(file: str) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    SentencePieceProcessor().LoadFromFile(file)
+
+
+def _read_fast(file: str) -> None:
+    from tokenizers import Tokenizer
+
+    Tokenizer.from_file(file)
+
+
+#: What reads each file with a vocabulary to its end.
+_READERS: dict[str, Callable[[str], None]] = {
+    "spiece.model": _read_sentencepiece,
+    "tokenizer.json": _read_fast,
+}
+
+
+def all_unknown(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether no token is of the text: all are unknown, special or blanks."""
+    left = set(ids) - {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+    tokens = tokenizer.convert_ids_to_tokens(sorted(left))
+    return not any(token.strip("▁Ġ ") for token in tokens)
+
+
+def tell_unknown(
+    say: Callable[[str], None], tokenizer: Any, prompts: Sequence[str]
+) -> None:
+    """Warn of prompts that the tokenizer reads nothing of."""
+    for prompt in dict.fromkeys(prompts):
+        ids = tokenizer(prompt, verbose=False).input_ids
+        if prompt.strip() and all_unknown(tokenizer, ids):
+            say(
+                f"WARNING: {type(tokenizer).__name__} knows no word of the prompt "
+                f"{prompt[:60]!r}: every token is unknown, and the video will not be "
+                "of it; write the prompt in a language and script of the model"
+            )
