@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``tpuport`` with ``argv`` (by default the process's own); the exit code."""
+    """Run ``tpuport`` with ``argv``; the exit code.
+
+    Without ``argv`` this is the program itself, with the process's arguments, and
+    signals end the process: see :mod:`tpuport.cli.shown.signals`.
+    """
+    if argv is None:
+        from tpuport.cli.shown.signals import as_program
+
+        return as_program(_program)
     from tpuport.cli.app import run
 
     code = run(argv)
@@ -19,6 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Looking for garbage in what the libraries hold would take a second.
         gc.freeze()
     return code
+
+
+def _program() -> int:
+    from tpuport.cli.shown.signals import starting
+
+    with starting():
+        from tpuport.cli.app import run
+    return run(None)
 
 
 __all__ = ["main"]

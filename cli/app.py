@@ -20,9 +20,10 @@ from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.plugins import plugins
 from tpuport.cli.commands.replay import replay
+from tpuport.cli.commands.runs import clean, resume, runs
 from tpuport.cli.commands.stages import decode, denoise, encode
 from tpuport.cli.commands.tune import tune
-from tpuport.cli.shown.errors import INTERRUPTED, as_usage_error, explain
+from tpuport.cli.shown.errors import as_usage_error, explain
 
 app = typer.Typer(
     add_completion=False,
@@ -36,6 +37,11 @@ app.command("encode", cls=Command)(encode)
 app.command("denoise", cls=Command)(denoise)
 app.command("decode", cls=Command)(decode)
 app.command("replay", cls=Command)(replay)
+runs_app = typer.Typer(cls=Group, invoke_without_command=True)
+runs_app.callback()(runs)
+runs_app.command("resume", cls=Command)(resume)
+runs_app.command("clean", cls=Command)(clean)
+app.add_typer(runs_app, name="runs")
 app.command("plan", cls=Command)(plan)
 app.command("compile", cls=Command)(compile_)
 # `tpuport bench` measures; what follows it names something else to measure.
@@ -71,8 +77,7 @@ def run(argv: Sequence[str] | None) -> int:
         try:
             code = command.main(args=args, prog_name="tpuport", standalone_mode=False)
         except (typer.Abort, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
+            return explain(KeyboardInterrupt(), debug=False)
         except Exception as error:
             usage = as_usage_error(error)
             if usage is None:

@@ -47,9 +47,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 class TpuportError(Exception):
-    """Base of all errors raised on purpose by tpuport."""
+    """Base of all errors raised on purpose by tpuport.
+
+    Attributes:
+        exit_code: of the command that ends so.
+        will_recur: whether the same run, tried again, ends so again.
+    """
 
     exit_code = 1
+    will_recur = True
 
 
 class UsageError(TpuportError, ValueError):
@@ -81,6 +87,8 @@ class MissingWeightsError(WeightsError, UsageError):
 class HubError(WeightsError):
     """A hub id could not be resolved to files."""
 
+    will_recur = False  # the network may be back
+
 
 class ShardingError(TpuportError):
     """Sharding rules and weights disagree."""
@@ -108,6 +116,9 @@ class MissingArtifactError(ArtifactError, UsageError):
 
 class OutputError(UsageError):
     """The requested output cannot be written."""
+
+    # The place is found writable before a run begins, so its disk has become full.
+    will_recur = False
 
 
 class WriteError(ArtifactError, OutputError):

@@ -1,10 +1,8 @@
-"""The cache folder: where it is, and room for a run in it."""
+"""The cache folder: where it is."""
 
 from __future__ import annotations
 
-import secrets
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tpuport.api import default_cache_dir
@@ -28,9 +26,3 @@ def cache_folder(asked: Path | None) -> Path:
             "another with --cache-dir or TPUPORT_CACHE_DIR"
         ) from error
     return folder
-
-
-def new_run_folder(cache: Path) -> Path:
-    """The name of a fresh folder for a run that was given none; not made yet."""
-    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return cache / "runs" / f"{now}-{secrets.token_hex(3)}"

@@ -82,6 +82,22 @@ def _naming(config: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
+def refuse_options(context: typer.Context) -> None:
+    """Refuse options before the name of a subcommand, which would drop them.
+
+    Raises:
+        UsageError: which one.
+    """
+    for name in context.params:
+        source = getattr(context.get_parameter_source(name), "name", "")
+        if source == "COMMANDLINE":
+            flag, sub = "--" + name.replace("_", "-"), context.invoked_subcommand
+            raise UsageError(
+                f"{flag} before {sub!r} would not be used; put options after "
+                f"`{context.command_path} {sub}`"
+            )
+
+
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
@@ -99,4 +115,4 @@ def _annotation(setting: Setting) -> Any:
     return Annotated[takes, option]
 
 
-__all__ = ["Settings", "command"]
+__all__ = ["Settings", "command", "refuse_options"]

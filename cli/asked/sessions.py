@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown.signals import starting
 from tpuport.core.enums import Backend, Task
 from tpuport.core.files.outputs import Outputs, check_no_input, plan_outputs
+from tpuport.core.files.run_lock import check_free
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
 from tpuport.core.files.video_file import check_length
@@ -56,7 +58,8 @@ def check_early(settings: Settings) -> Known:
         UsageError: an unknown model, variant, dtype or option, a malformed mesh, or a
             value off its rule.
         MissingWeightsError, MissingArtifactError: a folder named is not there.
-        ArtifactError: --executables are for other settings.
+        ArtifactError: --executables are for other settings, or another process works
+            in --run-dir.
     """
     port = get_port(settings.model or DEFAULT_MODEL)
     variant = known_variant(port, settings)
@@ -68,6 +71,9 @@ def check_early(settings: Settings) -> Known:
         executables=_executables(settings),
     )
     rules.check(known)
+    if settings.run_dir is not None:
+        rules.check_folder("--run-dir", settings.run_dir)
+        check_free(settings.run_dir)
     if settings.report is not None:
         check_report(settings.report, settings.inputs())
     return known
@@ -168,7 +174,8 @@ def open_session(
     Raises:
         TpuportError: as :func:`tpuport.load`.
     """
-    api.import_libraries(reporter)
+    with starting():
+        api.import_libraries(reporter)
     if settings.mesh is not None:
         _check_mesh_here(settings.mesh)
     return api.open_session(

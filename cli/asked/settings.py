@@ -51,14 +51,14 @@ class Files:
         kinds.text,
         "--out PATH",
         ".mp4, .webm, .gif, or a folder/ for PNGs.",
-        commands="GDR",
+        commands="GDRS",
     )
     overwrite: bool = setting(
         kinds.flag,
         "--overwrite",
         "Replace a video that is there; without it the new one becomes fox-2.mp4.",
         default=False,
-        commands="GDR",
+        commands="GDRS",
         panel=FILES,
     )
     run_dir: Path | None = setting(
@@ -97,7 +97,7 @@ class Settings(RunSettings, Files, Asked):
         kinds.path,
         "--report FILE",
         "The document of --json, into this file.",
-        commands="GENDRPC",
+        commands="GENDRPCS",
         panel=FILES,
     )
     json: bool = setting(

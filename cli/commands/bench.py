@@ -13,7 +13,7 @@ import typer
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.options import command
+from tpuport.cli.asked.options import command, refuse_options
 from tpuport.cli.asked.sessions import (
     check_early,
     check_run_early,
@@ -22,6 +22,7 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend, Pixels
@@ -78,7 +79,7 @@ def bench(
     Example: tpuport bench --steps 4 --against diffusers
     """
     if context.invoked_subcommand is not None:
-        _alone(context)
+        refuse_options(context)
         return
     if against not in (None, Backend.DIFFUSERS):
         raise UsageError(f"--against {against!r}: only diffusers can be named")
@@ -91,18 +92,6 @@ def bench(
         print_json(result)
     else:
         print("\n".join(_text(result)))
-
-
-def _alone(context: typer.Context) -> None:
-    """Refuse options before the name of a subcommand, which would drop them."""
-    for name in context.params:
-        source = getattr(context.get_parameter_source(name), "name", "")
-        if source == "COMMANDLINE":
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{flag} before {context.invoked_subcommand!r} would not be used; put "
-                f"options after `tpuport bench {context.invoked_subcommand}`"
-            )
 
 
 @dataclass
@@ -277,7 +266,7 @@ class _Once(Display):
     """Says nothing twice: every run would say it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(signals.check)
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:

@@ -13,6 +13,7 @@ from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
@@ -84,7 +85,7 @@ def bench_attention(
         blocks=None if tiles == "auto" else Blocks.parse(tiles),
     )
     names = _chosen(kernel)
-    with Display() as display:
+    with Display(signals.check) as display:
         rows, failed = _compared(case, names, folder, display)
     if not rows:
         raise failed[0]

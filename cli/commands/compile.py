@@ -28,6 +28,7 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import Dtype, Place
 from tpuport.core.files.run_record import STAGES
@@ -125,7 +126,7 @@ def _compile(
         settings = replace(settings, prompt=(PROMPT,))
     cache = cache_folder(settings.cache_dir)
     with (
-        Display() as display,
+        Display(signals.check) as display,
         _session(settings, topology, cache, display) as session,
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs

@@ -12,6 +12,7 @@ from tpuport.api import default_cache_dir
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
@@ -54,7 +55,10 @@ def doctor(settings: Settings) -> None:
     """
     variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
     prepare(debug=settings.debug)
-    with Display() as display, display.timed("looking at the installation"):
+    with (
+        Display(signals.check) as display,
+        display.timed("looking at the installation"),
+    ):
         report = examine(settings.cache_dir or default_cache_dir())
     report["environment"] = variables
     if settings.json:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
+from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import Noise, read_noise
 from tpuport.cli.asked.options import command
@@ -22,18 +22,20 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.kept_runs import going_on, keep_asked, new_run
 from tpuport.cli.runs.run_stages import (
     check_noise,
     decode_videos,
     describe_results,
-    going_on,
     reusable,
     run_stage,
 )
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, print_summary, say
 from tpuport.core.enums import Backend
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
 from tpuport.core.reports import RunReport, StageReport
@@ -70,7 +72,7 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
     if noise is not None:
         noise.for_videos(len(prompts))
     with (
-        Display() as display,
+        Display(signals.check) as display,
         open_session(settings, cache=cache, reporter=display) as session,
     ):
         source = source_of(settings, session.variant)
@@ -84,12 +86,16 @@ def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunRepor
         outputs = outputs_of(settings, name, len(prompts), request=request)
         for remark in outputs.remarks():
             display.say(remark)
-        run = session.open_run(settings.run_dir or new_run_folder(cache), request)
-        check_noise(session, run, noise)
         temporary = settings.run_dir is None
-        with going_on(run, settings, outputs.asked, temporary=temporary):
-            stages, reused = _before_decode(session, run, noise, source)
-            videos, report = decode_videos(session, run, outputs, stages, started)
+        given = settings.run_dir
+        with new_run(cache) if given is None else working_in(given) as folder:
+            run = session.open_run(folder, request)
+            check_noise(session, run, noise)
+            if temporary:
+                keep_asked(run, settings, outputs.asked)
+            with going_on(run, temporary=temporary):
+                stages, reused = _before_decode(session, run, noise, source)
+                videos, report = decode_videos(session, run, outputs, stages, started)
         document = {
             "command": "generate",
             "model": session.port.name,

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
@@ -108,7 +109,7 @@ def patches(
     else:
         ports = [get_port(model)]
     prepare(debug=settings.debug)
-    with Display() as display, display.timed("looking at upstream's code"):
+    with Display(signals.check) as display, display.timed("looking at upstream's code"):
         entries = examine(ports)
     if name is not None:
         known = [entry.name for entry in entries]

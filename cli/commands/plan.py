@@ -21,6 +21,7 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Dtype, Task
 from tpuport.core.files.run_record import STAGES
@@ -107,7 +108,7 @@ def plan(
     prepare_topology(found)
     prepare(debug=settings.debug)
     stages, prompts = _checked(settings, found, stage, batch, dump)
-    with Display() as display, display.timed(f"planning for {topology}"):
+    with Display(signals.check) as display, display.timed(f"planning for {topology}"):
         made = _plan(
             settings,
             found,
@@ -193,7 +194,8 @@ def _plan(
     dump: str | None,
     reporter: Reporter,
 ) -> Plan:
-    import_libraries(reporter)
+    with signals.starting():
+        import_libraries(reporter)
     from tpuport.core.plan.planner import Planner
     from tpuport.core.plan.search import advise, rank
 

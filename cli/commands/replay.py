@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuport.cli.asked.cache_folder import cache_folder, new_run_folder
+from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
-from tpuport.cli.asked.noise import Noise, read_noise
+from tpuport.cli.asked.noise import Noise
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.sessions import (
     check_report,
@@ -24,18 +25,19 @@ from tpuport.cli.asked.sessions import (
     outputs_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.kept_runs import new_run
 from tpuport.cli.runs.run_stages import (
     decode_videos,
-    going_on,
+    recorded_noise,
+    recorded_source,
     run_stage,
 )
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, print_summary, say
-from tpuport.core.enums import Task
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import sidecar_path
-from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.progress import Display
@@ -43,7 +45,6 @@ from tpuport.core.run.records import Sidecar
 from tpuport.core.run.records import read as read_recorded
 from tpuport.core.run.sidecar import latents_digest
 from tpuport.core.spec.component import TORCHAX
-from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -108,18 +109,17 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         for remark in outputs.remarks():
             say(remark)
     noise = _noise(file, recorded)
-    source = _source(file, recorded, request)
+    source = recorded_source(recorded["source"], file, request)
     cache = cache_folder(asked.cache_dir)
-    with Display() as display, contextlib.ExitStack() as stack:
+    with Display(signals.check) as display, contextlib.ExitStack() as stack:
         sessions = _Sessions(stages_as, cache, display, stack)
         session = sessions.of(STAGES[0])
         _check_weights(file, recorded, session.checkpoint)
         with _naming(file):
             session.check(request)
-        run = session.open_run(new_run_folder(cache), request)
-        stack.enter_context(
-            going_on(run, settings, asked.out or "video.mp4", temporary=True)
-        )
+        folder = stack.enter_context(new_run(cache))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        run = session.open_run(folder, request)
         stages: list[StageReport] = []
         for name in STAGES[:2]:
             session = sessions.of(name)
@@ -276,51 +276,14 @@ def _settings(recorded: Sidecar, asked: Settings) -> dict[str, Settings]:
 
 
 def _noise(file: Path, recorded: Sidecar) -> Noise | None:
-    """The initial noise that the sidecar names, known to be the same file.
-
-    Raises:
-        ArtifactError: it is another file now.
-    """
+    """The initial noise that the sidecar names, of the videos of its batch."""
     entry = recorded["initial_latents"]
-    if entry is None:
-        return None
-    noise = read_noise(entry["file"])
-    assert noise is not None
-    if noise.sha256 != entry["sha256"]:
-        raise ArtifactError(
-            f"{entry['file']}: is not the file of initial latents that {file} records "
-            f"(recorded sha256 {entry['sha256'][:16]}, found {noise.sha256[:16]})"
-        )
-    if len(noise.tensor) > 1:
+    noise = recorded_noise(entry, file)
+    if entry is not None and noise is not None and len(noise.tensor) > 1:
         count = len(recorded["request"]["prompts"])
         first = entry["index"] - recorded["video"]
         noise = changed(noise, tensor=noise.tensor[first : first + count])
     return noise
-
-
-def _source(file: Path, recorded: Sidecar, request: Request) -> Source | None:
-    """The image or video that the sidecar names, known to have the same pixels.
-
-    Raises:
-        ArtifactError: it has others now, or came from memory.
-    """
-    if not request.sources:
-        return None
-    entry = recorded["source"]
-    if not entry or not entry["files"]:
-        raise ArtifactError(
-            f"{file}: does not say which file the video was made from; it cannot be "
-            "replayed"
-        )
-    names = entry["files"]
-    if request.task == Task.IMAGE:
-        source = read_image(names)
-    else:
-        frames = request.num_frames
-        source = read_video(names[0], frames).first(frames)
-    if source.digests_for(len(request.prompts)) != request.sources:
-        raise ArtifactError(f"{names[0]}: is not the {source.kind} that {file} records")
-    return source
 
 
 def _check_weights(file: Path, recorded: Sidecar, checkpoint: Checkpoint) -> None:

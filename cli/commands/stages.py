@@ -22,20 +22,27 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.kept_runs import going_on
 from tpuport.cli.runs.run_stages import (
     decode_videos,
     describe_results,
+    encode_report,
     open_existing,
+    recorded_noise,
+    recorded_source,
     run_stage,
 )
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, print_summary, say
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
-from tpuport.core.files.run_record import STAGE_FILES, STAGES
+from tpuport.core.files.run_lock import working_in
+from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
 from tpuport.core.run.progress import Display
 from tpuport.core.spec import rules
-from tpuport.core.spec.requests import recorded_request
+from tpuport.core.spec.requests import read_source, recorded_request
+from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port
 
@@ -48,6 +55,7 @@ def encode(settings: Settings) -> None:
     """Encode the prompts into a run directory; takes the settings of `generate`.
 
     The settings are kept in the run directory: `denoise` and `decode` read them there.
+    On a run that exists so does `encode`, where no prompt is given.
 
     Example: tpuport encode --prompt "a panda" --run-dir run
     """
@@ -55,26 +63,59 @@ def encode(settings: Settings) -> None:
     if settings.run_dir is None:
         raise UsageError(f"--run-dir is missing; name a folder for {STAGES[0]}")
     started = time.perf_counter()
-    known = check_early(settings)
-    check_prompts(settings)
-    check_run_early(known, settings, STAGES[:1])
+    exists = not settings.prompt and (settings.run_dir / RUN_FILE).exists()
+    if exists:
+        _check_says_nothing(settings)
+        run, settings = open_existing(settings, STAGES[0])
+        _check_going_on(settings, run, STAGES[0])
+    else:
+        known = check_early(settings)
+        check_prompts(settings)
+        check_run_early(known, settings, STAGES[:1])
+    assert settings.run_dir is not None
     cache = cache_folder(settings.cache_dir)
     noise = read_noise(settings.latents)
-    if noise is not None:
+    if noise is not None and not exists:
         noise.for_videos(len(settings.videos()[0]))
     with (
-        Display() as display,
+        Display(signals.check) as display,
         open_session(settings, cache=cache, reporter=display) as session,
+        working_in(settings.run_dir) as folder,
     ):
-        source = source_of(settings, session.variant)
-        request = make_request(session, settings, source)
-        display.say(in_words(request))
+        if exists:
+            request = recorded_request(session.port, run.settings, run.file)
+            report = encode_report(run)
+            note = {} if report is None else report.get("note", {})
+            source = read_source(settings.image, settings.video, request.num_frames)
+            source = source or recorded_source(note.get("source"), run.file, request)
+            noise = noise or recorded_noise(note.get("initial_latents"), run.file)
+        else:
+            source = source_of(settings, session.variant)
+            request = make_request(session, settings, source)
+            display.say(in_words(request))
         if noise is not None:
             session.check(request, noise.for_videos(len(request.prompts)))
-        run = session.open_run(settings.run_dir, request)
-        _, stage = run_stage(session, run, STAGES[0], noise=noise, source=source)
+        run = session.open_run(folder, request)
+        with going_on(run):
+            _, stage = run_stage(session, run, STAGES[0], noise=noise, source=source)
         report = session.run_report([stage], time.perf_counter() - started)
     _show_results(settings, STAGES[0], session, run, report)
+
+
+def _check_says_nothing(settings: Settings) -> None:
+    """Refuse a flag that says what to make, where run.json says so.
+
+    Raises:
+        UsageError: which one.
+    """
+    defaults = defaults_of(Asked)
+    for name, setting in settings_of(Asked).items():
+        where = name in ("image", "video")  # may have moved
+        if not where and name in defaults and getattr(settings, name) != defaults[name]:
+            raise UsageError(
+                f"{setting.flags[0]}: {settings.run_dir} has its own; leave the flag "
+                "out, or give --prompt and all that the run was begun with"
+            )
 
 
 def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
@@ -95,12 +136,14 @@ def denoise(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    run, settings = open_existing(settings)
+    run, settings = open_existing(settings, STAGES[1])
     _check_going_on(settings, run, STAGES[1])
     cache = cache_folder(settings.cache_dir)
     with (
-        Display() as display,
+        Display(signals.check) as display,
         open_session(settings, cache=cache, reporter=display) as session,
+        working_in(run.path),
+        going_on(run),
     ):
         _, stage = run_stage(session, run, STAGES[1])
         report = session.run_report([stage], time.perf_counter() - started)
@@ -117,7 +160,7 @@ def decode(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    run, settings = open_existing(settings)
+    run, settings = open_existing(settings, STAGES[2])
     _check_going_on(settings, run, STAGES[2])
     request = recorded_request(get_port(run.model), run.settings, run.file)
     place = str(run.path / "video.mp4")
@@ -126,8 +169,10 @@ def decode(settings: Settings) -> None:
         say(remark)
     cache = cache_folder(settings.cache_dir)
     with (
-        Display() as display,
+        Display(signals.check) as display,
         open_session(settings, cache=cache, reporter=display) as session,
+        working_in(run.path),
+        going_on(run),
     ):
         videos, report = decode_videos(session, run, outputs, [], started)
     _show_results(settings, STAGES[2], session, run, report, videos)

@@ -15,6 +15,7 @@ from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.bench_attention import Chip, HeadDim, Heads, KvLen, QLen
+from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json, say
 from tpuport.cli.shown.tables import columns
 from tpuport.core.reports import plural
@@ -89,7 +90,7 @@ def tune(
         searches = [(case, limit)]
     entries = []
     for case, most in searches:
-        with Display() as display:
+        with Display(signals.check) as display:
             found, entry = _search(case, most, folder, display)
         entries.append(entry)
         if write:

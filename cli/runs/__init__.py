@@ -1,4 +1,4 @@
-"""Stages on a run directory, for the commands that run them.
+"""Stages on a run directory, and the runs that are kept, for the commands.
 
 Not here: flags (asked) and a command of its own (commands).
 May import: shown, asked, and the packages below the command line.

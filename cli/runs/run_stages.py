@@ -1,33 +1,34 @@
-"""Stages on a run directory, and how to go on when one of them does not end well."""
+"""Stages on a run directory."""
 
 from __future__ import annotations
 
-import contextlib
-import shlex
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.cli.asked.noise import Noise
+from tpuport.cli.asked.noise import Noise, read_noise
 from tpuport.cli.asked.settings import Settings
-from tpuport.core.enums import Backend, Pixels, Place
+from tpuport.core.enums import Backend, Pixels, Place, Task
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.files.sources import Source
+from tpuport.core.files.sources import Source, read_image, read_video
 from tpuport.core.reports import RunReport, StageReport
-from tpuport.core.run.records import recorded_stage
+from tpuport.core.run.records import (
+    FileRecord,
+    Report,
+    SourceRecord,
+    recorded_stage,
+)
 from tpuport.core.run.sidecar import stage_note
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import recorded_request
-from tpuport.core.spec.run_settings import COMMANDS, RunSettings, settings_of
-from tpuport.errors import ArtifactError, TpuportError, UsageError
+from tpuport.errors import ArtifactError, UsageError
 from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
@@ -214,107 +215,92 @@ def describe_results(
     }
 
 
-# --- when it does not end well
-
-
-@contextlib.contextmanager
-def going_on(
-    run: RunDirectory, settings: Settings, out: str, *, temporary: bool
-) -> Iterator[None]:
-    """Tell an error in the block what is finished and how to go on.
-
-    A temporary run directory is removed when the block succeeds, or when no stage in it
-    is finished; otherwise it stays.
-    """
-    try:
-        yield
-    except BaseException as error:
-        done = _finished(run)
-        if not done:
-            if temporary:
-                shutil.rmtree(run.path, ignore_errors=True)
-            if isinstance(error, KeyboardInterrupt):
-                error.add_note("no stage was finished; run the same command again")
-        else:
-            error.add_note(
-                f"finished: {', '.join(done)}; kept in {run.path}. Go on with: "
-                + resume_command(run.path, STAGES[len(done) :], settings, out)
-            )
-        raise
-    if temporary:
-        shutil.rmtree(run.path, ignore_errors=True)
-
-
-def resume_command(
-    folder: Path, stages: Sequence[str], settings: Settings, out: str
-) -> str:
-    """The shell line that runs ``stages`` on a run directory and writes ``out``."""
-    lines = []
-    for stage in stages:
-        words = ["tpuport", stage, "--run-dir", str(folder), *_flags(stage, settings)]
-        if stage == STAGES[2]:
-            words += ["--out", out, *(["--overwrite"] if settings.overwrite else [])]
-            if settings.report is not None:
-                words += ["--report", str(settings.report)]
-        lines.append(shlex.join(words))
-    return " && ".join(lines)
-
-
-def _flags(stage: str, settings: Settings) -> list[str]:
-    """The flags of a stage's command that say how to run, where they say anything."""
-    letter = next(letter for letter, name in COMMANDS.items() if name == stage)
-    words: list[str] = []
-    for name, setting in settings_of(RunSettings).items():
-        if letter not in setting.commands or name == "model":  # which the run knows
-            continue
-        if name == "no_compile_cache":
-            words += [] if settings.compile_cache else [setting.flags[0]]
-        elif name == "no_jit":
-            words += [setting.flags[0]] if stage in settings.no_jit else []
-        elif (value := getattr(settings, name)) != getattr(RunSettings(), name):
-            words += [setting.flags[0], *([] if value is True else [str(value)])]
-    return words
-
-
-def _finished(run: RunDirectory) -> list[str]:
-    """The stages before decode that are finished, without a gap."""
-    done: list[str] = []
-    try:
-        for name in STAGES[:2]:
-            if not run.finished(name):
-                break
-            done.append(name)
-    except TpuportError:
-        pass  # called while an error is reported, which must not be replaced
-    return done
-
-
 # --- runs that exist
 
 
-def open_existing(settings: Settings) -> tuple[RunDirectory, Settings]:
-    """The run directory of ``denoise`` and ``decode``, and the settings it implies.
+def open_existing(settings: Settings, stage: str) -> tuple[RunDirectory, Settings]:
+    """The run directory to run a stage in, and the settings that the run implies.
 
     Model, variant and weights come from run.json where the user gave none.
 
     Raises:
         UsageError: ``--run-dir`` is missing.
-        ArtifactError: the run directory is not usable, or of another model.
+        ArtifactError: the run directory is not usable, or of another model or variant.
     """
     if settings.run_dir is None:
         raise UsageError("--run-dir is missing; name the folder of the run")
     run = RunDirectory.open(settings.run_dir, model=settings.model)
     port = get_port(run.model)
-    weights = settings.weights
+    if settings.variant is not None:
+        run.check_request(model=run.model, variant=settings.variant)
+    weights, first = settings.weights, stage == STAGES[0]
     if weights is None:
-        weights = recorded_stage(run, STAGES[0])["weights"]
+        report = encode_report(run) if first else recorded_stage(run, STAGES[0])
+        weights = report and report["weights"]
     # A checkpoint of no published size has a variant of its own, found by looking.
     variant = run.variant if run.variant in port.variant_names() else None
-    # These stages never run the text encoder: its heads need not fit the mesh.
     return run, replace(
         settings,
         model=run.model,
         variant=variant,
         weights=weights,
-        encode_on=Place.HOST,
+        # Other stages never run the text encoder: its heads need not fit the mesh.
+        encode_on=settings.encode_on if first else Place.HOST,
     )
+
+
+def encode_report(run: RunDirectory) -> Report | None:
+    """What run.json says of encode; ``None`` where that was never finished.
+
+    Raises:
+        ArtifactError: the record is not usable.
+    """
+    try:
+        run.report(STAGES[0])
+    except ArtifactError:
+        return None
+    return recorded_stage(run, STAGES[0])
+
+
+def recorded_noise(entry: FileRecord | None, by: Path) -> Noise | None:
+    """The initial noise that the file ``by`` records, known to be the same file.
+
+    Raises:
+        ArtifactError: it is another file now.
+    """
+    if entry is None:
+        return None
+    noise = read_noise(entry["file"])
+    assert noise is not None
+    if noise.sha256 != entry["sha256"]:
+        raise ArtifactError(
+            f"{entry['file']}: is not the file of initial latents that {by} records "
+            f"(recorded sha256 {entry['sha256'][:16]}, found {noise.sha256[:16]})"
+        )
+    return noise
+
+
+def recorded_source(
+    entry: SourceRecord | None, by: Path, request: Request
+) -> Source | None:
+    """The image or video that the file ``by`` records, known to have the same pixels.
+
+    Raises:
+        ArtifactError: it has others now, or came from memory.
+    """
+    if not request.sources:
+        return None
+    if not entry or not entry["files"]:
+        raise ArtifactError(
+            f"{by}: does not say which file the video is made from; name the file with "
+            "--image or --video where the command has them, or begin a new run"
+        )
+    names = entry["files"]
+    if request.task == Task.IMAGE:
+        source = read_image(names)
+    else:
+        frames = request.num_frames
+        source = read_video(names[0], frames).first(frames)
+    if source.digests_for(len(request.prompts)) != request.sources:
+        raise ArtifactError(f"{names[0]}: is not the {source.kind} that {by} records")
+    return source

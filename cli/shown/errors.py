@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import sys
 import traceback
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 
 import typer
 
+from tpuport.cli.shown.signals import ended_by, in_words, leave
 from tpuport.errors import LINE, TpuportError, in_one_line, quoted
 
-INTERRUPTED = 130
-"""What a shell reports for a program ended by Ctrl-C."""
+#: How jaxlib's errors begin where a device or its memory was at fault.
+_OF_A_DEVICE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "DATA_LOSS")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -50,11 +53,12 @@ def reported(*, debug: bool = False) -> Iterator[Guard]:
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
-    """Print an error for people; returns the exit code."""
+    """Print an error for people; returns the exit code, but not after a signal."""
     if debug:
         traceback.print_exception(error, file=sys.stderr)
-    if isinstance(error, KeyboardInterrupt):
-        code, text = INTERRUPTED, "interrupted"
+    signum = ended_by(error)
+    if signum is not None:
+        code, text = in_words(signum)
     elif isinstance(error, TpuportError):
         code, text = error.exit_code, f"error: {error}"
     else:
@@ -67,7 +71,27 @@ def explain(error: BaseException, *, debug: bool) -> int:
         for note in getattr(error, "__notes__", ()):
             if not _from_jax(note):
                 print(note, file=sys.stderr)
+    leave()
     return code
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same run can succeed when it is tried again.
+
+    So it is after a signal, with a full disk, and for a device that was lost or had no
+    memory. Any other error is taken to come again.
+    """
+    if ended_by(error) is not None or isinstance(error, MemoryError):
+        return True
+    if isinstance(error, TpuportError) and not error.will_recur:
+        return True
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    if error.__cause__ is not None and may_pass(error.__cause__):
+        return True
+    # jaxlib has one class for all of its errors, torch one for its devices' memory.
+    full = type(error).__name__ == "OutOfMemoryError"
+    return full or str(error).startswith(_OF_A_DEVICE)
 
 
 def _from_jax(note: str) -> bool:

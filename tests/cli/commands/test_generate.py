@@ -302,16 +302,15 @@ def test_ctrl_c_keeps_what_is_finished(
     *_, first, second = ran.err.splitlines()
     assert first == "interrupted"
     assert second.startswith("finished: encode; kept in ")
-    _, _, commands = second.partition("Go on with: ")
+    _, _, command = second.partition("Go on with: ")
     (kept,) = (cache / "runs").iterdir()
-    assert str(kept) in commands
+    assert f"kept in {kept}." in second
     assert not Path("v.gif").exists()
-    for command in commands.split(" && "):
-        program, *args = command.split()
-        assert program == "tpuport"
-        assert cli(*args).code == 0
+    program, *args = command.split()
+    assert program == "tpuport"
+    assert cli(*args).code == 0
     assert read_back("v.gif")[:3] == (9, 64, 96)
-    shutil.rmtree(kept)
+    assert not kept.exists()
 
 
 def test_ctrl_c_before_anything_is_finished_leaves_nothing(
@@ -335,7 +334,7 @@ def test_a_video_that_cannot_be_written_loses_nothing(
     assert ran.code == 1
     assert "error: v.mp4: cannot be written: No space left" in ran.err
     (kept,) = (cache / "runs").iterdir()
-    assert f"Go on with: tpuport decode --run-dir {kept}" in ran.last
+    assert f"Go on with: tpuport runs resume {kept.name}" in ran.last
     assert (kept / "latents.safetensors").is_file()
     shutil.rmtree(kept)
 

@@ -18,6 +18,7 @@ COMMANDS = (
     "denoise",
     "decode",
     "replay",
+    "runs",
     "bench",
     "plan",
     "compile",
@@ -44,7 +45,7 @@ print(json.dumps([codes, sorted(sys.modules), time.perf_counter() - started]))
 
 def test_help_imports_nothing_heavy() -> None:
     asked = [["--help"], [], ["--version"], *([c, "--help"] for c in COMMANDS)]
-    asked += [["models"], ["plugins", "--json"]]
+    asked += [["models"], ["plugins", "--json"], ["runs"]]
     done = subprocess.run(
         [sys.executable, "-c", _LIST_MODULES, json.dumps(asked)],
         capture_output=True,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
-from safetensors.torch import load_file
+import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import SMALL, Cli, Made
 from tests.core.files.videos import read_back
 from tests.tolerances import TOLERANCES
+from tpuport import api
+from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.sealed_json import read_sidecar
 
 SETTINGS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7", *SMALL)
@@ -120,6 +124,70 @@ def test_altered_files_are_refused_by_name(cli: Cli, run: Path) -> None:
     ran = cli("decode", "--run-dir", run)
     assert ran.code == 1
     assert "run.json: was altered" in ran.last
+
+
+def test_damaged_embeddings_are_made_again_as_the_hint_says(
+    cli: Cli, run: Path
+) -> None:
+    """What to make is read from run.json, and nothing else may be said of it."""
+    file = run / "embeddings.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    ran = cli("denoise", "--run-dir", run)
+    assert ran.code == 1
+    assert f"run `tpuport encode --run-dir {run}` again" in ran.last
+    refused = cli("encode", "--run-dir", run, "--steps", "3")
+    assert refused.code == 2
+    assert "--steps: " in refused.last
+    ran = cli("encode", "--run-dir", run)
+    assert ran.code == 0, ran.err
+    assert file.read_bytes() == whole
+
+
+def test_a_run_directory_that_is_in_use_is_refused_at_once(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "open_session", None)
+    before = (run / "run.json").read_bytes()
+    prompt = ("--prompt", "a")
+    commands = (("encode",), ("denoise",), ("decode",), ("generate", *prompt))
+    with working_in(run):
+        for command in (*commands, ("encode", *prompt)):
+            ran = cli(*command, "--run-dir", run)
+            assert ran.code == 1
+            assert f"process {os.getpid()} is at work in this run dir" in ran.last
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_a_file_for_a_run_directory_is_refused_at_once(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "open_session", None)
+    Path("file").touch()
+    for folder in ("file", "file/run"):
+        for command in ("generate", "encode"):
+            ran = cli(command, "--prompt", "a", "--run-dir", folder)
+            assert ran.code == 2
+            assert ran.last.startswith(f"error: --run-dir {folder}: ")
+            assert ran.last.endswith("file is not a folder")
+
+
+def test_weights_that_give_nan_are_found_by_the_stage_that_runs_them(
+    cli: Cli, weights: Path
+) -> None:
+    (file,) = (weights / "text_encoder").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["encoder.final_layer_norm.weight"][0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    how = ("--prompt", "a", *SMALL, "--run-dir", "r", "--weights", weights)
+    for more in ((), ("--encode-on", "host")):
+        ran = cli("encode", *how, *more)
+        assert ran.code == 1
+        said = "error: encode: the prompt_embeds are not finite; check the weights of "
+        assert ran.last == f"{said}text_encoder"
+    assert not Path("r/embeddings.safetensors").exists()
+    ran = cli("encode", *how, "--dtype", "bfloat16")
+    assert ran.last == f"{said}text_encoder, or try --dtype float32"
 
 
 def test_an_unwritable_output_is_found_before_the_work(cli: Cli, run: Path) -> None:

@@ -71,9 +71,14 @@ class Display(Reporter):
     On a terminal one line moves: what is under way, for how many seconds, and how far a
     stage is. Elsewhere that line grows by a dot every five seconds, and by words each
     time its seconds have doubled; work that ends sooner has no line.
+
+    Args:
+        on_event: called at every step, compile and load, in the thread of the run;
+            what it raises ends the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_event: Callable[[], None] = lambda: None) -> None:
+        self._on_event = on_event
         self._works: list[_Work] = []
         self._stage: _Work | None = None
         self._line: _Moving | _Growing = (
@@ -149,11 +154,13 @@ class Display(Reporter):
 
     def stage_started(self, stage: str, total: int, unit: str) -> None:
         """A stage begins."""
+        self._on_event()
         self._stage = _Work(stage, time.monotonic(), unit=unit, total=total)
         self._begin(self._stage)
 
     def _doing(self, what: str) -> None:
         """What the stage does before its next call; nothing ends what it did."""
+        self._on_event()
         if self._stage in self._works:
             del self._works[self._works.index(self._stage) + 1 :]
             if what:

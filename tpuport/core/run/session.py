@@ -35,6 +35,7 @@ from tpuport.core.spec.requests import Requests, recorded_request
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
 from tpuport.core.spec.stage import Stage
+from tpuport.core.spec.stage_work import not_finite
 from tpuport.core.spec.tiling import DoesNotFitError
 from tpuport.core.spec.variant import Variant
 from tpuport.core.weights.checkpoint import Checkpoint
@@ -338,6 +339,9 @@ class Session:
         Returns:
             The tensors the stage writes (decode: ``frames``, where no sink took them),
             and its report.
+
+        Raises:
+            VideoError: a tensor that the stage made is not finite.
         """
         names = [stage.name for stage in self.port.stages]
         if name not in names:
@@ -352,7 +356,9 @@ class Session:
         upstream = how.backend == Backend.DIFFUSERS
         on_host = stage is self.port.stages[0] and self.encode_on == Place.HOST
         if not upstream and not on_host:
-            return self._on_mesh(stage, request, inputs, delivery, how.vae_tiling)
+            ran = self._on_mesh(stage, request, inputs, delivery, how.vae_tiling)
+            self._check_finite(stage, request, ran[0])
+            return ran
         for component in stage.components_for(request):
             chosen = self.port.chosen.get(component)
             if chosen is not None and upstream:
@@ -374,9 +380,21 @@ class Session:
         # random numbers and warn.
         self._check_files(stage, request)
         with self.reporter.watched():
-            return self.executor.run_upstream(
+            ran = self.executor.run_upstream(
                 stage, request, inputs, device, delivery, how.vae_tiling
             )
+        self._check_finite(stage, request, ran[0])
+        return ran
+
+    def _check_finite(
+        self, stage: Stage, request: Request, made: Mapping[str, Any]
+    ) -> None:
+        """Refuse what a stage made for the next one where it is NaN or infinite."""
+        for name in (spec.name for spec in stage.writes if spec.name in made):
+            if not bool(torch.isfinite(made[name]).all()):
+                ran = stage.components_for(request)
+                damaged = [c for c in ran if not self.checkpoint.finite(c)]
+                raise not_finite(stage.name, name, "", damaged or ran, self.dtype)
 
     def _on_mesh(
         self, stage: Stage, request: Request, *how: Any

@@ -29,6 +29,9 @@ COMMANDS = {
     "N": "denoise",
     "D": "decode",
     "R": "replay",
+    "L": "runs",
+    "S": "runs resume",
+    "K": "runs clean",
     "P": "plan",
     "C": "compile",
     "B": "bench",
@@ -333,7 +336,7 @@ class RunSettings:
         "--cache-dir FOLDER",
         "Compiled programs, demo checkpoint, unfinished runs.",
         envvar="TPUPORT_CACHE_DIR",
-        commands="GENDRPCBATO",
+        commands="GENDRPCBATOLSK",
     )
     compile_cache: bool = python_only(kinds.flag, default=True)
     no_compile_cache: None = file(

@@ -5,11 +5,11 @@ Importing this module imports neither torch nor jax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.core.enums import Pixels, Tiling
+from tpuport.core.enums import Dtype, Pixels, Tiling
 from tpuport.core.spec.request import Request
 from tpuport.errors import VideoError
 
@@ -220,8 +220,11 @@ def tell_lost(
     )
 
 
-def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:
+def finite_or_error(steps: int, dtype: str) -> Callable[[int, Mapping[str, Any]], None]:
     """What watches steps whose outputs say whether their latents are ``finite``.
+
+    Args:
+        dtype: of the weights.
 
     Raises:
         VideoError: a step left them infinite or NaN.
@@ -229,9 +232,18 @@ def finite_or_error(steps: int) -> Callable[[int, Mapping[str, Any]], None]:
 
     def watch(index: int, output: Mapping[str, Any]) -> None:
         if not bool(output["finite"]):
-            raise VideoError(
-                f"the latents are not finite after step {index + 1} of {steps}; try "
-                "--dtype float32, and check the weights"
-            )
+            when = f" after step {index + 1} of {steps}"
+            raise not_finite("denoise", "latents", when, ["transformer"], dtype)
 
     return watch
+
+
+def not_finite(
+    stage: str, tensor: str, when: str, components: Sequence[str], dtype: str
+) -> VideoError:
+    """The error for NaN or infinite values, which ``components`` made in ``dtype``."""
+    wider = "" if dtype == Dtype.FLOAT32 else ", or try --dtype float32"
+    return VideoError(
+        f"{stage}: the {tensor} are not finite{when}; check the weights of "
+        f"{' and '.join(components)}{wider}"
+    )

@@ -222,7 +222,7 @@ def plan_denoise(ctx: StageContext) -> Work:
         calls=calls(),
         total=len(schedule.timesteps),
         finish=finish,
-        watch=finite_or_error(len(schedule.timesteps)),
+        watch=finite_or_error(len(schedule.timesteps), ctx.dtype),
     )
 
 

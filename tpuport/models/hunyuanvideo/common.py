@@ -105,7 +105,7 @@ def euler_work(
         calls=map(call, range(steps)),
         total=steps,
         finish=lambda carry, outputs: {"latents": to_torch(carry["latents"])},
-        watch=finite_or_error(steps),
+        watch=finite_or_error(steps, ctx.dtype),
     )
 
 

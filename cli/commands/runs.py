@@ -1,0 +1,165 @@
+"""``tpuport runs``: what runs without --run-dir left, gone on with or removed."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from tpuport.api import default_cache_dir
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.options import command, refuse_options
+from tpuport.cli.asked.sessions import check_early, open_session, outputs_of
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.kept_runs import (
+    KeptRun,
+    asked_for,
+    going_on,
+    kept_run,
+    kept_runs,
+    remove,
+)
+from tpuport.cli.runs.run_stages import (
+    decode_videos,
+    describe_results,
+    open_existing,
+    run_stage,
+)
+from tpuport.cli.shown.output import give_out, plural, print_json, say
+from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown.tables import columns
+from tpuport.core.files.run_lock import working_in
+from tpuport.core.files.run_record import STAGES
+from tpuport.core.reports import bytes_text
+from tpuport.errors import UsageError
+
+_HEAD = ("ID", "AGE", "MODEL", "FINISHED", "SIZE", "STATE", "PROMPT")
+
+#: Days after which `runs clean` takes a run for forgotten.
+FORGOTTEN = 7
+
+
+@command("runs")
+def runs(settings: Settings, context: typer.Context) -> None:
+    """List the runs that ended early and were kept; they were given no --run-dir.
+
+    `tpuport runs resume ID` makes the videos of one, `tpuport runs clean` removes them.
+    """
+    if context.invoked_subcommand is not None:
+        refuse_options(context)
+        return
+    found = kept_runs(settings.cache_dir or default_cache_dir())
+    if settings.json:
+        print_json({"runs": [run.as_dict() for run in found]})
+    elif found:
+        print("\n".join(columns([_HEAD, *map(_row, found)])))
+    else:
+        print("no run is kept")
+
+
+def _row(run: KeptRun) -> tuple[str, ...]:
+    state = "can go on" if run.resumable else "cannot go on"
+    if run.process is not None:
+        state = f"in process {run.process}"
+    prompt = run.prompts[0] if run.prompts else ""
+    return (
+        run.folder.name,
+        _age(time.time() - run.changed),
+        run.model or "unreadable",
+        " ".join(run.finished) or "nothing",
+        bytes_text(run.bytes),
+        state,
+        prompt if len(prompt) <= 40 else prompt[:39] + "…",
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size:
+            return plural(int(seconds / size), unit)
+    return plural(max(int(seconds), 0), "second")
+
+
+@command("runs clean")
+def clean(
+    settings: Settings,
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", show_default=False)
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove every run that no process works on.")
+    ] = False,
+) -> None:
+    """Remove kept runs.
+
+    Without an ID and without --all, those that cannot go on and those of more than
+    seven days. A run that a process works on is never removed.
+    """
+    if ids and everything:
+        raise UsageError("--all and an ID exclude each other; give one")
+    cache = settings.cache_dir or default_cache_dir()
+    if ids:
+        found = [kept_run(cache, name) for name in ids]
+    else:
+        oldest = time.time() - FORGOTTEN * 86400
+        found = [
+            run
+            for run in kept_runs(cache)
+            if run.process is None
+            and (everything or not run.resumable or run.changed < oldest)
+        ]
+    sizes = [run.bytes for run in found]
+    for run in found:
+        remove(run)
+    names = [run.folder.name for run in found]
+    if settings.json:
+        print_json({"removed": names, "bytes": sum(sizes)})
+    else:
+        for name in names:
+            print(f"removed {name}")
+        print(f"{plural(len(names), 'run')} removed, {bytes_text(sum(sizes))}")
+
+
+@command("runs resume")
+def resume(
+    settings: Settings,
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="As `tpuport runs` has it.")
+    ],
+) -> None:
+    """Go on with a kept run, to the videos that were asked for; then it is removed.
+
+    Settings are those that the run was begun with. --out names another place.
+    """
+    prepare(debug=settings.debug)
+    started = time.perf_counter()
+    cache = cache_folder(settings.cache_dir)
+    kept = kept_run(cache, name)
+    run, settings = open_existing(asked_for(kept, settings), STAGES[1])
+    check_early(settings)
+    outputs = outputs_of(settings, "", len(kept.prompts))
+    for remark in outputs.remarks():
+        say(remark)
+    with (
+        make_display() as display,
+        open_session(settings, cache=cache, reporter=display) as session,
+        working_in(run.path),
+        going_on(run, temporary=True),
+    ):
+        left = STAGES[len(kept.finished) : 2]
+        stages = [run_stage(session, run, stage)[1] for stage in left]
+        videos, report = decode_videos(session, run, outputs, stages, started)
+        document = {
+            "command": "runs resume",
+            "model": run.model,
+            **describe_results(session, report, videos),
+            "settings": run.settings,
+            "reused": list(kept.finished),
+        }
+    say("")
+    print_summary(report)
+    for video in videos:
+        say(f"wrote {video.path}")
+    give_out(document, as_json=settings.json, report=settings.report)

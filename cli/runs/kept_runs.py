@@ -1,0 +1,228 @@
+"""Runs without ``--run-dir``: their folders in the cache, and what is kept of them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tpuport.api import default_cache_dir
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown.errors import may_pass
+from tpuport.core.files.run_directory import RunDirectory
+from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
+from tpuport.core.files.run_record import RUN_FILE, STAGES
+from tpuport.core.files.sealed_json import as_json, read_document, write_document
+from tpuport.core.spec.run_settings import RunSettings, defaults_of
+from tpuport.errors import ArtifactError, TpuportError, UsageError
+
+#: Beside run.json: how the run was asked for, and where its videos go.
+_ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
+
+#: What the run itself records, or depends on where it goes on.
+_RECORDED = {"model", "variant", "weights", "cache_dir"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRun:
+    """A folder of a run without ``--run-dir``.
+
+    Attributes:
+        folder: named by the run's id.
+        process: the number of the process at work in it.
+        model, prompts: of the run; empty where its run.json cannot be read.
+        finished: the stages before decode that are.
+        changed: when the last one was finished, in seconds since the epoch.
+    """
+
+    folder: Path
+    process: int | None
+    model: str
+    prompts: tuple[str, ...]
+    finished: tuple[str, ...]
+    changed: float
+
+    @property
+    def resumable(self) -> bool:
+        """Whether ``tpuport runs resume`` can go on with the run."""
+        return bool(self.finished) and (self.folder / _ASKED_FILE).exists()
+
+    @property
+    def bytes(self) -> int:
+        """On disk."""
+        files = (path for path in self.folder.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, for ``--json``."""
+        return {
+            "id": self.folder.name,
+            "folder": str(self.folder),
+            "model": self.model,
+            "prompts": list(self.prompts),
+            "finished": list(self.finished),
+            "resumable": self.resumable,
+            "age_seconds": round(time.time() - self.changed),
+            "bytes": self.bytes,
+            "process": self.process,
+        }
+
+
+def kept_runs(cache: Path) -> list[KeptRun]:
+    """The runs in a cache folder, the oldest first."""
+    found = [_look(folder) for folder in (cache / "runs").glob("*") if folder.is_dir()]
+    return sorted(found, key=lambda run: run.changed)
+
+
+def kept_run(cache: Path, name: str) -> KeptRun:
+    """The run with this id.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for run in kept_runs(cache):
+        if run.folder.name == name:
+            return run
+    raise UsageError(f"no run {name!r} is kept in {cache}; `tpuport runs` lists them")
+
+
+def _look(folder: Path) -> KeptRun:
+    process, file = holder(folder), folder / RUN_FILE
+    run, model, prompts = RunDirectory(folder), "", ()
+    with contextlib.suppress(TpuportError):
+        model, prompts = run.model, tuple(run.settings["prompts"])
+    return KeptRun(
+        folder=folder,
+        process=process,
+        model=model,
+        prompts=prompts,
+        finished=tuple(_finished(run)),
+        changed=(file if file.exists() else folder).stat().st_mtime,
+    )
+
+
+def _finished(run: RunDirectory) -> list[str]:
+    """The stages before decode that are finished, without a gap."""
+    done: list[str] = []
+    # Maybe called while an error is reported, which must not be replaced.
+    with contextlib.suppress(TpuportError):
+        for name in STAGES[:2]:
+            if not run.finished(name):
+                break
+            done.append(name)
+    return done
+
+
+def remove(run: KeptRun) -> None:
+    """Remove a kept run.
+
+    Raises:
+        ArtifactError: a process is at work in it.
+    """
+    with working_in(run.folder):
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_run(cache: Path) -> Iterator[Path]:
+    """A fresh folder for a run that was given none, held while the block lasts.
+
+    What dead processes left is removed first, but for runs that can go on.
+    """
+    for run in kept_runs(cache):
+        # Without a lock file, a process may just be making the folder.
+        left = (run.folder / LOCK_FILE).exists() and run.process is None
+        if left and not run.resumable:
+            with contextlib.suppress(ArtifactError):  # another process removes them
+                remove(run)
+    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    with working_in(cache / "runs" / name) as folder:
+        yield folder
+
+
+def keep_asked(run: RunDirectory, settings: Settings, out: str) -> None:
+    """Keep beside run.json what :func:`asked_for` gives back, after a kill too."""
+    given = {
+        name: _as_plain(getattr(settings, name))
+        for name, default in defaults_of(RunSettings).items()
+        if name not in _RECORDED and getattr(settings, name) != default
+    }
+    report = settings.report and str(settings.report.absolute())
+    content = {
+        "settings": given,
+        "out": str(Path(out).absolute()),
+        "overwrite": settings.overwrite,
+        "report": report,
+    }
+    write_document(run.path / _ASKED_FILE, _ASKED, as_json(content, "the settings"))
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, tuple):
+        return [str(part) for part in value]
+    return str(value.absolute() if isinstance(value, Path) else value)
+
+
+def asked_for(run: KeptRun, settings: Settings) -> Settings:
+    """Settings with those that a kept run was begun with.
+
+    Raises:
+        ArtifactError: the run cannot go on.
+    """
+    if not run.resumable:
+        raise ArtifactError(
+            f"{run.folder}: no stage is finished that the run could go on from; "
+            f"`tpuport runs clean {run.folder.name}` removes it"
+        )
+    asked = read_document(run.folder / _ASKED_FILE, _ASKED, "make the video again")
+    read = RunSettings.read(asked["settings"], named=str)
+    report = asked["report"] and Path(asked["report"])
+    return replace(
+        settings,
+        **{name: getattr(read, name) for name in asked["settings"]},
+        run_dir=run.folder,
+        out=settings.out or asked["out"],
+        overwrite=settings.overwrite or asked["overwrite"],
+        report=settings.report or report,
+    )
+
+
+@contextlib.contextmanager
+def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
+    """Tell an error in the block what is finished and, where it helps, how to go on.
+
+    A temporary run directory is removed when the block succeeds, or when no stage in it
+    is finished; otherwise it stays.
+    """
+    try:
+        yield
+    except BaseException as error:
+        done, again = _finished(run), may_pass(error)
+        if done and (again or temporary):
+            kept = f"finished: {', '.join(done)}; kept in {run.path}"
+            how = _resume_command(run.path) if temporary else "the same command"
+            error.add_note(kept + (f". Go on with: {how}" if again else ""))
+        elif again:
+            error.add_note("no stage was finished; run the same command again")
+        if temporary and not done:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    if temporary:
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _resume_command(folder: Path) -> str:
+    words = ["tpuport", "runs", "resume", folder.name]
+    cache = folder.parent.parent
+    if cache != default_cache_dir():
+        words += ["--cache-dir", str(cache)]
+    return shlex.join(words)

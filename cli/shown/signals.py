@@ -1,0 +1,187 @@
+"""How a signal ends the program: what is kept is said first, and the code is 128 + n.
+
+Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, but not while
+modules are imported: jaxlib and torch crash when their import is broken off. Libraries
+swallow exceptions, raise others in their place, and install handlers of their own. So
+the signal is kept too: :func:`check` raises again at the next step, :func:`ended_by`
+gives the signal for whatever was raised, and the exit code follows it in any case.
+
+Only the program itself has these handlers: a call of ``main`` from Python has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+#: Signals that ask the program to end, and what a person reads.
+_WORDS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "hung up",
+}
+
+#: Seconds in which a second SIGINT is the first one again: `timeout` sends two.
+_TWICE = 0.3
+
+#: The first signal that asked the program to end.
+_received: signal.Signals | None = None
+_armed: list[signal.Signals] = []
+#: Whether nothing is at stake yet.
+_starting = False
+
+
+def ended_by(error: BaseException | None = None) -> signal.Signals | None:
+    """The signal that ends the program, whatever ``error`` was made of it."""
+    if _received is None and isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    return _received
+
+
+def in_words(signum: signal.Signals) -> tuple[int, str]:
+    """The exit code that a shell gives to a program ended so, and the word for it."""
+    return 128 + signum, _WORDS[signum]
+
+
+def check() -> None:
+    """Called at every step: take the signals back, and raise one that was swallowed.
+
+    Raises:
+        KeyboardInterrupt: a signal asked the program to end.
+    """
+    for signum in _armed:
+        signal.signal(signum, _stop)
+    if _received is not None:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """A block of imports, before anything is at stake: a signal ends the program."""
+    global _starting
+    _starting = True
+    try:
+        yield
+    finally:
+        _starting = False
+
+
+def as_program(run: Callable[[], int]) -> int:
+    """Run a program that signals end as this module says; returns its exit code.
+
+    After a signal there is no return: see :func:`leave`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return run()
+    # What is ignored stays so: nohup, or a job in the background of a script.
+    _armed.extend(s for s in _WORDS if signal.getsignal(s) != signal.SIG_IGN)
+    handlers = {signum: signal.signal(signum, _stop) for signum in _armed}
+    seen, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    _mind_forks()
+    threading.Thread(target=_watch, args=(seen,), daemon=True).start()
+    code = 0
+    try:
+        code = run()
+    except BaseException:
+        if _received is None:
+            raise
+    finally:
+        if _received is not None:
+            # No error told it: something swallowed it at the very end.
+            _leave(*in_words(_received))
+        _armed.clear()
+        signal.set_wakeup_fd(before)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        os.close(told)  # which ends the watch
+    return code
+
+
+def leave() -> None:
+    """End the program where a signal asked for it, and that was said.
+
+    Not after: the error still holds what the signal broke off, such as half of a
+    compile, and the threads of the compiler and of devices may be at work. To let go
+    of the one, or to take the interpreter down under the others, crashes.
+    """
+    if _received is not None:
+        _leave(in_words(_received)[0])
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    global _received
+    if _received is not None:
+        return
+    _received = signal.Signals(signum)
+    if _starting:
+        _leave(*in_words(_received))
+    if not _must_not_raise(frame):
+        raise KeyboardInterrupt
+
+
+def _must_not_raise(frame: FrameType | None) -> bool:
+    """Whether an import is under way, or jax's part of a garbage collection."""
+    while frame is not None:
+        code = frame.f_code
+        if "importlib" in code.co_filename or code.co_name == "_xla_gc_callback":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _watch(seen: int) -> None:
+    """End the program at the second Ctrl-C, also while the main thread is in a call.
+
+    Handlers run between two steps of the main thread; a compile is one step.
+    """
+    first: float | None = None
+    while numbers := os.read(seen, 64):
+        for signum in set(numbers) & _WORDS.keys():
+            now = time.monotonic()
+            if first is None:
+                first = now
+                later = threading.Timer(1, _say_when)
+                later.daemon = True
+                later.start()
+            elif signum == signal.SIGINT and now > first + _TWICE:
+                os.write(2, b"\nended at once\n")
+                os._exit(in_words(signal.SIGINT)[0])
+    os.close(seen)
+
+
+def _say_when() -> None:
+    if _received is None:
+        os.write(2, b"\nending after the call under way; Ctrl-C ends at once\n")
+
+
+@functools.cache
+def _mind_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    """A forked process ends by signals as any other does."""
+    if _armed:
+        signal.set_wakeup_fd(-1)
+    while _armed:
+        signal.signal(_armed.pop(), signal.SIG_DFL)
+
+
+def _leave(code: int, word: str = "") -> NoReturn:
+    """End the process; its terminal may be gone."""
+    with contextlib.suppress(OSError, ValueError):
+        if word:
+            print(word, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,60 @@
+"""Which failures can pass when the same run is tried again."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tpuport.cli.shown.errors import may_pass
+from tpuport.core.files.atomic import cannot_write
+from tpuport.errors import (
+    ArtifactError,
+    OutputError,
+    TpuportError,
+    UsageError,
+    VideoError,
+    WeightsError,
+)
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        MemoryError(),
+        FULL,
+        OutputError("v.mp4: cannot be written: No space left on device"),
+        caused(cannot_write(Path("f"), FULL), FULL),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."),
+        RuntimeError("UNAVAILABLE: TPU worker may have crashed"),
+    ],
+)
+def test_these_can(error: BaseException) -> None:
+    assert may_pass(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            kind("what")
+            for kind in (ArtifactError, TpuportError, UsageError, VideoError)
+        ),
+        caused(WeightsError("cut short"), ValueError("header")),
+        OSError(errno.EACCES, "Permission denied"),
+        RuntimeError("INVALID_ARGUMENT: shapes"),
+        TypeError("a fault of the program"),
+    ],
+)
+def test_these_come_again(error: BaseException) -> None:
+    assert not may_pass(error)

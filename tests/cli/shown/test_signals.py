@@ -1,0 +1,178 @@
+"""How signals end a program, in processes that import nothing heavy."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tpuport.cli.shown import signals
+
+#: A program that sends itself a signal. Its second line is its work.
+PROGRAM = """
+import os, signal, sys, time
+from tpuport.cli.shown import signals
+
+def send(signum=signal.SIGINT):
+    os.kill(os.getpid(), signum)
+
+def run():
+    {body}
+    print("at its end")
+    return 0
+
+raise SystemExit(signals.as_program(run))
+"""
+
+
+def ended(body: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the program with this work."""
+    body = body.strip().replace("\n", "\n    ")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body=body)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "word"),
+    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")],
+)
+def test_a_signal_unwinds_and_gives_its_code(signum: str, code: int, word: str) -> None:
+    body = f"""
+try:
+    send(signal.{signum})
+finally:
+    print("unwound")
+"""
+    assert ended(body) == (code, "unwound\n", f"{word}\n")
+
+
+def test_a_swallowed_signal_is_raised_at_the_next_step() -> None:
+    body = """
+for step in range(3):
+    signals.check()
+    print(step)
+    try:
+        send()
+    except KeyboardInterrupt:
+        pass
+"""
+    assert ended(body) == (130, "0\n", "interrupted\n")
+
+
+def test_a_signal_that_is_swallowed_to_the_end_gives_its_code() -> None:
+    body = """
+try:
+    send(signal.SIGHUP)
+except KeyboardInterrupt:
+    pass
+"""
+    assert ended(body) == (129, "at its end\n", "hung up\n")
+
+
+def test_a_handler_of_a_library_is_replaced_at_the_next_step() -> None:
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: print("of a library"))
+signals.check()
+send(signal.SIGTERM)
+"""
+    assert ended(body) == (143, "", "terminated\n")
+
+
+def test_an_import_is_not_broken_off(tmp_path: object) -> None:
+    (folder := f"{tmp_path}/slow")  # a package whose import takes a signal
+    body = f"""
+os.makedirs({folder!r})
+sys.path.insert(0, {folder!r})
+with open({folder!r} + "/slow.py", "w") as file:
+    file.write("import os, signal; os.kill(os.getpid(), signal.SIGINT); whole = 1")
+import slow
+print(slow.whole)
+signals.check()
+"""
+    assert ended(body) == (130, "1\n", "interrupted\n")
+
+
+def test_before_anything_is_at_stake_a_signal_ends_the_program() -> None:
+    body = """
+with signals.starting():
+    try:
+        send()
+    finally:
+        print("unwound")
+"""
+    assert ended(body) == (130, "", "interrupted\n")
+
+
+def test_a_second_ctrl_c_ends_at_once_in_a_call_that_hears_nothing() -> None:
+    body = """
+import hashlib, subprocess
+subprocess.Popen([sys.executable, "-c", (
+    "import os, signal, time\\n"
+    "time.sleep(0.5)\\n"
+    f"os.kill({os.getpid()}, signal.SIGINT)\\n"
+    "time.sleep(1.5)\\n"
+    f"os.kill({os.getpid()}, signal.SIGINT)\\n"
+)])
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+"""
+    code, out, err = ended(body)
+    assert (code, out) == (130, "")
+    assert "ending after the call under way; Ctrl-C ends at once" in err
+    assert err.endswith("ended at once\n")
+
+
+def test_the_two_signals_of_timeout_are_one() -> None:
+    body = """
+try:
+    send()
+finally:
+    time.sleep(0.1)
+    send()
+    time.sleep(0.1)
+    print("unwound")
+"""
+    assert ended(body) == (130, "unwound\n", "interrupted\n")
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As by nohup, before the program begins."""
+    program = PROGRAM.format(body="send(signal.SIGHUP)")
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + program
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"at its end\n")
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[object]]:
+    """The handlers of the tests' own process, which are put back."""
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    yield [*before]
+    for signum, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+        signal.signal(signum, handler)
+
+
+def test_many_programs_in_a_process_leave_nothing(handlers: list[object]) -> None:
+    def run() -> int:
+        assert signal.getsignal(signal.SIGINT) is not handlers[0]
+        return 3
+
+    before = threading.active_count()
+    for _ in range(40):
+        assert signals.as_program(run) == 3
+    found = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    assert found == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_watch)"):
+            thread.join(10)
+    assert threading.active_count() <= before

@@ -1,0 +1,68 @@
+"""One process at a time works in a run directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpuport.core.files.run_lock import LOCK_FILE, check_free, holder, working_in
+from tpuport.core.files.run_record import RUN_FILE
+from tpuport.errors import ArtifactError
+
+HOLD = """
+import pathlib, sys, time
+from tpuport.core.files.run_lock import working_in
+with working_in(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_another_process_is_named_and_a_dead_one_locks_nothing(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert holder(tmp_path) == process.pid
+        with pytest.raises(ArtifactError, match=f"process {process.pid} is at work"):
+            check_free(tmp_path)
+        with (
+            pytest.raises(ArtifactError, match=f"process {process.pid} is at work"),
+            working_in(tmp_path),
+        ):
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert holder(tmp_path) is None
+    check_free(tmp_path)
+    with working_in(tmp_path):
+        assert holder(tmp_path) == os.getpid()
+    assert holder(tmp_path) is None
+
+
+def test_a_folder_in_which_no_run_began_is_as_it_was(tmp_path: Path) -> None:
+    check_free(tmp_path / "new")
+    with working_in(tmp_path / "new"):
+        assert (tmp_path / "new" / LOCK_FILE).exists()
+    assert list(tmp_path.iterdir()) == []
+    with working_in(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ArtifactError, match="cannot be written"),
+        working_in(tmp_path / "file" / "run"),
+    ):
+        pass
