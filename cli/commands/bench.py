@@ -26,7 +26,7 @@ from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend, Pixels
-from tpuport.core.files.versions import versions
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.reports import RunReport, StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import choices

@@ -31,8 +31,8 @@ from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import Dtype, Place
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, bytes_text, plural
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import choices, with_chosen

@@ -16,7 +16,7 @@ from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.versions import versions
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.reports import bytes_text
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import COMPILED

@@ -19,7 +19,7 @@ from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.versions import version
+from tpuport.core.files.fingerprint import version
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks

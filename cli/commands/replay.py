@@ -34,11 +34,10 @@ from tpuport.cli.runs.run_stages import (
 )
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, print_summary, say
-from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import sidecar_path
-from tpuport.core.files.versions import versions
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.run.records import Sidecar

@@ -27,12 +27,13 @@ from tpuport.cli.runs.run_stages import (
     open_existing,
     run_stage,
 )
-from tpuport.cli.shown.output import give_out, plural, print_json, say
-from tpuport.cli.shown.progress import make_display, print_summary
+from tpuport.cli.shown import signals
+from tpuport.cli.shown.output import give_out, print_json, print_summary, say
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.reports import bytes_text
+from tpuport.core.reports import bytes_text, plural
+from tpuport.core.run.progress import Display
 from tpuport.errors import UsageError
 
 _HEAD = ("ID", "AGE", "MODEL", "FINISHED", "SIZE", "STATE", "PROMPT")
@@ -143,7 +144,7 @@ def resume(
     for remark in outputs.remarks():
         say(remark)
     with (
-        make_display() as display,
+        Display(signals.check) as display,
         open_session(settings, cache=cache, reporter=display) as session,
         working_in(run.path),
         going_on(run, temporary=True),

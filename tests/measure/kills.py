@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def kill(
 
     Args:
         cache: the cache folder; without it there is one in ``folder``.
-        line: wait until a line begins so.
+        line: wait until this pattern is at the beginning of a line.
         after: seconds to wait from then on.
     """
     said = folder / "stderr"
@@ -73,7 +74,7 @@ def kill(
         )
     until = time.monotonic() + PATIENCE
     while line and process.poll() is None and time.monotonic() < until:
-        if any(found.startswith(line) for found in said.read_text().splitlines()):
+        if re.search(line, said.read_text(), re.MULTILINE):
             break
         time.sleep(0.01)
     time.sleep(after)

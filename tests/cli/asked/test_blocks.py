@@ -12,9 +12,6 @@ from safetensors.torch import load_file
 
 from tests.cli.tools import SMALL, Cli, Made, Ran, call
 from tests.tolerances import TOLERANCES
-from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.run_stages import resume_command
-from tpuport.core.enums import Blocks
 from tpuport.core.files.sealed_json import read_sidecar
 
 SETTINGS = (
@@ -134,13 +131,6 @@ def test_stages_may_be_run_with_other_blocks(cli: Cli, run: Path, made: Made) ->
     ran = cli("replay", "v-000.gif.json", "--json")
     assert ran.code == 0, ran.err
     assert ran.json["latents_sha256"] == sidecar["latents_sha256"]
-
-
-def test_how_to_go_on_names_them() -> None:
-    settings = Settings(blocks=Blocks.UPSTREAM)
-    line = resume_command(Path("r"), ["denoise", "decode"], settings, "v.mp4")
-    assert line.count("--blocks upstream") == 2
-    assert "--blocks" not in resume_command(Path("r"), ["denoise"], Settings(), "v.mp4")
 
 
 # --- executables

@@ -13,14 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 import tpuport
-from tests.cli.asked.test_settings import parse
 from tests.cli.tools import SMALL, Cli
 from tests.tolerances import TOLERANCES
-from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.run_stages import resume_command
-from tpuport.core.enums import StageName
 from tpuport.core.files.frames import FrameChecks, to_uint8
-from tpuport.core.files.run_record import STAGES
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.errors import VideoError
 
@@ -48,30 +43,6 @@ def test_denoise_op_by_op_gives_the_same_latents(cli: Cli, run: Path) -> None:
     assert ran.code == 0, ran.err
     assert "denoise: was finished with no_jit True, now False" in ran.err
     assert ran.json["reused"] == ["encode"]
-
-
-def test_how_to_go_on_looks_in_the_same_way() -> None:
-    settings = Settings(
-        memory_report=True,
-        profile=Path("trace"),
-        profile_calls=2,
-        no_jit=(StageName.DECODE,),
-    )
-    line = resume_command(Path("r"), ["denoise", "decode"], settings, "v.mp4")
-    denoise, decode = line.split(" && ")
-    for command in (denoise, decode):
-        assert " --memory-report" in command
-        assert " --profile trace --profile-calls 2" in command
-    assert "--no-jit" not in denoise
-    assert " --no-jit" in decode
-    # What it names is what the commands take.
-    assert parse(*decode.split()[2:]).no_jit == STAGES
-    both = resume_command(
-        Path("r"), ["denoise", "decode"], Settings(no_jit=STAGES), "v.mp4"
-    )
-    assert both.count(" --no-jit") == 2
-    plain = resume_command(Path("r"), ["denoise"], Settings(), "v.mp4")
-    assert not any(x in plain for x in ("--memory", "--profile", "--no-jit"))
 
 
 def test_what_was_gathered_is_told_where_a_stage_fails(

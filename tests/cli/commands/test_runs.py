@@ -55,6 +55,9 @@ def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
             "mesh": "dp=2",
             "dtype": "bfloat16",
             "vae_tiling": "on",
+            "vae": "flax",
+            "blocks": "upstream",
+            "memory_report": True,
             "no_jit": ["denoise", "decode"],
             "compile_cache": False,
             "profile": "traces",
@@ -127,13 +130,20 @@ def test_clean_removes_what_is_named_or_all(cli: Cli, kept: Path) -> None:
 
 # --- real processes, which import torch and jax: some seconds each
 
+#: The line of a stage that has ended.
+ENDED = "^{}\\b.* in \\d"
 GENERATE = ("generate", "--prompt", "a fox", *SMALL, "--out", "fox.gif")
 
 
 def test_a_killed_run_goes_on(cli: Cli, cache: Path, tmp_path: Path) -> None:
     """After a kill nobody could say anything; `runs` has all that is needed."""
     killed = kill(
-        GENERATE, tmp_path, signal.SIGKILL, cache=cache, line="decode: started"
+        GENERATE,
+        tmp_path,
+        signal.SIGKILL,
+        cache=cache,
+        line=ENDED.format("denoise"),
+        after=0.4,
     )
     assert killed.code == 137, killed.err
     (run,) = cli("runs", "--json").json["runs"]
@@ -148,8 +158,13 @@ def test_a_killed_run_goes_on(cli: Cli, cache: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("signum", "line", "code", "said"),
     [
-        (signal.SIGINT, "importing", 130, "interrupted"),
-        (signal.SIGTERM, "loading transformer", 143, "Go on with: tpuport runs resume"),
+        (signal.SIGINT, "^importing", 130, "interrupted"),
+        (
+            signal.SIGTERM,
+            ENDED.format("encode"),
+            143,
+            "Go on with: tpuport runs resume",
+        ),
     ],
 )
 def test_a_signal_says_how_to_go_on(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -177,16 +178,19 @@ def test_weights_that_give_nan_are_found_by_the_stage_that_runs_them(
 ) -> None:
     (file,) = (weights / "text_encoder").glob("*.safetensors")
     tensors = load_file(file)
-    tensors["encoder.final_layer_norm.weight"][0] = float("nan")
-    save_file(tensors, file, metadata={"format": "pt"})
-    how = ("--prompt", "a", *SMALL, "--run-dir", "r", "--weights", weights)
-    for more in ((), ("--encode-on", "host")):
-        ran = cli("encode", *how, *more)
+    how = ("--prompt", "a", *SMALL, "--weights", weights, "--run-dir")
+    for value, more in ((nan, ()), (3e38, ()), (3e38, ("--encode-on", "host"))):
+        tensors["encoder.final_layer_norm.weight"][:] = value
+        save_file(tensors, file, metadata={"format": "pt"})
+        ran = cli("encode", *how, f"r{value}", *more)
         assert ran.code == 1
+        if value is nan:  # found while the weights are read
+            assert "encoder.final_layer_norm.weight holds NaN" in ran.last
+            continue
         said = "error: encode: the prompt_embeds are not finite; check the weights of "
         assert ran.last == f"{said}text_encoder"
-    assert not Path("r/embeddings.safetensors").exists()
-    ran = cli("encode", *how, "--dtype", "bfloat16")
+    assert not list(Path().glob("r*/embeddings.safetensors"))
+    ran = cli("encode", *how, "r", "--dtype", "bfloat16")
     assert ran.last == f"{said}text_encoder, or try --dtype float32"
 
 

@@ -1,4 +1,4 @@
-"""``--vae``: what it takes, what is recorded of it, and that a replay keeps it."""
+"""``--vae`` and ``--vae-tiling``: what they take, what is recorded and replayed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.cli.asked.test_settings import parse
+from tests.cli.asked.test_settings import parse, refused
 from tests.cli.commands.test_plan import needs_libtpu, plan
 from tests.cli.tools import SMALL, Cli, Ran
 from tests.core.files.videos import read_back
-from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.run_stages import resume_command
+from tests.core.plan.test_search import measured, plan_of
+from tpuport.cli.shown.plan_text import text
 from tpuport.core.files.sealed_json import read_sidecar
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.spec.tiling import TilingDecision
 
 
 def stage_of(ran: Ran, name: str) -> dict[str, Any]:
@@ -89,14 +91,6 @@ def test_models_lists_them(cli: Cli) -> None:
         m["model"]: m["implementations"] for m in cli("models", "--json").json["models"]
     }
     assert found == {"cogvideox": {"vae": ["torchax", "flax"]}, "hunyuanvideo": {}}
-
-
-def test_how_to_go_on_names_it() -> None:
-    line = resume_command(
-        Path("r"), ["encode", "denoise", "decode"], Settings(vae="flax"), "v.mp4"
-    )
-    assert line.count("--vae flax") == 3
-    assert "--vae" not in resume_command(Path("r"), ["decode"], Settings(), "v.mp4")
 
 
 # --- what is recorded, and what becomes of it
@@ -207,3 +201,64 @@ def test_a_plan_of_decode(vae: str, tmp_path: Path) -> None:
     assert found["stage_seconds"]["decode"] > 0
     (weights,) = found["sharding_plans"]
     assert weights["component"] == "vae"
+
+
+# --- --vae-tiling
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("false", "off")],
+)
+def test_tiling_as_the_key_of_a_file(written: str, meant: str, tmp_path: Path) -> None:
+    # A bare on or off is a boolean in YAML.
+    file = tmp_path / "run.yaml"
+    file.write_text(f"vae_tiling: {written}\n")
+    assert parse("--config", file).vae_tiling == meant
+    assert parse("--config", file, "--vae-tiling", "auto").vae_tiling == "auto"
+    assert parse().vae_tiling == "auto"
+
+
+def test_other_words_are_refused() -> None:
+    found = refused("--vae-tiling", "maybe")
+    assert found == "--vae-tiling: 'maybe' is none of auto, on, off"
+
+
+@pytest.mark.parametrize("model", ["cogvideox", "hunyuanvideo"])
+def test_it_is_no_option_of_a_model(model: str, cli: Cli) -> None:
+    ran = cli(
+        *("generate", "--model", model, "--prompt", "a cat"),
+        *("--option", "vae_tiling=on"),
+    )
+    assert ran.code == 2
+    assert "has no option 'vae_tiling'" in ran.err
+
+
+def test_decode_of_a_finished_run_with_another_setting(cli: Cli, run: Path) -> None:
+    ran = cli("decode", "--run-dir", run, "--vae-tiling", "on", "--json")
+    assert ran.code == 0, ran.err
+    (stage,) = ran.json["report"]["stages"]
+    tiling = stage["tiling"]
+    # One tile of upstream's holds such a small picture.
+    assert (tiling["asked"], tiling["tiled"], tiling["tiles"]) == ("on", False, "")
+    assert "decode: untiled, as the picture is one of upstream's tiles" in ran.err
+    # What the compiler says of so small a picture is far from what the machine has.
+    assert 0 < tiling["needed"] < min(2**27, tiling["limit"])
+    sidecar = json.loads(Path(ran.json["videos"][0]["sidecar"]).read_text())
+    assert sidecar["stages"]["decode"]["vae_tiling"] == "off"
+
+
+def test_a_plan_says_how_decode_runs() -> None:
+    decided = TilingDecision(
+        stage="decode",
+        asked="auto",
+        tiles="2 x 3 tiles",
+        tiled=True,
+        limit=31 * 2**30,
+        needed=4 * 2**30,
+        untiled=40 * 2**30,
+    )
+    tiling = {"decode": decided.as_dict()}
+    made: Any = plan_of(MeshSpec(), measured(4, 0.5), tiling=tiling)
+    assert made.as_dict()["tiling"]["decode"]["untiled"] == 40 * 2**30
+    assert decided.line() in text(made).splitlines()

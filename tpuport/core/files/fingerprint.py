@@ -1,10 +1,12 @@
-"""Fingerprints of files: which weights a run was made with, which video it wrote."""
+"""What a run was made with: fingerprints of files, and versions of packages."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from tpuport.core.files.sealed_json import canonical
@@ -95,3 +97,30 @@ def hash_output(path: Path) -> tuple[str, int]:
     parts = [(frame.name, *hash_output(frame)) for frame in frames]
     total = sum(size for _, _, size in parts)
     return hashlib.sha256(canonical(parts)).hexdigest(), total
+
+
+# --- what is installed, by package metadata: nothing is imported
+
+STACK = (
+    "tpuport",
+    "torch",
+    "torchax",
+    "jax",
+    "jaxlib",
+    "diffusers",
+    "transformers",
+)
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or ``None``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions(*more: str) -> dict[str, str | None]:
+    """Versions of Python, the stack and ``more`` packages."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    return found | {name: version(name) for name in (*STACK, *more)}

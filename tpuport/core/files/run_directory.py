@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tpuport.core.arrays import dtype_name
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.fingerprint import hash_output, version
 from tpuport.core.files.run_record import (
     RUN_FILE,
     STAGE_FILES,
@@ -36,7 +36,6 @@ from tpuport.core.files.run_record import (
 from tpuport.core.files.sealed_json import as_json
 from tpuport.core.files.settings_diff import differences, flatten
 from tpuport.core.files.stage_tensors import TensorSpec, check_tensors, save_tensors
-from tpuport.core.files.versions import version
 from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
 
 if TYPE_CHECKING:

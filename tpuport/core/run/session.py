@@ -393,8 +393,7 @@ class Session:
         for name in (spec.name for spec in stage.writes if spec.name in made):
             if not bool(torch.isfinite(made[name]).all()):
                 ran = stage.components_for(request)
-                damaged = [c for c in ran if not self.checkpoint.finite(c)]
-                raise not_finite(stage.name, name, "", damaged or ran, self.dtype)
+                raise not_finite(stage.name, name, "", ran, self.dtype)
 
     def _on_mesh(
         self, stage: Stage, request: Request, *how: Any

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.arrays import dtype_name, to_numpy
 from tpuport.core.enums import StageName
+from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.sources import Source
-from tpuport.core.files.versions import versions
 from tpuport.core.reports import RunReport
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings

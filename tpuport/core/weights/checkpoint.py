@@ -300,11 +300,6 @@ class Checkpoint:
                 "infinite values; the weights are broken: download them again"
             )
 
-    def finite(self, component: str) -> bool:
-        """Whether no weight of a component is NaN or infinite; reads all of them."""
-        files = self.weight_files(component)
-        return all(bool(t.isfinite().all()) for _, t in self.stream(files, list(files)))
-
     def fingerprint(self, component: str) -> str:
         """A fingerprint of the contents of a component's files, wherever they lie.
 
