@@ -47,6 +47,8 @@ def runs(settings: Settings, context: typer.Context) -> None:
     """List the runs that ended early and were kept; they were given no --run-dir.
 
     `tpuport runs resume ID` makes the videos of one, `tpuport runs clean` removes them.
+
+    Example: tpuport runs
     """
     if context.invoked_subcommand is not None:
         refuse_options(context)
@@ -87,7 +89,7 @@ def _age(seconds: float) -> str:
 def clean(
     settings: Settings,
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", show_default=False)
+        list[str] | None, typer.Argument(metavar="ID", show_default=False)
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Remove every run that no process works on.")
@@ -97,6 +99,8 @@ def clean(
 
     Without an ID and without --all, those that cannot go on and those of more than
     seven days. A run that a process works on is never removed.
+
+    Example: tpuport runs clean --all
     """
     if ids and everything:
         raise UsageError("--all and an ID exclude each other; give one")
@@ -133,6 +137,8 @@ def resume(
     """Go on with a kept run, to the videos that were asked for; then it is removed.
 
     Settings are those that the run was begun with. --out names another place.
+
+    Example: tpuport runs resume 20261124-081502-3fa9c1 --out fox.mp4
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()

@@ -68,7 +68,9 @@ def test_help_takes_a_small_share_of_what_importing_torch_takes() -> None:
     assert quick < seconds("-c", "import torch, jax") / 2
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench attention"])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, "bench attention", "runs clean", "runs resume"]
+)
 def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
     cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +80,7 @@ def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
     assert max(map(len, lines)) <= 80
     assert any(line.startswith(f"  Example: tpuport {command}") for line in lines)
     heads = [line for line in lines if line.endswith(":") and line[0] != " "]
-    assert heads[-1] == "Of every command:" or command == "bench"
+    assert heads[-1] == "Of every command:" or command in ("bench", "runs")
     if command == "generate":
         first, second = (lines.index(head) for head in heads[:2])
         common = [line.split()[0] for line in lines[first + 1 : second - 1]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def write_checkpoint(
     """
     import diffusers
 
-    for name, part in parts.items():
-        part.save_pretrained(folder / name)
+    with _no_bars():
+        for name, part in parts.items():
+            part.save_pretrained(folder / name)
     named = {name: type(part).__name__ for name, part in parts.items()} | classes
     index: dict[str, Any] = {
         "_class_name": pipeline,
@@ -88,6 +90,20 @@ def write_checkpoint(
         library = "diffusers" if hasattr(diffusers, cls) else "transformers"
         index[name] = [library, cls]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Transformers' bars are off while the block lasts: a demo is small."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def demo_sentences() -> list[str]:
