@@ -102,7 +102,6 @@ def test_decode_of_a_finished_run_and_its_replay(cli: Cli, run: Path) -> None:
     assert ran.json["implementations"] == {"vae": "flax"}
     assert ran.json["report"]["implementations"] == {"vae": "flax"}
     assert stage_of(ran, "decode")["patches"] == []
-    assert any(line.split() == ["vae", "flax"] for line in ran.err.splitlines())
     sidecar = read_sidecar(Path("v-000.gif.json"))
     found = {name: s["implementations"] for name, s in sidecar["stages"].items()}
     wanted = {"encode": {"vae": "torchax"}, "denoise": {}, "decode": {"vae": "flax"}}
@@ -261,4 +260,4 @@ def test_a_plan_says_how_decode_runs() -> None:
     tiling = {"decode": decided.as_dict()}
     made: Any = plan_of(MeshSpec(), measured(4, 0.5), tiling=tiling)
     assert made.as_dict()["tiling"]["decode"]["untiled"] == 40 * 2**30
-    assert decided.line() in text(made).splitlines()
+    assert decided.line() in map(str.strip, text(made).splitlines())

@@ -37,6 +37,9 @@ from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
 from tpuport.errors import ArtifactError, MissingArtifactError
 
+#: Differences that a message names: it is one line.
+_NAMED = 3
+
 #: What a manifest says of single stages.
 _TILING = "tiling"
 
@@ -237,6 +240,8 @@ class BuiltFolder:
         raise self._refusal(key, min(differences, key=len))
 
     def _refusal(self, key: ProgramKey, found: Sequence[str]) -> ArtifactError:
+        if left := len(found[_NAMED:]):
+            found = [*found[:_NAMED], f"{left} more"]
         return ArtifactError(
             f"{self.folder}: {key.name} is not for this run (what it was compiled for "
             f"-> what this run has): {'; '.join(found)}; {_AGAIN}"

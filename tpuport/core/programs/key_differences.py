@@ -39,8 +39,8 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str,
         shapes = ["the nesting of its arguments changed"]
     found = [
         *named("model", "form", "stage", "program", "component"),
-        *each("options"),
         *named("platform", "chip", "mesh"),
+        *each("options"),
         *(named("devices") if before["mesh"] == after["mesh"] else ()),
         *named("host"),
         *each("config", f"{after['component']} "),
