@@ -150,10 +150,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             row[2] = row[4] = "-"
         rows.append(tuple(row))
     yield from _figures(rows)
-    for tiling in plan.tiling.values():
-        yield tiling["line"]
-        if tiling["reason"]:
-            yield f"  {tiling['reason']}"
+    yield from _tiling(plan)
 
 
 def _in_short(plan: Plan) -> Iterator[str]:
@@ -167,7 +164,15 @@ def _in_short(plan: Plan) -> Iterator[str]:
         bound = "" if stage.seconds is None else str(stage.bound)
         rows.append((stage.name, *sizes, call, str(stage.calls), whole, bound))
     yield from columns(rows, right=range(1, 6))
-    yield from (f"  {tiling['line']}" for tiling in plan.tiling.values())
+    yield from _tiling(plan)
+
+
+def _tiling(plan: Plan) -> Iterator[str]:
+    """Whether decode runs in tiles, and why a plan does not fit."""
+    for tiling in plan.tiling.values():
+        yield tiling["line"]
+        if tiling["reason"]:
+            yield f"  {tiling['reason']}"
 
 
 def _times(plan: Plan) -> Iterator[str]:
