@@ -44,6 +44,7 @@ def make(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_make_demo_leaves_a_playable_video(tmp_path: Path) -> None:
+    """Over 10 s: imports and programs as a user's first command has them."""
     import imageio.v3 as iio
 
     out = tmp_path / "demo.mp4"
@@ -64,6 +65,7 @@ def test_make_test_runs_lint_types_and_tests() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
+    """Most of a minute: both demos run and are timed, in a process for each command."""
     assert len(TPUPORT) >= 8
     environment = os.environ | {"TPUPORT_CACHE_DIR": str(tmp_path / "cache")}
     for command in TPUPORT:

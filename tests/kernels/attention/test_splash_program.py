@@ -61,6 +61,7 @@ def check_targets(folder: Path, head_dim: int, length: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.aot)])
 def test_bundles(head_dim: int, folder: Path) -> None:
+    """Over 10 s: the kernel of a published video's size, compiled for a TPU."""
     check_targets(folder, head_dim, 39826)
 
 

@@ -128,6 +128,7 @@ def test_15_from_an_image(
     single: Callable[..., Result],
     load: Callable[..., Result],
 ) -> None:
+    """Over 10 s: all stages of a video, on one device and on eight."""
     many = load("1.5", videos, mesh=mesh)
     assert largest(many, single("1.5", videos)) <= ATOL
     plan = transformers_plan(many)

@@ -261,6 +261,7 @@ def test_tiled_decode_is_upstreams(
     record: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Over 10 s: decoders of five sizes, four tiles and the whole picture."""
     make = AutoencoderKLHunyuanVideo15.__init__
 
     @functools.wraps(make)

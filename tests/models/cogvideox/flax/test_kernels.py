@@ -16,6 +16,7 @@ import pytest
 
 from tests.models.cogvideox.vae.test_tpu import CONFIG
 from tests.processes import needs_libtpu, run_json
+from tests.sweeps import swept
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers import video_layers as video
 from tpuport.core.layers.model_runtime import model_runtime
@@ -63,7 +64,8 @@ def chunk_by_chunk(
     """What a stage's programs give of [B, C, T, Y, X], chunk after chunk."""
     name = "latents" if stage == "decode" else "pixels"
     carry, found = None, []
-    for place, chunk in zip(("first", "next"), chunks, strict=True):
+    names = ("first", "next")[: len(chunks)]
+    for place, chunk in zip(names, chunks, strict=True):
         program = FLAX.programs[stage][f"{place} {form}".strip()]
         assert program.space is not None
 
@@ -94,22 +96,31 @@ def told(vae: JaxModule) -> dict[tuple[str, str], int]:
     return {(r.implementation, r.reason): r.count for r in found}
 
 
+# Neither rows nor columns divide.
+UNEVEN = ((2, 4), (3, 11))
+
+
 @pytest.mark.parametrize(
-    ("parts", "size"),
+    ("parts", "size", "lengths"),
     [
-        pytest.param((1, 8), (2, 16), id="columns", marks=pytest.mark.sweep),
+        # ``vae/test_tpu.py`` goes on from a chunk in every run, by the same kernels.
+        pytest.param(*UNEVEN, (3,), id="rows and columns"),
+        swept(*UNEVEN, (3, 2)),
+        swept((1, 8), (2, 16), (3, 2)),
         # Some devices have no column of their own.
-        pytest.param((1, 8), (3, 13), id="uneven columns", marks=pytest.mark.sweep),
-        # Neither rows nor columns divide.
-        pytest.param((2, 4), (3, 11), id="rows and columns"),
+        swept((1, 8), (3, 13), (3, 2)),
         # Wide enough for the kernel to read in place, with one phantom column.
-        pytest.param((1, 2), (2, 15), id="wide", marks=pytest.mark.sweep),
+        swept((1, 2), (2, 15), (3, 2)),
     ],
 )
 def test_decoding_by_kernels_is_that_without(
-    parts: tuple[int, int], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    parts: tuple[int, int],
+    size: tuple[int, int],
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chunks = [drawn(1, 4, frames, *size) for frames in (3, 2)]
+    """16 CPU seconds: every kernel of a decoder is compiled interpreted."""
+    chunks = [drawn(1, 4, frames, *size) for frames in lengths]
     plain = module("cpu", 1, SMALL)
     truth = chunk_by_chunk(plain, "decode", "tile", chunks)
     assert told(plain) == {}

@@ -59,6 +59,7 @@ def asked(session: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 def test_chunks_in_a_row_are_the_bytes_of_the_video(
     session: Any, asked: Any, heard: Counts
 ) -> None:
+    """Over 10 s: a first and a following chunk of floats, and of bytes."""
     request, latents = asked
     whole, _ = session.run_stage("decode", request, latents)
     heard.delivered_.clear()

@@ -111,6 +111,7 @@ def test_tiled_decode_is_upstreams(
 def test_tiles_are_split_in_space_too(
     folder: Path, cache: Path, long: Any, their_long: np.ndarray
 ) -> None:
+    """Over 10 s: four decoders for eight devices."""
     ours, report, said = decode(folder, cache, long, "on", LONG, mesh="dp=2,tp=4")
     assert "2 x 1 tiles of up to 48 x 64 pixels" in "\n".join(said)
     # Tiles of two sizes, each with a first and a following chunk.

@@ -168,7 +168,10 @@ def test_blocks_take_the_place_of_the_patch_on_the_same_target() -> None:
 def test_latents_of_both_blocks(
     step_cache: str | None, hunyuanvideo_folders: dict[str, Path], cache_dir: Path
 ) -> None:
-    """From an image, with guidance on dp, and with steps that go on from a state."""
+    """From an image, with guidance on dp, and with steps that go on from a state.
+
+    Over 10 s: two sessions, each with its encoders and two programs of a step.
+    """
     prompt, folder = 'a red fox reads "stop" aloud', hunyuanvideo_folders["1.5"]
     one, other = latents_of_both(
         folder, cache_dir, prompt, EVERY_AXIS, step_cache, picture()
