@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.shown.output import is_report
 from tpuport.cli.shown.signals import starting
 from tpuport.core.enums import Backend, Task
 from tpuport.core.files.outputs import Outputs, check_no_input, plan_outputs
@@ -86,13 +87,15 @@ def check_report(file: Path, inputs: Sequence[Path]) -> None:
         inputs: the files that the command reads.
 
     Raises:
-        UsageError: it is a folder or an input, or its folder cannot be one or may not
-            be written.
+        UsageError: it is a folder, an input or a file that is no report, or its folder
+            cannot be one or may not be written.
     """
     if file.is_dir():
         raise UsageError(f"--report {file}: is a folder; name a file")
     rules.check_folder("--report", file.parent)
     check_no_input(file, inputs, "--report")
+    if file.is_file() and not is_report(file):
+        raise UsageError(f"--report {file}: is there, and no report; name another file")
 
 
 def outputs_of(

@@ -196,6 +196,8 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _sidecar_of(path: Path) -> Path:
     """The sidecar that was named, or the one of the video that was."""
+    if not path.resolve().name:
+        raise UsageError(f"{path}: names no video, nor its JSON")
     if path.is_dir():
         return sidecar_path(path.resolve())
     if path.suffix == ".json":

@@ -24,6 +24,7 @@ from tpuport.cli.runs.kept_runs import (
 from tpuport.cli.runs.run_stages import (
     decode_videos,
     describe_results,
+    inputs_of,
     open_existing,
     run_stage,
 )
@@ -146,7 +147,7 @@ def resume(
     kept = kept_run(cache, name)
     run, settings = open_existing(asked_for(kept, settings), STAGES[1])
     check_early(settings)
-    outputs = outputs_of(settings, "", len(kept.prompts))
+    outputs = outputs_of(settings, "", len(kept.prompts), inputs=inputs_of(run))
     for remark in outputs.remarks():
         say(remark)
     with (

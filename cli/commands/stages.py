@@ -27,6 +27,7 @@ from tpuport.cli.runs.run_stages import (
     decode_videos,
     describe_results,
     encode_report,
+    inputs_of,
     open_existing,
     recorded_noise,
     recorded_source,
@@ -164,7 +165,9 @@ def decode(settings: Settings) -> None:
     _check_going_on(settings, run, STAGES[2])
     request = recorded_request(get_port(run.model), run.settings, run.file)
     place = str(run.path / "video.mp4")
-    outputs = outputs_of(settings, place, len(request.prompts), request=request)
+    outputs = outputs_of(
+        settings, place, len(request.prompts), request=request, inputs=inputs_of(run)
+    )
     for remark in outputs.remarks():
         say(remark)
     cache = cache_folder(settings.cache_dir)

@@ -262,6 +262,19 @@ def encode_report(run: RunDirectory) -> Report | None:
     return recorded_stage(run, STAGES[0])
 
 
+def inputs_of(run: RunDirectory) -> list[Path]:
+    """The files that a run was made from, which no output may replace.
+
+    Raises:
+        ArtifactError: the record of encode is not usable.
+    """
+    report = encode_report(run)
+    note = {} if report is None else report.get("note", {})
+    source, noise = note.get("source"), note.get("initial_latents")
+    names = [*(source["files"] if source else ()), *([noise["file"]] if noise else ())]
+    return [Path(name) for name in names]
+
+
 def recorded_noise(entry: FileRecord | None, by: Path) -> Noise | None:
     """The initial noise that the file ``by`` records, known to be the same file.
 

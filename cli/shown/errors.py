@@ -61,6 +61,9 @@ def explain(error: BaseException, *, debug: bool) -> int:
         code, text = in_words(signum)
     elif isinstance(error, TpuportError):
         code, text = error.exit_code, f"error: {error}"
+    elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = quoted(str(error.filename))
+        code, text = 2, f"error: {name} is too long for the name of a file or folder"
     else:
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         code, text = 1, f"error: unexpected {what}"

@@ -22,6 +22,16 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
+#: How the document of every command begins.
+_BEGINNING = b'{\n  "command": "'
+
+
+def is_report(file: Path) -> bool:
+    """Whether a file is empty or a document of a command, which another may replace."""
+    with file.open("rb") as opened:
+        return opened.read(len(_BEGINNING)) in (b"", _BEGINNING)
+
+
 def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
     """The one JSON document of a command: on stdout, in the file ``report``, or both.
 

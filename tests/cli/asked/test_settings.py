@@ -254,6 +254,7 @@ def test_the_file_wins_over_the_environment(
         # Nine such lines would be 10^9 times the text.
         ("model: &a [x, x]\nprompt: [*a, *a]", "line 2 has the alias *a"),
         ('prompt: "a\\ud800b"', "character 2 is half of a surrogate pair"),
+        ('out: "a\\0b.mp4"', "has a NUL character"),
         ("a: " + "[" * 10**4, "is not YAML"),
         ("a" * (17 << 20), "is larger than 16 MiB"),
     ],

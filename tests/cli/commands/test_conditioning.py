@@ -71,6 +71,11 @@ def test_the_stages_by_themselves(cli: Cli, image: Path) -> None:
         "encode", *HUNYUAN, "--prompt", "rain", "--image", image, "--run-dir", "run"
     )
     assert encoded.code == 0, encoded.err
+    # A picture is never replaced by what was made from it.
+    moving = image.rename("picture.gif")
+    image.symlink_to(moving)
+    ran = cli("decode", "--run-dir", "run", "--out", moving, "--overwrite")
+    assert (ran.code, "which the run reads" in ran.last) == (2, True)
     # What comes after the encoders needs no picture any more.
     image.unlink()
     for stage in ("denoise", "decode"):

@@ -123,6 +123,11 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
         assert "encode: " not in ran.err
     ran = cli("generate", "--prompt", "a", "--report", ".")
     assert ran.last == "error: --report .: is a folder; name a file"
+    Path("file").write_text("mine")
+    ran = cli("generate", "--prompt", "a", "--report", "file")
+    assert (
+        ran.last == "error: --report file: is there, and no report; name another file"
+    )
     out = ("--out", "v.gif", "--report", "v.gif.json")
     for command in (("generate", "--prompt", "a"), ("replay", sidecar)):
         last = cli(*command, *out).last

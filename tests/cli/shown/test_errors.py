@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.cli.shown.errors import may_pass
+from tpuport.cli.shown.errors import explain, may_pass
 from tpuport.core.files.atomic import cannot_write
 from tpuport.errors import (
     ArtifactError,
@@ -58,3 +58,14 @@ def test_these_can(error: BaseException) -> None:
 )
 def test_these_come_again(error: BaseException) -> None:
     assert not may_pass(error)
+
+
+def test_a_name_that_is_too_long_is_said_to_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(OSError, match="too long") as caught:
+        Path("x" * 300).stat()
+    assert explain(caught.value, debug=False) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: 'xxx")
+    assert line.endswith("xxx' is too long for the name of a file or folder")

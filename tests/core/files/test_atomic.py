@@ -118,3 +118,14 @@ with replacing(folder / "a.mp4", ".mp4"):
     monkeypatch.setattr(os, "kill", of_another_user)
     remove_leftovers(tmp_path)
     assert living.exists()
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    """As /dev/null and /dev/stdout do, which a rename would replace by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    atomic_write_json(pipe, [1])
+    assert json.loads(os.read(reader, 100)) == [1]
+    os.close(reader)
+    assert pipe.is_fifo()

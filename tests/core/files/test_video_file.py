@@ -535,3 +535,9 @@ def test_an_encoder_says_that_the_disk_is_full(
     encoder.close()
     gc.collect()
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_video_goes_into_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="is a device or a pipe"):
+        output_of(tmp_path / "pipe")

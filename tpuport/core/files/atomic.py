@@ -141,12 +141,15 @@ def _flush_folder(folder: Path) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whole or not at all.
+    """Write ``data`` to ``path``, whole or not at all; into a device or a pipe at once.
 
     Raises:
         WriteError: the file cannot be written; what was there before still is.
     """
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
         with replacing(path) as temporary:
             temporary.write_bytes(data)
     except OSError as error:

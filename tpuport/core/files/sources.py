@@ -252,6 +252,8 @@ def _check_there(what: str, path: Path, name: str) -> None:
         )
     if not path.exists():
         raise UsageError(f"{what} {name} does not exist")
+    if not path.is_file() and not path.is_dir():
+        raise UsageError(f"{what} {name} is a device or a pipe; name a file")
 
 
 def _check_size(what: str, array: np.ndarray) -> None:

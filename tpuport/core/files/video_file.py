@@ -87,6 +87,8 @@ def output_of(out: str | Path) -> tuple[Path, VideoKind]:
     if text.endswith("/"):
         return path, "png"
     suffix = path.suffix.lower().removeprefix(".")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OutputError(f"{text}: is a device or a pipe; a video needs a file")
     if not suffix:
         return path.with_name(f"{path.name}.mp4"), "mp4"
     if suffix in _FILE_KINDS:

@@ -34,6 +34,8 @@ def text(value: Any) -> str:
             f"is not valid Unicode: character {error.start + 1} is half of a "
             "surrogate pair, or a byte that is not UTF-8"
         ) from None
+    if "\0" in value:
+        raise ValueError("has a NUL character, which no name or text may have")
     return value
 
 
