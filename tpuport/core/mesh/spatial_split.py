@@ -1,10 +1,10 @@
 """Programs split in space: every device holds some rows and columns of a video.
 
 A convolution then needs the rows and columns beside its own (a halo), which the
-neighbours send; a statistic over the picture is one of all devices. Where a side does
-not divide, the last devices hold phantom rows or columns: convolutions see the border
-of the picture in their place and statistics leave them out, so the result is that of
-one device.
+neighbours send; a statistic over the picture covers all devices. If a side does not
+divide, the last devices hold phantom rows or columns. Convolutions see the border of
+the picture in their place and statistics leave them out, so the result equals one
+device's.
 
 Legend: B videos, Y rows and X columns, at any resolution of the program; n elements of
 a side on a device. Halo exchange for convolutions: Dryden et al. 2019, "Improving

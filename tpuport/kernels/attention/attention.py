@@ -104,10 +104,10 @@ def attention_feature_major(
 ) -> Float[Array, "b h dv lq"]:
     """``attention`` on arrays with the head dim before the tokens.
 
-    That is how a product of weights and tokens gives them and how our kernel takes
-    them; any other implementation gets them turned. Where the one named refuses the
-    call, another does it, as ``select`` says with ``fall_back``. Key lengths are at
-    most ``kv_len``.
+    A product of weights and tokens gives this order, and our kernel takes it; any other
+    implementation gets transposed arrays. If the named implementation refuses the call,
+    another runs, as ``select`` says with ``fall_back``. Key lengths are at most
+    ``kv_len``.
 
     Returns:
         [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.
