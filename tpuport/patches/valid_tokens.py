@@ -58,8 +58,8 @@ def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         Indices of shape [B, L] for :func:`take_tokens`, and the number of valid tokens,
-        integers of shape [B]. They are counted as integers: in the dtype of the mask,
-        bfloat16 say, 256 + 1 would be 256. ``order.argsort(dim=1)`` moves them back.
+        integers of shape [B]. Counting in the dtype of the mask, bfloat16 say, would
+        make 256 + 1 = 256. ``order.argsort(dim=1)`` moves tokens back.
     """
     valid = mask.bool()
     order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)

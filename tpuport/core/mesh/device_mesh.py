@@ -1,9 +1,9 @@
 """The order of a mesh's devices along the links of their slice.
 
 A slice lists its chips machine by machine, two by two chips each: sixteen of them are
-8 x 2. Where sixteen devices exchange heads, and pass keys on to the next sixteen
-(``sequence_parallel.py``), that is half a row of a 16 x 16 slice: eight hops, with the
-keys of eight devices on every link of the way.
+8 x 2. If sixteen devices exchange heads, and pass keys on to the next sixteen
+(``sequence_parallel.py``), keys go over half a row of a 16 x 16 slice: eight hops, with
+the keys of eight devices on every link of the way.
 
 Here the devices of each place of ``dp`` are a *box* of the slice, as near a square as
 there is. The devices of each place of ``sp`` are a box within that box. The order

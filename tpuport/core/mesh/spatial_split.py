@@ -293,9 +293,9 @@ class SpatialLayout:
     """Which dims of a program's arrays are rows and columns, in letters.
 
     A layout such as ``"BCTYX"`` names every dim: B, Y and X are split, all others are
-    whole on every device. It holds for every array of its part of a tree, and ``"B"``
-    for those that have one number a video. Programs get padded pictures: sides that do
-    not divide are made to, at the end, and come back so.
+    whole on every device. A layout holds for every array of its part of a tree; ``"B"``
+    is for arrays with one number a video. Programs get pictures that are padded at the
+    end until their sides divide, and return padded pictures.
 
     Attributes:
         inputs: of each input by name; the first one has the resolution that is split.

@@ -18,7 +18,7 @@ from tpuport.core.mesh.slices import Topology
 from tpuport.core.plan.abstract_programs import AbstractProgram, device_bytes
 from tpuport.core.plan.build_ahead import CompileError
 
-#: Of a compiler's message, how many characters are told.
+#: Characters that are kept of a compiler's message.
 _WORDS = 400
 
 

@@ -24,7 +24,7 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
 
-#: Of each kind of change, how many are compiled at most.
+#: The most changes of each kind that are compiled.
 TRIES = 3
 
 #: What is wrong with one mesh, and says nothing of the others.

@@ -341,7 +341,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
             functions += [stage.plan, *(p.fn for p in stage.programs.values())]
         functions += [patch.replacement for patch in form.patches]
         functions += [override.make for override in form.overrides]
-        # Of the blocks in place: patches of native ones are among the form's.
+        # Of the blocks in place; patches of native blocks are among the form's.
         transforms = [t for c in form.components.values() for t in c.transforms]
         functions += [transform.apply for transform in transforms]
         chosen = [implementation_of(form, name) for name in form.components]

@@ -130,7 +130,7 @@ class TilingDecision:
         )
 
     def passed(self) -> str:
-        """That it goes on in tiles, for people, and why."""
+        """Words for people: the decode goes on in tiles, and why."""
         return f"{self._lacks('')}: going on in {self.tiles}"
 
     def _lacks(self, then: str) -> DoesNotFitError:

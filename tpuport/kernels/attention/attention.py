@@ -47,8 +47,8 @@ def attention(
 
     Args:
         q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]; Hkv divides H.
-        platform: "tpu", "cpu", ...: where the program will run. It is not looked up,
-            because a program may be compiled for a device that is not attached.
+        platform: "tpu", "cpu", ...: where the program will run. Not looked up, because
+            a program may be compiled for a device that is not attached.
         implementation: an :class:`AttentionChoice` or a name, such as "auto".
         chip: such as "v6e", for the choice of blocks.
         fall_back: see ``select``.

@@ -233,7 +233,7 @@ def select(
     asked = as_choice(implementation)
     chip = chip or DEFAULT_CHIP
     passed_over: list[tuple[str, str]] = []
-    # Where nobody has an option that was given, somebody has the call without it.
+    # An option that no implementation has is left out.
     plain = AttentionChoice(window=asked.window, k_smooth=asked.k_smooth)
     choices = dict.fromkeys((asked, plain))
     if asked.name != AUTO:

@@ -351,7 +351,7 @@ def _edged_inputs(
             window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
-    # Of sides a step has the whole frame: rows that begin anywhere in a tile can be
+    # A step has the sides of the whole frame: rows that begin anywhere in a tile can be
     # read from VMEM, as words, but not be copied to it.
     line = (1, 1, height + 2, channels)
     beside = pl.BlockSpec(line, lambda o, n, y, t: (n, t, 0, 0))

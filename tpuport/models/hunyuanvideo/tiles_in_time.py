@@ -97,7 +97,7 @@ def tile_frames(
     """
     video = decode_tile(model, given["latents"])
     video = blended(seam, video, given["rising"], given["falling"])
-    # Of a tile with fewer frames than the seam, only those are looked at later: tiles
+    # If a tile has fewer frames than the seam, later calls look at these alone: tiles
     # become no longer towards the end.
     length = seam.shape[2]
     seam = jnp.concatenate([seam, video], axis=2)[:, :, -length:]
