@@ -1,4 +1,4 @@
-"""Prints the tables of ``docs/accuracy.md``: ``python -m tests.measure.accuracy``.
+"""Prints every comparison with upstream: ``python -m tests.measure.accuracy``.
 
 Run from the root of a checkout; name models to measure these alone. Each row is the
 largest absolute difference from the upstream code on the CPU in float32, on small

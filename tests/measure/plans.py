@@ -1,5 +1,5 @@
 """Plans beside published measurements of hand-written ports; the table of
-docs/tpu-without-a-tpu.md.
+docs/log/2026-11-22-plans-against-published-steps.md.
 
 ``python -m tests.measure.plans FOLDER`` runs ``tpuport plan`` once for each row that
 has no ``NAME.json`` in FOLDER yet (two minutes each on two cores), keeps the document

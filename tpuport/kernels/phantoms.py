@@ -1,7 +1,7 @@
-"""Of rows and columns that devices share unevenly, those that are real.
+"""How many rows and columns are real, if devices share them unevenly.
 
-The last devices then hold phantom rows or columns at the end of theirs. A kernel is
-told by two numbers how many are real, and does not let what is in the others count.
+The last devices then hold phantom rows or columns at their end. Two numbers tell a
+kernel how many are real; the kernel ignores the contents of the others.
 """
 
 from __future__ import annotations

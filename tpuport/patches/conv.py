@@ -1,8 +1,8 @@
 """Three-dimensional convolution on the CPU, as a two-dimensional one.
 
-XLA's CPU compiler is much faster at convolutions over two axes than over three. A
-convolution whose first axis has stride 1 is one over the other two axes with the taps
-of the first side by side in the channels: the same products, summed in another order.
+XLA's CPU compiler is much faster at convolutions over two axes than over three. If the
+first axis has stride 1, its taps can lie side by side in the channels of a convolution
+over the other two axes: the products are equal, summed in another order.
 ``docs/performance.md`` has what that is worth. Other platforms keep the plain form.
 
 Legend: N batch, C input channels, O output channels, T frames, Y rows, X columns.

@@ -1,8 +1,8 @@
 """Normalisation in float32, whatever the weights' dtype.
 
-torchax rounds the mean, the variance and every product of a layer or group norm to the
-dtype of its input, so a bfloat16 model loses its norms. Here statistics are two-pass
-and everything is float32 until the result is cast back.
+torchax rounds the mean, the variance and every product of a norm to the dtype of its
+input, so a bfloat16 model loses its norms. Here statistics are two-pass and everything
+is float32 until the result is cast back.
 
 Legend: N batch, C channels, G groups.
 """

@@ -1,7 +1,7 @@
 """Padding of pictures that are split over devices.
 
-What upstream pads to a border before a convolution is, within the picture, a row or
-column of a neighbour.
+Upstream pads a border before a convolution. Within the picture, a neighbour's row or
+column takes the place of the padding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Norms after the last block that are computed once, before what they are projected by.
 
 XLA for TPU would compute such a norm within the projection's product, again for every
-part of it. That program alone is a fifth of what a transformer takes to compile; kept
-apart the norm is one reading and writing of the tokens, once a step.
+part of it. Such a product is a fifth of what a transformer takes to compile. Kept
+apart, the norm reads and writes the tokens once a step.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def nearest_resize(
     Args:
         output_size: the new sizes; ``None`` to go by ``scales``.
         scales: of each axis, or one sequence of them, or ``None``.
-        by_matrix: enlarge the last axis by a product with a matrix, and the one before
-            it along with it; exact where all elements are finite.
+        by_matrix: enlarge the last two axes by a product with a matrix; exact if all
+            elements are finite.
 
     Returns:
         [N, C, *output_size], in the dtype of ``input``. Element i of an axis is element

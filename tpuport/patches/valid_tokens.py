@@ -1,12 +1,12 @@
 """Attention for patches on upstream code: padding as lengths, causality as frames.
 
-A mask that hides padding says no more than how many tokens are valid, once the valid
-ones stand first. Where the order of the keys carries no position (a text without rotary
-embedding), moving them there changes no result, and the mask of Lq x Lk, gigabytes at
-the sizes of a video, is one integer per batch item:
+Once valid tokens stand first, a mask that hides padding only says how many tokens are
+valid. If the order of the keys carries no position (a text without rotary embedding),
+moving valid tokens to the front changes no result. One integer per batch item then
+replaces the mask of Lq x Lk, gigabytes at the sizes of a video:
 
     text, lengths = valid_first(text, mask)
-    ...  # keys and values are those of [video, text]
+    ...  # keys and values of [video, text]
     out = attend(query, key, value, key_lengths=video_tokens + lengths)
 
 All of this runs in plain torch and in a traced block, without a shape or a branch that
@@ -58,8 +58,8 @@ def valid_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         Indices of shape [B, L] for :func:`take_tokens`, and the number of valid tokens,
-        integers of shape [B]. They are counted as integers: in the dtype of the mask,
-        bfloat16 say, 256 + 1 would be 256. ``order.argsort(dim=1)`` moves them back.
+        integers of shape [B]. Counting in the dtype of the mask, bfloat16 say, would
+        make 256 + 1 = 256. ``order.argsort(dim=1)`` moves tokens back.
     """
     valid = mask.bool()
     order = torch.argsort(valid.logical_not().int(), dim=1, stable=True)

@@ -36,7 +36,7 @@ class Blocks:
 
     @classmethod
     def parse(cls, text: str) -> Blocks:
-        """Of ``Q/KV/COMPUTE``, such as ``2048/2048/512``.
+        """The tiles of ``Q/KV/COMPUTE``, such as ``2048/2048/512``.
 
         Raises:
             UsageError: it is not three positive numbers, or tiles that no kernel takes.
@@ -56,7 +56,7 @@ class Blocks:
 
     @classmethod
     def of(cls, tiles: SplashBlocks) -> Blocks:
-        """Of the tiles that our kernel takes."""
+        """The tiles of our kernel, as :class:`Blocks`."""
         return cls(q=tiles.q, kv=tiles.kv, kv_compute=tiles.kv_compute)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def fits(case: AttentionCase, blocks: Blocks) -> bool:
 def kernel_source_hash() -> str:
     """Sha256 of the code that our splash kernel is made of.
 
-    The code is that of the kernel's module and of all modules it imports from
+    The hash covers the kernel's module and all modules it imports from
     ``tpuport.kernels``. Comments, docstrings, annotations and the place of a module do
     not count: none of them changes a kernel.
 

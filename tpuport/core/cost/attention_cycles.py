@@ -68,20 +68,20 @@ class AttentionCost:
 
     @property
     def step_bundles(self) -> float:
-        """Of one grid step, in the mean over all of them: those that begin or finish a
-        row of blocks run more."""
+        """Bundles of one grid step, the mean over all steps: the first and last steps
+        of a row of blocks run more."""
         return self.cycles / math.prod(self.grid)
 
     @property
     def padded_scores(self) -> int:
-        """Scores the kernel computes, those of padding too, on all cores."""
+        """Scores the kernel computes on all cores, padding included."""
         queries = round_up(self.case.q_len, self.blocks.q)
         keys = round_up(self.case.kv_len, self.blocks.kv)
         return self.case.heads * queries * keys
 
     @property
     def bundles_per_tile(self) -> float:
-        """Bundles for 2^20 scores that are computed, those of padding among them."""
+        """Bundles for 2^20 computed scores, padding included."""
         return self.cycles * self.cores / self.padded_scores * TILE
 
     @property

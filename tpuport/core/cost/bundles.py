@@ -2,13 +2,13 @@
 
 Only what decides the path is understood: loops by the branch back to their head,
 forward branches by what they skip, and the scalar arithmetic behind their conditions.
-Scalars are in SSA form, so a condition is worked out by following definitions back to
-constants, to the grid's indices (which the compiler marks in a comment), or to a value
-that only the data decides, which stays a symbol.
+Scalars are in SSA form, so a condition is worked out by following its definitions. They
+lead to constants, to the grid's indices (marked in a comment by the compiler), or to a
+value that only the data decides, which stays a symbol.
 
-What cannot be worked out is kept as an expression, a nested tuple of an operation and
-its operands. The comparisons in it that hold something unknown are its atoms: with an
-assumption for each the expression is true or false.
+The rest is kept as an expression, a nested tuple of an operation and its operands. The
+comparisons in it that hold something unknown are its atoms: with an assumption for each
+the expression is true or false.
 """
 
 from __future__ import annotations

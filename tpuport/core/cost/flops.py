@@ -41,7 +41,7 @@ def model_flops(jaxpr: Any, records: Sequence[AttentionRecord]) -> float:
 
 
 def attention_flops(record: AttentionRecord) -> float:
-    """Of one attention call: two products of every query with every key it sees."""
+    """FLOPs of an attention call: two products of every query with every key seen."""
     batch, heads, queries, width = record.query
     keys = record.key[2]
     seen = float(queries) * keys
@@ -111,7 +111,7 @@ def _convolution(eqn: Any) -> float:
 
 
 def _kernel_flops(eqn: Any, records: Sequence[AttentionRecord]) -> float:
-    """Of the record that the operands of a kernel fit best: padding makes them larger.
+    """FLOPs of the record that fits a kernel's operands best: operands are padded.
 
     A program has few different attention calls, of very different sizes.
     """

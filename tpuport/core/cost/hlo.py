@@ -95,12 +95,12 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of the result."""
+        """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def hbm_bytes(self) -> float:
-        """Of the result, as far as it lies in HBM, with the padding of tiles."""
+        """Bytes of the result that lie in HBM, with the padding of tiles."""
         return sum(array.hbm_bytes for array in self.arrays)
 
     @property
@@ -131,7 +131,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Of a custom call; empty for others."""
+        """The target of a custom call; empty for other instructions."""
         return first(_TARGET, self.attributes)
 
 
@@ -291,5 +291,5 @@ def convolution_flops(
 
 
 def transfer_bytes(instruction: Instruction) -> int:
-    """Of a copy between memories: its smaller array, once."""
+    """Bytes of a copy between memories: its smaller array, once."""
     return min((a.bytes for a in instruction.arrays if a.shape), default=0)

@@ -1,9 +1,9 @@
 """What the Pallas kernels of a compiled program take, from their own schedules.
 
-The compiler estimates nothing for a kernel. Each distinct one is compiled once more by
-itself, in a process whose libtpu writes schedules down (libtpu reads its flags once),
-and its cycles are counted from the bundles and the trip counts of its loops. What is
-found is kept on disk under a hash of all that decides it.
+The compiler estimates nothing for a kernel. Each distinct kernel is compiled once more
+by itself, in a process whose libtpu writes schedules down (libtpu reads its flags
+once). Its cycles are counted from the bundles and the trip counts of its loops. The
+result is kept on disk under a hash of all that decides it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KernelUse(KernelCost):
 
     @property
     def key(self) -> str:
-        """Of all that decides its cost."""
+        """The hash of all that decides the kernel's cost."""
         return self.folder.name
 
     def as_dict(self) -> dict[str, Any]:
@@ -158,14 +158,14 @@ def keep_schedules(uses: Iterable[KernelUse], folder: Path) -> list[str]:
 def reader_hash() -> str:
     """Sha256 of the code that turns a dump into cycles; with new code it is read anew.
 
-    What is kept of a schedule is kept under it.
+    Costs are kept on disk under this hash.
     """
     paths = (Path(__file__).with_name(f"{name}.py") for name in _READERS)
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def compiler_versions() -> dict[str, str]:
-    """Of the installed packages that decide what is compiled."""
+    """The versions of the installed packages that decide what is compiled."""
     packages = ("jax", "jaxlib", "libtpu")
     return {name: version(name) for name in packages if find_spec(name)}
 

@@ -4,13 +4,13 @@ libtpu writes its VLIW program for each kernel and fusion into a folder when
 ``LIBTPU_INIT_ARGS`` has :func:`dump_flags`. Two files of each matter:
 ``final_bundles``, the program with its regions, loops and branches, and
 ``final_hlo-static-per-bundle-utilization``, one row a bundle and one column a unit. A
-TPU core issues one bundle a cycle, in order and without caches, so bundles times trip
-counts are its cycles as long as its copies from HBM keep up; waits for those are not in
-here.
+TPU core issues one bundle a cycle, in order and without caches. So bundles times trip
+counts are its cycles, as long as its copies from HBM keep up; waits for copies are not
+in here.
 
 The program is walked as the core would walk it: loops by their trip counts, branches
 by their conditions. Conditions on the grid's indices, such as "first key block", are
-worked out for every grid step. What depends on data is tried both ways.
+worked out for every grid step. Conditions on data are tried both ways.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class KernelSchedule:
     def executions(self, scalars: Mapping[int, int] | None = None) -> list[Execution]:
         """The whole call, once for each way its conditions on data can turn out.
 
-        Where the program does not name its grid, each turn of the outermost loop is a
+        If the program does not name its grid, each turn of the outermost loop is a
         step.
 
         Args:

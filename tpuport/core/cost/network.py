@@ -121,8 +121,8 @@ class Network:
             if len(order) > 2:
                 pairs += [(b, a) for a, b in pairs]
                 share = size / 2
-            # Where every member has links along more axes, rings along each of them
-            # share the work.
+            # If every member has links along more axes, rings along each axis share
+            # the work.
             share /= max(1, self._degree(group) // 2)
             loads.append(self.permute(pairs, share))
         return _together(loads)

@@ -450,7 +450,7 @@ class _Walk:
         return best[0]
 
     def _flops(self, instruction: Instruction) -> float:
-        """Of the matrix products and convolutions that an instruction does."""
+        """FLOPs of the matrix products and convolutions in an instruction."""
         inner = [instruction, *self.program.inner(instruction)]
         return math.fsum(
             convolution_flops(i, self._home[id(i)])

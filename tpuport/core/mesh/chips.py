@@ -1,8 +1,8 @@
 """Constants of the TPU chips, each with where it comes from.
 
-Everything is per *jax device*, the thing a mesh is made of. That is a whole chip for
-v4, v5e, v5p and v6e (two cores of v4 and v5p act as one), and half a chip, one core,
-for v7x.
+Everything is per *jax device*, the thing a mesh is made of. A jax device is a whole
+chip for v4, v5e, v5p and v6e (two cores of v4 and v5p act as one), and half a chip, one
+core, for v7x.
 
 Sources:
 

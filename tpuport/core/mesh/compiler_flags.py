@@ -1,14 +1,13 @@
 """Flags of the TPU compiler per chip, in one table, and how they reach a program.
 
-They are given to each program as it is compiled (``compiler_options`` of ``jax.jit``),
-for the devices of its mesh: what ``generate`` runs, ``plan`` counts and ``compile``
-keeps is compiled with the same flags, and no variable has to be set before the TPU is
-started. A flag that the user has set in ``LIBTPU_INIT_ARGS`` or ``XLA_FLAGS`` is left
-to the user.
+Each program is compiled with the flags for the devices of its mesh
+(``compiler_options`` of ``jax.jit``). So ``generate``, ``plan`` and ``compile`` use
+equal flags, and no variable has to be set before the TPU is started. A flag that the
+user has set in ``LIBTPU_INIT_ARGS`` or ``XLA_FLAGS`` is left to the user.
 
-A flag is in the table when it makes a step of a model here faster, by a measurement
-that somebody published or by what the compiler says of the step. What was tried and
-left out is in docs/performance.md, with its figures.
+A flag is in the table if it makes a step of a model here faster, by a published
+measurement or by what the compiler says of the step. docs/log has the flags that were
+tried and left out, with figures.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The order of a mesh's devices along the links of their slice.
 
 A slice lists its chips machine by machine, two by two chips each: sixteen of them are
-8 x 2. Where sixteen devices exchange heads, and pass keys on to the next sixteen
-(``sequence_parallel.py``), that is half a row of a 16 x 16 slice: eight hops, with the
-keys of eight devices on every link of the way.
+8 x 2. If sixteen devices exchange heads, and pass keys on to the next sixteen
+(``sequence_parallel.py``), keys go over half a row of a 16 x 16 slice: eight hops, with
+the keys of eight devices on every link of the way.
 
 Here the devices of each place of ``dp`` are a *box* of the slice, as near a square as
-there is, and so are those of each place of ``sp`` within it. In which order these
-follow depends on how many devices a place of ``dp`` has:
+there is. The devices of each place of ``sp`` are a box within that box. The order
+depends on how many devices a place of ``dp`` has:
 
 - Few: any 2, 4, 8, ... neighbours are a compact box again, which exchanges heads over
   short ways.
@@ -50,17 +50,17 @@ Box = tuple[Place, Place]
 def torus_order(devices: Sequence[Any], spec: MeshSpec) -> list[Any]:
     """The devices of a mesh in the order of its places (dp, sp, tp; the last fastest).
 
-    It depends on where the devices are and on the mesh, not on the order in which they
-    come: all processes of a run have the same, and so has ``tpuport compile``.
+    The order depends on the mesh and on where the devices are, not on the order of
+    ``devices``. All processes of a run and ``tpuport compile`` have one order.
 
     Args:
         devices: all of the mesh. TPUs have ``coords`` and ``core_on_chip``.
         spec: without an axis of -1.
 
     Returns:
-        the same devices. They stay as they come where they have no coordinates, share
-        them (more slices than one), are on no more than :data:`OWN_ORDER` chips, lie
-        in three dims, or do not fill a box that divides into boxes for every place.
+        the devices. Their order stays if they have no coordinates, share coordinates
+        (more slices than one), are on at most :data:`OWN_ORDER` chips, lie in three
+        dims, or do not fill a box that divides into boxes for every place.
     """
     given = list(devices)
     found = {_place(device): device for device in given}
@@ -110,8 +110,8 @@ def _parts(number: int) -> list[int]:
 def _split(box: Box, count: int, row_by_row: bool) -> list[Box]:
     """The most compact boxes of ``count`` devices that fill a box, in row order.
 
-    Of equals the one with long rows is taken.
-    There are none where no size of boxes divides the box.
+    Boxes with long rows win among equals. No boxes are returned if no size of boxes
+    divides the box.
     """
     start, whole = box
     every = itertools.product(*map(divisors, whole))

@@ -162,9 +162,9 @@ def smallest_of(chip_name: str) -> Topology:
 def compile_environment(topology: Topology) -> dict[str, str]:
     """Environment variables under which libtpu compiles for chips that are not there.
 
-    They are read when libtpu is loaded, at the first use of a topology. Without the
-    last one libtpu takes a lock for the whole machine, and a second process that
-    compiles fails.
+    libtpu reads the variables when it is loaded, at the first use of a topology.
+    Without the last variable libtpu takes a lock for the whole machine, and a second
+    process that compiles fails.
     """
     return {
         "JAX_PLATFORMS": "cpu",

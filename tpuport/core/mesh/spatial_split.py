@@ -1,10 +1,10 @@
 """Programs split in space: every device holds some rows and columns of a video.
 
 A convolution then needs the rows and columns beside its own (a halo), which the
-neighbours send; a statistic over the picture is one of all devices. Where a side does
-not divide, the last devices hold phantom rows or columns: convolutions see the border
-of the picture in their place and statistics leave them out, so the result is that of
-one device.
+neighbours send; a statistic over the picture covers all devices. If a side does not
+divide, the last devices hold phantom rows or columns. Convolutions see the border of
+the picture in their place and statistics leave them out, so the result equals one
+device's.
 
 Legend: B videos, Y rows and X columns, at any resolution of the program; n elements of
 a side on a device. Halo exchange for convolutions: Dryden et al. 2019, "Improving
@@ -293,9 +293,9 @@ class SpatialLayout:
     """Which dims of a program's arrays are rows and columns, in letters.
 
     A layout such as ``"BCTYX"`` names every dim: B, Y and X are split, all others are
-    whole on every device. It holds for every array of its part of a tree, and ``"B"``
-    for those that have one number a video. Programs get padded pictures: sides that do
-    not divide are made to, at the end, and come back so.
+    whole on every device. A layout holds for every array of its part of a tree; ``"B"``
+    is for arrays with one number a video. Programs get pictures that are padded at the
+    end until their sides divide, and return padded pictures.
 
     Attributes:
         inputs: of each input by name; the first one has the resolution that is split.

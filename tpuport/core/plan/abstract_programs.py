@@ -126,21 +126,22 @@ def abstract_programs(
 ) -> Iterator[AbstractProgram]:
     """Every distinct program of a run, in the order in which it would be compiled.
 
-    A stage after the first needs the shapes that the one before leaves, so its programs
-    are traced too where only a later stage is asked for; they are then not handed out.
+    A stage needs the shapes that the stage before leaves. So earlier stages are traced
+    too if only a later stage is asked for; their programs are not handed out.
 
-    Who compiles a program sets its ``needed`` before the next one is taken. Where one
-    of the whole picture takes more than it may, those of the tiles follow in the place
-    of its stage's; see :mod:`tpuport.core.spec.tiling`.
+    The caller compiles a program and sets its ``needed`` before taking the next
+    program. If a program of the whole picture takes too much memory, the programs of
+    the tiles replace its stage's; see :mod:`tpuport.core.spec.tiling`.
 
     Args:
         components: whose weights the programs take, for the devices of a topology or
             for real ones; their weights are not read.
         request: the run, checked against the variant.
         settings: how to run; the dtype is known.
-        stages: names of those asked for; all of them when not given.
+        stages: names of the stages to yield; all stages when not given.
         inputs: what the first stage reads: the pixels of an image or a video.
-        decided: told how a stage with that choice runs, once its programs were taken.
+        decided: told how a stage that can run in tiles runs, once its programs were
+            taken.
         reporter: told what is traced, and what the plugin's plan says.
 
     Raises:

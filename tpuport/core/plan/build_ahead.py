@@ -84,8 +84,8 @@ def build(
         programs: of a run, made lazily: tracing them is part of the work.
         components: with the settings of the run.
         folder: made when it is missing; executables of the same keys stay.
-        attached: whether the devices are here. Where they are not, the entries of
-            jax's own cache are written too.
+        attached: whether the devices are here. If not, the entries of jax's own cache
+            are written too.
         reporter: told about progress.
 
     Returns:

@@ -31,9 +31,9 @@ def config_checkpoint(
 ) -> Iterator[Checkpoint]:
     """The checkpoint of a variant without its weights, for as long as this holds.
 
-    Tokenizers and the scheduler are those of the demo checkpoint; the configs of the
-    components are the variant's own, so that every module has its real size, and so are
-    the port's ``write_processors``. Texts have other token counts than with the real
+    Tokenizers and the scheduler are the demo checkpoint's. The configs of the
+    components and the port's ``write_processors`` are the variant's own, so every
+    module has its real size. Texts have other token counts than with the real
     tokenizers.
 
     Args:

@@ -18,7 +18,7 @@ from tpuport.core.mesh.slices import Topology
 from tpuport.core.plan.abstract_programs import AbstractProgram, device_bytes
 from tpuport.core.plan.build_ahead import CompileError
 
-#: Of a compiler's message, how many characters are told.
+#: Characters that are kept of a compiler's message.
 _WORDS = 400
 
 
@@ -33,8 +33,8 @@ class Memory:
         code: the program itself.
         resident: what else the stage holds: weights of other components, outputs of
             other calls.
-        total: of all these; where a program does not fit, what the compiler says it
-            would use.
+        total: the sum; for a program that does not fit, what the compiler says it would
+            use.
     """
 
     weights: int
@@ -87,7 +87,7 @@ class Measured:
 
     @property
     def seconds(self) -> float | None:
-        """Of one call."""
+        """Seconds of one call."""
         return None if self.account is None else self.account.seconds
 
     def utilization(self, chip: Chip) -> float | None:

@@ -36,7 +36,7 @@ class StagePlan:
 
     @property
     def calls(self) -> int:
-        """Of all its programs over the run."""
+        """Calls of all its programs over the run."""
         return sum(p.calls for p in self.programs)
 
     def _sum(self, what: Callable[[Account], float]) -> float | None:
@@ -48,7 +48,7 @@ class StagePlan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all calls; ``None`` where a program does not fit."""
+        """Seconds of all calls; ``None`` if a program does not fit."""
         return self._sum(lambda account: account.seconds)
 
     @property
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def programs(self) -> tuple[Measured, ...]:
-        """Of all stages."""
+        """The programs of all stages."""
         return tuple(p for stage in self.stages for p in stage.programs)
 
     @property
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def compile_seconds(self) -> float:
-        """Of all programs, tracing left out."""
+        """Seconds of compiling all programs, without tracing."""
         return math.fsum(p.compile_seconds for p in self.programs)
 
     @property
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of the stages planned, over the whole run."""
+        """Seconds of the planned stages, over the whole run."""
         return _total(stage.seconds for stage in self.stages)
 
     def stage(self, name: str) -> StagePlan | None:
@@ -198,7 +198,7 @@ class Plan:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Of denoising; the mean where steps differ."""
+        """Seconds of a denoising step; the mean if steps differ."""
         stage = self.stage(DENOISE)
         return None if stage is None else stage.seconds_per_call
 

@@ -169,7 +169,7 @@ class Planner:
         return self._sharding_plans[spec]
 
     def weight_bytes(self, spec: MeshSpec) -> int:
-        """Of the stage with most weights, on one device."""
+        """Bytes of weights on one device, in the stage with most weights."""
         plans = {p.component: p for p in self.sharding_plans(spec)}
         request = self.request(spec)
         return max(

@@ -1,7 +1,7 @@
 """The best mesh for a run, and what to change where a run does not fit.
 
 Both compile: an estimate only orders what is tried, and the time that may be spent is
-bounded. What was compiled and what was estimated is said of each.
+bounded. Each result says whether it was compiled or estimated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tpuport.core.spec.request import Request
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, ShardingError, TpuportError, UsageError
 
-#: Of each kind of change, how many are compiled at most.
+#: The most changes of each kind that are compiled.
 TRIES = 3
 
 #: What is wrong with one mesh, and says nothing of the others.
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float | None:
-        """Of the deciding stage, where it fits."""
+        """Seconds of the deciding stage; ``None`` if it does not fit."""
         if self.plan is None or not self.plan.fits:
             return None
         return self.plan.seconds
@@ -84,13 +84,13 @@ class Candidate:
 def rank(planner: Planner, *, budget: float) -> list[Candidate]:
     """The legal meshes, the fastest that fit first, then the others.
 
-    The denoising stage decides, or the first of the stages planned where it is not
-    among them. Meshes whose weights alone are too large are not compiled, nor, once
-    one was, those that the budget has no time for. One that cannot be read is listed
-    with its error.
+    The denoising stage decides, or the first planned stage if denoising is not planned.
+    Meshes whose weights alone are too large are not compiled. After the first compile,
+    neither are meshes that the budget has no time for. A mesh whose program cannot be
+    read is listed with its error.
 
     Raises:
-        KernelError, HloError: that of the first mesh, where no other one was compiled.
+        KernelError, HloError: the first mesh's error, if no other mesh was compiled.
     """
     names = [s.name for s in planner._stages()]
     deciding = DENOISE if DENOISE in names else names[0]
@@ -147,10 +147,9 @@ def advise(
 ) -> list[dict[str, Any]]:
     """What to change so that a run fits: a mesh, a shorter or smaller video, a slice.
 
-    Each is the nearest one that was found to fit by compiling the programs that did not
-    (``verified``), or, where none was within the budget, the nearest by estimate.
-    Meshes that a search found not to fit (``ranked``), or could not read, are not tried
-    again.
+    Each change is the nearest that fits: by compiling the programs that did not fit
+    (``verified``), or by estimate if no compile within the budget found one. Meshes in
+    ``ranked`` that do not fit, or could not be read, are not tried again.
     """
     stages = [s.name for s in plan.stages if not all(p.fits for p in s.programs)]
     known = {c.mesh for c in ranked if c.seconds is None and c.left_out != BUDGET}
@@ -242,7 +241,7 @@ def _estimate(plan: Plan, ratio: float, grown: Mapping[str, int]) -> float:
 
 
 def _weights(planner: Planner, spec: MeshSpec) -> dict[str, int]:
-    """Of each component, on one device of a mesh."""
+    """Bytes of each component's weights on one device of a mesh."""
     return {p.component: p.bytes_per_device for p in planner.sharding_plans(spec)}
 
 

@@ -1,9 +1,9 @@
 """The folder that ``tpuport compile`` writes and ``generate --executables`` reads.
 
-It holds the executables of a run, a manifest of them, and in ``xla`` the entries of
-jax's own compile cache for the same programs: where jax refuses to load an executable
-that was built without the chip, they spare the compile when the key that jax computes
-on the machine with the chips is the same.
+The folder holds the executables of a run, their manifest, and in ``xla`` the entries of
+jax's own compile cache for these programs. jax may refuse to load an executable that
+was built without the chip. The entries then spare the compile, if jax computes an equal
+key on the machine with the chips.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class Components:
         settings: the dtype of the weights, which is known, the attention and the
             layout of the sharding rules.
         reporter: told what is loaded.
-        skeletons: modules without weights by component, which are slow to build: those
-            of the same checkpoint elsewhere.
+        skeletons: modules without weights by component, which are slow to build;
+            another object of this checkpoint may have them.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class Components:
     def _room(self, name: str) -> float:
         """Bytes of a device that the weights of a component may take.
 
-        What denoises comes first, and the others get what it leaves: all stay on the
-        devices in a session that keeps them, and a plan must hold for either.
+        Denoisers come first, and the other components get the rest: a session may keep
+        all of them on the devices, and a plan must hold for any session.
         """
         room = room_for_weights(self.mesh.devices.flat)
         if math.isinf(room) or name in self.port.denoisers:

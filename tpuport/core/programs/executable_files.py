@@ -1,9 +1,9 @@
 """Compiled programs as files, under the key of everything they depend on.
 
 A file is a zip of a header (JSON: the key, what tracing found) and the executable as
-jax serialises it. It is used only when it is whole, and only under an equal key.
-Loading one runs what is in it, as with jax's own cache: a folder of them is to be
-trusted like the code itself.
+jax serialises it. A file is used only when it is whole, and only under an equal key.
+Loading a file runs what is in it, as with jax's own cache: trust a folder of
+executables like the code itself.
 
 Sources: ``jax.experimental.serialize_executable`` at jax 0.10.2.
 """
@@ -261,7 +261,7 @@ def load(entry: Entry, arguments: Any, devices: Sequence[Any]) -> jax.stages.Com
 
     Args:
         arguments: (weights, carry, constants, inputs), which tell how they nest.
-        devices: those of its mesh, in order.
+        devices: the devices of its mesh, in order.
 
     Raises:
         ArtifactError: the file is damaged.

@@ -36,9 +36,8 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
     """Compiled programs are kept in ``folder`` while this holds; ``None`` leaves jax as
     it is set.
 
-    The key of an entry does not depend on where ``folder`` and tpuport lie, so that an
-    entry made on one machine is found on another with the same software. Settings are
-    put back on exit.
+    The key of an entry does not depend on where ``folder`` and tpuport lie. Another
+    machine with equal software finds the entry. Settings are put back on exit.
 
     Raises:
         ArtifactError: the folder cannot be made.

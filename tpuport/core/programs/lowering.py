@@ -121,9 +121,9 @@ class Traceable:
         """Trace the program.
 
         ``generate`` compiles what this returns for the devices it runs on, ``plan`` and
-        ``compile`` for the devices of a topology: what is planned is what runs. It
-        carries :attr:`flags` along. The records of the component's runtime are those
-        of this program afterwards.
+        ``compile`` for the devices of a topology: what is planned is what runs. The
+        result carries :attr:`flags` along. Afterwards the component's runtime holds the
+        records of this program.
         """
         run, places = self.split()
         run.__name__ = f"{self.stage}_{self.name}"

@@ -1,8 +1,8 @@
 """Everything that a compiled program depends on, as one value that can be compared.
 
-Two programs with equal keys are the same program: none of it is found by tracing, so a
-key is known before any time is spent. A plugin's program is a pure function declared
-with its port, so that it depends on the source, the component's config, the options
+Two programs with equal keys are the same program. No part of a key is found by tracing,
+so a key is known before any time is spent. A plugin's program is a pure function
+declared with its port. It depends on the source, the component's config, the options
 named here and its arguments, and on nothing else.
 """
 
@@ -204,7 +204,7 @@ def context_of(request: Request, port: ModelPort) -> dict[str, Any]:
 
 
 def cache_method(request: Request) -> str:
-    """What a program knows of a step cache: which steps are full, it does not."""
+    """The part of a step cache in a key: method and order, not which steps are full."""
     cache = request.step_cache
     if cache is None:
         return "none"
@@ -341,7 +341,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
             functions += [stage.plan, *(p.fn for p in stage.programs.values())]
         functions += [patch.replacement for patch in form.patches]
         functions += [override.make for override in form.overrides]
-        # Of the blocks in place: patches of native ones are among the form's.
+        # Of the blocks in place; patches of native blocks are among the form's.
         transforms = [t for c in form.components.values() for t in c.transforms]
         functions += [transform.apply for transform in transforms]
         chosen = [implementation_of(form, name) for name in form.components]

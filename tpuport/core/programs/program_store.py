@@ -108,8 +108,8 @@ class Programs:
     ) -> tuple[Ready, CompileReport | None]:
         """:meth:`get`, of a program that may take ``room`` bytes of a device at most.
 
-        What a larger one takes is remembered, and kept with the executables for other
-        processes: the compiler is asked once.
+        The size of a larger program is remembered, and kept with the executables for
+        other processes: the compiler is asked once.
 
         Raises:
             DoesNotFitError: it takes more, by the compiler's figure or its refusal.
@@ -146,7 +146,7 @@ class Programs:
     ) -> tuple[Ready, CompileReport] | None:
         """The kept program of a key, where there is one that can be loaded.
 
-        The built folder's, or else that of processes before.
+        The built folder comes first, then the programs of earlier processes.
         """
         started = time.perf_counter()
         devices = list(asked.loaded.replicated.mesh.devices.flat)

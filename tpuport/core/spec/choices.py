@@ -39,7 +39,7 @@ def attention_of(
 
 
 def dtype_of(port: ModelPort, component: str, asked: str) -> str:
-    """The dtype of a component's weights: its own, or the one asked for."""
+    """The dtype of a component's weights: the component's own, or ``asked``."""
     return port.components[component].dtype or asked
 
 

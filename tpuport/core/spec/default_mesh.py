@@ -24,12 +24,11 @@ def default_mesh(
 ) -> MeshSpec:
     """One CPU device, or all devices of another kind.
 
-    On TPUs, where the model's blocks split tokens (``port.blocks`` is native), nothing
-    is split by heads, so that nothing is summed over the network. Weights that are too
-    large for a chip are then gathered block by block; see
-    :mod:`tpuport.core.weights.gathering`.
+    On TPUs, native blocks (``port.blocks``) split tokens. Nothing is split by heads
+    then, and nothing is summed over the network. Weights that are too large for a chip
+    are gathered block by block; see :mod:`tpuport.core.weights.gathering`.
 
-    dp must divide ``rows``, those of the denoiser's batch.
+    dp must divide ``rows``, the rows of the denoiser's batch.
 
     Raises:
         MeshError: there is no device.

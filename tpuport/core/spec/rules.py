@@ -252,8 +252,8 @@ def _checkpoint(
     port.check(request, variant, checkpoint)
 
 
-#: Of the latents of all videos, in float32, that lie on the host at a time at least:
-#: the noise, the result, and the result in the bytes of its file.
+#: Copies of all latents, in float32, that the host holds at a time at least: the noise,
+#: the result, and the result in the bytes of its file.
 LATENT_COPIES = 3
 
 

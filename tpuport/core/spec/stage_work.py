@@ -53,10 +53,10 @@ class Work:
         constants: inputs that are the same for every call; never compiled in.
         calls: made lazily, so that per-call inputs need not exist all at once.
         total: how many calls there are.
-        finish: the tensors the stage writes, from the last carry and all outputs; of
-            a stage that gives frames there need be none.
+        finish: the tensors the stage writes, from the last carry and all outputs; a
+            stage that gives frames may write none.
         watch: called with (index, output) of each call as it completes; may raise.
-        programs: those to compile before the first call, all for the shapes of its
+        programs: programs to compile before the first call, all for the shapes of its
             inputs; for a stage that changes programs on the way.
         to_host: fetch each output as its call completes, so that the device does not
             hold them all; ``finish`` gets NumPy arrays.
@@ -66,8 +66,8 @@ class Work:
             no outputs. Frames are an array [B, F, Y, X, 3] in the order of the video;
             an output of :func:`tpuport.core.files.frames.encode_pixels` tells the
             statistics of what :func:`tpuport.core.files.frames.as_frames` makes of it,
-            and a mapping with ``frames`` tells its own. Without them those of float
-            frames are taken on the host.
+            and a mapping with ``frames`` tells its own. Otherwise the host takes the
+            statistics of float frames.
     """
 
     carry: Tree
@@ -153,7 +153,8 @@ class StageContext:
         Args:
             shape: of all videos.
             dtype: in which it is drawn: a generator gives other numbers in bfloat16.
-            generators: that move on; fresh ones of the seeds without them.
+            generators: move on with each draw; fresh generators of the seeds when not
+                given.
         """
         import torch
         from diffusers.utils.torch_utils import randn_tensor
@@ -169,7 +170,7 @@ class StageContext:
 
         Args:
             name: its folder in the checkpoint.
-            dtype: in place of that of the run.
+            dtype: in place of the run's dtype.
         """
         from tpuport.core.arrays import torch_dtype
 

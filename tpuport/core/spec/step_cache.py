@@ -204,11 +204,11 @@ class StepCache:
         """The prediction of each cached step as weights of the states kept.
 
         The polynomial in the step index through the last ``depth`` full steps (Newton's
-        divided differences, in Lagrange's form) is evaluated at the cached step. It is
-        exact for features that are such a polynomial, however the full steps are
-        spaced. Of order 1 it is TaylorSeer's formula; from 2 on TaylorSeer puts
-        backward differences in place of derivatives in a Taylor series, which misses a
-        polynomial of its own order.
+        divided differences, in Lagrange's form) is evaluated at the cached step. The
+        prediction is exact for features that are such a polynomial, however the full
+        steps are spaced. Order 1 is TaylorSeer's formula. From order 2 on TaylorSeer
+        puts backward differences in place of derivatives in a Taylor series, which
+        misses a polynomial of its own order.
 
         Returns:
             Float32 [steps, depth], the newest state first; zeros for full steps.

@@ -1,9 +1,9 @@
 """Whether decode runs in tiles: asked for, or decided by what the compiler says.
 
-With ``auto`` the programs of the whole picture are compiled first. Where they take more
-than a device has for them, by the compiler's own figure or its refusal, those of the
-tiles are compiled and used, before any of them is called. A run, ``compile`` and
-``plan`` decide alike; a stage says with ``Stage.tiles`` that it has the choice.
+With ``auto`` the programs of the whole picture are compiled first. If they take more
+than a device has for them, by the compiler's figure or its refusal, the programs of the
+tiles are compiled and used. The decision comes before any call of a program. A run,
+``compile`` and ``plan`` decide alike; ``Stage.tiles`` says that a stage has the choice.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class TilingDecision:
         )
 
     def passed(self) -> str:
-        """That it goes on in tiles, for people, and why."""
+        """Words for people: the decode goes on in tiles, and why."""
         return f"{self._lacks('')}: going on in {self.tiles}"
 
     def _lacks(self, then: str) -> DoesNotFitError:

@@ -47,8 +47,8 @@ def attention(
 
     Args:
         q, k, v: [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]; Hkv divides H.
-        platform: "tpu", "cpu", ...: where the program will run. It is not looked up,
-            because a program may be compiled for a device that is not attached.
+        platform: "tpu", "cpu", ...: where the program will run. Not looked up, because
+            a program may be compiled for a device that is not attached.
         implementation: an :class:`AttentionChoice` or a name, such as "auto".
         chip: such as "v6e", for the choice of blocks.
         fall_back: see ``select``.
@@ -104,10 +104,10 @@ def attention_feature_major(
 ) -> Float[Array, "b h dv lq"]:
     """``attention`` on arrays with the head dim before the tokens.
 
-    That is how a product of weights and tokens gives them and how our kernel takes
-    them; any other implementation gets them turned. Where the one named refuses the
-    call, another does it, as ``select`` says with ``fall_back``. Key lengths are at
-    most ``kv_len``.
+    A product of weights and tokens gives this order, and our kernel takes it; any other
+    implementation gets transposed arrays. If the named implementation refuses the call,
+    another runs, as ``select`` says with ``fall_back``. Key lengths are at most
+    ``kv_len``.
 
     Returns:
         [B, H, Dv, Lq], in the dtype of ``q``; 0 where no key is allowed.

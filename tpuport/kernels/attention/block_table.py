@@ -1,9 +1,9 @@
 """Tiles of the splash kernel that a search found best, with the reason for each.
 
 ``blocks.json`` beside this file is written by ``tpuport tune --write``. An entry holds
-for one chip, one head dim and a bucket of lengths: those that its tiles pad to the same
-length, so that the cycles it was chosen for are the cycles it takes. What is in no
-bucket is left to the kernel's own rule.
+for one chip, one head dim and a bucket of lengths. All lengths of a bucket are padded
+to one length, so they take equal cycles. The kernel's own rule serves lengths in no
+bucket.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_entry(
 
 
 def bucket(length: int, block: int) -> tuple[int, int]:
-    """The first and last length that ``block`` pads to the same as ``length``."""
+    """The first and last length that ``block`` pads to the padded ``length``."""
     count = -(-length // block)
     return (count - 1) * block + 1, count * block
 

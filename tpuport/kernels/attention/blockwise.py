@@ -42,10 +42,9 @@ MAX_TILE_SCORES = 2**20
 class Tiling:
     """Block sizes of one call; ``heads`` counts key/value heads and divides Hkv.
 
-    A length that its block does not divide is covered by blocks of one size of which
-    the last is moved back to end at the length. So nothing is padded and no slice
-    runs over an end; a key seen twice is masked, a query seen twice gives its result
-    again.
+    If a block does not divide its length, the last block is moved back to end at the
+    length. So nothing is padded and no slice runs over an end. A key seen twice is
+    masked; a query seen twice gives its result again.
     """
 
     heads: int
@@ -303,7 +302,8 @@ class _Tile:
 def _even_block(length: int, largest: int) -> int:
     """The block size of the fewest blocks of at most ``largest`` covering ``length``.
 
-    Of those the smallest, so that the last block repeats as little as possible.
+    The smallest such size is taken, so that the last block repeats as little as
+    possible.
     """
     return ceil_div(length, ceil_div(length, largest))
 
@@ -311,7 +311,7 @@ def _even_block(length: int, largest: int) -> int:
 def _slice_mask(
     mask: jax.Array, starts: tuple[jax.Array | int, ...], sizes: tuple[int, ...]
 ) -> jax.Array:
-    """The block of a mask, of whose dims the ones of size 1 are left broadcast."""
+    """The block of a mask; dims of size 1 stay broadcast."""
     pairs = zip(mask.shape, starts, sizes, strict=True)
     at, take = zip(
         *((0, 1) if dim == 1 else (start, size) for dim, start, size in pairs),

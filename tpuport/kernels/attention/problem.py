@@ -19,8 +19,8 @@ class Options(TypedDict, total=False):
     """What a call of attention may have beside q, k and v.
 
     Keys:
-        mask: bool (True = may attend) or float (added to the scores), of four dims,
-            each 1 or that of [B, H, Lq, Lk].
+        mask: bool (True = may attend) or float (added to the scores), [B, H, Lq, Lk];
+            any dim may be 1.
         is_causal: query i sees keys 0..i (aligned top left); combines with ``mask``.
         scale: factor of the scores; None means 1/sqrt(D).
         kv_lengths: integers of shape [B]; keys at an index >= length have weight 0.
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
 
 
 class KeyOptions(Options, total=False):
-    """Of arrays with the head dim before the tokens.
+    """Options for arrays with the head dim before the tokens.
 
     Keys:
         kv_len: only keys before this index count; None for all.

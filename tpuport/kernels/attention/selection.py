@@ -155,9 +155,9 @@ def splash_sizes(
 
 
 def _splash_blocks(problem: Problem, choice: AttentionChoice, chip: str) -> Blocks:
-    """What was given, and the kernel's own for the rest; none beyond the tokens.
+    """The given block sizes, and the kernel's own for the rest; none beyond the tokens.
 
-    Of block_kv and block_kv_compute the one that was not given is made to fit.
+    If only block_kv or only block_kv_compute is given, the other is made to fit.
     """
     lengths = (problem.q_len, problem.kv_len)
     own = splash_sizes(*lengths, problem.head_dim, chip=chip, dtype=problem.dtype)
@@ -233,7 +233,7 @@ def select(
     asked = as_choice(implementation)
     chip = chip or DEFAULT_CHIP
     passed_over: list[tuple[str, str]] = []
-    # Where nobody has an option that was given, somebody has the call without it.
+    # An option that no implementation has is left out.
     plain = AttentionChoice(window=asked.window, k_smooth=asked.k_smooth)
     choices = dict.fromkeys((asked, plain))
     if asked.name != AUTO:
@@ -286,7 +286,7 @@ def _notice(
     runs: str,
     passed_over: list[tuple[str, str]],
 ) -> str:
-    """What became of the user's choice, where ``runs`` with ``given`` is not it."""
+    """Words on the user's choice, if ``runs`` with ``given`` is not that choice."""
     dropped = "" if given.only_some_have else asked.only_some_have
     said = f"{runs} runs" + (f", without {dropped}" if dropped else "")
     if asked.name == AUTO:
@@ -296,7 +296,7 @@ def _notice(
 
 
 def as_choice(implementation: str | AttentionChoice) -> AttentionChoice:
-    """The choice itself, or that of a name, without options."""
+    """The choice itself, or the choice of a name, without options."""
     if isinstance(implementation, AttentionChoice):
         return implementation
     return AttentionChoice(name=implementation)

@@ -157,7 +157,7 @@ def _covering(length: int, most: int, granules: tuple[int, ...]) -> list[int]:
 
 def _cycles(blocks: SplashBlocks, q_len: int, kv_len: int, head_dim: int) -> float:
     """About what one head takes; for choosing among tiles, not for predicting."""
-    # Of 2^20 scores on a v6e. What fills half of the matrix unit takes longer.
+    # For 2^20 scores on a v6e. Tiles that fill half of the matrix unit take longer.
     rate = 1400.0 + 4 * max(head_dim - 64, 0)
     rate *= {256: 1.0, 384: 1.08, LANES: 1.25}[blocks.kv_compute]
     rate *= 1.0 if blocks.q_compute == 256 else 1.22

@@ -6,33 +6,33 @@ Lk), D head dim of queries and keys, Dv of values, both whole numbers of sublane
 How it is written
 -----------------
 All arrays have the head dim before the tokens, as a product of weights and tokens gives
-them. Scores are transposed, keys by queries, so that what belongs to a query lies along
-the lanes and the second product, values by keys times keys by queries, needs no
-transpose. Keys are turned here, once per tile of them: the unit for it is idle.
+them. Scores are transposed, keys by queries: all values of a query lie along the lanes.
+So the second product, values by keys times keys by queries, needs no transpose. Keys
+are transposed here, once per tile: the transpose unit is idle.
 
-The values get a row more, 1 for a key that counts and 0 for one that does not, whose
-other rows are 0 too. The second product then sums the weights as well, in the matrix
-unit and as they are after rounding, so that numerator and denominator round alike: a
-query with one dominant key gets its value exactly. And keys that do not count need no
-mask: their weights meet zeros.
+The values get one more row: 1 for a key that counts, 0 for any other key, whose other
+rows are 0 too. The second product then sums the rounded weights as well, in the matrix
+unit. Numerator and denominator round alike: a query with one dominant key gets its
+value exactly. Keys that do not count need no mask: their weights meet zeros.
 
 Scores wait for their maximum. A round takes ``kv_step`` keys, written out as a sequence
-of tiles, and does three things at once: it makes the scores of its own keys and finds
-their running maximum, it makes the weights of the round before, whose maximum is known
-by then, and it adds up what these weigh. None waits for another, so matrix unit,
-exponentials and the rest run side by side, and the maximum costs next to nothing. A
-block of queries begins with a round that only makes scores and ends with one that only
-weighs; between them the round that waits lies in VMEM, from one grid step to the next.
+of tiles, and does three things at once. It makes the scores of its own keys and finds
+their running maximum. It makes the weights of the round before, whose maximum is known
+by then. It adds up the values with these weights. No part waits for another, so matrix
+unit, exponentials and the rest run side by side, and the maximum costs next to nothing.
+A block of queries begins with a round that only makes scores and ends with one that
+only weighs; between them the round that waits lies in VMEM, from one grid step to the
+next.
 
-The maximum is that of all keys so far, those of the round included: no weight exceeds
-1, and the largest is 1 exactly. In place of keys that do not count there is one that
-does, so that they raise no maximum, until their weights meet zeros. Where queries see
-only some keys, blocks that hold others or none are masked.
+The maximum covers all keys so far, this round's included: no weight exceeds 1, and the
+largest is 1 exactly. A key that counts stands in for each key that does not, so that
+the latter raise no maximum until their weights meet zeros. If queries see only some
+keys, blocks with other keys or none are masked.
 
-Keys that come in chunks, a call each: with ``partial`` the sums are not divided but
-handed on, float32 with the rows of the values first, then ``TOTAL_ROW``, the sum of the
+Keys may come in chunks, one call each. With ``partial`` the sums are not divided but
+handed on in float32: the rows of the values, then ``TOTAL_ROW``, the sum of the
 weights, and ``HIGHEST_ROW``, the maximum that was taken off. The next call goes on from
-them, so that all calls together add what one call on all keys would.
+there, so all calls together add what one call on all keys adds.
 """
 
 from __future__ import annotations

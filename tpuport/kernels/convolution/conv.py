@@ -1,12 +1,12 @@
 """Convolution of video for TPU: 3 x 3 over rows and columns, and 1 or 3 frames.
 
-XLA's own takes 8 to 40 seconds to compile for each shape and several times the cycles
-that the matrix unit needs. Here a block of rows stays in VMEM while all taps of one
-frame are applied: rows have a pitch of whole tiles, so that a tap of another row is an
-aligned slice, and the two taps beside the middle one are two shifted copies, made once.
-Frames come one after the other; each adds to the outputs of its own time and of the two
-after it, which wait in VMEM, so that every frame is read once. Where the weights of all
-output channels are more than VMEM holds, channels are made in parts, part after part.
+XLA's convolution takes 8 to 40 seconds to compile for each shape and several times the
+cycles that the matrix unit needs. Here a block of rows stays in VMEM while all taps of
+one frame are applied. Rows have a pitch of whole tiles, so a tap of another row is an
+aligned slice. The two taps beside the middle tap are two shifted copies, made once. A
+frame adds to the outputs of its own time and of the next two, which wait in VMEM: every
+frame is read once. If VMEM does not hold the weights of all output channels, channels
+are made part after part.
 
 Legend: N batch, T frames, Y rows, X columns, P pitch (columns with padding), C input
 channels, O output channels, K frames of the kernel (1 or 3).
@@ -170,12 +170,12 @@ class EdgedVideo(NamedTuple):
         before: [N, K - 1, Y, X, C], the frames before it; ``None`` with K = 1.
         sides: what precedes each row and what follows it, [N, T + K - 1, Y + 2, C]
             each; the rows above the first and below the last have some as well.
-        ends: [N, T + K - 1, 2, X, C], the row above the first and the one below the
+        ends: [N, T + K - 1, 2, X, C], the row above the first and the row below the
             last; ``None`` for zeros.
-        real: how many rows and columns of ``x`` belong to the picture. Those after are
-            zeros to it, whatever is in them, here and in ``before`` and ``ends``; of
-            ``sides``, and of rows in ``ends``, what is beyond the picture is zeros.
-            ``None`` for all of both.
+        real: how many rows and columns of ``x`` belong to the picture. Later rows and
+            columns count as zeros, whatever they hold, here and in ``before`` and
+            ``ends``; ``sides``, and rows in ``ends``, hold zeros beyond the picture.
+            ``None`` if all are real.
     """
 
     x: jax.Array
@@ -351,7 +351,7 @@ def _edged_inputs(
             window, lambda o, n, y, t: (n, time(t), first_row(y, case), 0, 0)
         )
 
-    # Of sides a step has the whole frame: rows that begin anywhere in a tile can be
+    # A step has the sides of the whole frame: rows that begin anywhere in a tile can be
     # read from VMEM, as words, but not be copied to it.
     line = (1, 1, height + 2, channels)
     beside = pl.BlockSpec(line, lambda o, n, y, t: (n, t, 0, 0))
@@ -378,7 +378,7 @@ def _parts(
 
 
 def _made(case: Case) -> pl.BlockSpec:
-    """Of the output: nothing is written before the first frame is whole."""
+    """The blocks of the output; nothing is written before the first frame is whole."""
     lag = case.taps - 1
     if case.planes:
         return pl.BlockSpec(
@@ -479,8 +479,9 @@ def _call(
 def _flat(weight: jax.Array, case: Case) -> jax.Array:
     """[K, 3, 3, C, O] as [times, 9 C, lanes]: the taps of a time together.
 
-    Of few output channels all times side by side, or the first two, and the third
-    beside nothing; of very few [1, 3 C, lanes], the taps of a column and all times.
+    With few output channels all times lie side by side, or the first two do and the
+    third lies alone. With very few the result is [1, 3 C, lanes], the taps of a column
+    and all times.
     """
     if case.planes:
         # [rows, C, columns, times, O]: what a pixel adds to those around it.

@@ -395,7 +395,7 @@ def _planes(
     whole_ref: Any,
     case: Case,
 ) -> None:
-    """Of few output channels a plane each.
+    """Write a plane for each of few output channels.
 
     A product gives what a pixel adds to all it is beside of, 27 taps of 8 outputs in
     the lanes; turned, taps are sublanes, and moving them costs next to nothing.

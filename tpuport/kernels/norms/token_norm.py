@@ -1,10 +1,9 @@
 """Norms of transformer blocks for TPU, each in one pass over the tokens.
 
-XLA reads what it norms three times, for the mean, for the variance and to apply them,
-and writes the halves of a rotated head apart before it joins them. Here a block of
+XLA reads the tokens three times, for the mean, for the variance and to apply both. It
+also writes the halves of a rotated head apart before it joins them. Here a block of
 tokens is read once, and everything else happens in VMEM. Tokens are last, as the
-attention kernel wants them and as XLA keeps them around it: sums over the features then
-add whole registers.
+attention kernel takes them: sums over the features then add whole registers.
 
 Legend: B batch, L tokens, E features, H heads, D features of a head.
 """
@@ -133,7 +132,7 @@ def _modulated_body(
     _, features, tokens = x_ref.shape
 
     def parts(start: Any) -> Iterator[tuple[int, Any, jax.Array]]:
-        """Of ``LANES`` features some at a time: offset, place and values."""
+        """Some of ``LANES`` features at a time: offset, place and values."""
         for offset in range(0, LANES, SUBLANES):
             place = pl.ds(pl.multiple_of(start + offset, SUBLANES), SUBLANES)
             yield offset, place, x_ref[0, place].astype(jnp.float32)

@@ -1,8 +1,8 @@
 """The demo checkpoints: the real classes at a small size, with random weights.
 
-They lie on disk as published checkpoints do (``model_index.json``, a SentencePiece
-tokenizer, T5, a transformer with rotary positions and ``patch_size_t``, VAE, scheduler)
-and are read by the same code. Making one takes seconds and is deterministic.
+Files and code are those for published checkpoints: ``model_index.json``, a
+SentencePiece tokenizer, T5, a transformer with rotary positions and ``patch_size_t``,
+VAE, scheduler. Making one takes seconds and is deterministic.
 """
 
 from __future__ import annotations

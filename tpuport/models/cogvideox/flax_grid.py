@@ -1,9 +1,10 @@
 """Where the pixels of an activation are, and what a layer needs from beside its own.
 
-An activation of the Flax VAE is [B, T, Y, X, C]. On a mesh it is a device's part of a
-larger picture (:class:`tpuport.core.mesh.spatial_split.Space`), and a layer asks here
-for the rows and columns around its own, and for statistics of the whole picture. On a
-TPU the grid also has what the project's kernels run in; those ask for themselves.
+An activation of the Flax VAE is [B, T, Y, X, C]. On a mesh the activation is a device's
+part of a larger picture (:class:`tpuport.core.mesh.spatial_split.Space`). A layer asks
+here for the rows and columns around its own, and for statistics of the whole picture.
+On a TPU the grid also has what the project's kernels run in; the kernels ask for
+themselves.
 
 Legend: B videos, T/Y/X frames, rows, columns of a device, C channels, G groups.
 """

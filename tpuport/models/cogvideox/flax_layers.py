@@ -1,12 +1,12 @@
 """Convolutions and norms of the Flax VAE, channels last.
 
 Flax's classes are bases here, so this file is imported inside functions only. A layer
-holds its weights under the names of upstream's module tree and says in ``STORED``
-what upstream calls them and how its dims are ordered there.
+holds its weights under the names of upstream's module tree. ``STORED`` has upstream's
+name of each weight and the order of its dims there.
 
 On a TPU convolutions and norms run in the project's kernels
-(:mod:`tpuport.core.layers.video_layers`). What these cannot do is XLA's, and noted as
-such.
+(:mod:`tpuport.core.layers.video_layers`). XLA runs what the kernels cannot, and the
+notes say so.
 
 Legend: N videos, T/Y/X frames, rows, columns, C/I/O channels, Z latent channels,
 Tz/Yz/Xz the latents' own frames, rows and columns. Source: diffusers 0.42
@@ -143,8 +143,8 @@ def plain_convolution(
 ) -> jax.Array:
     """XLA's convolution, of the frames there are; it pads rows and columns.
 
-    It is one over two axes, with the frames of its taps side by side in the channels:
-    XLA's CPU compiler wants that.
+    The convolution covers two axes, with the frames of its taps side by side in the
+    channels: XLA's CPU compiler wants that.
 
     Args:
         x: [N, T, Y, X, I].
@@ -266,7 +266,7 @@ class Pointwise(nnx.Module):
 
 
 class CausalPointwise(Pointwise):
-    """The same where upstream wraps it as a causal convolution of one tap."""
+    """A :class:`Pointwise` that upstream wraps as a causal convolution of one tap."""
 
     STORED: ClassVar[Stored] = {
         "kernel": ("conv.weight", _SPATIOTEMPORAL),
@@ -393,8 +393,8 @@ def written_out(x: jax.Array) -> jax.Array:
 def repeat_frames(x: jax.Array, frames: int) -> jax.Array:
     """[N, T, ...] with every frame repeated to make ``frames``.
 
-    Of an odd number above one the first frame stays single: it is the video's own first
-    one, as upstream has it.
+    If T is odd and above one, the first frame stays single: it is the first of the
+    video, as in upstream.
     """
     length = x.shape[1]
     if frames == length:

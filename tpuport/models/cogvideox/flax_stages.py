@@ -1,7 +1,7 @@
 """The programs of the VAE in Flax: what :mod:`stages` and :mod:`conditioning` run.
 
-They take and give what upstream's class takes and gives, planes and channels before
-frames, so that everything between the stages is the same. The carry is the Flax cache.
+Inputs and outputs are upstream's, planes and channels before frames, so nothing between
+the stages changes. The carry is the Flax cache.
 
 Legend: B videos of a batch, T/Y/X latent frames, rows, columns, C latent channels, F
 frames, H/W rows and columns of pixels.

@@ -1,7 +1,7 @@
 """CogVideoX's VAE in Flax (NNX), channels last: encoder and decoder.
 
-They run a chunk of frames at a time and hand on what the causal convolutions need of
-it, as upstream's do. Sizes are anything that the strides divide.
+Both run a chunk of frames at a time and hand on what the causal convolutions need, as
+in upstream. Sizes are anything that the strides divide.
 
 Legend: B videos, T/Y/X latent frames, rows, columns, F frames, C latent channels.
 Source: diffusers 0.42 ``AutoencoderKLCogVideoX``.

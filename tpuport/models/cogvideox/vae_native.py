@@ -1,9 +1,9 @@
 """CogVideoX's autoencoder blocks on TPU, from the project's kernels.
 
-The same computation as upstream's with upstream's weights, on tensors [B, C, T, Y, X]
-as upstream holds them; see :mod:`tpuport.core.layers.video_layers`. Norm, modulation
-and SiLU are one pass, and a convolution reads the frames kept from the chunk before and
-the rows and columns of other devices without putting them together first.
+Computation and weights are upstream's, on tensors [B, C, T, Y, X] as upstream holds
+them; see :mod:`tpuport.core.layers.video_layers`. Norm, modulation and SiLU are one
+pass. A convolution reads the frames of the chunk before, and the rows and columns of
+other devices, without joining arrays first.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Decoding in tiles, as upstream's ``AutoencoderKLCogVideoX.tiled_decode`` cuts them.
 
 Upstream decodes a tile chunk by chunk with a convolution cache of its own, joins its
-chunks, and then blends tile with tile. So do the calls here: tile by tile, the chunks
-of each in a row. All chunks of a video in a row would give frames sooner, but the
-device would hold the caches of every tile, which together are as large as those of the
-whole picture: what tiles are there to avoid. A chunk of the last tile completes its
-frames; until then the host holds the bytes of the video, and of its floats the seams.
+chunks, and then blends tile with tile. The calls here do so too: tile by tile, the
+chunks of each in a row. Going chunk by chunk would give frames sooner, but the device
+would hold the caches of every tile. Those are as large as the caches of the whole
+picture, which tiles are there to avoid. A chunk of the last tile completes its frames.
+Until then the host holds the video as bytes and its seams as floats.
 
 Legend: B videos, T/Y/X latent frames, rows, columns, F/H/W frames, rows and columns of
 pixels. Source: diffusers ``autoencoder_kl_cogvideox.py``, ``tiled_decode``.

@@ -228,7 +228,7 @@ def unscaled_latents(ctx: StageContext) -> torch.Tensor:
 
 
 def _tiles(ctx: StageContext) -> str:
-    """Of rows and columns; the tiles in time of 13b are no choice."""
+    """Tiles of rows and columns, in words; the tiles in time of 13b are no choice."""
     module: Any = ctx.module("vae")
     space = module.spatial_compression_ratio
     frames = (ctx.request.num_frames - 1) // module.temporal_compression_ratio + 1

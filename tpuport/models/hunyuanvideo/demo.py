@@ -1,8 +1,8 @@
 """The demo checkpoints: the real classes at a small size, with random weights.
 
-They lie on disk as the published checkpoints do and are read by the same code. Making
-one takes seconds and is deterministic. The 1.5 demo makes text-to-video and
-image-to-video runs; the 13b demo is the original HunyuanVideo.
+Layout and code are those for published checkpoints. Making one takes seconds and is
+deterministic. The 1.5 demo makes text-to-video and image-to-video runs; the 13b demo is
+the original HunyuanVideo.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The tokenizers of the demo checkpoints, trained on made-up sentences.
 
-Both of the language models cut upstream's prompt template into as many tokens as the
-published ones do, so that the pipelines' fixed crop ends right where the prompt starts.
+Both language models' tokenizers cut upstream's prompt template into as many tokens as
+the published tokenizers do. The pipelines' fixed crop then ends right where the prompt
+starts.
 """
 
 from __future__ import annotations

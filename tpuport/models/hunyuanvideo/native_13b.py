@@ -1,8 +1,8 @@
 """The transformer of HunyuanVideo (13B) written for the chip, with upstream's weights.
 
 The first blocks have weights for the video and for the text, see
-:mod:`tpuport.models.hunyuanvideo.native`. Those with one set of weights for all tokens
-run on the joint sequence with the text in its places.
+:mod:`tpuport.models.hunyuanvideo.native`. The later blocks have one set of weights for
+all tokens and run on the joint sequence with the text in its places.
 
 Letters: B batch, L tokens of the joint sequence, N video tokens, E width.
 """

@@ -227,8 +227,8 @@ def text_tokens(
             upstream has it, zeros in the whole batch.
 
     Returns:
-        [B, L, C] with L = Li + Lg + Lt, in upstream's order of valid image, glyph and
-        text tokens and then zeros, and the number of valid ones, integers [B].
+        [B, L, C] with L = Li + Lg + Lt: valid image, glyph and text tokens in
+        upstream's order, then zeros; and the number of valid tokens, integers [B].
 
     Raises:
         ValueError: there are no glyphs, or no mask of them.
@@ -286,7 +286,7 @@ class VideoGrid:
         return_dict: bool = True,
         attention_kwargs: Mapping[str, Any] | None = None,
     ) -> VideoGrid:
-        """Of latents [B, C, T, Y, X], with the options that every forward takes."""
+        """The grid of latents [B, C, T, Y, X], with the options of every forward."""
         config = model.config
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         counts = tuple(n // p for n, p in zip(latents.shape[2:], patch, strict=True))

@@ -1,9 +1,9 @@
 """Patches on the transformer of HunyuanVideo (13B).
 
-Upstream's attention masks the keys of padded text; here the number of valid keys says
-the same. It is taken once per call, and the blocks hand it on where they hand on the
-mask. Upstream counts the valid text tokens and takes that many from the front, so a
-mask must have them first, as its pipelines' masks do; this is kept as it is.
+Upstream's attention masks the keys of padded text; here the number of valid keys does.
+The number is taken once per call, and the blocks hand it on in place of the mask.
+Upstream counts the valid text tokens and takes that many from the front, so a mask must
+have them first, as its pipelines' masks do; this is kept as it is.
 
 Legend: B batch, H heads, D head dim, L text tokens, N video tokens, C channels, T/Y/X
 latent frames/rows/columns.

@@ -1,15 +1,15 @@
 """Overlapping tiles in time, blended on the device: frames leave tile by tile.
 
-Upstream decodes a long video of 13b in tiles that overlap in time, and blends each with
-the one before, after that one's own blending. Here the end of a tile, as blended, stays
-on the device as the carry of the program, the seam; the next call blends there, and
-gives the frames that are finished.
+Upstream decodes a long video of 13b in tiles that overlap in time, and blends each tile
+with the blended tile before. Here the blended end of a tile, the seam, stays on the
+device as the carry of the program. The next call blends there, and gives the finished
+frames.
 
-The first tile and all others of its length run one program. The first one has a frame
-more that counts, and nothing before it; so it runs with weights that leave it as it is,
-on a seam of zeros that a small program makes. Where the last tile is shorter it is a
-program of its own: two that decode in all, three of 129 frames with that of the seam.
-The frame that the others drop is fetched with them, and let go on the host.
+The first tile and all others of its length run one program. The first tile has one more
+frame that counts, and nothing before it. It runs with weights that leave it as it is,
+on a seam of zeros that a small program makes. A shorter last tile has a program of its
+own: with the seam's that makes three programs for 129 frames. The frame that the other
+tiles drop is fetched with them, and let go on the host.
 
 Legend: B videos, C latent channels, T/Y/X latent frames, rows, columns, F/H/W frames,
 rows and columns of pixels, E frames of the seam. Source: diffusers
@@ -80,16 +80,16 @@ def tile_frames(
     constants: None,
     given: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One tile: decoded, blended with the one before it, and made frames.
+    """One tile: decoded, blended with the tile before, and made frames.
 
     Args:
         decode_tile: of :mod:`tpuport.models.hunyuanvideo.vae`.
         pixels: of the frames, ``"float32"`` or ``"uint8"``.
         seam: [B, 3, E, H, W], the end of the tile before.
         given: ``latents`` [B, C, T, Y, X]; ``rising`` and ``falling``, float32, the
-            shares of the tile and of the seam in each frame where they meet, from frame
+            shares of the tile and of the seam in each frame where both meet, from frame
             :data:`DROPPED` of the tile on; ``counts``, booleans [F], which of the
-            tile's first F frames are finished ones of the video.
+            tile's first F frames are finished frames of the video.
 
     Returns:
         the end of this tile, and what :func:`tpuport.core.files.frames.encode_pixels`
@@ -97,7 +97,7 @@ def tile_frames(
     """
     video = decode_tile(model, given["latents"])
     video = blended(seam, video, given["rising"], given["falling"])
-    # Of a tile with fewer frames than the seam, only those are looked at later: tiles
+    # If a tile has fewer frames than the seam, later calls look at these alone: tiles
     # become no longer towards the end.
     length = seam.shape[2]
     seam = jnp.concatenate([seam, video], axis=2)[:, :, -length:]

@@ -143,8 +143,8 @@ ENCODE_15 = SpatialLayout(
 def decode_tile_15(model: BoundModule, z: jax.Array) -> jax.Array:
     """Latents [B, C, T, Y, X] of a tile -> video, about [-1, 1], unclipped.
 
-    ``z`` is divided by the scaling factor already, and cast to the weights' dtype here,
-    which is that of the video.
+    ``z`` is divided by the scaling factor already, and cast to the weights' dtype here.
+    The video has the weights' dtype.
     """
     video: jax.Array = model(_cast(model, z, "decoder.conv_in"), method="decoder")
     return video
@@ -155,10 +155,10 @@ def decode_chunk_15(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """:func:`decode_tile_15` of some latent frames of a video, chunk after chunk.
 
-    Exact: each convolution goes on from the last two frames of its input before, and
-    the attention from the keys and values of all frames so far. What is kept is by
-    module path, in the weights' dtype: of a convolution [B, C', 2, Y', X'] at its own
-    size, of the attention twice [B, C', total, Y, X].
+    Exact: each convolution goes on from the last two frames of its earlier input, and
+    the attention from the keys and values of all frames so far. The state is kept by
+    module path, in the weights' dtype: for a convolution [B, C', 2, Y', X'] at its own
+    size, for the attention twice [B, C', total, Y, X].
 
     Args:
         carry: what the chunk before left; ``None`` for the first.
@@ -177,10 +177,9 @@ def decode_chunk_15(
 def decode_tile_13b(model: BoundModule, z: jax.Array) -> jax.Array:
     """As :func:`decode_tile_15`, for the 13b autoencoder.
 
-    Its group norms take the mean and the variance of all frames that they are given,
-    so that no cut in time leaves its video as it was. Upstream cuts a long video all
-    the same, into tiles in time that overlap and are blended: they are its chunks; see
-    :mod:`tpuport.models.hunyuanvideo.tiles_in_time`.
+    Its group norms cover all frames of their input, so every cut in time changes the
+    video. Upstream cuts a long video into tiles in time that overlap and are blended;
+    these tiles are the chunks, see :mod:`tpuport.models.hunyuanvideo.tiles_in_time`.
     """
     z = model(_cast(model, z, "post_quant_conv"), method="post_quant_conv")
     video: jax.Array = model(z, method="decoder")

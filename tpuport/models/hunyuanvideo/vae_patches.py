@@ -1,17 +1,17 @@
 """Patches of the two HunyuanVideo autoencoders.
 
 Both attend over all latent frames in their middle block, every token to its own frame
-and those before. Upstream builds a mask of all tokens by all tokens for it; here the
-frame of a token says it. Where the picture is split over devices, each has the queries
+and the frames before. Upstream builds a mask of all tokens by all tokens; here the
+frame of a token says what it sees. If devices split the picture, each has the queries
 of its part, and the keys and values of the whole picture are gathered.
 
-That of 1.5 looks back in time only and is decoded chunk by chunk: its causal
+The autoencoder of 1.5 looks back in time only and is decoded chunk by chunk. Its causal
 convolutions keep the last two frames of their input, its attention the keys and values
-of all frames so far, and only the first chunk has the first frame, which upsampling in
-time treats by itself.
+of all frames so far. Only the first chunk has the first frame, which upsampling in time
+treats by itself.
 
 Legend: B batch, C channels, T/Y/X latent frames, rows, columns, L = T * Y * X tokens, H
-heads, D head dim; t/y/x those of the queries: of a chunk, and of a device.
+heads, D head dim; t/y/x frames, rows, columns of the queries, of a chunk and a device.
 """
 
 from __future__ import annotations
