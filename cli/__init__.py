@@ -22,11 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return as_program(_program)
     from tpuport.cli.app import run
 
-    code = run(argv)
-    if argv is None:
-        # Looking for garbage in what the libraries hold would take a second.
-        gc.freeze()
-    return code
+    return run(argv)
 
 
 def _program() -> int:
@@ -34,7 +30,10 @@ def _program() -> int:
 
     with starting():
         from tpuport.cli.app import run
-    return run(None)
+    code = run(None)
+    # Looking for garbage in what the libraries hold would take a second.
+    gc.freeze()
+    return code
 
 
 __all__ = ["main"]
