@@ -256,16 +256,16 @@ def test_a_variant_of_another_form_than_the_checkpoint(load: Any) -> None:
         session.generate("a fox", **SHAPE)
 
 
-def test_nan_weights_end_in_an_error(
+def test_weights_that_overflow_end_in_an_error(
     checkpoints: Callable[[str], Path], cache: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "nan"
+    folder = tmp_path / "large"
     shutil.copytree(checkpoints("2b"), folder)
     path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
-    weights["proj_out.bias"][0] = float("nan")
+    weights["proj_out.weight"][:] = 3e38
     save_file(weights, path, metadata={"format": "pt"})
     with (
         tpuport.load(weights=folder, cache_dir=cache) as session,
@@ -391,7 +391,7 @@ def test_quantised_weights_are_refused(
     save_file(weights, path, metadata={"format": "pt"})
     with (
         tpuport.load(weights=folder, cache_dir=cache) as session,
-        pytest.raises(WeightsError, match=r"proj_out\.weight as torch\.int8"),
+        pytest.raises(WeightsError, match="proj_out.weight as I8"),
     ):
         session.generate("a fox", **SHAPE)
 
