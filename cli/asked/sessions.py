@@ -177,7 +177,7 @@ def open_session(
     Raises:
         TpuportError: as :func:`tpuport.load`.
     """
-    with starting():
+    with starting(before="\n"):
         api.import_libraries(reporter)
     if settings.mesh is not None:
         _check_mesh_here(settings.mesh)

@@ -194,7 +194,7 @@ def _plan(
     dump: str | None,
     reporter: Reporter,
 ) -> Plan:
-    with signals.starting():
+    with signals.starting(before="\n"):
         import_libraries(reporter)
     from tpuport.core.plan.planner import Planner
     from tpuport.core.plan.search import advise, rank

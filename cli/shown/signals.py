@@ -32,11 +32,17 @@ _WORDS = {
 #: Seconds in which a second SIGINT is the first one again: `timeout` sends two.
 _TWICE = 0.3
 
+#: What Python calls where no error can be raised: it would print a traceback.
+_FINALISERS = ("__del__", "_xla_gc_callback")
+
+#: On a terminal: the cursor, which a moving line hides.
+_CURSOR = "\x1b[?25h"
+
 #: The first signal that asked the program to end.
 _received: signal.Signals | None = None
 _armed: list[signal.Signals] = []
 #: Whether nothing is at stake yet.
-_starting = False
+_starting, _before = False, ""
 
 
 def ended_by(error: BaseException | None = None) -> signal.Signals | None:
@@ -64,14 +70,18 @@ def check() -> None:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """A block of imports, before anything is at stake: a signal ends the program."""
-    global _starting
-    _starting = True
+def starting(before: str = "") -> Iterator[None]:
+    """A block of imports, before anything is at stake: a signal ends the program.
+
+    Args:
+        before: written before the word for the signal, such as the end of a line.
+    """
+    global _starting, _before
+    _starting, _before = True, before
     try:
         yield
     finally:
-        _starting = False
+        _starting, _before = False, ""
 
 
 def as_program(run: Callable[[], int]) -> int:
@@ -124,16 +134,17 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         return
     _received = signal.Signals(signum)
     if _starting:
-        _leave(*in_words(_received))
+        code, word = in_words(_received)
+        _leave(code, _before + word)
     if not _must_not_raise(frame):
         raise KeyboardInterrupt
 
 
 def _must_not_raise(frame: FrameType | None) -> bool:
-    """Whether an import is under way, or jax's part of a garbage collection."""
+    """Whether an import, a finaliser or jax's part of a collection is under way."""
     while frame is not None:
         code = frame.f_code
-        if "importlib" in code.co_filename or code.co_name == "_xla_gc_callback":
+        if "importlib" in code.co_filename or code.co_name in _FINALISERS:
             return True
         frame = frame.f_back
     return False
@@ -154,7 +165,8 @@ def _watch(seen: int) -> None:
                 later.daemon = True
                 later.start()
             elif signum == signal.SIGINT and now > first + _TWICE:
-                os.write(2, b"\nended at once\n")
+                cursor = _CURSOR if os.isatty(2) else ""
+                os.write(2, f"{cursor}\nended at once\n".encode())
                 os._exit(in_words(signal.SIGINT)[0])
     os.close(seen)
 
@@ -180,6 +192,8 @@ def _let_go() -> None:
 def _leave(code: int, word: str = "") -> NoReturn:
     """End the process; its terminal may be gone."""
     with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            sys.stderr.write(_CURSOR)
         if word:
             print(word, file=sys.stderr)
         sys.stdout.flush()

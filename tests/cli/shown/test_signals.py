@@ -102,15 +102,29 @@ signals.check()
     assert ended(body) == (130, "1\n", "interrupted\n")
 
 
+def test_a_finaliser_is_not_broken_off() -> None:
+    """Python would print the traceback and go on."""
+    body = """
+class Held:
+    def __del__(self):
+        send()
+        print("let go")
+held = Held()
+held = None
+signals.check()
+"""
+    assert ended(body) == (130, "let go\n", "interrupted\n")
+
+
 def test_before_anything_is_at_stake_a_signal_ends_the_program() -> None:
     body = """
-with signals.starting():
+with signals.starting(before="on a line of its own: "):
     try:
         send()
     finally:
         print("unwound")
 """
-    assert ended(body) == (130, "", "interrupted\n")
+    assert ended(body) == (130, "", "on a line of its own: interrupted\n")
 
 
 def test_a_second_ctrl_c_ends_at_once_in_a_call_that_hears_nothing() -> None:

@@ -391,7 +391,7 @@ def test_quantised_weights_are_refused(
     save_file(weights, path, metadata={"format": "pt"})
     with (
         tpuport.load(weights=folder, cache_dir=cache) as session,
-        pytest.raises(WeightsError, match="proj_out.weight as I8"),
+        pytest.raises(WeightsError, match=r"proj_out\.weight as I8"),
     ):
         session.generate("a fox", **SHAPE)
 
