@@ -229,10 +229,9 @@ def open_existing(settings: Settings, stage: str) -> tuple[RunDirectory, Setting
     """
     if settings.run_dir is None:
         raise UsageError("--run-dir is missing; name the folder of the run")
-    run = RunDirectory.open(settings.run_dir, model=settings.model)
+    run = RunDirectory.open(settings.run_dir)
+    run.check_request(model=settings.model, variant=settings.variant)
     port = get_port(run.model)
-    if settings.variant is not None:
-        run.check_request(model=run.model, variant=settings.variant)
     weights, first = settings.weights, stage == STAGES[0]
     if weights is None:
         report = encode_report(run) if first else recorded_stage(run, STAGES[0])

@@ -17,7 +17,7 @@ from tpuport.core.files.run_directory import RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(
+    return RunDirectory.open_or_create(
         tmp_path / "run",
         model="toy",
         variant="small",

@@ -33,13 +33,11 @@ def latents() -> dict[str, torch.Tensor]:
 
 
 def encode(run: RunDirectory, value: float = 1.0) -> None:
-    run.write_stage(
-        "encode", "embeddings.safetensors", embeddings(value), EMBEDDINGS, {"s": 1.5}
-    )
+    run.write_stage("encode", embeddings(value), EMBEDDINGS, {"s": 1.5})
 
 
 def denoise(run: RunDirectory) -> None:
-    run.write_stage("denoise", "latents.safetensors", latents(), LATENTS, {"steps": 50})
+    run.write_stage("denoise", latents(), LATENTS, {"steps": 50})
 
 
 def request(**changes: Any) -> dict[str, Any]:

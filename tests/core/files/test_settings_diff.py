@@ -28,14 +28,16 @@ def test_the_same_request_passes_whatever_the_spelling(run: RunDirectory) -> Non
     run.check_request(model="toy", variant="small", settings=same)
     assert "steps" in refusal(run.check_request, model="toy", settings={"steps": 51})
     # True == 1 in Python, and is not the same setting.
-    once = RunDirectory.create(run.path / "once", **request(settings={"every": 1}))
+    once = RunDirectory.open_or_create(
+        run.path / "once", **request(settings={"every": 1})
+    )
     assert "every" in refusal(once.check_request, model="toy", settings={"every": True})
 
 
 def test_long_values_are_shown_where_they_start_to_differ(tmp_path: Path) -> None:
     prompt = "word " * 100
     settings = {"prompt": prompt + "north\n"}
-    run = RunDirectory.create(tmp_path / "run", **request(settings=settings))
+    run = RunDirectory.open_or_create(tmp_path / "run", **request(settings=settings))
     message = refusal(
         run.check_request, model="toy", settings={"prompt": prompt + "south\n"}
     )

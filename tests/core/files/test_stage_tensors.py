@@ -36,7 +36,7 @@ def test_tensors_come_back_with_their_bits_and_dtypes(run: RunDirectory) -> None
     # A view and a shared storage, which safetensors alone would refuse.
     shared = torch.randn(4, 2, 8)
     tensors = {"prompt": odd, "negative": shared.transpose(0, 1)}
-    run.write_stage("encode", "embeddings.safetensors", tensors, EMBEDDINGS, {})
+    run.write_stage("encode", tensors, EMBEDDINGS, {})
     back = RunDirectory.open(run.path).read_stage("encode", EMBEDDINGS)
     assert list(back) == ["prompt", "negative"]  # the optional mask is left out
     assert back["prompt"].dtype == torch.bfloat16
@@ -86,7 +86,7 @@ def test_tensors_off_the_specs_are_refused_on_writing_and_on_reading(
     change(tensors)
     name = "embeddings.safetensors"
     path = run.path / name
-    message = refusal(run.write_stage, "encode", name, tensors, EMBEDDINGS, {})
+    message = refusal(run.write_stage, "encode", tensors, EMBEDDINGS, {})
     assert message.startswith(f"{path}: ")
     assert message.endswith(expected)
     assert not path.exists()
@@ -95,7 +95,7 @@ def test_tensors_off_the_specs_are_refused_on_writing_and_on_reading(
         TensorSpec(name=n, shape=tuple(t.shape), dtypes=(str(t.dtype)[6:],))
         for n, t in tensors.items()
     ]
-    run.write_stage("encode", name, tensors, as_written, {})
+    run.write_stage("encode", tensors, as_written, {})
     assert refusal(run.read_stage, "encode", EMBEDDINGS) == message
 
 

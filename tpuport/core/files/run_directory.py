@@ -16,7 +16,7 @@ import hashlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tpuport.core.arrays import dtype_name
@@ -24,6 +24,7 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import hash_output, version
 from tpuport.core.files.run_record import (
     RUN_FILE,
+    RUN_SCHEMA,
     STAGE_FILES,
     STAGES,
     FileEntry,
@@ -31,12 +32,11 @@ from tpuport.core.files.run_record import (
     StageEntry,
     now,
     read_run,
-    write_run,
 )
-from tpuport.core.files.sealed_json import as_json
+from tpuport.core.files.sealed_json import as_json, write_document
 from tpuport.core.files.settings_diff import differences, flatten
 from tpuport.core.files.stage_tensors import TensorSpec, check_tensors, save_tensors
-from tpuport.errors import ArtifactError, MissingArtifactError, UsageError
+from tpuport.errors import ArtifactError, MissingArtifactError
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Use :meth:`create`, :meth:`open` or :meth:`open_or_create` instead."""
+        """Use :meth:`open` or :meth:`open_or_create` instead."""
         self.path = path
         # What this object has read or written, by file name: the inputs of the next
         # stage. Not looked up when that stage is written, because by then another
@@ -58,7 +58,25 @@ class RunDirectory:
         self._seen: dict[str, tuple[str, str]] = {}
 
     @classmethod
-    def create(
+    def open(cls, path: Path) -> RunDirectory:
+        """A run directory that exists.
+
+        Raises:
+            MissingArtifactError: the folder or its run.json is not there.
+            ArtifactError: run.json is not JSON, truncated, altered, or of another
+                schema or version.
+        """
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            what = "is not a folder" if run.path.exists() else "does not exist"
+            raise MissingArtifactError(
+                f"{run.path}: the run directory {what}; {run._rerun('encode')} first"
+            )
+        run._read()
+        return run
+
+    @classmethod
+    def open_or_create(
         cls,
         path: Path,
         *,
@@ -67,7 +85,9 @@ class RunDirectory:
         settings: Mapping[str, Any],
         weights: Mapping[str, str | None],
     ) -> RunDirectory:
-        """Start a run directory, making the folder and its parents where needed.
+        """The run directory of a request: one that exists, or a new one.
+
+        The folder and its parents are made where needed.
 
         Args:
             settings: what was asked for, as JSON; stages run later must ask the same.
@@ -75,10 +95,16 @@ class RunDirectory:
 
         Raises:
             UsageError: ``settings`` or ``weights`` is not JSON.
-            ArtifactError: the folder holds a run already, or tensors that no run.json
-                accounts for, or cannot be written.
+            ArtifactError: the run is not usable, or of another request or of other
+                weights; or the folder holds tensors that no run.json accounts for, or
+                cannot be written.
         """
         run = cls(Path(path))
+        if run.file.exists():
+            run.check_request(model=model, variant=variant, settings=settings)
+            for component, fingerprint in weights.items():
+                run.check_weights(component, fingerprint)
+            return run
         content: Run = {
             "tpuport_version": version("tpuport") or "unknown",
             "created": now(),
@@ -88,10 +114,6 @@ class RunDirectory:
             "weights": as_json(dict(weights), "weights"),
             "stages": {},
         }
-        if run.file.exists():
-            raise ArtifactError(
-                f"{run.file}: already describes a run; choose another run directory"
-            )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -107,55 +129,6 @@ class RunDirectory:
                 " another run directory, or move the file away"
             )
         run._write(content)
-        return run
-
-    @classmethod
-    def open(cls, path: Path, *, model: str | None = None) -> RunDirectory:
-        """A run directory that exists.
-
-        Args:
-            model: if given, the run must be of that model.
-
-        Raises:
-            MissingArtifactError: the folder or its run.json is not there.
-            ArtifactError: run.json is not JSON, truncated, altered, of another schema
-                or version, or of another model.
-        """
-        run = cls(Path(path))
-        if not run.path.is_dir():
-            what = "is not a folder" if run.path.exists() else "does not exist"
-            raise MissingArtifactError(
-                f"{run.path}: the run directory {what}; {run._rerun('encode')} first"
-            )
-        run._read()
-        if model is not None:
-            run.check_request(model=model)
-        return run
-
-    @classmethod
-    def open_or_create(
-        cls,
-        path: Path,
-        *,
-        model: str,
-        variant: str,
-        settings: Mapping[str, Any],
-        weights: Mapping[str, str | None],
-    ) -> RunDirectory:
-        """:meth:`open` and check everything asked for, or :meth:`create`.
-
-        Raises:
-            UsageError, ArtifactError: as those two, :meth:`check_request` and
-                :meth:`check_weights` do.
-        """
-        if not (Path(path) / RUN_FILE).exists():
-            return cls.create(
-                path, model=model, variant=variant, settings=settings, weights=weights
-            )
-        run = cls.open(path)
-        run.check_request(model=model, variant=variant, settings=settings)
-        for component, fingerprint in weights.items():
-            run.check_weights(component, fingerprint)
         return run
 
     # --- what the run is
@@ -196,25 +169,23 @@ class RunDirectory:
     def check_request(
         self,
         *,
-        model: str,
+        model: str | None = None,
         variant: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Check that a request is the one this run was created for.
 
-        Args:
-            variant, settings: not compared when None. A setting missing on either
-                side is a difference.
+        What is None is not compared. A setting missing on either side is a difference.
 
         Raises:
             UsageError: ``settings`` is not JSON.
             ArtifactError: they differ; the message lists every difference.
         """
         run = self._read()
-        asked: dict[str, Any] = {"model": model}
-        found: dict[str, Any] = {"model": run["model"]}
-        if variant is not None:
-            asked["variant"], found["variant"] = variant, run["variant"]
+        found: dict[str, Any] = {"model": run["model"], "variant": run["variant"]}
+        named = {"model": model, "variant": variant}
+        asked: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
+        found = {name: found[name] for name in asked}
         if settings is not None:
             asked |= flatten(as_json(dict(settings), "settings"))
             found |= flatten(run["settings"])
@@ -251,7 +222,6 @@ class RunDirectory:
     def write_stage(
         self,
         stage: str,
-        filename: str,
         tensors: Mapping[str, torch.Tensor],
         specs: Sequence[TensorSpec],
         report: Mapping[str, Any],
@@ -262,18 +232,12 @@ class RunDirectory:
         object has read or written. When anything fails, the stage is what it was.
 
         Raises:
-            UsageError: ``filename`` is not a plain name of its own, or ``report`` is
-                not JSON.
+            UsageError: ``report`` is not JSON.
             ArtifactError: the tensors are not those of ``specs``, or a file cannot be
                 written.
         """
         run = self._read()
-        plain = PurePosixPath(filename).name == filename
-        if not plain or filename in ("", "..", RUN_FILE):
-            raise UsageError(f"{filename!r} cannot be the file of a stage")
-        for other, entry in run["stages"].items():
-            if other != stage and entry["file"] == filename:
-                raise UsageError(f"{filename!r} is the file of the stage {other}")
+        filename = STAGE_FILES[stage]
         clean_report = as_json(dict(report), f"the report of {stage}")
         path = self.path / filename
         save_tensors(path, tensors, specs)
@@ -329,20 +293,17 @@ class RunDirectory:
         return {spec.name: tensors[spec.name] for spec in specs if spec.name in tensors}
 
     def record_output(
-        self, stage: str, path: Path | Sequence[Path], report: Mapping[str, Any]
+        self, stage: str, paths: Sequence[Path], report: Mapping[str, Any]
     ) -> None:
-        """Record the video that a stage wrote: a file, a folder of PNGs, or several.
+        """Record the videos that a stage wrote, each a file or a folder of PNGs.
 
         A path inside the run directory is recorded relative to it. Of one outside only
         the name is, since the run directory may move; such a file is not checked later.
 
         Raises:
-            UsageError: there is no path, or ``report`` is not JSON.
+            UsageError: ``report`` is not JSON.
             ArtifactError: a path is missing, or run.json cannot be written.
         """
-        paths = [path] if isinstance(path, Path) else list(path)
-        if not paths:
-            raise UsageError(f"the stage {stage} has no output to record")
         run = self._read()
         clean_report = as_json(dict(report), f"the report of {stage}")
         first, *others = [self._describe(output) for output in paths]
@@ -371,21 +332,16 @@ class RunDirectory:
             if not file.get("outside")
         )
 
-    def invalidate_after(
-        self, stage: str, order: Sequence[str] = STAGES
-    ) -> tuple[str, ...]:
-        """Forget the stages after ``stage`` in ``order``; returns those forgotten.
+    def invalidate_after(self, stage: str) -> tuple[str, ...]:
+        """Forget the stages after ``stage``; returns those forgotten.
 
         Their files stay where they are and are no longer used.
 
         Raises:
-            UsageError: ``stage`` is not in ``order``.
             ArtifactError: run.json is not usable or cannot be written.
         """
-        if stage not in order:
-            raise UsageError(f"there is no stage {stage!r} among {', '.join(order)}")
         run = self._read()
-        later = order[list(order).index(stage) + 1 :]
+        later = STAGES[STAGES.index(stage) + 1 :]
         dropped = tuple(name for name in later if name in run["stages"])
         for name in dropped:
             del run["stages"][name]
@@ -402,7 +358,7 @@ class RunDirectory:
         return read_run(self.file)
 
     def _write(self, content: Run) -> None:
-        write_run(self.file, content)
+        write_document(self.file, RUN_SCHEMA, content)
 
     def _record(
         self,
@@ -411,11 +367,11 @@ class RunDirectory:
         entry: Mapping[str, Any],
         report: dict[str, Any],
     ) -> None:
-        earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else None
+        earlier = STAGES[: STAGES.index(stage)]
         inputs = {
             name: sha256
             for name, (made_by, sha256) in sorted(self._seen.items())
-            if made_by != stage and (earlier is None or made_by in earlier)
+            if made_by in earlier
         }
         about = {"inputs": inputs, "finished": now(), "report": report}
         run["stages"][stage] = cast(StageEntry, {**entry, **about})

@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from tpuport.core.enums import StageName
-from tpuport.core.files.sealed_json import read_document, write_document
+from tpuport.core.files.sealed_json import read_document
 from tpuport.core.files.typed import checked
 from tpuport.errors import ArtifactError
 
@@ -75,15 +75,6 @@ def read_run(file: Path) -> Run:
                     f"directory, {made['file']!r}; {START_OVER}"
                 )
     return run
-
-
-def write_run(file: Path, content: Run) -> None:
-    """Write a run.json.
-
-    Raises:
-        ArtifactError: it cannot be written.
-    """
-    write_document(file, RUN_SCHEMA, content)
 
 
 def now() -> str:

@@ -15,7 +15,6 @@ from tpuport.core import reports
 from tpuport.core.arrays import host_device, to_torch
 from tpuport.core.enums import Backend, Dtype, Pixels, Place, StageName
 from tpuport.core.files.run_directory import RunDirectory
-from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.core.files.sources import Source
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.device_mesh import PlacedMesh
@@ -478,12 +477,12 @@ class Session:
         for folder in (*stage.components_for(request), *stage.files):
             if self.checkpoint.has(folder):
                 run.check_weights(folder, self.checkpoint.fingerprint(folder))
-        order = [s.name for s in self.port.stages]
-        place = order.index(name)
+        place = list(StageName).index(StageName(name))
         inputs: dict[str, torch.Tensor] = {}
         if place:
             written = self.port.stages[place - 1].writes
-            inputs = run.read_stage(order[place - 1], written, self._sizes(request))
+            before = self.port.stages[place - 1].name
+            inputs = run.read_stage(before, written, self._sizes(request))
         else:
             inputs = self._source_pixels(request, source)
         delivery = Delivery(pixels, on_frames)
@@ -491,7 +490,7 @@ class Session:
             name, request, inputs, backend=backend, delivery=delivery
         )
         if stage.writes:
-            dropped = run.invalidate_after(name, order)
+            dropped = run.invalidate_after(name)
             if dropped:
                 self.reporter.say(
                     f"{name} was run again: what {' and '.join(dropped)} made of its "
@@ -499,7 +498,6 @@ class Session:
                 )
             run.write_stage(
                 name,
-                STAGE_FILES[name],
                 {**tensors, **(extra or {})},
                 stage.writes,
                 {**self.stage_record(report), "note": dict(note or {})},
