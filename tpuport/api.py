@@ -19,7 +19,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.model_port import ModelPort, with_blocks
-from tpuport.core.spec.run_settings import RunSettings, defaults_of
+from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port, reader_of
@@ -250,14 +250,9 @@ def find_checkpoint(
             return form, chosen, demo_checkpoint(form, demo.name, cache)
     if not str(source):
         raise UsageError("weights is empty; give a folder or a hub id")
-    folders = [
-        name
-        for form in port.all_forms
-        for name in (*form.components, *(f for s in form.stages for f in s.files))
-    ]
     checkpoint = resolve(
         source,
-        folders=list(dict.fromkeys(folders)),
+        folders=port.all_folders,
         pipelines=[name for form in port.all_forms for name in form.pipelines],
         model=port.name,
         reporter=reporter,
@@ -281,23 +276,10 @@ def default_rows(
     Two where both prompts of guidance are run; a distilled checkpoint has one, and so
     has a ``guidance_scale`` that turns guidance off.
     """
-    from tpuport.core.spec.request import Request
+    from tpuport.core.spec.rules import plain_request
 
-    request = Request(
-        prompts=("",),
-        negative_prompts=("",),
-        seeds=((0,),),
-        batch_size=1,
-        height=variant.height,
-        width=variant.width,
-        num_frames=variant.num_frames,
-        fps=variant.fps,
-        num_inference_steps=variant.num_inference_steps,
-        guidance_scale=(
-            variant.guidance_scale if guidance_scale is None else guidance_scale
-        ),
-        options=variant.options,
-    )
+    asked = plain_request(Asked(guidance_scale=guidance_scale), variant)
+    request = replace(asked, options=variant.options)
     return 2 if port.guided(request) else 1
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.api import DEFAULT_MODEL
+from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.shown.output import is_report
-from tpuport.cli.shown.signals import starting
+from tpuport.cli.shown import signals
+from tpuport.cli.shown.output import is_report, say
 from tpuport.core.enums import Backend, Task
 from tpuport.core.files.outputs import Outputs, check_no_input, plan_outputs
 from tpuport.core.files.run_lock import check_free
@@ -24,6 +25,7 @@ from tpuport.core.files.video_file import check_length
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter, plural
+from tpuport.core.run.progress import Display
 from tpuport.core.spec import rules
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, denoising_steps
@@ -110,7 +112,8 @@ def outputs_of(
 
     Args:
         default: the place without --out.
-        request: once it is known, the videos must not be too long for their kind.
+        request: once it is known, the videos must not be too long for their kind, and
+            names that are taken are told.
         inputs: beside those of the settings.
 
     Raises:
@@ -126,6 +129,8 @@ def outputs_of(
     if request is not None:
         for path in outputs.paths:
             check_length(path, outputs.kind, request.num_frames, request.fps)
+        for remark in outputs.remarks():
+            say(remark)
     return outputs
 
 
@@ -177,7 +182,7 @@ def open_session(
     Raises:
         TpuportError: as :func:`tpuport.load`.
     """
-    with starting(before="\n"):
+    with signals.starting(before="\n"):
         api.import_libraries(reporter)
     if settings.mesh is not None:
         _check_mesh_here(settings.mesh)
@@ -186,6 +191,22 @@ def open_session(
         guidance_scale=settings.guidance_scale,
         reporter=reporter,
     )
+
+
+@contextlib.contextmanager
+def shown_session(settings: Settings) -> Iterator[Session]:
+    """A session that shows what it does, and keeps files where the user asked.
+
+    Raises:
+        OutputError: the cache folder cannot be written.
+        TpuportError: as :func:`tpuport.load`.
+    """
+    cache = cache_folder(settings.cache_dir)
+    with (
+        Display(signals.check) as display,
+        open_session(settings, cache=cache, reporter=display) as session,
+    ):
+        yield session
 
 
 @contextlib.contextmanager

@@ -145,29 +145,25 @@ def _say_if_stale(case: AttentionCase, reporter: Reporter) -> None:
         )
 
 
+#: Figures that a row has as they are: of the call, and of its cost.
+_CASE = ("implementation", "chip", "head_dim", "q_len", "kv_len", "heads")
+_COST = (
+    *("cores", "utilization", "busiest", "spills", "fills", "other_cycles"),
+    *("compile_seconds", "versions"),
+)
+
+
 def row(cost: AttentionCost) -> dict[str, Any]:
     """One kernel's figures, JSON-ready."""
     return {
-        "implementation": cost.case.implementation,
-        "chip": cost.case.chip,
-        "head_dim": cost.case.head_dim,
-        "q_len": cost.case.q_len,
-        "kv_len": cost.case.kv_len,
-        "heads": cost.case.heads,
+        **{name: getattr(cost.case, name) for name in _CASE},
         "blocks": str(cost.blocks),
         "bundles_per_2_20_scores": cost.bundles_per_tile,
         "whole_call_cycles_per_2_20_scores": cost.cycles_per_tile,
         "whole_call_cycles": cost.cycles,
         "grid": list(cost.grid),
-        "cores": cost.cores,
         "bundles_per_grid_step": cost.step_bundles,
-        "utilization": cost.utilization,
-        "busiest": cost.busiest,
-        "spills": cost.spills,
-        "fills": cost.fills,
-        "other_cycles": cost.other_cycles,
-        "compile_seconds": cost.compile_seconds,
-        "versions": cost.versions,
+        **{name: getattr(cost, name) for name in _COST},
     }
 
 

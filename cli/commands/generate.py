@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tpuport.api import DEFAULT_MODEL
-from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import Noise, read_noise
 from tpuport.cli.asked.options import command
@@ -17,8 +15,8 @@ from tpuport.cli.asked.sessions import (
     check_run_early,
     in_words,
     make_request,
-    open_session,
     outputs_of,
+    shown_session,
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
@@ -30,16 +28,13 @@ from tpuport.cli.runs.run_stages import (
     reusable,
     run_stage,
 )
-from tpuport.cli.shown import signals
-from tpuport.cli.shown.output import give_out, print_summary, say
+from tpuport.cli.shown.output import show_results
 from tpuport.core.enums import Backend
-from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sources import Source
-from tpuport.core.reports import RunReport, StageReport
-from tpuport.core.run.progress import Display
+from tpuport.core.reports import StageReport
 from tpuport.core.spec.requests import recorded_request
 
 if TYPE_CHECKING:
@@ -56,56 +51,41 @@ def generate(settings: Settings) -> None:
     Example: tpuport generate --prompt "a panda" --variant 5b --out panda.mp4
     """
     prepare(debug=settings.debug)
-    document, videos, report = _generate(settings)
-    give_out(document, as_json=settings.json, report=settings.report)
-    print_summary(report)
-    for made in videos:
-        say(f"wrote {made.path}")
-
-
-def _generate(settings: Settings) -> tuple[dict[str, Any], list[Video], RunReport]:
     started = time.perf_counter()
     _check(settings)
     prompts, seeds = settings.videos()
-    cache = cache_folder(settings.cache_dir)
     noise = read_noise(settings.latents)
     if noise is not None:
         noise.for_videos(len(prompts))
-    with (
-        Display(signals.check) as display,
-        open_session(settings, cache=cache, reporter=display) as session,
-    ):
+    with shown_session(settings) as session:
         source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
-        display.say(in_words(request))
+        session.reporter.say(in_words(request))
         if not settings.run_dir or not (settings.run_dir / RUN_FILE).exists():
             session.check_weights(request=request)
         if noise is not None:
             session.check(request, noise.for_videos(len(prompts)))
         name = default_out(session.port.name, session.variant.name, seeds)
         outputs = outputs_of(settings, name, len(prompts), request=request)
-        for remark in outputs.remarks():
-            display.say(remark)
-        temporary = settings.run_dir is None
-        given = settings.run_dir
+        given, cache = settings.run_dir, session.settings.cache_dir
+        assert cache is not None
         with new_run(cache) if given is None else working_in(given) as folder:
             run = session.open_run(folder, request)
             check_noise(session, run, noise)
-            if temporary:
+            if given is None:
                 keep_asked(run, settings, outputs.asked)
-            with going_on(run, temporary=temporary):
+            with going_on(run, temporary=given is None):
                 stages, reused = _before_decode(session, run, noise, source)
                 videos, report = decode_videos(session, run, outputs, stages, started)
+                described = describe_results("generate", session, run, report, videos)
         document = {
-            "command": "generate",
-            "model": session.port.name,
-            **describe_results(session, report, videos),
-            "settings": request.as_dict(),
+            **described,
             "encode_on": session.encode_on,
-            "run_dir": str(settings.run_dir) if settings.run_dir else None,
+            "run_dir": str(given) if given else None,
             "reused": reused,
         }
-    return document, videos, report
+    written = [video.path for video in videos]
+    show_results(document, report, written, as_json=settings.json, file=settings.report)
 
 
 def _check(settings: Settings) -> None:
@@ -115,7 +95,8 @@ def _check(settings: Settings) -> None:
     check_run_early(known, settings)
     prompts, seeds = settings.videos()
     guess = known.variant.name if known.variant else "video"
-    name = default_out(settings.model or DEFAULT_MODEL, guess, seeds)
+    assert known.port is not None
+    name = default_out(known.port.name, guess, seeds)
     outputs_of(settings, name, len(prompts))
     if settings.run_dir is None:  # else denoise may be finished in it
         check_attention_here(settings)

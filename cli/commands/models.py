@@ -20,6 +20,12 @@ _HEAD = (
     "OPTIONS",
 )
 
+#: What the document has of a variant as it is.
+_TOLD = (
+    *("title", "height", "width", "num_frames", "fps", "num_inference_steps"),
+    *("guidance_scale", "dtype", "options", "notes", "tasks", "form"),
+)
+
 #: Task -> what a video is made from.
 _FROM = {"t2v": "text", "i2v": "image", "v2v": "video"}
 
@@ -44,7 +50,7 @@ def models(settings: Settings) -> None:
         for option in port.options:
             choices = f" ({', '.join(option.choices)})" if option.choices else ""
             print(f"  --option {option.name}=...: {option.help}{choices}")
-        if sizes := _size_classes(port):
+        if sizes := dict.fromkeys(n for v in port.variants for n in v.resolutions):
             print(f"  --resolution: {', '.join(sizes)}, with --aspect-ratio W:H")
         if any(len(form.layouts) > 1 for form in port.all_forms):
             print(f"  --sharding: {', '.join(port.layouts)}")
@@ -79,10 +85,6 @@ def _implementations(port: ModelPort) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _size_classes(port: ModelPort) -> list[str]:
-    return list(dict.fromkeys(n for v in port.variants for n in v.resolutions))
-
-
 def _about(variant: Variant) -> tuple[str, str, str]:
     text = variant.title + (f"; {variant.notes}" if variant.notes else "")
     return variant.name, variant.repo_id or "built in", text
@@ -105,19 +107,8 @@ def _document(port: ModelPort) -> dict[str, Any]:
         "variants": [
             {
                 "variant": v.name,
-                "title": v.title,
                 "repo_id": v.repo_id or None,
-                "height": v.height,
-                "width": v.width,
-                "num_frames": v.num_frames,
-                "fps": v.fps,
-                "num_inference_steps": v.num_inference_steps,
-                "guidance_scale": v.guidance_scale,
-                "dtype": v.dtype,
-                "options": dict(v.options),
-                "notes": v.notes,
-                "tasks": list(v.tasks),
-                "form": v.form,
+                **{name: getattr(v, name) for name in _TOLD},
                 "resolutions": list(v.resolutions),
             }
             for v in port.variants

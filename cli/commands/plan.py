@@ -21,12 +21,12 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.shown import signals
+from tpuport.cli.shown import plan_text, signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Dtype, Task
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.rules import Known, check_folder
+from tpuport.core.spec.rules import check_folder
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,13 +122,7 @@ def plan(
     document = {"command": "plan", **made.as_dict()}
     give_out(document, as_json=settings.json, report=settings.report)
     if not settings.json:
-        _print(made, verbose)
-
-
-def _print(made: Plan, verbose: bool) -> None:
-    from tpuport.cli.shown.plan_text import everything, text
-
-    print(everything(made) if verbose else text(made))
+        print(plan_text.everything(made) if verbose else plan_text.text(made))
 
 
 def _checked(
@@ -145,8 +139,9 @@ def _checked(
         settings.mesh.resolve(topology.devices)
     stages = _stages(stage)
     prompts = _prompts(settings, batch)
-    if settings.image is None:
-        _check_run(known, settings)
+    # An image that is not given is stood in for later.
+    if settings.image is None and known.variant and Task.TEXT in known.variant.tasks:
+        check_run_early(known, settings)
     if dump is not None:
         check_folder("--dump", Path(dump).expanduser())
     return stages, prompts
@@ -175,12 +170,6 @@ def _prompts(settings: Settings, batch: int | None) -> list[str]:
             "--batch out to plan a video of each prompt"
         )
     return list(given) * batch
-
-
-def _check_run(known: Known, settings: Settings) -> None:
-    """What can be refused early; an image that is not given is stood in for later."""
-    if known.variant is not None and Task.TEXT in known.variant.tasks:
-        check_run_early(known, settings)
 
 
 def _plan(

@@ -15,22 +15,12 @@ def plugins(settings: Settings) -> None:
 
     Example: tpuport plugins
     """
-    found = list(installed_plugins().values())
+    found = [
+        (plugin.name, plugin.package, plugin.module, plugin.port.name)
+        for plugin in installed_plugins().values()
+    ]
     if settings.json:
-        print_json(
-            {
-                "plugins": [
-                    {
-                        "name": plugin.name,
-                        "package": plugin.package,
-                        "module": plugin.module,
-                        "model": plugin.port.name,
-                    }
-                    for plugin in found
-                ]
-            }
-        )
-        return
-    rows = [("NAME", "PACKAGE", "MODULE", "MODEL")]
-    rows += [(p.name, p.package, p.module, p.port.name) for p in found]
-    print("\n".join(columns(rows)))
+        keys = ("name", "package", "module", "model")
+        print_json({"plugins": [dict(zip(keys, row, strict=True)) for row in found]})
+    else:
+        print("\n".join(columns([("NAME", "PACKAGE", "MODULE", "MODEL"), *found])))

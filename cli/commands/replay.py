@@ -8,6 +8,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +47,6 @@ from tpuport.core.run.sidecar import latents_digest
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.requests import recorded_request
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import (
     ArtifactError,
     AttentionError,
@@ -105,8 +105,6 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     if asked.out is not None:
         count = len(request.prompts)
         outputs = outputs_of(settings, "", count, request=request, inputs=inputs)
-        for remark in outputs.remarks():
-            say(remark)
     noise = _noise(file, recorded)
     source = recorded_source(recorded["source"], file, request)
     cache = cache_folder(asked.cache_dir)
@@ -139,7 +137,9 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
             videos, report = decode_videos(session, run, outputs, stages, started)
         else:
             report = session.run_report(stages, time.perf_counter() - started)
-    _show_results(report, videos)
+    print_summary(report)
+    for made in videos:
+        say(f"wrote {made.path}")
     document = {
         "command": "replay",
         "sidecar": str(file),
@@ -158,30 +158,24 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     return document
 
 
+@dataclass
 class _Sessions:
     """A session for each stage, as it was run; one for those that ran alike."""
 
-    def __init__(
-        self,
-        settings: Mapping[str, Settings],
-        cache: Path,
-        reporter: Reporter,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self._settings = settings
-        self._cache = cache
-        self._reporter = reporter
-        self._stack = stack
-        self._open: list[tuple[Settings, Session]] = []
+    settings: Mapping[str, Settings]
+    cache: Path
+    reporter: Reporter
+    stack: contextlib.ExitStack
+    opened: list[tuple[Settings, Session]] = field(default_factory=list)
 
     def of(self, stage: str) -> Session:
         """The session that runs a stage as the sidecar records it."""
-        asked = self._settings[stage]
-        for settings, session in self._open:
+        asked = self.settings[stage]
+        for settings, session in self.opened:
             if settings == asked:
                 return session
-        session = open_session(asked, cache=self._cache, reporter=self._reporter)
-        self._open.append((asked, self._stack.enter_context(session)))
+        session = open_session(asked, cache=self.cache, reporter=self.reporter)
+        self.opened.append((asked, self.stack.enter_context(session)))
         return session
 
 
@@ -303,12 +297,6 @@ def _check_weights(file: Path, recorded: Sidecar, checkpoint: Checkpoint) -> Non
                 f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
                 "checkpoint with --weights"
             )
-
-
-def _show_results(report: RunReport, videos: list[Video]) -> None:
-    print_summary(report)
-    for video in videos:
-        say(f"wrote {video.path}")
 
 
 def _changes(recorded: Sidecar, report: RunReport) -> str:

@@ -11,7 +11,7 @@ from tpuport.api import default_cache_dir
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command, refuse_options
-from tpuport.cli.asked.sessions import check_early, open_session, outputs_of
+from tpuport.cli.asked.sessions import check_early, outputs_of, shown_session
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import (
     KeptRun,
@@ -28,14 +28,14 @@ from tpuport.cli.runs.run_stages import (
     open_existing,
     run_stage,
 )
-from tpuport.cli.shown import signals
-from tpuport.cli.shown.output import give_out, print_json, print_summary, say
+from tpuport.cli.shown.output import print_json, show_results
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, plural
-from tpuport.core.run.progress import Display
+from tpuport.core.spec.requests import recorded_request
 from tpuport.errors import UsageError
+from tpuport.plugins import get_port
 
 _HEAD = ("ID", "AGE", "MODEL", "FINISHED", "SIZE", "STATE", "PROMPT")
 
@@ -143,16 +143,14 @@ def resume(
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    cache = cache_folder(settings.cache_dir)
-    kept = kept_run(cache, name)
+    kept = kept_run(cache_folder(settings.cache_dir), name)
     run, settings = open_existing(asked_for(kept, settings), STAGES[1])
     check_early(settings)
-    outputs = outputs_of(settings, "", len(kept.prompts), inputs=inputs_of(run))
-    for remark in outputs.remarks():
-        say(remark)
+    request = recorded_request(get_port(run.model), run.settings, run.file)
+    count, inputs = len(request.prompts), inputs_of(run)
+    outputs = outputs_of(settings, "", count, request=request, inputs=inputs)
     with (
-        Display(signals.check) as display,
-        open_session(settings, cache=cache, reporter=display) as session,
+        shown_session(settings) as session,
         working_in(run.path),
         going_on(run, temporary=True),
     ):
@@ -160,14 +158,8 @@ def resume(
         stages = [run_stage(session, run, stage)[1] for stage in left]
         videos, report = decode_videos(session, run, outputs, stages, started)
         document = {
-            "command": "runs resume",
-            "model": run.model,
-            **describe_results(session, report, videos),
-            "settings": run.settings,
+            **describe_results("runs resume", session, run, report, videos),
             "reused": list(kept.finished),
         }
-    say("")
-    print_summary(report)
-    for video in videos:
-        say(f"wrote {video.path}")
-    give_out(document, as_json=settings.json, report=settings.report)
+    written = [video.path for video in videos]
+    show_results(document, report, written, as_json=settings.json, file=settings.report)

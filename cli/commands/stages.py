@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.options import command
@@ -17,8 +16,8 @@ from tpuport.cli.asked.sessions import (
     check_run_early,
     in_words,
     make_request,
-    open_session,
     outputs_of,
+    shown_session,
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
@@ -33,14 +32,12 @@ from tpuport.cli.runs.run_stages import (
     recorded_source,
     run_stage,
 )
-from tpuport.cli.shown import signals
-from tpuport.cli.shown.output import give_out, print_summary, say
+from tpuport.cli.shown.output import show_results
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES, STAGES
 from tpuport.core.reports import RunReport
-from tpuport.core.run.progress import Display
 from tpuport.core.spec import rules
 from tpuport.core.spec.requests import read_source, recorded_request
 from tpuport.core.spec.run_settings import Asked, defaults_of, settings_of
@@ -74,13 +71,11 @@ def encode(settings: Settings) -> None:
         check_prompts(settings)
         check_run_early(known, settings, STAGES[:1])
     assert settings.run_dir is not None
-    cache = cache_folder(settings.cache_dir)
     noise = read_noise(settings.latents)
     if noise is not None and not exists:
         noise.for_videos(len(settings.videos()[0]))
     with (
-        Display(signals.check) as display,
-        open_session(settings, cache=cache, reporter=display) as session,
+        shown_session(settings) as session,
         working_in(settings.run_dir) as folder,
     ):
         if exists:
@@ -93,7 +88,7 @@ def encode(settings: Settings) -> None:
         else:
             source = source_of(settings, session.variant)
             request = make_request(session, settings, source)
-            display.say(in_words(request))
+            session.reporter.say(in_words(request))
         if noise is not None:
             session.check(request, noise.for_videos(len(request.prompts)))
         run = session.open_run(folder, request)
@@ -139,10 +134,8 @@ def denoise(settings: Settings) -> None:
     started = time.perf_counter()
     run, settings = open_existing(settings, STAGES[1])
     _check_going_on(settings, run, STAGES[1])
-    cache = cache_folder(settings.cache_dir)
     with (
-        Display(signals.check) as display,
-        open_session(settings, cache=cache, reporter=display) as session,
+        shown_session(settings) as session,
         working_in(run.path),
         going_on(run),
     ):
@@ -168,12 +161,8 @@ def decode(settings: Settings) -> None:
     outputs = outputs_of(
         settings, place, len(request.prompts), request=request, inputs=inputs_of(run)
     )
-    for remark in outputs.remarks():
-        say(remark)
-    cache = cache_folder(settings.cache_dir)
     with (
-        Display(signals.check) as display,
-        open_session(settings, cache=cache, reporter=display) as session,
+        shown_session(settings) as session,
         working_in(run.path),
         going_on(run),
     ):
@@ -191,17 +180,10 @@ def _show_results(
 ) -> None:
     """The end of a stage: the summary, what was written, what comes next."""
     files = [run.path / STAGE_FILES[stage]] if stage in STAGE_FILES else []
-    written = [*files, *(video.path for video in videos)]
     document = {
-        "command": stage,
-        "model": run.model,
-        **describe_results(session, report, videos),
-        "variant": run.variant,
+        **describe_results(stage, session, run, report, videos),
         "run_dir": str(run.path),
         "files": [str(path) for path in files],
-        "settings": run.settings,
     }
-    give_out(document, as_json=settings.json, report=settings.report)
-    print_summary(report)
-    for path in written:
-        say(f"wrote {path}")
+    written = [*files, *(video.path for video in videos)]
+    show_results(document, report, written, as_json=settings.json, file=settings.report)

@@ -198,10 +198,16 @@ def _publish(
 
 
 def describe_results(
-    session: Session, report: RunReport, videos: Sequence[Video]
+    command: str,
+    session: Session,
+    run: RunDirectory,
+    report: RunReport,
+    videos: Sequence[Video] = (),
 ) -> dict[str, Any]:
     """What the JSON of each command that runs stages says."""
     return {
+        "command": command,
+        "model": session.port.name,
         "variant": session.variant.name,
         "weights": session.checkpoint.reference,
         "videos": [video.as_dict() for video in videos],
@@ -212,6 +218,7 @@ def describe_results(
         "implementations": dict(report.implementations),
         "backend": session.settings.backend,
         "report": report.as_dict(),
+        "settings": run.settings,
     }
 
 

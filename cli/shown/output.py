@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,27 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
         print_json(document)
 
 
-def print_summary(report: RunReport) -> None:
-    """The lines at the end of a run, and the table of memory where one was asked for.
+def show_results(
+    document: Any,
+    report: RunReport,
+    written: Iterable[Path],
+    *,
+    as_json: bool,
+    file: Path | None,
+) -> None:
+    """The end of a run: its document, the summary, and the files that were written.
 
-    The files that were written come after them.
+    Raises:
+        ArtifactError: the document cannot be written to ``file``.
     """
+    give_out(document, as_json=as_json, report=file)
+    print_summary(report)
+    for path in written:
+        say(f"wrote {path}")
+
+
+def print_summary(report: RunReport) -> None:
+    """How long a run took, and the table of memory where one was asked for."""
     stages = [(s.stage, s.unit, s.memory) for s in report.stages if s.memory]
     if stages:
         rows = columns(memory_table(stages), indent="  ")

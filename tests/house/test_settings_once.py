@@ -33,7 +33,7 @@ def keep(settings, **_):
     seen.append(settings.colour)
     raise UsageError("enough")
 
-api.open_session = generate._generate = keep
+api.open_session = generate._check = keep
 shown = io.StringIO()
 with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
     main(["generate", "--help"])

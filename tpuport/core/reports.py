@@ -262,7 +262,6 @@ class RunReport:
 
 def peak_host_bytes() -> int:
     """The high-water mark of this process's resident memory."""
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts KiB, macOS bytes.
     return peak if sys.platform == "darwin" else peak * 1024
@@ -379,18 +378,15 @@ def memory_table(stages: Iterable[StageCalls]) -> list[tuple[str, ...]]:
         ("stage", "call", "program", "device", "in use", "peak", "")
     ]
     for stage, unit, calls in stages:
-        for _, group in groupby(calls, key=_numbers):
+        for _, group in groupby(
+            calls, key=lambda c: [v for n, v in c.items() if n != "call"]
+        ):
             call, *others = group
             which = f"{unit} {call['call'] + 1}"
             which += f"-{others[-1]['call'] + 1}" if others else ""
             held = _fullest(call["devices"])
             rows.append((stage, which, call["program"], *held, call["source"]))
     return rows
-
-
-def _numbers(call: CallMemory) -> list[Any]:
-    """What calls have in common that make one row."""
-    return [value for name, value in call.items() if name != "call"]
 
 
 def memory_sources(stages: Iterable[StageCalls]) -> list[str]:

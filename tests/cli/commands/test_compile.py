@@ -126,7 +126,7 @@ def test_another_request_is_refused_before_anything_is_imported(
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tpuport.cli.commands.generate.open_session", None)
+    monkeypatch.setattr("tpuport.cli.commands.generate.shown_session", None)
     ran = cli(
         *("generate", "--prompt", "a panda", *SMALL, "--executables", compiled[1]),
         *args,
@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_is_held_against_them_as_early(
         return replace(entry, key=replace(entry.key, context=context))
 
     monkeypatch.setattr(built_folder, "read_entry", other)
-    monkeypatch.setattr("tpuport.cli.commands.stages.open_session", None)
+    monkeypatch.setattr("tpuport.cli.commands.stages.shown_session", None)
     for stage in ("denoise", "decode"):
         ran = cli(stage, "--run-dir", run, "--executables", folder)
         assert ran.code == 1

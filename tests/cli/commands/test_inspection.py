@@ -163,7 +163,7 @@ def test_a_video_that_is_refused_gets_no_name(
 ) -> None:
     def check(self: FrameChecks) -> None:
         # All frames of both videos have gone to the encoders by now.
-        assert [self.frames_of(video) for video in (0, 1)] == [9, 9]
+        assert [self._videos[video].frames for video in (0, 1)] == [9, 9]
         raise VideoError("video 1: all 9 frames are black")
 
     monkeypatch.setattr(FrameChecks, "check", check)

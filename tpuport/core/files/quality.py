@@ -6,7 +6,6 @@ Used to say what a shortcut costs, against the exact run of the same seed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.errors import UsageError
@@ -20,33 +19,21 @@ WINDOW = 7
 MIN_WINDOW = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quality:
-    """Two videos compared.
-
-    Attributes:
-        psnr: peak signal-to-noise ratio in dB; infinite for identical videos.
-        ssim: structural similarity, at most 1.
-    """
-
-    psnr: float
-    ssim: float
-
-    def as_dict(self) -> dict[str, float | None]:
-        """JSON-ready; an infinite ``psnr``, which JSON lacks, is ``None``."""
-        return {
-            "psnr": None if math.isinf(self.psnr) else self.psnr,
-            "ssim": self.ssim,
-        }
-
-
-def compare(video: Any, exact: Any) -> Quality:
+def compare(video: Any, exact: Any) -> dict[str, float | None]:
     """PSNR and SSIM of ``video`` against ``exact``, both [N, T, Y, X, 3] in [0, 1].
+
+    Returns:
+        ``psnr``, peak signal-to-noise ratio in dB, ``None`` for identical videos (it is
+        infinite, which JSON lacks); ``ssim``, structural similarity, at most 1.
 
     Raises:
         UsageError: the videos are of different shapes, not in [0, 1], or too small.
     """
-    return Quality(psnr=psnr(video, exact), ssim=ssim(video, exact))
+    noise = psnr(video, exact)
+    return {
+        "psnr": None if math.isinf(noise) else noise,
+        "ssim": ssim(video, exact),
+    }
 
 
 def psnr(video: Any, exact: Any) -> float:

@@ -13,10 +13,11 @@ def differences(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> list[s
 
     6 and 6.0 are one value; True and 1 are two.
     """
+    keys = asked.keys() | recorded.keys()
     return [
         f"{key} is {_difference(recorded, asked, key)}, asked"
         f" {_difference(asked, recorded, key)}"
-        for key in sorted(asked.keys() | recorded.keys(), key=_model_first)
+        for key in sorted(keys, key=lambda key: (key.startswith("settings."), key))
         if (key in asked) != (key in recorded)
         or canonical(_plain_numbers(asked[key]))
         != canonical(_plain_numbers(recorded[key]))
@@ -43,10 +44,6 @@ def flatten(settings: Mapping[str, Any], prefix: str = "settings.") -> dict[str,
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _model_first(key: str) -> tuple[bool, str]:
-    return key.startswith("settings."), key
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any], key: str) -> str:

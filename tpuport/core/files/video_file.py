@@ -1,4 +1,4 @@
-"""Frames into a video file, checked before.
+"""Frames into a video file.
 
 Letters: N videos, T frames, Y rows, X columns; the last dimension is red, green, blue.
 
@@ -23,7 +23,7 @@ from tpuport.core.files.atomic import (
 )
 from tpuport.core.files.encoders import Encoder, open_encoder
 from tpuport.core.files.fingerprint import hash_output
-from tpuport.core.files.frames import FrameChecks, measure, to_uint8
+from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.errors import ArtifactError, OutputError, VideoError
 
@@ -37,32 +37,6 @@ _FRAME_GLOB = "frame-*.png"
 #: Seconds. A gif counts hundredths in 16 bits, and one frame may stand for all that are
 #: alike; an mp4 counts 1/16384 in 31 bits.
 LONGEST: dict[VideoKind, int] = {"gif": 655, "mp4": 131_071}
-
-
-# --- frames
-
-
-def check_frames(frames: np.ndarray) -> None:
-    """Check that decoded frames can be a video at all.
-
-    Args:
-        frames: float of shape [N, T, Y, X, 3], in [0, 1].
-
-    Raises:
-        VideoError: a video has NaN or infinite values, is black throughout, or has one
-            colour throughout (all pixels of all its frames within 1/255); or the array
-            is not of that shape. The message has the index of the video.
-    """
-    import numpy as np
-
-    shape = frames.shape
-    if len(shape) != 5 or shape[-1] != 3 or 0 in shape:
-        raise VideoError(f"frames must have shape [N, T, Y, X, 3], not {list(shape)}")
-    if not np.issubdtype(frames.dtype, np.floating):
-        raise VideoError(f"frames must be float in [0, 1], not {frames.dtype}")
-    checks = FrameChecks()
-    checks.add(0, shape, measure(frames))
-    checks.check()
 
 
 # --- where it goes

@@ -56,21 +56,6 @@ class AbstractProgram:
     _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
 
     @property
-    def stage(self) -> str:
-        """The name of the stage."""
-        return self.asked.stage
-
-    @property
-    def program(self) -> str:
-        """Its name in the stage."""
-        return self.asked.name
-
-    @property
-    def component(self) -> str:
-        """Whose weights it takes."""
-        return self.asked.program.component
-
-    @property
     def loaded(self) -> Loaded:
         """The component, without arrays."""
         return self.asked.loaded
@@ -252,9 +237,10 @@ class _Walk:
                 if finish:
                     ends = (_zeros(carry), [_zeros(o) for o in outputs])
                     parts.append(work.finish(*ends))
-        loaded = {p.component: p.loaded for p in programs.values()}
+        loaded = {p.asked.program.component: p.loaded for p in programs.values()}
         for program in programs.values():
-            others = [x for n, x in loaded.items() if n != program.component]
+            own = program.asked.program.component
+            others = [x for n, x in loaded.items() if n != own]
             program.resident = held + sum(device_bytes(x.weights) for x in others)
         if finish:
             self.written = merge(parts)

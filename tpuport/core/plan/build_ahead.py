@@ -115,10 +115,10 @@ def build(
             if program is None:
                 return made, decided
             tiling = program.tiling
-            if tiling is not None and tiling.tiled and program.stage not in tiled:
+            if tiling is not None and tiling.tiled and program.asked.stage not in tiled:
                 # Of the whole picture, which was too large.
-                _remove(made, program.stage)
-                tiled.add(program.stage)
+                _remove(made, program.asked.stage)
+                tiled.add(program.asked.stage)
             program.lowered()
             seconds = time.perf_counter() - started
             key = program_key(components, program.asked, request)

@@ -78,12 +78,7 @@ def hub_configs(port: ModelPort, repo_id: str, reporter: Reporter) -> Path:
         HubError: the hub cannot be reached or has no such checkpoint.
     """
     reporter.say(f"looking for the configs of {repo_id} on the hub")
-    folders = {
-        name
-        for form in port.all_forms
-        for name in (*form.components, *(f for s in form.stages for f in s.files))
-    }
-    return fetch(repo_id, patterns(sorted(folders), *SMALL_FILES), reporter)
+    return fetch(repo_id, patterns(port.all_folders, *SMALL_FILES), reporter)
 
 
 def _config(port: ModelPort, component: str, config: dict[str, Any]) -> dict[str, Any]:

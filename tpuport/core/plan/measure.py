@@ -142,9 +142,9 @@ def measure(
         mesh = dict(program.mesh.shape)
         found = account(parse(text), chip, network, mesh, kernels)
     return Measured(
-        stage=program.stage,
-        program=program.program,
-        component=program.component,
+        stage=program.asked.stage,
+        program=program.asked.name,
+        component=program.asked.program.component,
         calls=program.calls,
         memory=memory,
         limit=chip.hbm_usable_bytes,

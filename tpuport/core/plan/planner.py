@@ -191,12 +191,9 @@ class Planner:
             self.settings,
             stages=stages,
             inputs=self.inputs,
-            decided=self._decided,
+            decided=lambda tiling: self._tiling.update({tiling.stage: tiling}),
             reporter=self.reporter,
         )
-
-    def _decided(self, tiling: TilingDecision) -> None:
-        self._tiling[tiling.stage] = tiling
 
     def plan(
         self,
@@ -264,14 +261,15 @@ class Planner:
         files: list[str] = []
         for program in self.programs(spec, asked, names):
             tiled = program.tiling is not None and program.tiling.tiled
-            form = found.get(program.stage)
+            stage = program.asked.stage
+            form = found.get(stage)
             if form is None or form.tiled != tiled:
                 kernels = KernelsMet(self.chip, self.cache, self.reporter)
                 form = _Form(tiled=tiled, kernels=kernels)
-                found[program.stage] = form
+                found[stage] = form
                 forms.append(form)
-            what = f"compiling {program.stage}/{program.program}"
-            with self.reporter.timed(f"{what} for {spec} of {self.topology.name}"):
+            what = f"compiling {program.asked.label} for {spec} of {self.topology.name}"
+            with self.reporter.timed(what):
                 measured = measure(
                     program,
                     self.topology,

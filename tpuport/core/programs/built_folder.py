@@ -130,11 +130,10 @@ class BuiltFolder:
         Raises:
             ArtifactError: what differs, by name, with both values.
         """
-
-        def known(key: ProgramKey) -> dict[str, Any]:
-            return session_fields(components, key.stage, key.component)
-
-        self._compare(components.port, known)
+        self._compare(
+            components.port,
+            lambda key: session_fields(components, key.stage, key.component),
+        )
 
     def check_settings(self, port: ModelPort, settings: RunSettings) -> None:
         """What :meth:`check` can refuse before a checkpoint or a device is looked for.

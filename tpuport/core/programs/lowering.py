@@ -175,7 +175,6 @@ def spread(
         the program, and the shardings of its carry and its output as prefixes of their
         trees.
     """
-
     assert runtime.mesh is not None
     split, space = split_of(layout, runtime.mesh, args[2])
     mesh = spatial_mesh(runtime.mesh, split)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import platform as machine
 import sys
@@ -23,6 +22,7 @@ import jax
 import torch
 
 from tpuport.core import compat
+from tpuport.core.files.fingerprint import version
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.typed import checked
 from tpuport.core.mesh.compiler_flags import flags_for
@@ -175,7 +175,6 @@ def program_key(
         asked: the program; its weights may be ``ShapeDtypeStruct``.
         request: for the step cache, and to tell differences in its words.
     """
-
     named = dict(zip(("carry", "constants", "inputs"), asked.args, strict=True))
     leaves, tree = jax.tree_util.tree_flatten_with_path(named)
     known = session_fields(components, asked.stage, asked.program.component)
@@ -275,7 +274,7 @@ def _versions(components: Components, component: str) -> dict[str, str]:
     packages += implementation.packages if implementation else ()
     return {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        **{name: package_version(name) or "none" for name in packages},
+        **{name: version(name) or "none" for name in packages},
         **upstream_versions(components.port),
     }
 
@@ -333,7 +332,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
     """The packages that the code of a port comes from, tpuport's own first.
 
     A package that was installed under a version (diffusers, transformers) is told by
-    that and not listed: see :func:`package_version`.
+    that and not listed: see :func:`version`.
     """
     functions: list[Any] = []
     for form in port.all_forms:
@@ -349,7 +348,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
     names = {_package(function) for function in functions}
     for component in port.components.values():
         package = component.class_path.partition(":")[0].partition(".")[0]
-        if package_version(package) is None:
+        if version(package) is None:
             names.add(package)
     names -= {_OWN, "", *_BY_VERSION}
     others = sorted(name for name in names if name in sys.modules)
@@ -359,9 +358,7 @@ def port_packages(port: ModelPort) -> tuple[str, ...]:
 def upstream_versions(port: ModelPort) -> dict[str, str]:
     """The versions of the packages that the components' classes come from."""
     names = {c.class_path.partition(":")[0] for c in port.components.values()}
-    found = {
-        name: package_version(name) for name in {n.partition(".")[0] for n in names}
-    }
+    found = {name: version(name) for name in {n.partition(".")[0] for n in names}}
     return {name: text for name, text in sorted(found.items()) if text is not None}
 
 
@@ -399,11 +396,3 @@ def _package(function: Any) -> str:
         function = function.func
     name = getattr(function, "__module__", None) or type(function).__module__
     return "" if name == "builtins" else str(name).partition(".")[0]
-
-
-def package_version(package: str) -> str | None:
-    """The version that a package was installed under, if any."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -56,7 +56,6 @@ class Delivery:
             PluginError: bytes came without their statistics.
             VideoError: the frames are of another shape.
         """
-
         told = made if isinstance(made, Mapping) else output
         frames = np.asarray(made["frames"] if isinstance(made, Mapping) else made)
         if isinstance(told, Mapping) and all(name in told for name in STATISTICS):
@@ -86,7 +85,6 @@ class Delivery:
         Raises:
             PluginError: there were none.
         """
-
         if self.sink is not None:
             return {}
         if not self._collected:

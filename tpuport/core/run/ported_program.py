@@ -46,7 +46,6 @@ class PortedProgram:
         sharding: str = DEFAULT_LAYOUT,
         stack: bool = True,
     ) -> None:
-
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
@@ -113,7 +112,6 @@ class PortedProgram:
             UsageError: the module has no such method, it returns an object that holds
                 tensors out of reach, or it would draw random numbers.
         """
-
         if not callable(getattr(self._ported.module, method, None)):
             raise UsageError(
                 f"{type(self._ported.module).__name__} has no method {method!r}"

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tpuport.core.enums import Backend
@@ -88,12 +87,7 @@ class Display(Reporter):
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.idle()
 
     def _status(self) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from tpuport.core.spec import rules
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request, check_given
-from tpuport.core.spec.requests import Requests, recorded_request
+from tpuport.core.spec.requests import Requests, read_source, recorded_request
 from tpuport.core.spec.rules import Known
 from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
 from tpuport.core.spec.stage import Stage
@@ -113,12 +112,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -265,7 +259,7 @@ class Session:
             variant=self.variant.name,
             weights=self.checkpoint.reference,
             # Not of this session, whose weights a result must not keep.
-            fingerprints=partial(self.checkpoint.fingerprints, self._folders()),
+            fingerprints=partial(self.checkpoint.fingerprints, self.port.folders),
             stages=stages,
             devices={
                 "backend": self.components.platform,
@@ -273,10 +267,6 @@ class Session:
                 "device_kind": str(first.device_kind),
             },
         )
-
-    def _folders(self) -> list[str]:
-        """Of the checkpoint, those that a stage may read."""
-        return [*self.port.components, *(f for s in self.port.stages for f in s.files)]
 
     def _asked(
         self, prompt: Any, asked: dict[str, Any]
@@ -289,7 +279,12 @@ class Session:
         options = {k: asked.pop(k) for k in list(asked) if k not in known}
         self.requests.options(options)
         given = check_given(written, prompt, asked.get("negative_prompt"), given)
-        request, source = self.requests.with_source(
+        image, video = asked.pop("image", None), asked.pop("video", None)
+        frames = asked.get("num_frames")
+        frames = self.variant.num_frames if frames is None else frames
+        source = read_source(image, video, frames)
+        request = self.request(
+            source=source,
             prompt=prompt,
             options=options,
             videos=len(next(iter(given.values()))) if given else None,
@@ -418,7 +413,7 @@ class Session:
         Raises:
             ArtifactError: it is of another model, other settings or other weights.
         """
-        weights = {name: self._fingerprint(name) for name in self._folders()}
+        weights = {name: self._fingerprint(name) for name in self.port.folders}
         return RunDirectory.open_or_create(
             path,
             model=self.port.name,
@@ -536,7 +531,6 @@ class Session:
 
     def stage_record(self, report: StageReport) -> dict[str, Any]:
         """What run.json keeps of a stage: its report and where it ran."""
-
         return {
             **report.as_dict(),
             "weights": self.checkpoint.reference,

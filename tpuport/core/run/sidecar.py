@@ -135,6 +135,14 @@ def latents_digest(latents: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+#: Of a stage's record, what sidecars have too, as it is and rounded.
+_AS_RECORDED = (
+    *("dtype", "mesh", "sharding", "blocks", "implementations", "platform"),
+    "weights",
+)
+_SECONDS = ("total_seconds", "compile_seconds", "first_call_seconds")
+
+
 def _stage(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     """How a stage of the run was run, and how long it took."""
     note = record.get("note") or {}
@@ -142,17 +150,9 @@ def _stage(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     entry = {
         "backend": note.get("backend", record["backend"]),
         "attention": note.get("attention", "auto"),
-        "dtype": record["dtype"],
-        "mesh": record["mesh"],
-        "sharding": record["sharding"],
-        "blocks": record["blocks"],
-        "implementations": record["implementations"],
-        "platform": record["platform"],
-        "weights": record["weights"],
+        **{name: record[name] for name in _AS_RECORDED},
         "versions": note.get("versions", {}),
-        "total_seconds": round(record["total_seconds"], 3),
-        "compile_seconds": round(record["compile_seconds"], 3),
-        "first_call_seconds": round(record["first_call_seconds"], 3),
+        **{name: round(record[name], 3) for name in _SECONDS},
         "seconds_per_call": None if per_call is None else round(per_call, 4),
         "programs": _programs(record["compiles"]),
     }

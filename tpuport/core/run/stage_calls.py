@@ -237,7 +237,6 @@ def place(tree: Any, loaded: Loaded) -> Any:
 
     Floating point arrays keep their dtype; see :func:`tpuport.core.arrays.to_numpy`.
     """
-
     return jax.tree.map(
         lambda leaf: jax.device_put(to_numpy(leaf), loaded.replicated), tree
     )

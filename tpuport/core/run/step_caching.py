@@ -90,7 +90,6 @@ def with_step_cache(
         UsageError: the cache does not fit ``work.total`` steps.
         PluginError: the calls are not all of one program, or it has no forward to cut.
     """
-
     full = cache.schedule(work.total)
     weights = cache.weights(work.total)
     calls = iter(work.calls)

@@ -108,6 +108,16 @@ class ModelPort:
         return (self, *self.forms)
 
     @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of a checkpoint of this form that some stage may read."""
+        return (*self.components, *(f for s in self.stages for f in s.files))
+
+    @property
+    def all_folders(self) -> tuple[str, ...]:
+        """Those of all forms, each once."""
+        return tuple(dict.fromkeys(f for form in self.all_forms for f in form.folders))
+
+    @property
     def layouts(self) -> tuple[str, ...]:
         """The names of sharding layouts; the first is plain."""
         components = self.components.values()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpuport.core.enums import Task
+from tpuport.core.files.sealed_json import as_json
 from tpuport.core.files.typed import checked, recorded_in
 from tpuport.core.spec import kinds
 from tpuport.core.spec.step_cache import StepCache
@@ -154,14 +155,8 @@ class Request:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        data = asdict(self)
-        data["options"] = dict(self.options)
-        data["prompts"] = list(self.prompts)
-        data["negative_prompts"] = list(self.negative_prompts)
-        data["seeds"] = [list(seeds) for seeds in self.seeds]
-        data["sources"] = list(self.sources)
-        data["step_cache"] = str(self.step_cache or "none")
-        return data
+        data = {**asdict(self), "step_cache": str(self.step_cache or "none")}
+        return cast(dict[str, Any], as_json(data, "a request"))
 
     @classmethod
     def from_dict(

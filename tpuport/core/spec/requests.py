@@ -160,17 +160,6 @@ class Requests:
             )
         )
 
-    def with_source(
-        self, *, image: Any = None, video: Any = None, **asked: Any
-    ) -> tuple[Request, Source | None]:
-        """The request, and what its encode stage starts from.
-
-        Arguments are those of :meth:`Session.generate`.
-        """
-        frames = _given(asked.get("num_frames"), self.variant.num_frames)
-        source = read_source(image, video, frames)
-        return self.request(source=source, **asked), source
-
 
 def recorded_request(
     port: ModelPort,

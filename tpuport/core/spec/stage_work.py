@@ -23,11 +23,6 @@ Tree = Any
 """A nested tuple, list or dict of arrays; ``None`` leaves are allowed."""
 
 
-def _nothing(carry: Tree, outputs: list[Tree]) -> dict[str, Any]:
-    """A stage whose only result are its frames."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a program within a stage.
@@ -74,7 +69,7 @@ class Work:
     constants: Tree
     calls: Iterable[Call]
     total: int
-    finish: Callable[[Tree, list[Tree]], dict[str, Any]] = _nothing
+    finish: Callable[[Tree, list[Tree]], dict[str, Any]] = lambda carry, outputs: {}
     watch: Callable[[int, Tree], None] | None = None
     programs: tuple[str, ...] = ()
     to_host: bool = False

@@ -94,7 +94,6 @@ class _Runner:
         original = self.stack.blocks[index].forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-
             leaves, tree = torch_pytree.tree_flatten((args, kwargs))
             chain = self.chain
             # A loop may end early, and the next loop starts at the first block again. A
@@ -136,7 +135,6 @@ class _Chain:
     ran: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-
         self.last = self.start
         self._env = self.runner.env
         self._is_array = [_is_array(leaf) for leaf in self.leaves]
@@ -153,7 +151,6 @@ class _Chain:
         found: dict[str, Any] = {}
 
         def run(layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-
             tensors = self._env.j2t_iso(arrays)
             given = iter(tensors)
             leaves = [

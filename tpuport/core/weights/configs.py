@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tpuport.core.files.atomic import one_line
-from tpuport.errors import TpuportError, WeightsError
+from tpuport.errors import TpuportError, WeightsError, quoted
 
 #: Names of fields that count modules: each module has a stored tensor.
 _DEPTH = re.compile(r"(num_.*)?(layers|blocks)(_per_block)?")
@@ -60,7 +60,7 @@ def check_config(
         problem = problem or _range_problem(name, value, parameter.default)
         if problem:
             raise WeightsError(
-                f"{file}: {name} is {_short(value)}: {problem}; {cls.__name__} cannot "
+                f"{file}: {name} is {quoted(value)}: {problem}; {cls.__name__} cannot "
                 "be built from it"
             )
 
@@ -175,8 +175,3 @@ def _range_problem(name: str, value: Any, default: Any) -> str:
         if abs(value) > limit:
             return f"at most {limit} is possible"
     return ""
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"

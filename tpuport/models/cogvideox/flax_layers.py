@@ -53,7 +53,6 @@ Moments: TypeAlias = "tuple[jax.Array, jax.Array] | None"
 
 
 def _weight(*shape: int) -> nnx.Param[Any]:
-
     return nnx.Param(jnp.zeros(shape))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tpuport.core.spec.component import Component
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks
@@ -14,14 +11,6 @@ from tpuport.models.cogvideox import config, sharding
 
 #: What needs torch or jax is named, and imported when it is first used.
 HERE = "tpuport.models.cogvideox"
-
-
-def _transformer_heads(values: Mapping[str, Any]) -> int:
-    return int(values.get("num_attention_heads", 30))
-
-
-def _text_heads(values: Mapping[str, Any]) -> int:
-    return int(values.get("num_heads", 8))
 
 
 PORT = ModelPort(
@@ -37,7 +26,7 @@ PORT = ModelPort(
             name="text_encoder",
             class_path="transformers:T5EncoderModel",
             sharding=sharding.TEXT_ENCODER,
-            heads=_text_heads,
+            heads=lambda values: int(values.get("num_heads", 8)),
             # The first block computes the position bias of all.
             stacked=(
                 StackedBlocks(path="encoder.block", first=1, differ=("layer_idx",)),
@@ -49,7 +38,7 @@ PORT = ModelPort(
             sharding=sharding.TRANSFORMER,
             split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
             stacked=("transformer_blocks",),
-            heads=_transformer_heads,
+            heads=lambda values: int(values.get("num_attention_heads", 30)),
             native=f"{HERE}.native:TRANSFORMER",
         ),
         "vae": Component(

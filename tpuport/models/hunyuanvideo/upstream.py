@@ -5,7 +5,7 @@ This is what ``--backend diffusers`` runs, and what the tests compare with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -205,18 +205,11 @@ def decode(ctx: StageContext) -> dict[str, Any]:
     return upstream_decode(ctx, unscaled_latents(ctx), each=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    temporal_compression_ratio: int
-    spatial_compression_ratio: int
-    config: Any
-    dtype: None = None
-
-
 def _sizes_of(vae: Any) -> Any:
     """What a pipeline reads of an autoencoder that it does not run."""
-    return _Sizes(
+    return SimpleNamespace(
         temporal_compression_ratio=vae.temporal_compression_ratio,
         spatial_compression_ratio=vae.spatial_compression_ratio,
         config=vae.config,
+        dtype=None,
     )

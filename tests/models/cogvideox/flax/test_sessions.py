@@ -18,7 +18,7 @@ import tpuport
 from tests.models.conftest import pictures
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.frames import to_uint8
-from tpuport.core.files.sources import read_image
+from tpuport.core.files.sources import read_image, read_video
 from tpuport.core.run.frame_delivery import Delivery
 from tpuport.errors import UsageError
 from tpuport.plugins import get_port
@@ -195,15 +195,15 @@ def test_a_video_is_encoded_chunk_by_chunk(folder: Path, cache: Path) -> None:
     encoded = {}
     for vae in ("torchax", "flax"):
         with tpuport.load(weights=folder, cache_dir=cache, vae=vae) as session:
-            request, source = session.requests.with_source(
-                video=video,
+            source = read_video(video)
+            request = session.request(
+                source=source,
                 num_frames=17,
                 prompt="a fox",
                 height=48,
                 width=80,
                 seed=3,
             )
-            assert source is not None
             given = {source.kind: source.for_videos(1)}
             made, report = session.run_stage("encode", request, given)
         names = [c.program for c in report.compiles]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.core.files.whole_frames import check_frames
 from tests.core.layers.test_tiles import assemble
 from tpuport.core.files.frames import to_uint8
-from tpuport.core.files.video_file import check_frames
 from tpuport.core.layers.tiled_frames import JoinedFrames
 from tpuport.core.layers.tiles import TilePlan, tiled_axis, whole_axis
 from tpuport.core.run.frame_delivery import Delivery
