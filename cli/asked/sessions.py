@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,6 @@ from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, UsageError
 from tpuport.kernels.attention.choice import AUTO
 from tpuport.plugins import get_port
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 if TYPE_CHECKING:
     from tpuport.core.programs.built_folder import BuiltFolder
@@ -219,6 +216,7 @@ def configs_of(
     nothing but the configs and tokenizers is read.
     """
     from tpuport.core.plan.config_checkpoint import config_checkpoint, hub_configs
+    from tpuport.core.weights.checkpoint import local_folder
 
     port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
     variant = known_variant(port, settings)
@@ -228,8 +226,7 @@ def configs_of(
             yield form, variant, checkpoint
         return
     weights = settings.weights
-    named = weights not in (None, "", "demo")
-    if named and _HUB_ID.fullmatch(str(weights)) and not Path(str(weights)).exists():
+    if weights not in (None, "", "demo") and local_folder(str(weights)) is None:
         weights = hub_configs(port, str(weights), reporter)
     settings = replace(settings, weights=weights, cache_dir=cache)
     yield api.find_checkpoint(port, settings, reporter)

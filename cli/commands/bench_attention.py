@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,14 +17,13 @@ from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.atomic import one_line
 from tpuport.core.run.progress import Display
-from tpuport.errors import TpuportError, UsageError
+from tpuport.errors import TpuportError
 
 if TYPE_CHECKING:
     from tpuport.core.cost.attention_case import AttentionCase
     from tpuport.core.cost.attention_cycles import AttentionCost
     from tpuport.core.reports import Reporter
 
-_ALL = ("tpuport", "jax")
 _UNITS = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
 
 Chip = Annotated[
@@ -75,18 +73,21 @@ def bench_attention(
     folder = cache_folder(settings.cache_dir) / "kernels"
     from tpuport.core.cost.attention_case import AttentionCase, Blocks
 
-    case = AttentionCase(
-        implementation=_ALL[0],
-        chip=chip,
-        heads=heads,
-        q_len=q_len,
-        kv_len=kv_len or q_len,
-        head_dim=head_dim,
-        blocks=None if tiles == "auto" else Blocks.parse(tiles),
-    )
-    names = _chosen(kernel)
+    blocks = None if tiles == "auto" else Blocks.parse(tiles)
+    cases = [
+        AttentionCase(
+            implementation=name,
+            chip=chip,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len or q_len,
+            head_dim=head_dim,
+            blocks=blocks,
+        )
+        for name in dict.fromkeys(kernel or ("tpuport", "jax"))
+    ]
     with Display(signals.check) as display:
-        rows, failed = _compared(case, names, folder, display)
+        rows, failed = _compared(cases, folder, display)
     if not rows:
         raise failed[0]
     if settings.json:
@@ -98,25 +99,25 @@ def bench_attention(
 
 
 def _compared(
-    case: AttentionCase, names: Sequence[str], folder: Path, reporter: Reporter
+    cases: Sequence[AttentionCase], folder: Path, reporter: Reporter
 ) -> tuple[list[dict[str, Any]], list[TpuportError]]:
-    """The rows of the kernels named, and the errors of those that are left out."""
+    """The rows of some kernels, and the errors of those that are left out."""
     from tpuport.core.cost.attention_cycles import attention_cost
     from tpuport.core.mesh.slices import TopologyError
 
     rows: list[dict[str, Any]] = []
     failed: list[TpuportError] = []
-    for name in names:
+    for case in cases:
+        name = case.implementation
         if name == "tpuport" and case.blocks is None:
             _say_if_stale(case, reporter)
-        asked = replace(case, implementation=name)
         try:
             with reporter.timed(f"compiling {name} for {case.chip}"):
-                rows.append(row(attention_cost(asked, cache=folder)))
+                rows.append(row(attention_cost(case, cache=folder)))
         except TopologyError:
             raise  # without the compiler none of them has figures
         except TpuportError as error:
-            if len(names) == 1:
+            if len(cases) == 1:
                 raise
             reporter.say(f"{name} is left out: {one_line(error)}")
             failed.append(error)
@@ -124,13 +125,6 @@ def _compared(
             bundles = rows[-1]["bundles_per_2_20_scores"]
             reporter.say(f"{name}: {bundles:.0f} bundles for 2^20 scores")
     return rows, failed
-
-
-def _chosen(asked: list[str] | None) -> list[str]:
-    unknown = [name for name in asked or () if name not in _ALL]
-    if unknown:
-        raise UsageError(f"unknown kernel {unknown[0]!r}; known are: {', '.join(_ALL)}")
-    return list(dict.fromkeys(asked or _ALL))
 
 
 def _say_if_stale(case: AttentionCase, reporter: Reporter) -> None:

@@ -83,7 +83,8 @@ def reusable(
     if not run.finished(name):
         return False
     record: Mapping[str, Any] = recorded_stage(run, name)
-    now = session.stage_record(StageReport(stage=name, backend="", unit="", **_NONE))
+    nothing = StageReport(stage=name, backend="", unit="", total_seconds=0.0)
+    now = session.stage_record(nothing)
     note = stage_note(session.settings)
     then = record.get("note") or {}
     keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
@@ -115,9 +116,6 @@ def reusable(
     if differences:
         say(f"{name}: was finished with {'; '.join(differences)}: running it again")
     return not differences
-
-
-_NONE: dict[str, Any] = {"total_seconds": 0.0}
 
 
 def check_noise(session: Session, run: RunDirectory, noise: Noise | None) -> None:

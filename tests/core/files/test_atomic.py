@@ -92,7 +92,7 @@ import os, pathlib, sys
 from tpuport.core.files.atomic import replacing, temporary_beside
 folder = pathlib.Path(sys.argv[1])
 (temporary_beside(folder / "frames") / "deep").mkdir(parents=True)
-with replacing(folder / "a.mp4", ".mp4"):
+with replacing(folder / "a.mp4"):
     os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, tmp_path], check=False)

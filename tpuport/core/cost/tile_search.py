@@ -165,14 +165,14 @@ def _along(axis: str, centre: Blocks, case: AttentionCase) -> Iterator[Blocks]:
             yield replace(centre, kv=size)
 
 
-def even_sizes(length: int, near: int, step: int, *, spread: int = 4) -> list[int]:
+def even_sizes(length: int, near: int, step: int) -> list[int]:
     """Tile sizes that cut a length evenly, the counts next to that of ``near`` first.
 
     For each number of tiles the smallest multiple of ``step`` that covers the length:
     any larger one only pads more.
     """
     count = ceil_div(length, near)
-    counts = [count + by for n in range(spread + 1) for by in (-n, n)]
+    counts = [count + by for n in range(5) for by in (-n, n)]
     sizes = (round_up(ceil_div(length, tiles), step) for tiles in counts if tiles > 0)
     return list(dict.fromkeys(size for size in sizes if size <= LARGEST))
 

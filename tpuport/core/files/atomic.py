@@ -90,7 +90,7 @@ def _short(text: str) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that takes its place when the block succeeds.
 
     The block fills the file, or replaces it, and closes it. It is then flushed to disk,
@@ -99,12 +99,11 @@ def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
 
     Args:
         path: the final name; its folder must exist.
-        suffix: of the temporary name, for writers that choose a format by it.
 
     Raises:
         OSError: whatever the file system raised; callers turn it into their own error.
     """
-    temporary = temporary_beside(path, suffix)
+    temporary = temporary_beside(path, ".tmp")
     try:
         # Made here for its mode: the umask decides, as for any file a user makes.
         # safetensors replaces it by a file that only the owner may read.

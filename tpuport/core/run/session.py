@@ -439,7 +439,6 @@ class Session:
         run: RunDirectory,
         name: str,
         *,
-        backend: str | None = None,
         source: Source | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,
@@ -451,7 +450,6 @@ class Session:
         Args:
             run: opened by :meth:`open_run` or :meth:`RunDirectory.open`.
             name: of the stage.
-            backend: see :meth:`run_stage`.
             source: what encode starts from, where the run has one.
             extra: tensors written beside the stage's own, such as initial latents.
             note: JSON kept with the stage's report in run.json, as ``"note"``.
@@ -473,7 +471,6 @@ class Session:
             if self.checkpoint.has(folder):
                 run.check_weights(folder, self.checkpoint.fingerprint(folder))
         place = list(StageName).index(StageName(name))
-        inputs: dict[str, torch.Tensor] = {}
         if place:
             written = self.port.stages[place - 1].writes
             before = self.port.stages[place - 1].name
@@ -481,9 +478,7 @@ class Session:
         else:
             inputs = self._source_pixels(request, source)
         delivery = Delivery(pixels, on_frames)
-        tensors, report = self.run_stage(
-            name, request, inputs, backend=backend, delivery=delivery
-        )
+        tensors, report = self.run_stage(name, request, inputs, delivery=delivery)
         if stage.writes:
             dropped = run.invalidate_after(name)
             if dropped:
