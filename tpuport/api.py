@@ -19,7 +19,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.model_port import ModelPort, with_blocks
-from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
+from tpuport.core.spec.run_settings import DEMO, Asked, RunSettings, defaults_of
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port, reader_of
@@ -43,6 +43,15 @@ DEFAULT_MODEL = "cogvideox"
 def default_cache_dir() -> Path:
     """The user's cache folder: compiled programs and the demo checkpoint."""
     return Path(platformdirs.user_cache_dir("tpuport"))
+
+
+def model_of(settings: RunSettings) -> ModelPort:
+    """The model asked for, or the default one.
+
+    Raises:
+        UnknownModelError: there is no such model.
+    """
+    return get_port(settings.model or DEFAULT_MODEL)
 
 
 def load(
@@ -144,7 +153,7 @@ def open_session(
 
     from tpuport.core.run.session import Session
 
-    found = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
+    found = with_blocks(model_of(settings), settings.blocks)
     check_chosen(found, settings.implementations)
     settings = replace(settings, cache_dir=settings.cache_dir or default_cache_dir())
     if settings.mesh is not None:
@@ -233,7 +242,7 @@ def find_checkpoint(
     source = settings.weights
     if source is None and named is not None and named.repo_id:
         source = named.repo_id
-    if source is None or str(source) == "demo":
+    if source is None or str(source) == DEMO:
         demo = named if named and not named.repo_id else port.variants[0]
         chosen = named or demo
         if chosen.form != demo.form:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import api
-from tpuport.api import DEFAULT_MODEL
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
@@ -30,11 +29,10 @@ from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.requests import Requests, read_source
 from tpuport.core.spec.rules import Known
-from tpuport.core.spec.run_settings import Asked, defaults_of
+from tpuport.core.spec.run_settings import DEMO, Asked, defaults_of
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, UsageError
 from tpuport.kernels.attention.choice import AUTO
-from tpuport.plugins import get_port
 
 if TYPE_CHECKING:
     from tpuport.core.programs.built_folder import BuiltFolder
@@ -46,7 +44,7 @@ def known_variant(port: ModelPort, settings: Settings) -> Variant | None:
     """The variant, where it is known before the checkpoint is looked at."""
     if settings.variant is not None:
         return port.variant(settings.variant)
-    if settings.weights in (None, "demo"):
+    if settings.weights in (None, DEMO):
         return port.variants[0]
     return None
 
@@ -61,7 +59,7 @@ def check_early(settings: Settings) -> Known:
         ArtifactError: --executables are for other settings, or another process works
             in --run-dir.
     """
-    port = get_port(settings.model or DEFAULT_MODEL)
+    port = api.model_of(settings)
     variant = known_variant(port, settings)
     known = Known(
         settings=settings,
@@ -218,7 +216,7 @@ def configs_of(
     from tpuport.core.plan.config_checkpoint import config_checkpoint, hub_configs
     from tpuport.core.weights.checkpoint import local_folder
 
-    port = with_blocks(get_port(settings.model or DEFAULT_MODEL), settings.blocks)
+    port = with_blocks(api.model_of(settings), settings.blocks)
     variant = known_variant(port, settings)
     if settings.weights is None and variant is not None and variant.repo_id:
         form = port.form_of(variant)
@@ -226,7 +224,7 @@ def configs_of(
             yield form, variant, checkpoint
         return
     weights = settings.weights
-    if weights not in (None, "", "demo") and local_folder(str(weights)) is None:
+    if weights not in (None, "", DEMO) and local_folder(str(weights)) is None:
         weights = hub_configs(port, str(weights), reporter)
     settings = replace(settings, weights=weights, cache_dir=cache)
     yield api.find_checkpoint(port, settings, reporter)

@@ -14,6 +14,7 @@ from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
+    DEMO,
     EVERY,
     FILES,
     WHAT,
@@ -32,8 +33,6 @@ PROMPT = "a panda plays a guitar in a bamboo forest, cinematic, slow motion"
 
 AUTO = "auto"
 """The mesh that ``plan`` looks for."""
-DEMO = "demo"
-"""The checkpoint that is no folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

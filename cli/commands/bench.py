@@ -212,22 +212,20 @@ def measure(
     return result
 
 
+#: What the result has of the report of a run.
+_OF_RUN = (
+    *("model", "variant", "weights", "dtype", "blocks", "mesh", "platform", "devices"),
+    *("peak_host_bytes", "peak_device_bytes"),
+)
+
+
 def _about(session: Session, request: Request, report: RunReport) -> dict[str, Any]:
     """What was measured, and on what."""
     return {
-        "model": session.port.name,
-        "variant": session.variant.name,
-        "weights": session.checkpoint.reference,
+        **{name: getattr(report, name) for name in _OF_RUN},
         "settings": request.as_dict(),
-        "dtype": session.dtype,
-        "blocks": session.port.blocks,
         "implementations": choices(session.port),
-        "mesh": report.mesh,
-        "platform": report.platform,
-        "devices": report.devices,
         "versions": versions(),
-        "peak_host_bytes": report.peak_host_bytes,
-        "peak_device_bytes": report.peak_device_bytes,
     }
 
 

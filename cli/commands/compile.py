@@ -211,20 +211,11 @@ def _about(session: Session, request: Request) -> dict[str, Any]:
 def _session(
     settings: Settings, topology: Topology | None, cache: Path, reporter: Reporter
 ) -> Iterator[Session]:
-    """A session on the devices here, or on those of a topology."""
+    """A session on the devices here, or on those of a topology, which runs nothing."""
     if topology is None:
         with open_session(settings, cache=cache, reporter=reporter) as session:
             yield session
         return
-    with _absent(settings, topology, cache, reporter) as session:
-        yield session
-
-
-@contextlib.contextmanager
-def _absent(
-    settings: Settings, topology: Topology, cache: Path, reporter: Reporter
-) -> Iterator[Session]:
-    """A session on devices that are described only: it makes requests, runs nothing."""
     from tpuport.core.mesh.slices import topology_devices
     from tpuport.core.run.session import Session
 

@@ -19,7 +19,7 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.reports import bytes_text
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.run_settings import COMPILED
+from tpuport.core.spec.run_settings import COMPILED, DEMO
 from tpuport.errors import TpuportError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _cache(cache: Path) -> dict[str, Any]:
         nearest = nearest.parent
     parts = {
         "compiled": cache / COMPILED,
-        "demo": cache / "demo",
+        "demo": cache / DEMO,
         "runs": cache / "runs",
     }
     return {

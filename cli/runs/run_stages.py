@@ -167,32 +167,18 @@ def decode_videos(
     with VideoFiles(outputs, request.fps, request.num_frames) as files:
         _, stage = run_stage(session, run, STAGES[2], files=files)
         report = session.run_report([*before, stage], time.perf_counter() - started)
-        return _publish(session, run, files, report), report
-
-
-def _publish(
-    session: Session, run: RunDirectory, files: VideoFiles, report: RunReport
-) -> list[Video]:
-    """Name the videos of a run, with their sidecars, and record them in run.json.
-
-    Args:
-        files: with all frames of the videos, which were found to be good.
-        report: of the run; its last stage is decode.
-    """
-    denoise = session.port.stage(STAGES[1])
-    latents = run.read_stage(denoise.name, denoise.writes)["latents"]
-    decode = {
-        **session.stage_record(report.stages[-1]),
-        "note": stage_note(session.settings),
-    }
-    records: dict[str, Mapping[str, Any]]
-    records = {name: recorded_stage(run, name) for name in STAGES[:2]}
-    records[STAGES[2]] = decode
-    origin = replace(session.origin(records), fingerprints=lambda: run.weights)
-    request = _request(session, run)
-    videos = files.publish(partial(origin.describe, request, latents, report))
-    run.record_output(STAGES[2], [video.path for video in videos], decode)
-    return videos
+        denoise = session.port.stage(STAGES[1])
+        latents = run.read_stage(denoise.name, denoise.writes)["latents"]
+        note = {"note": stage_note(session.settings)}
+        decode = {**session.stage_record(stage), **note}
+        records: dict[str, Mapping[str, Any]]
+        records = {name: recorded_stage(run, name) for name in STAGES[:2]}
+        origin = session.origin({**records, STAGES[2]: decode})
+        origin = replace(origin, fingerprints=lambda: run.weights)
+        # With sidecars, and recorded in run.json.
+        videos = files.publish(partial(origin.describe, request, latents, report))
+        run.record_output(STAGES[2], [video.path for video in videos], decode)
+    return videos, report
 
 
 def describe_results(

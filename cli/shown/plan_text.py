@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.cli.shown.tables import columns
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, seconds_text, words
+from tpuport.core.spec.run_settings import DEMO
 
 if TYPE_CHECKING:
     from tpuport.core.plan.measure import Measured
@@ -78,7 +79,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{steps} step{'s' * (steps != 1)}, guidance "
         f"{settings['guidance_scale']:g}{how if count > 1 else ''}"
     )
-    if plan.weights == "demo":
+    if plan.weights == DEMO:
         yield (
             "this is the built-in demo, a tiny model with random weights: --variant or "
             "--weights names a real one"

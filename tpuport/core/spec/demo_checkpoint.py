@@ -17,6 +17,7 @@ from tpuport.core.files.atomic import cannot_write, temporary_beside
 from tpuport.core.files.fingerprint import fingerprint_files
 from tpuport.core.files.typed import checked, read_json
 from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.spec.run_settings import DEMO
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import ArtifactError, TpuportError, WeightsError
 
@@ -57,12 +58,12 @@ def demo_checkpoint(
     Raises:
         WeightsError: the cache folder cannot be written.
     """
-    folder = cache / "demo" / f"{port.name}-{variant}-{port.demo_version}"
+    folder = cache / DEMO / f"{port.name}-{variant}-{port.demo_version}"
     if not _intact(folder):
         for_what = f", {why}" if why else ""
         say(f"making the demo checkpoint of {port.name} in {folder}{for_what}")
         _make(port, variant, folder)
-    return Checkpoint(folder, "demo")
+    return Checkpoint(folder, DEMO)
 
 
 def write_checkpoint(

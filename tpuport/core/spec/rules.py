@@ -22,7 +22,7 @@ from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request, check_shape, check_task, denoising_steps
-from tpuport.core.spec.run_settings import Asked, RunSettings, meant
+from tpuport.core.spec.run_settings import DEMO, Asked, RunSettings, meant
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import MeshError, UsageError, quoted
 
@@ -111,7 +111,7 @@ def _inspection(settings: RunSettings) -> None:
 
 @rule
 def _weights(settings: RunSettings) -> None:
-    if settings.weights not in (None, "", "demo"):
+    if settings.weights not in (None, "", DEMO):
         from tpuport.core.weights.checkpoint import local_folder
 
         local_folder(str(settings.weights))

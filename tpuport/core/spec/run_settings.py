@@ -48,6 +48,9 @@ WHAT, WHERE = "More of what to make", "How to run it"
 FILES, INSIDE, EVERY = "Files", "Look inside", "Of every command"
 PANELS = (None, WHAT, WHERE, FILES, INSIDE, EVERY)
 
+#: What stands for the built-in checkpoint, in place of a hub id or a folder.
+DEMO = "demo"
+
 #: Of a cache folder: where compiled programs are kept.
 COMPILED = "compiled"
 
