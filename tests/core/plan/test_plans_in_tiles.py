@@ -47,9 +47,12 @@ class Made(Planner):
         def form(tiling: TilingDecision) -> Any:
             for name in ("first", "next"):
                 gib = self.gib[tiling.tiled]
+                name_in_form = f"{name} tile" if tiling.tiled else name
+                asked = SimpleNamespace(
+                    stage="decode", name=name_in_form, label=f"decode/{name_in_form}"
+                )
                 yield SimpleNamespace(
-                    stage="decode",
-                    program=f"{name} tile" if tiling.tiled else name,
+                    asked=asked,
                     tiling=tiling,
                     gib=gib if name == "next" else 1.0,
                     needed=None,
@@ -64,7 +67,8 @@ class Made(Planner):
             tiled=asked == "on",
             limit=self.chip.hbm_usable_bytes,
         )
-        self._decided((yield from weighed(tiling, form, self.say)))
+        tiling = yield from weighed(tiling, form, self.say)
+        self._tiling[tiling.stage] = tiling
 
 
 def made(
@@ -77,7 +81,7 @@ def made(
     """The plan of a decode, whose largest program takes GiB untiled and in tiles."""
 
     def compiles(program: Any, *where: Any, keep_text: bool) -> Any:
-        name = program.program
+        name = program.asked.name
         return measured(program.gib, 0.1, stage="decode", program=name)
 
     monkeypatch.setattr(planner, "measure", compiles)

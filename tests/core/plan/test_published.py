@@ -78,7 +78,7 @@ def test_a_step_from_an_image_is_traced(
         "source": read_image(np.full((*size, 3), 128, np.uint8)),
     }
     (step,) = programs(model, name, "denoise", 4, tmp_path, **asked)
-    assert step.program == "step"
+    assert step.asked.name == "step"
     # Its attention was traced, so the whole of the model was.
     assert step.attention
 
@@ -90,11 +90,12 @@ def test_what_a_stage_holds_beside_a_program_is_counted(tmp_path: Path) -> None:
         "batched": False,
     }
     made = programs("hunyuanvideo", "1.5-480p-t2v", "encode", 1, tmp_path, **asked)
-    weights = {p.component: device_bytes(p.loaded.weights) for p in made}
+    weights = {p.asked.program.component: device_bytes(p.loaded.weights) for p in made}
     assert len(weights) == 2
     # Of every call of a batch but the last; the batch that has most is in all programs.
     (held,) = {
-        p.resident - sum(size for n, size in weights.items() if n != p.component)
+        p.resident
+        - sum(size for n, size in weights.items() if n != p.asked.program.component)
         for p in made
     }
     outputs = [(p.calls, device_bytes(p.outputs()[1])) for p in made]

@@ -154,7 +154,7 @@ def test_calls_may_complete_frames_together(session: Any) -> None:
     delivery = Delivery("float32", lambda _, frames: lengths.append(frames.shape[1]))
     executor(session).run(stage(every=4), request(session), {}, delivery)
     assert lengths == [4 * LENGTH] * (2 * CHUNKS // 4)
-    assert delivery.checks.frames_of(3) == CHUNKS * LENGTH
+    assert delivery.checks._videos[3].frames == CHUNKS * LENGTH
 
 
 def test_plain_upstream_code_is_streamed_too(session: Any) -> None:

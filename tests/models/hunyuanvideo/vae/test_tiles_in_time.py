@@ -327,7 +327,7 @@ def test_what_a_decode_runs_and_fetches_in_bfloat16(
         made = [program.outputs() for program in found]
     calls: dict[str, int] = {}
     for program in found:
-        calls[program.program] = calls.get(program.program, 0) + program.calls
+        calls[program.asked.name] = calls.get(program.asked.name, 0) + program.calls
     assert calls == programs
     if tiling == "on":
         assert {x.dtype for _, x in made} == {np.dtype(jnp.bfloat16)}
