@@ -56,8 +56,9 @@ def doctor(settings: Settings) -> None:
     variables = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
     prepare(debug=settings.debug)
     with (
-        Display(signals.check) as display,
+        Display() as display,
         display.timed("looking at the installation"),
+        signals.starting(before="\n"),  # mostly imports; nothing is written
     ):
         report = examine(settings.cache_dir or default_cache_dir())
     report["environment"] = variables

@@ -109,7 +109,11 @@ def patches(
     else:
         ports = [get_port(model)]
     prepare(debug=settings.debug)
-    with Display(signals.check) as display, display.timed("looking at upstream's code"):
+    with (
+        Display() as display,
+        display.timed("looking at upstream's code"),
+        signals.starting(before="\n"),  # mostly imports; nothing is written
+    ):
         entries = examine(ports)
     if name is not None:
         known = [entry.name for entry in entries]

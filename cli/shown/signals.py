@@ -71,7 +71,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def starting(before: str = "") -> Iterator[None]:
-    """A block of imports, before anything is at stake: a signal ends the program.
+    """A block of imports, with nothing at stake yet: a signal ends the program at once.
 
     Args:
         before: written before the word for the signal, such as the end of a line.
