@@ -12,12 +12,14 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,7 @@ def run_python(
             raise ValueError(f"{name} was read when the libraries were imported")
     with tempfile.TemporaryDirectory() as printed:
         out, err = Path(printed, "stdout"), Path(printed, "stderr")
-        given = (list(args), dict(environment), folder or Path.cwd(), out, err)
-        process = _server().Process(target=_run, args=given)
-        process.start()
+        process = start_python(args, environment, folder or Path.cwd(), out, err)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -106,6 +106,20 @@ def run_python(
         )
 
 
+def start_python(
+    args: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    out: Path,
+    err: Path,
+) -> BaseProcess:
+    """A process as of :func:`run_python`, begun; it prints to two files."""
+    given = (list(args), dict(environment), folder, out, err)
+    process = _server().Process(target=_run, args=given)
+    process.start()
+    return process
+
+
 def _run(
     args: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path
 ) -> None:
@@ -113,6 +127,10 @@ def _run(
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, stream)
         os.close(opened)
+    # As a shell starts a program, also if this process ignores a signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

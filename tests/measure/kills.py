@@ -1,29 +1,23 @@
-"""Kills ``tpuport`` at random moments and says what became of each run.
-
-``python -m tests.measure.kills [SECONDS]`` starts small runs of the demo for so long,
-a minute by default, and sends each one a signal at a random moment. The exit code must
-be the signal's, no file may be half written, and the next run must clean up. Every kept
-run is gone on with. Exit status 1 tells of a run that ended otherwise.
-"""
+"""Runs of the demo that get a signal at a random moment."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-#: The demo's smallest video.
-SMALL = ("generate", "--prompt", "a fox", "--frames", "9", "--size", "96x64")
-SMALL = (*SMALL, "--steps", "2", "--out", "fox.gif", "--overwrite")
+from tests.cli.tools import SMALL
+from tests.measure.places import Place, Trial
+from tests.measure.verdicts import of_end, of_leftovers, of_pair, of_words
+from tests.processes import start_python
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 
 #: Seconds that a process may take to end once it was asked to.
@@ -53,6 +47,7 @@ def kill(
     cache: Path | None = None,
     line: str = "",
     after: float = 0.0,
+    imported: bool = False,
 ) -> Killed:
     """``tpuport ARGS`` in ``folder``, sent a signal.
 
@@ -60,32 +55,53 @@ def kill(
         cache: the cache folder; without it there is one in ``folder``.
         line: wait until this pattern is at the beginning of a line.
         after: seconds to wait from then on.
+        imported: begin as a fork of a process that has imported torch and jax, which
+            takes less time, and not as a shell does.
     """
     said = folder / "stderr"
-    with said.open("wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tpuport", *args],
-            cwd=folder,
-            env=os.environ | {"TPUPORT_CACHE_DIR": str(cache or folder / "cache")},
-            stdout=subprocess.DEVNULL,
-            stderr=err,
-            # A shell's job in the background ignores SIGINT, and so would this.
-            preexec_fn=_listen,
-        )
+    command = ("-m", "tpuport", *args)
+    env = os.environ | {"TPUPORT_CACHE_DIR": str(cache or folder / "cache")}
+    said.touch()
+    wait: Callable[[], int | None]
+    if imported:
+        forked = start_python(command, env, folder, folder / "stdout", said)
+        pid = forked.pid
+
+        def wait(seconds: float = 0) -> int | None:
+            forked.join(seconds)
+            return forked.exitcode
+    else:
+        with said.open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=folder,
+                env=env,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                # A shell's job in the background ignores SIGINT, and so would this.
+                preexec_fn=_listen,
+            )
+        pid = process.pid
+
+        def wait(seconds: float = 0) -> int | None:
+            try:
+                return process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return None
+
     until = time.monotonic() + PATIENCE
-    while line and process.poll() is None and time.monotonic() < until:
+    while line and wait() is None and time.monotonic() < until:
         if re.search(line, said.read_text(), re.MULTILINE):
             break
         time.sleep(0.01)
     time.sleep(after)
-    sent = process.poll() is None
-    process.send_signal(signum)
-    try:
-        code = process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        raise
+    sent = wait() is None
+    if sent:
+        os.kill(pid, signum)
+    code = wait(PATIENCE)
+    if code is None:
+        os.kill(pid, signal.SIGKILL)
+        raise TimeoutError(f"{signum.name}: not ended in {PATIENCE} s")
     return Killed(code if code >= 0 else 128 - code, said.read_text(), sent)
 
 
@@ -94,70 +110,99 @@ def _listen() -> None:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def tpuport(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """``tpuport ARGS`` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "tpuport", *args],
-        cwd=folder,
-        env=os.environ | {"TPUPORT_CACHE_DIR": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
+# --- a trial: a kill, and what must hold after it
+
+
+def kills(place: Place, rng: random.Random) -> Trial:
+    """A signal at a random moment of ``generate``, or of a stage."""
+    signum = rng.choice(SIGNALS)
+    imported = rng.random() < 0.8
+    compiles = rng.random() < 0.2
+    command = rng.choice(("generate", "generate", "encode", "denoise", "decode"))
+    # A command of the shared programs takes some seconds, and ten to import.
+    after = rng.uniform(0, 5 if imported else 14)
+    cache = place.own_cache(programs=False) if compiles else place.base / "cache"
+    what = f"{command}{' compiling' * compiles}, {signum.name} after {after:.1f} s"
+    if command == "generate":
+        return Trial(what, *_killed_run(place, cache, signum, after, imported))
+    return Trial(what, *_killed_stage(place, cache, command, signum, after, imported))
+
+
+def _killed_run(
+    place: Place, cache: Path, signum: signal.Signals, after: float, imported: bool
+) -> tuple[str, list[str]]:
+    video, own = place.folder / "fox.gif", place.folder / "runs-of"
+    # Runs are listed of this trial alone.
+    if cache == place.base / "cache":
+        cache = own
+        own.mkdir()
+        for name in ("demo", "compiled"):
+            (own / name).symlink_to(place.base / "cache" / name)
+    make = place.generate("--out", "fox.gif", "--overwrite")
+    killed = kill(
+        make, place.folder, signum, cache=cache, after=after, imported=imported
     )
+    wrong = of_kill(killed, signum) + of_pair(video, alone=signum == signal.SIGKILL)
+    if signum != signal.SIGKILL:
+        wrong += of_leftovers(place.folder)
+    listed = place.call("runs", "--json", cache=cache)
+    wrong += of_end(listed, (0,))
+    resumed = 0
+    for run in listed.json["runs"] if listed.code == 0 else []:
+        if run["resumable"]:
+            again = place.call("runs", "resume", run["id"], cache=cache)
+            wrong += of_end(again, (0,)) + place.of_video(video)
+            resumed += 1
+        elif signum != signal.SIGKILL:
+            wrong.append(f"a run that cannot go on is kept: {run}")
+    again = place.call(*make, cache=cache)
+    wrong += of_end(again, (0,)) + place.of_video(video) + of_pair(video)
+    wrong += of_leftovers(place.folder)
+    if left := place.call("runs", "--json", cache=cache).json["runs"]:
+        wrong.append(f"runs are left: {left}")
+    return f"{_how(killed)}{', resumed' * bool(resumed)}", wrong
 
 
-def kept(folder: Path) -> list[dict[str, Any]]:
-    """What ``tpuport runs`` lists."""
-    found: list[dict[str, Any]] = json.loads(
-        tpuport("runs", "--json", folder=folder).stdout
-    )["runs"]
-    return found
+def _killed_stage(
+    place: Place,
+    cache: Path,
+    stage: str,
+    signum: signal.Signals,
+    after: float,
+    imported: bool,
+) -> tuple[str, list[str]]:
+    stages = ("encode", "denoise", "decode")
+    begin = stages.index(stage)
+    run = place.folder / "run"
+    if begin:
+        place.own_run(("encoded", "denoised")[begin - 1])
+    video = place.folder / "fox.gif"
+    commands = {
+        "encode": ("encode", "--run-dir", run, "--prompt", "a fox", *SMALL),
+        "denoise": ("denoise", "--run-dir", run),
+        "decode": ("decode", "--run-dir", run, "--out", video, "--overwrite"),
+    }
+    args = tuple(map(str, commands[stage]))
+    killed = kill(
+        args, place.folder, signum, cache=cache, after=after, imported=imported
+    )
+    wrong = of_kill(killed, signum) + of_pair(video, alone=signum == signal.SIGKILL)
+    if signum != signal.SIGKILL:
+        wrong += of_leftovers(place.folder)
+    for name in stages[begin:]:
+        wrong += of_end(place.call(*commands[name], cache=cache), (0,))
+    wrong += place.of_video(video) + of_pair(video) + of_leftovers(place.folder)
+    return _how(killed), wrong
 
 
-def faults(killed: Killed, signum: signal.Signals, folder: Path) -> list[str]:
-    """What is wrong after a kill, in words."""
-    found = []
+def _how(killed: Killed) -> str:
+    return f"code {killed.code}" if killed.sent else "ended before"
+
+
+def of_kill(killed: Killed, signum: signal.Signals) -> list[str]:
+    """What is wrong with how a process ended after a signal."""
+    wrong = of_words(killed.err)
     # One that came to its end before the signal was sent ended well.
     if killed.code != (128 + signum if killed.sent else 0):
-        found.append(f"exit code {killed.code}: {killed.err[-2000:]}")
-    if signum != signal.SIGKILL and "Traceback" in killed.err:
-        found.append(killed.err[-2000:])
-    runs = kept(folder)
-    if signum != signal.SIGKILL and not all(run["resumable"] for run in runs):
-        found.append(f"a run that cannot go on was left: {runs}")
-    for run in runs:
-        if run["resumable"]:
-            done = tpuport("runs", "resume", run["id"], folder=folder)
-            if done.returncode or not (folder / "fox.gif").exists():
-                found.append(f"runs resume: {done.stderr[-2000:]}")
-    return found
-
-
-def main() -> int:
-    """Kill for so many seconds; 1 where a run ended otherwise than it should."""
-    until = time.monotonic() + float((sys.argv[1:] or ["60"])[0])
-    wrong, count = 0, 0
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        tpuport(*SMALL, folder=folder)  # compiles
-        started = time.monotonic()
-        tpuport(*SMALL, folder=folder)
-        whole = time.monotonic() - started
-        while time.monotonic() < until:
-            signum, after = random.choice(SIGNALS), random.uniform(0.2, whole)
-            (folder / "fox.gif").unlink(missing_ok=True)
-            killed = kill(SMALL, folder, signum, after=after)
-            found = faults(killed, signum, folder)
-            print(f"{signum.name} after {after:.1f} s: {'; '.join(found) or 'good'}")
-            wrong, count = wrong + bool(found), count + 1
-        tpuport(*SMALL, folder=folder)
-        if left := kept(folder):
-            print(f"the next run left {left}")
-            wrong += 1
-    print(f"{count} kills, {wrong} of them ended otherwise than they should")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        wrong.append(f"exit code {killed.code}, saying {killed.err[-300:]!r}")
+    return wrong

@@ -1,0 +1,88 @@
+"""The folder of a trial, and what all trials start from: a cache and a finished run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.cli.tools import SMALL, Ran, call
+from tpuport.core.files.fingerprint import hash_output
+
+
+class Trial(NamedTuple):
+    """What was tried, what it showed, and what did not hold."""
+
+    what: str
+    showed: str
+    wrong: list[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trial is.
+
+    Attributes:
+        base: a cache with the demo and its programs, the run directories ``encoded``
+            and ``denoised``, and videos with their sidecars. A trial only reads there.
+        folder: of the trial, empty at its beginning and the current one.
+    """
+
+    base: Path
+    folder: Path
+
+    @staticmethod
+    def generate(*args: object) -> tuple[str, ...]:
+        """The arguments that make the video of ``base``."""
+        return ("generate", "--prompt", "a fox", *SMALL, *map(str, args))
+
+    def call(self, *args: object, cache: Path | None = None) -> Ran:
+        """``tpuport ARGS`` in this process."""
+        before = dict(os.environ)
+        named = ("--cache-dir", str(cache or self.base / "cache"))
+        try:
+            with contextlib.chdir(self.folder):
+                return call(*map(str, args), *named)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def prepare(self) -> None:
+        """Make what trials start from."""
+        self.base.mkdir(exist_ok=True)
+        run = self.base / "denoised"
+        commands: list[tuple[object, ...]] = [
+            ("encode", "--run-dir", run, "--prompt", "a fox", *SMALL),
+            ("denoise", "--run-dir", run),
+            *(
+                self.generate("--out", f"{self.base}/{name}")
+                for name in ("fox.gif", "fox.webm", "fox.mp4", "frames/")
+            ),
+        ]
+        for command in commands:
+            ran = self.call(*command)
+            if ran.code:
+                raise RuntimeError(ran.err)
+            if command[0] == "encode":
+                shutil.copytree(run, self.base / "encoded")
+
+    def of_video(self, video: Path) -> list[str]:
+        """A video that is not the one of ``base``."""
+        if not video.exists():
+            return [f"{video.name} is not there"]
+        if hash_output(video) == hash_output(self.base / video.name):
+            return []
+        return [f"{video.name} is another video"]
+
+    def own_cache(self, *, programs: bool = True) -> Path:
+        """A copy of the cache, with or without compiled programs."""
+        kept = None if programs else shutil.ignore_patterns("compiled")
+        copied = self.folder / "cache"
+        return Path(shutil.copytree(self.base / "cache", copied, ignore=kept))
+
+    def own_run(self, done: str = "denoised") -> Path:
+        """A copy of the run directory that is ``encoded`` or ``denoised``."""
+        return Path(shutil.copytree(self.base / done, self.folder / "run"))
