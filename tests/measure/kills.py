@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,15 +72,13 @@ def kill(
             forked.join(seconds)
             return forked.exitcode
     else:
-        with said.open("wb") as err:
+        with said.open("wb") as err, _heard():
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=folder,
                 env=env,
                 stdout=subprocess.DEVNULL,
                 stderr=err,
-                # A shell's job in the background ignores SIGINT, and so would this.
-                preexec_fn=_listen,
             )
         pid = process.pid
 
@@ -105,9 +104,21 @@ def kill(
     return Killed(code if code >= 0 else 128 - code, said.read_text(), sent)
 
 
-def _listen() -> None:
-    for signum in SIGNALS[:3]:
-        signal.signal(signum, signal.SIG_DFL)
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """A block whose processes hear signals.
+
+    A shell's job in the background ignores SIGINT, and so would what it starts.
+    """
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS[:3]}
+    try:
+        for signum, handler in before.items():
+            if handler == signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_DFL)
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 # --- a trial: a kill, and what must hold after it

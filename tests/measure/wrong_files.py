@@ -187,13 +187,11 @@ def checkpoints(place: Place, rng: random.Random) -> Trial:
     Another value that may be, of a config or of a weight, makes another video. A
     tokenizer that says other tokens is told.
     """
-    (demo,) = (place.base / "cache/demo").glob("cogvideox-demo-[0-9]*")
     weights = place.folder / "weights"
-    shutil.copytree(demo, weights)
-    (weights / "tpuport-demo.json").unlink()
+    shutil.copytree(place.base / "weights", weights)
     edit = rng.choice((_config, _config, _weights, _index, _any_file))
     what = edit(weights, rng)
-    video = place.folder / "fox.gif"
+    video = place.folder / "of-weights.gif"
     ran = place.call(*place.generate("--weights", weights, "--out", video))
     wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(video)
     wrong += of_named(ran, weights, *(path.name for path in weights.iterdir()))
@@ -240,7 +238,8 @@ def _index(weights: Path, rng: random.Random) -> str:
     text = json.dumps(odd if what == "document" else document)
     index = Path(f"{file}.index.json")
     index.write_text(text)
-    return f"{index.relative_to(weights)} {what} {odd!r}"
+    said = "" if what in ("missing", "right") else f" {odd!r}"
+    return f"{index.relative_to(weights)} {what}{said}"
 
 
 # --- disks without room
@@ -250,8 +249,10 @@ def disks(place: Place, rng: random.Random) -> Trial:
     """A full disk, or a limit on a file's size, under what a command writes."""
     name = rng.choice(("fox.gif", "fox.mp4", "fox.webm", "frames/"))
     target = rng.choice(("output", "run directory", "cache"))
-    room = int(2 ** rng.uniform(0, 17 if target != "cache" else 23))
     limits = rng.random() < 0.4 or not _mounts(place)
+    # From what holds nothing to what holds nearly all that is written.
+    most = {"output": 17, "run directory": 18, "cache": 24}[target]
+    room = int(2 ** rng.uniform(0 if limits else 12, most))
     folder = place.folder / "small"
     folder.mkdir()
     video = (folder if target == "output" else place.folder) / name

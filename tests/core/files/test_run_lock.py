@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.files.runs import failing
 from tpuport.core.files.run_lock import LOCK_FILE, check_free, holder, working_in
 from tpuport.core.files.run_record import RUN_FILE
-from tpuport.errors import ArtifactError
+from tpuport.errors import ArtifactError, WriteError
 
 HOLD = """
 import pathlib, sys, time
@@ -66,3 +67,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         working_in(tmp_path / "file" / "run"),
     ):
         pass
+
+
+def test_a_full_disk_is_one_line_with_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpuport.core.files.run_lock.os.write", failing)
+    folder = tmp_path / "new"
+    with pytest.raises(WriteError, match="No space left on device") as caught:
+        working_in(folder).__enter__()
+    assert str(caught.value).startswith(f"{folder / LOCK_FILE}: cannot be written")
+    assert list(tmp_path.iterdir()) == []

@@ -55,10 +55,8 @@ def working_in(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot_write(folder, error) from error
     with _take(folder) as file:
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         try:
+            _sign(file, folder)
             yield folder
         finally:
             if not (folder / RUN_FILE).exists():
@@ -84,6 +82,15 @@ def _take(folder: Path) -> IO[str]:
     except OSError as error:
         raise cannot_write(folder / LOCK_FILE, error) from error
     return file
+
+
+def _sign(file: IO[str], folder: Path) -> None:
+    try:
+        file.truncate(0)
+        # Not by the file's buffer, which its close would write once more.
+        os.write(file.fileno(), str(os.getpid()).encode())
+    except OSError as error:
+        raise cannot_write(folder / LOCK_FILE, error) from error
 
 
 def _locked(file: IO[str]) -> bool:
