@@ -142,13 +142,10 @@ def kills(place: Place, rng: random.Random) -> Trial:
 def _killed_run(
     place: Place, cache: Path, signum: signal.Signals, after: float, imported: bool
 ) -> tuple[str, list[str]]:
-    video, own = place.folder / "fox.gif", place.folder / "runs-of"
+    video = place.folder / "fox.gif"
     # Runs are listed of this trial alone.
     if cache == place.base / "cache":
-        cache = own
-        own.mkdir()
-        for name in ("demo", "compiled"):
-            (own / name).symlink_to(place.base / "cache" / name)
+        cache = place.own_runs()
     make = place.generate("--out", "fox.gif", "--overwrite")
     killed = kill(
         make, place.folder, signum, cache=cache, after=after, imported=imported

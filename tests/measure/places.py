@@ -94,6 +94,14 @@ class Place:
         copied = self.folder / "cache"
         return Path(shutil.copytree(self.base / "cache", copied, ignore=kept))
 
+    def own_runs(self) -> Path:
+        """A cache in which no run is kept, with the demo and its programs."""
+        cache = self.folder / "runs-of"
+        cache.mkdir()
+        for name in ("demo", "compiled"):
+            (cache / name).symlink_to(self.base / "cache" / name)
+        return cache
+
     def own_run(self, done: str = "denoised") -> Path:
         """A copy of the run directory that is ``encoded`` or ``denoised``."""
         return Path(shutil.copytree(self.base / done, self.folder / "run"))

@@ -20,7 +20,10 @@ from tests.cli.tools import Ran
 from tests.measure.damage import damaged, damaged_bytes, damages, reseal
 from tests.measure.places import Place, Trial
 from tests.measure.verdicts import of_end, of_leftovers, of_named, of_pair
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.kept_runs import keep_asked
 from tpuport.core.files.fingerprint import hash_output
+from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.sealed_json import sidecar_path
 
 
@@ -51,7 +54,7 @@ def _damage(path: Path, rng: random.Random) -> str:
 
 def damages_of_files(place: Place, rng: random.Random) -> Trial:
     """A damaged file of a run directory, of a sidecar or of the cache."""
-    kind = rng.choice((_run_directory, _resealed, _sidecar, _cache, _demo))
+    kind = rng.choice((_run_directory, _resealed, _sidecar, _kept_run, _cache, _demo))
     return kind(place, rng)
 
 
@@ -148,6 +151,34 @@ def _sidecar(place: Place, rng: random.Random) -> Trial:
     wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(again)
     wrong += of_named(ran, video.name)
     return Trial(f"{what}, replay", _outcome(ran), wrong)
+
+
+def _kept_run(place: Place, rng: random.Random) -> Trial:
+    """A damaged run in the cache is listed, gone on with or named, and removed."""
+    cache, video = place.own_runs(), place.folder / "fox.gif"
+    run = Path(shutil.copytree(place.base / "denoised", cache / "runs" / "kept"))
+    (run / ".lock").write_text("1")
+    keep_asked(RunDirectory(run), Settings(), str(video))
+    file = run / "asked.json"
+    resealed = rng.random() < 0.5
+    if resealed:
+        document = json.loads(file.read_text())
+        damage = rng.choice(list(damages(document, 4)))
+        reseal(file, damaged(document, damage))
+        what = f"resealed asked.json {damage}"
+    else:
+        file = rng.choice((file, file, *_files(run)))
+        what = f"kept {file.name}: {_damage(file, rng)}"
+    wrong = of_end(place.call("runs", "--json", cache=cache), (0,))
+    ran = place.call("runs", "resume", "kept", cache=cache)
+    wrong += of_end(ran) + of_named(ran, "kept") + of_leftovers(place.folder)
+    wrong += of_pair(video)
+    if ran.code == 0 and not resealed:
+        wrong += place.of_video(video)
+    wrong += of_end(place.call("runs", "clean", "--all", cache=cache), (0,))
+    if left := list((cache / "runs").iterdir()):
+        wrong.append(f"runs clean left {left}")
+    return Trial(f"{what}, runs resume", _outcome(ran), wrong)
 
 
 def _cache(place: Place, rng: random.Random) -> Trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,26 @@ def test_a_damaged_vocabulary_is_named(
     with pytest.raises(WeightsError, match=r"tokenizer/spiece\.model") as caught:
         require_tokenizer(Checkpoint(folder, "here"))
     assert "tiktoken" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("tokenizer_config.json", "model_max_length", {}),
+        ("special_tokens_map.json", "unk_token", {}),
+    ],
+)
+def test_a_config_that_fails_in_use_is_found_before_the_stage(
+    demo_folder: Path, tmp_path: Path, file: str, field: str, value: object
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    shutil.copy(demo_folder / "model_index.json", folder)
+    shutil.copytree(demo_folder / "tokenizer", folder / "tokenizer")
+    path = folder / "tokenizer" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(WeightsError, match="here: tokenizer/ does not build a T5Token"):
+        require_tokenizer(Checkpoint(folder, "here"))
 
 
 def test_a_prompt_of_unknown_tokens_is_told(demo_folder: Path) -> None:

@@ -53,7 +53,11 @@ def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
             with building("vocabulary", checkpoint.named(folder, file.name)):
                 read(str(file))
     tokenizer = load_processor(checkpoint, folder, class_name)
-    if all_unknown(tokenizer, tokenizer(_LETTERS).input_ids):
+    # A config that cannot be may be found by its first use alone.
+    with building(class_name, checkpoint.named(folder, "")):
+        tokenizer(["a", _LETTERS], padding=True, truncation=True, max_length=9)
+        unknown = all_unknown(tokenizer, tokenizer(_LETTERS).input_ids)
+    if unknown:
         found = ", ".join(sorted(p.name for p in path.iterdir() if p.name in _READERS))
         raise WeightsError(
             f"{checkpoint.named(folder, found or '')}: the tokenizer knows no letter; "
