@@ -7,11 +7,14 @@ PROMPT ?= a panda plays a guitar by a waterfall
 # Test processes, which take files in the order of tests/conftest.py; more of them than
 # the machine's cores only slows the compilers down.
 JOBS ?= 2
+# How long `make faults` tries; with a SEED it repeats what that seed tried.
+FAULTS_SECONDS ?= 600
+SEED ?=
 
 bin := $(VENV)/bin
 installed := $(VENV)/.tpuport-installed
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo test test-all faults lint types clean
 
 demo: $(installed)
 	$(bin)/tpuport generate --model cogvideox --prompt "$(PROMPT)" --out "$(DEMO_OUT)"
@@ -22,6 +25,10 @@ test: lint types
 # What the default run leaves out too: tests marked slow, sweep and aot.
 test-all: lint types
 	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "" $(PYTEST_ARGS)
+
+# Kills, damaged files, bad checkpoints and full disks at random: docs/faults.md.
+faults: $(installed)
+	$(bin)/python -m tests.measure.faults --seconds $(FAULTS_SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(installed)
 	$(bin)/ruff check .
