@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from tpuport.api import default_cache_dir
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
@@ -20,6 +22,7 @@ from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sealed_json import as_json, read_document, write_document
+from tpuport.core.files.typed import checked, recorded_in
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 
@@ -28,6 +31,15 @@ _ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
 
 #: What the run itself records, or depends on where it goes on.
 _RECORDED = {"model", "variant", "weights", "cache_dir"}
+
+
+class Asked(TypedDict):
+    """What the file holds."""
+
+    settings: dict[str, Any]
+    out: str
+    overwrite: bool
+    report: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +195,10 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
             f"{run.folder}: no stage is finished that the run could go on from; "
             f"`tpuport runs clean {run.folder.name}` removes it"
         )
-    asked = read_document(run.folder / _ASKED_FILE, _ASKED, "make the video again")
-    read = RunSettings.read(asked["settings"], named=str)
+    file, remedy = run.folder / _ASKED_FILE, "make the video again"
+    asked = checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
+    with recorded_in(file, "settings", remedy):
+        read = RunSettings.read(asked["settings"], named=str)
     report = asked["report"] and Path(asked["report"])
     return replace(
         settings,

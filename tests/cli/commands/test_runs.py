@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from tests.cli.tools import SMALL, Cli, Made
 from tests.core.files.videos import read_back
+from tests.measure.damage import reseal
 from tests.measure.kills import kill
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.runs import FORGOTTEN
@@ -80,6 +82,20 @@ def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
     assert asked_for(kept_run(kept, "good"), Settings(out="v.gif")).out == "v.gif"
     with pytest.raises(ArtifactError, match="tpuport runs clean dead"):
         asked_for(kept_run(kept, "dead"), Settings())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("out", 3), ("report", []), ("settings", {"mesh": 3})]
+)
+def test_an_altered_wish_is_named_by_its_field(
+    kept: Path, field: str, value: object
+) -> None:
+    run = kept_run(kept, "good")
+    file = run.folder / "asked.json"
+    reseal(file, {**json.loads(file.read_text()), field: value})
+    with pytest.raises(ArtifactError, match=f"has no usable {field}") as caught:
+        asked_for(run, Settings())
+    assert str(caught.value).startswith(f"{file}: ")
 
 
 def test_runs_are_listed_with_what_is_kept(cli: Cli, kept: Path) -> None:
