@@ -22,7 +22,7 @@ from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sealed_json import as_json, read_document, write_document
-from tpuport.core.files.typed import checked, recorded_in
+from tpuport.core.files.typed import checked
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 
@@ -197,8 +197,12 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
         )
     file, remedy = run.folder / _ASKED_FILE, "make the video again"
     asked = checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
-    with recorded_in(file, "settings", remedy):
+    try:
         read = RunSettings.read(asked["settings"], named=str)
+    except (UsageError, TypeError) as error:
+        raise ArtifactError(
+            f"{file}: has no usable settings ({error}); {remedy}"
+        ) from error
     report = asked["report"] and Path(asked["report"])
     return replace(
         settings,

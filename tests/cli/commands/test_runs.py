@@ -85,7 +85,8 @@ def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("out", 3), ("report", []), ("settings", {"mesh": 3})]
+    ("field", "value"),
+    [("out", 3), ("report", []), ("settings", {"mesh": 3}), ("settings", {"x": 1})],
 )
 def test_an_altered_wish_is_named_by_its_field(
     kept: Path, field: str, value: object
