@@ -203,7 +203,7 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
         raise ArtifactError(
             f"{file}: has no usable settings ({error}); {remedy}"
         ) from error
-    report = asked["report"] and Path(asked["report"])
+    report = None if asked["report"] is None else Path(asked["report"])
     return replace(
         settings,
         **{name: getattr(read, name) for name in asked["settings"]},

@@ -24,6 +24,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 #: Seconds that a process may take to end once it was asked to.
 PATIENCE = 300
 
+#: A process that ends well so many seconds after a signal had nothing left to do.
+AT_ITS_END = 0.2
+
 
 @dataclass(frozen=True)
 class Killed:
@@ -32,7 +35,7 @@ class Killed:
     Attributes:
         code: as a shell gives it.
         err: what the process said.
-        sent: whether it was alive by then.
+        sent: whether it had something to do by then.
     """
 
     code: int
@@ -97,7 +100,10 @@ def kill(
     sent = wait() is None
     if sent:
         os.kill(pid, signum)
+    began = time.monotonic()
     code = wait(PATIENCE)
+    if code == 0 and time.monotonic() < began + AT_ITS_END:
+        sent = False
     if code is None:
         os.kill(pid, signal.SIGKILL)
         raise TimeoutError(f"{signum.name}: not ended in {PATIENCE} s")
@@ -130,9 +136,10 @@ def kills(place: Place, rng: random.Random) -> Trial:
     imported = rng.random() < 0.8
     compiles = rng.random() < 0.2
     command = rng.choice(("generate", "generate", "encode", "denoise", "decode"))
-    # A command of the shared programs takes some seconds, and ten to import.
-    after = rng.uniform(0, 5 if imported else 14)
-    cache = place.own_cache(programs=False) if compiles else place.base / "cache"
+    # Seconds of work; a command that compiles or imports takes ten more.
+    after = rng.uniform(0, 4 if command == "generate" else 1.5)
+    after += rng.uniform(0, 10 * (compiles or not imported))
+    cache = place.own_cache(programs=False) if compiles else place.cache
     what = f"{command}{' compiling' * compiles}, {signum.name} after {after:.1f} s"
     if command == "generate":
         return Trial(what, *_killed_run(place, cache, signum, after, imported))
@@ -143,9 +150,6 @@ def _killed_run(
     place: Place, cache: Path, signum: signal.Signals, after: float, imported: bool
 ) -> tuple[str, list[str]]:
     video = place.folder / "fox.gif"
-    # Runs are listed of this trial alone.
-    if cache == place.base / "cache":
-        cache = place.own_runs()
     make = place.generate("--out", "fox.gif", "--overwrite")
     killed = kill(
         make, place.folder, signum, cache=cache, after=after, imported=imported

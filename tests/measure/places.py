@@ -41,15 +41,25 @@ class Place:
         return ("generate", "--prompt", "a fox", *SMALL, *map(str, args))
 
     def call(self, *args: object, cache: Path | None = None) -> Ran:
-        """``tpuport ARGS`` in this process."""
+        """``tpuport ARGS`` in this process; without a cache, with :attr:`cache`."""
         before = dict(os.environ)
-        named = ("--cache-dir", str(cache or self.base / "cache"))
+        named = ("--cache-dir", str(cache or self.cache))
         try:
             with contextlib.chdir(self.folder):
                 return call(*map(str, args), *named)
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+    @property
+    def cache(self) -> Path:
+        """A cache with the demo and programs of ``base``, and runs of its own."""
+        cache = self.folder / "shared"
+        if not cache.exists():
+            cache.mkdir()
+            for name in ("demo", "compiled"):
+                (cache / name).symlink_to(self.base / "cache" / name)
+        return cache
 
     def prepare(self) -> None:
         """Make what trials start from."""
@@ -72,7 +82,7 @@ class Place:
                 (demo,) = (self.base / "cache/demo").glob("cogvideox-demo-[0-9]*")
                 shutil.copytree(demo, weights)
                 (weights / "tpuport-demo.json").unlink()
-            ran = self.call(*command)
+            ran = self.call(*command, cache=self.base / "cache")
             if ran.code:
                 raise RuntimeError(ran.err)
             if command[0] == "encode":
@@ -90,17 +100,9 @@ class Place:
 
     def own_cache(self, *, programs: bool = True) -> Path:
         """A copy of the cache, with or without compiled programs."""
-        kept = None if programs else shutil.ignore_patterns("compiled")
+        left_out = shutil.ignore_patterns("runs", *([] if programs else ["compiled"]))
         copied = self.folder / "cache"
-        return Path(shutil.copytree(self.base / "cache", copied, ignore=kept))
-
-    def own_runs(self) -> Path:
-        """A cache in which no run is kept, with the demo and its programs."""
-        cache = self.folder / "runs-of"
-        cache.mkdir()
-        for name in ("demo", "compiled"):
-            (cache / name).symlink_to(self.base / "cache" / name)
-        return cache
+        return Path(shutil.copytree(self.base / "cache", copied, ignore=left_out))
 
     def own_run(self, done: str = "denoised") -> Path:
         """A copy of the run directory that is ``encoded`` or ``denoised``."""

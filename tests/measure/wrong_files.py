@@ -146,7 +146,6 @@ def _sidecar(place: Place, rng: random.Random) -> Trial:
     else:
         file = rng.choice((video, sidecar))
         what = f"{file.name}: {_damage(file, rng)}"
-    # Another request of a damaged sidecar may be for a large video.
     ran = place.call("replay", rng.choice((video, sidecar)), "--out", again)
     wrong = of_end(ran) + of_leftovers(place.folder) + of_pair(again)
     wrong += of_named(ran, video.name)
@@ -155,7 +154,7 @@ def _sidecar(place: Place, rng: random.Random) -> Trial:
 
 def _kept_run(place: Place, rng: random.Random) -> Trial:
     """A damaged run in the cache is listed, gone on with or named, and removed."""
-    cache, video = place.own_runs(), place.folder / "fox.gif"
+    cache, video = place.cache, place.folder / "fox.gif"
     run = Path(shutil.copytree(place.base / "denoised", cache / "runs" / "kept"))
     (run / ".lock").write_text("1")
     keep_asked(RunDirectory(run), Settings(), str(video))
@@ -169,13 +168,15 @@ def _kept_run(place: Place, rng: random.Random) -> Trial:
     else:
         file = rng.choice((file, file, *_files(run)))
         what = f"kept {file.name}: {_damage(file, rng)}"
-    wrong = of_end(place.call("runs", "--json", cache=cache), (0,))
-    ran = place.call("runs", "resume", "kept", cache=cache)
-    wrong += of_end(ran) + of_named(ran, "kept") + of_leftovers(place.folder)
+    wrong = of_end(place.call("runs", "--json"), (0,))
+    ran = place.call("runs", "resume", "kept")
+    # A flag too: where the video or the report goes may be what cannot be.
+    wrong += of_end(ran) + of_named(ran, "kept", "--out", "--report")
+    wrong += of_leftovers(place.folder)
     wrong += of_pair(video)
     if ran.code == 0 and not resealed:
         wrong += place.of_video(video)
-    wrong += of_end(place.call("runs", "clean", "--all", cache=cache), (0,))
+    wrong += of_end(place.call("runs", "clean", "--all"), (0,))
     if left := list((cache / "runs").iterdir()):
         wrong.append(f"runs clean left {left}")
     return Trial(f"{what}, runs resume", _outcome(ran), wrong)

@@ -84,6 +84,13 @@ def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
         asked_for(kept_run(kept, "dead"), Settings())
 
 
+def test_an_empty_name_of_a_report_is_a_path_and_no_text(kept: Path) -> None:
+    run = kept_run(kept, "good")
+    file = run.folder / "asked.json"
+    reseal(file, {**json.loads(file.read_text()), "report": ""})
+    assert asked_for(run, Settings()).report == Path()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("out", 3), ("report", []), ("settings", {"mesh": 3}), ("settings", {"x": 1})],
