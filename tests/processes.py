@@ -113,7 +113,10 @@ def start_python(
     out: Path,
     err: Path,
 ) -> BaseProcess:
-    """A process as of :func:`run_python`, begun; it prints to two files."""
+    """A process as of :func:`run_python`, begun; it prints to two files.
+
+    ``out`` is there as soon as the process ends by signals as a shell's does.
+    """
     given = (list(args), dict(environment), folder, out, err)
     process = _server().Process(target=_run, args=given)
     process.start()
@@ -123,14 +126,13 @@ def start_python(
 def _run(
     args: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path
 ) -> None:
+    # As a shell starts a program, also if this process ignores a signal.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
     for stream, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, stream)
         os.close(opened)
-    # As a shell starts a program, also if this process ignores a signal.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -68,8 +68,12 @@ def kill(
     said.touch()
     wait: Callable[[], int | None]
     if imported:
-        forked = start_python(command, env, folder, folder / "stdout", said)
+        out = folder / "stdout"
+        out.unlink(missing_ok=True)
+        forked = start_python(command, env, folder, out, said)
         pid = forked.pid
+        while not out.exists() and forked.exitcode is None:
+            time.sleep(0.01)
 
         def wait(seconds: float = 0) -> int | None:
             forked.join(seconds)

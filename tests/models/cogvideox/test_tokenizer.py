@@ -26,14 +26,18 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.fixture
+def folder(demo_folder: Path, tmp_path: Path) -> Path:
+    """A checkpoint with a tokenizer alone, to be damaged."""
+    made = tmp_path / "checkpoint"
+    made.mkdir()
+    shutil.copy(demo_folder / "model_index.json", made)
+    shutil.copytree(demo_folder / "tokenizer", made / "tokenizer")
+    return made
+
+
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_vocabulary_is_named(
-    demo_folder: Path, tmp_path: Path, name: str
-) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    shutil.copy(demo_folder / "model_index.json", folder)
-    shutil.copytree(demo_folder / "tokenizer", folder / "tokenizer")
+def test_a_damaged_vocabulary_is_named(folder: Path, name: str) -> None:
     file = folder / "tokenizer/spiece.model"
     file.write_bytes(DAMAGE[name](file.read_bytes()))
     with pytest.raises(WeightsError, match=r"tokenizer/spiece\.model") as caught:
@@ -41,23 +45,25 @@ def test_a_damaged_vocabulary_is_named(
     assert "tiktoken" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("file", "field", "value"),
-    [
-        ("tokenizer_config.json", "model_max_length", {}),
-        ("special_tokens_map.json", "unk_token", {}),
-    ],
-)
-def test_a_config_that_fails_in_use_is_found_before_the_stage(
-    demo_folder: Path, tmp_path: Path, file: str, field: str, value: object
-) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    shutil.copy(demo_folder / "model_index.json", folder)
-    shutil.copytree(demo_folder / "tokenizer", folder / "tokenizer")
+def alter(folder: Path, file: str, **values: object) -> None:
     path = folder / "tokenizer" / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_config_that_fails_in_use_is_found_before_the_stage(folder: Path) -> None:
+    alter(folder, "tokenizer_config.json", model_max_length={})
     with pytest.raises(WeightsError, match="here: tokenizer/ does not build a T5Token"):
+        require_tokenizer(Checkpoint(folder, "here"))
+
+
+@pytest.mark.parametrize("role", ["pad_token", "unk_token"])
+@pytest.mark.parametrize("token", ["", "no such word"])
+def test_a_special_token_is_of_the_vocabulary(
+    folder: Path, role: str, token: str
+) -> None:
+    """transformers would make a new token of the word, or take the unknown one."""
+    alter(folder, "special_tokens_map.json", **{role: token})
+    with pytest.raises(WeightsError, match=f"{role} is '{token}', which is not in"):
         require_tokenizer(Checkpoint(folder, "here"))
 
 

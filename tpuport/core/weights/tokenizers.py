@@ -12,7 +12,7 @@ from typing import Any
 
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import building
-from tpuport.errors import WeightsError
+from tpuport.errors import WeightsError, quoted
 
 _LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
 
@@ -39,7 +39,7 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
 
     Raises:
         WeightsError: as :func:`load_processor`; or a file with a vocabulary is damaged:
-            the message names the file.
+            the message names the file; or a special token is not in the vocabulary.
     """
     key = (folder, class_name)
     return checkpoint.kept(key, lambda: _load(checkpoint, folder, class_name))
@@ -47,12 +47,19 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
 
 def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     path = checkpoint.folder / folder
+    holds = []
     for file in sorted(path.iterdir()):
         read = _READERS.get(file.name)
         if read is not None:
             with building("vocabulary", checkpoint.named(folder, file.name)):
-                read(str(file))
+                holds.append(read(str(file)))
     tokenizer = load_processor(checkpoint, folder, class_name)
+    for role, token in tokenizer.special_tokens_map.items():
+        if holds and isinstance(token, str) and not any(has(token) for has in holds):
+            raise WeightsError(
+                f"{checkpoint.named(folder, '')}: {role} is {quoted(token)}, which is "
+                "not in the vocabulary; a file is damaged: download the folder again"
+            )
     # A config that cannot be may be found by its first use alone.
     with building(class_name, checkpoint.named(folder, "")):
         tokenizer(["a", _LETTERS], padding=True, truncation=True, max_length=9)
@@ -66,20 +73,23 @@ def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     return tokenizer
 
 
-def _read_sentencepiece(file: str) -> None:
+def _read_sentencepiece(file: str) -> Callable[[str], bool]:
     from sentencepiece import SentencePieceProcessor
 
-    SentencePieceProcessor().LoadFromFile(file)
+    read = SentencePieceProcessor()
+    read.LoadFromFile(file)
+    return lambda token: read.IdToPiece(read.PieceToId(token)) == token
 
 
-def _read_fast(file: str) -> None:
+def _read_fast(file: str) -> Callable[[str], bool]:
     from tokenizers import Tokenizer
 
-    Tokenizer.from_file(file)
+    read = Tokenizer.from_file(file)
+    return lambda token: read.token_to_id(token) is not None
 
 
-#: What reads each file with a vocabulary to its end.
-_READERS: dict[str, Callable[[str], None]] = {
+#: What reads each file with a vocabulary to its end, and tells which tokens it has.
+_READERS: dict[str, Callable[[str], Callable[[str], bool]]] = {
     "spiece.model": _read_sentencepiece,
     "tokenizer.json": _read_fast,
 }
