@@ -7,6 +7,8 @@ Order of the rooms, lowest first: shown, asked, runs, commands.
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Sequence
 
 
@@ -17,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals end the process: see :mod:`tpuport.cli.shown.signals`.
     """
     if argv is None:
+        # Closed by whoever began the process: nobody reads what is said.
+        sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         from tpuport.cli.shown.signals import as_program
 
         return as_program(_program)

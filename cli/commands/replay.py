@@ -50,6 +50,7 @@ from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import (
     ArtifactError,
     AttentionError,
+    MissingArtifactError,
     ReplayError,
     UsageError,
     WeightsError,
@@ -190,6 +191,11 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _sidecar_of(path: Path) -> Path:
     """The sidecar that was named, or the one of the video that was."""
+    is_video = path.suffix not in ("", ".json")
+    if is_video and not path.exists() and not sidecar_path(path).exists():
+        raise MissingArtifactError(
+            f"{path} does not exist; name a video, its folder or its JSON"
+        )
     if not path.resolve().name:
         raise UsageError(f"{path}: names no video, nor its JSON")
     if path.is_dir():

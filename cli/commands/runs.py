@@ -34,7 +34,7 @@ from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, plural
 from tpuport.core.spec.requests import recorded_request
-from tpuport.errors import UsageError
+from tpuport.errors import ArtifactError, UsageError, in_one_line
 from tpuport.plugins import get_port
 
 _HEAD = ("ID", "AGE", "MODEL", "FINISHED", "SIZE", "STATE", "PROMPT")
@@ -75,7 +75,7 @@ def _row(run: KeptRun) -> tuple[str, ...]:
         " ".join(run.finished) or "nothing",
         bytes_text(run.bytes),
         state,
-        prompt if len(prompt) <= 40 else prompt[:39] + "…",
+        in_one_line(prompt, 40),
     )
 
 
@@ -116,16 +116,24 @@ def clean(
             if run.process is None
             and (everything or not run.resumable or run.changed < oldest)
         ]
-    sizes = [run.bytes for run in found]
+    names, sizes, busy = [], [], []
     for run in found:
-        remove(run)
-    names = [run.folder.name for run in found]
+        size = run.bytes
+        try:
+            remove(run)
+        except ArtifactError as error:  # a process has begun to work on it
+            busy.append(error)
+        else:
+            names.append(run.folder.name)
+            sizes.append(size)
     if settings.json:
         print_json({"removed": names, "bytes": sum(sizes)})
     else:
         for name in names:
             print(f"removed {name}")
         print(f"{plural(len(names), 'run')} removed, {bytes_text(sum(sizes))}")
+    if ids and busy:
+        raise busy[0]
 
 
 @command("runs resume")

@@ -68,9 +68,12 @@ class KeptRun:
 
     @property
     def bytes(self) -> int:
-        """On disk."""
-        files = (path for path in self.folder.rglob("*") if path.is_file())
-        return sum(path.stat().st_size for path in files)
+        """On disk; a file that is removed meanwhile has none."""
+        total = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size if path.is_file() else 0
+        return total
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, for ``--json``."""
@@ -89,7 +92,11 @@ class KeptRun:
 
 def kept_runs(cache: Path) -> list[KeptRun]:
     """The runs in a cache folder, the oldest first."""
-    found = [_look(folder) for folder in (cache / "runs").glob("*") if folder.is_dir()]
+    found = []
+    for folder in (cache / "runs").glob("*"):
+        # Its own process may remove a run while another one looks.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found.append(_look(folder))
     return sorted(found, key=lambda run: run.changed)
 
 

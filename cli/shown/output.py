@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterable
@@ -14,8 +16,9 @@ from tpuport.core.reports import RunReport, memory_sources, memory_table
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for people, on stderr; without one, or a reader, for nobody."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr or io.StringIO(), flush=True)
 
 
 def print_json(document: Any) -> None:

@@ -353,9 +353,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
 
 
-def each_text(seconds: float) -> str:
-    """The time of one call, for people."""
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
+def each_text(seconds: float, unit: str = "") -> str:
+    """The time of one call, for people: ``2.5 s a step``, where a unit is given."""
+    text = f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
+    article = "an" if unit.startswith(tuple("aeiou")) else "a"
+    return f"{text} {article} {unit}" if unit else text
 
 
 def plural(count: int, unit: str) -> str:

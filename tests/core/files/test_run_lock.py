@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,4 +80,45 @@ def test_a_full_disk_is_one_line_with_the_lock(
     with pytest.raises(WriteError, match="No space left on device") as caught:
         working_in(folder).__enter__()
     assert str(caught.value).startswith(f"{folder / LOCK_FILE}: cannot be written")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_waited_for_a_file_that_is_removed_locks_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leaves and removes its lock between B's open and B's lock; C comes then."""
+    folder = tmp_path / "run"
+    real, left = fcntl.flock, []
+
+    def flock(file: Any, how: int) -> None:
+        if not left:
+            left.append((folder / LOCK_FILE).unlink())
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with working_in(folder):
+        assert holder(folder) == os.getpid()
+
+
+@pytest.mark.parametrize("content", ["", "\0\0\0", "x" * 100])
+def test_a_lock_without_a_number_is_one_of_another_process(
+    tmp_path: Path, content: str
+) -> None:
+    with working_in(tmp_path):
+        (tmp_path / LOCK_FILE).write_text(content)
+        assert holder(tmp_path) == 0
+        with pytest.raises(ArtifactError, match=": another process is at work"):
+            check_free(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def without_locks(*_: Any) -> None:
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with working_in(tmp_path / "run"):
+        assert holder(tmp_path / "run") is None
     assert list(tmp_path.iterdir()) == []

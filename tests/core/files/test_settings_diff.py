@@ -8,14 +8,20 @@ from tests.core.files.runs import refusal, request
 from tpuport.core.files.run_directory import RunDirectory
 
 
-def test_every_differing_setting_is_named_with_both_values(run: RunDirectory) -> None:
+def test_differing_settings_are_named_with_both_values(run: RunDirectory) -> None:
     asked = {"prompt": "a dog", "size": [480, 720], "cache": {"every": 3}, "seed": 7}
     message = refusal(run.check_request, model="toy", variant="large", settings=asked)
     assert message.startswith(f"{run.file}: is of another request: ")
     for difference in (
         'variant is "small", asked "large"',
-        "settings.cache.every is 2, asked 3",
         'settings.prompt is "a cat", asked "a dog"',
+        "settings.cache.every is 2, asked 3",
+        "2 more; ",
+    ):
+        assert difference in message
+    asked = {"prompt": "a cat", "size": [480, 720], "cache": {"every": 2}, "seed": 7}
+    message = refusal(run.check_request, model="toy", settings=asked)
+    for difference in (
         "settings.seed is not set, asked 7",
         "settings.steps is 50, asked not set",
     ):
@@ -26,7 +32,9 @@ def test_every_differing_setting_is_named_with_both_values(run: RunDirectory) ->
 def test_the_same_request_passes_whatever_the_spelling(run: RunDirectory) -> None:
     same = {"steps": 50.0, "size": (480, 720), "cache": {"every": 2}, "prompt": "a cat"}
     run.check_request(model="toy", variant="small", settings=same)
-    assert "steps" in refusal(run.check_request, model="toy", settings={"steps": 51})
+    assert "steps" in refusal(
+        run.check_request, model="toy", settings=same | {"steps": 51}
+    )
     # True == 1 in Python, and is not the same setting.
     once = RunDirectory.open_or_create(
         run.path / "once", **request(settings={"every": 1})

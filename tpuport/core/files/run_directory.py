@@ -41,6 +41,9 @@ from tpuport.errors import ArtifactError, MissingArtifactError
 if TYPE_CHECKING:
     import torch
 
+#: Differences that a message names: it is one line.
+_NAMED = 3
+
 
 class RunDirectory:
     """A run directory whose ``run.json`` has been read and found intact.
@@ -190,6 +193,8 @@ class RunDirectory:
             asked |= flatten(as_json(dict(settings), "settings"))
             found |= flatten(run["settings"])
         if found_all := differences(found, asked):
+            if left := len(found_all[_NAMED:]):
+                found_all = [*found_all[:_NAMED], f"{left} more"]
             raise ArtifactError(
                 f"{self.file}: is of another request: {'; '.join(found_all)}; ask for"
                 " what the run was created with, or use another run directory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -18,7 +19,10 @@ from tpuport.errors import ArtifactError
 LOCK_FILE = ".lock"
 
 #: Seconds in which another process may only be looking.
-_LOOKING = 0.2
+_PATIENCE = 0.2
+
+#: What file systems without locks say; there, nothing is held.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def check_free(folder: Path) -> None:
@@ -27,15 +31,19 @@ def check_free(folder: Path) -> None:
     Raises:
         ArtifactError: which process does.
     """
-    if (folder / LOCK_FILE).exists():
-        _take(folder).close()
+    if (number := holder(folder)) is not None:
+        raise _at_work(folder, number)
 
 
 def holder(folder: Path) -> int | None:
-    """The number of the process that works on a run directory."""
+    """The number of the process that works on a run directory; 0 if it is not known."""
     try:
-        with (folder / LOCK_FILE).open() as file:
-            return None if _locked(file) else int(file.read() or 0)
+        # NFS locks only what may be written.
+        with (folder / LOCK_FILE).open("r+") as file:
+            if _locked(file, fcntl.LOCK_SH):
+                return None
+            text = file.read(20)
+            return int(text) if text.isdecimal() else 0
     except OSError:
         return None
 
@@ -50,38 +58,56 @@ def working_in(folder: Path) -> Iterator[Path]:
         ArtifactError: another process works on it, or it cannot be made or written.
     """
     new = not folder.exists()
+    begun = True
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    with _take(folder) as file:
-        try:
-            _sign(file, folder)
-            yield folder
-        finally:
-            if not (folder / RUN_FILE).exists():
-                (folder / LOCK_FILE).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    if new:
-                        folder.rmdir()
+        with _take(folder) as file:
+            try:
+                _sign(file, folder)
+                yield folder
+            finally:
+                begun = (folder / RUN_FILE).exists()
+                if not begun:
+                    (folder / LOCK_FILE).unlink(missing_ok=True)
+    finally:
+        # After the file is closed: NFS keeps a name for a file that is open.
+        if new and not begun:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _take(folder: Path) -> IO[str]:
-    """The lock file, locked until it is closed."""
-    try:
-        file = (folder / LOCK_FILE).open("a+")
-        until = time.monotonic() + _LOOKING
-        while not _locked(file):
-            if time.monotonic() > until:
-                file.seek(0)
-                raise ArtifactError(
-                    f"{folder}: process {file.read()} is at work in this run "
-                    "directory; wait until it has ended, or use another one"
-                )
-            time.sleep(_LOOKING / 10)
-    except OSError as error:
-        raise cannot_write(folder / LOCK_FILE, error) from error
-    return file
+    """The lock file, locked until it is closed.
+
+    Whoever held it before may have removed the file, or the folder, meanwhile.
+    """
+    lock, until = folder / LOCK_FILE, time.monotonic() + _PATIENCE
+    while True:
+        with contextlib.ExitStack() as closing:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = closing.enter_context(lock.open("a+"))
+                if _locked(file, fcntl.LOCK_EX) and _same(file, lock):
+                    closing.pop_all()
+                    return file
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise cannot_write(lock, error) from error
+        if time.monotonic() > until:
+            raise _at_work(folder, holder(folder) or 0)
+        time.sleep(_PATIENCE / 10)
+
+
+def _at_work(folder: Path, number: int) -> ArtifactError:
+    return ArtifactError(
+        f"{folder}: {f'process {number}' if number else 'another process'} is at work "
+        "in this run directory; wait until it has ended, or use another one"
+    )
+
+
+def _same(file: IO[str], path: Path) -> bool:
+    """Whether a path still names an open file."""
+    return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _sign(file: IO[str], folder: Path) -> None:
@@ -93,9 +119,11 @@ def _sign(file: IO[str], folder: Path) -> None:
         raise cannot_write(folder / LOCK_FILE, error) from error
 
 
-def _locked(file: IO[str]) -> bool:
+def _locked(file: IO[str], how: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        return error.errno in _WITHOUT_LOCKS
     return True

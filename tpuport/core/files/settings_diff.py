@@ -9,7 +9,9 @@ from tpuport.core.files.sealed_json import canonical, show
 
 
 def differences(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """Every difference of two flat sets of settings, in words; the model comes first.
+    """Every difference of two flat sets of settings, in words.
+
+    The model comes first, then prompts: a message names but some.
 
     6 and 6.0 are one value; True and 1 are two.
     """
@@ -17,11 +19,15 @@ def differences(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> list[s
     return [
         f"{key} is {_difference(recorded, asked, key)}, asked"
         f" {_difference(asked, recorded, key)}"
-        for key in sorted(keys, key=lambda key: (key.startswith("settings."), key))
+        for key in sorted(keys, key=_order)
         if (key in asked) != (key in recorded)
         or canonical(_plain_numbers(asked[key]))
         != canonical(_plain_numbers(recorded[key]))
     ]
+
+
+def _order(key: str) -> tuple[bool, bool, str]:
+    return key.startswith("settings."), "prompt" not in key, key
 
 
 def _plain_numbers(value: Any) -> Any:

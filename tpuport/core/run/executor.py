@@ -115,9 +115,10 @@ class Executor:
         return program_room(devices, 0 if alone else held, own)
 
     def _warned(self, text: str) -> None:
-        """Say what is cut off a prompt; the report tells it in short."""
+        """Say what is lost of a prompt; the report tells in short what is cut off."""
         self.reporter.say(text)
-        self._cut.append(text.removeprefix("warning: ").partition(";")[0])
+        if text.startswith("warning: "):
+            self._cut.append(text.removeprefix("warning: ").partition(";")[0])
 
     def _say_tiling(self, tiling: TilingDecision) -> None:
         """Tiles make another video; the whole picture is what everybody expects."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -60,7 +61,7 @@ class _Work:
         if timed > 0:
             each = (self.last - self.first) / timed
             left = each * (self.total - self.done) - (time.monotonic() - self.last)
-            text += f", {each_text(each)} a {self.unit}, {_left(max(left, 0))} left"
+            text += f", {each_text(each, self.unit)}, {_left(max(left, 0))} left"
         return text
 
 
@@ -81,7 +82,7 @@ class Display(Reporter):
         self._works: list[_Work] = []
         self._stage: _Work | None = None
         self._line: _Moving | _Growing = (
-            _Moving(self._status) if sys.stderr.isatty() else _Growing(self._status)
+            _Moving(self._status) if _can_move() else _Growing(self._status)
         )
 
     def __enter__(self) -> Display:
@@ -201,8 +202,24 @@ class Display(Reporter):
             more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             said += f" ({reasons[0]}{more})"
         if report.seconds_per_call is not None:
-            said += f", {each_text(report.seconds_per_call)} a {report.unit}"
+            said += f", {each_text(report.seconds_per_call, report.unit)}"
         self._end(work, said, f"{report.stage}: {said}")
+
+
+def _can_move() -> bool:
+    """Whether stderr is a terminal that can go back in a line."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    from rich.console import Console
+
+    return not Console(stderr=True).is_dumb_terminal
+
+
+def _put(text: str) -> None:
+    """Write to stderr; a run goes on where nobody reads any more."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 class _Moving:
@@ -239,7 +256,7 @@ class _Moving:
 
     def say(self, text: str) -> None:
         if self._live is None:
-            print(text, file=sys.stderr, flush=True)
+            _put(f"{text}\n")
         else:
             self._live.console.print(text, markup=False, soft_wrap=True)
 
@@ -257,7 +274,7 @@ class _Growing:
         self._words_after = BEAT
 
     def _write(self, text: str) -> None:
-        print(text, end="", file=sys.stderr, flush=True)
+        _put(text)
         self._open = not text.endswith("\n")
         self._first = False
         self._last = time.monotonic()

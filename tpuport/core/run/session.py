@@ -483,8 +483,7 @@ class Session:
             dropped = run.invalidate_after(name)
             if dropped:
                 self.reporter.say(
-                    f"{name} was run again: what {' and '.join(dropped)} made of its "
-                    "last result is dropped"
+                    f"{name} was run again: {' and '.join(dropped)} must follow"
                 )
             run.write_stage(
                 name,
