@@ -131,8 +131,9 @@ def _compile(
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs
         from tpuport.core.plan.build_ahead import build
-        from tpuport.core.programs.built_folder import write_manifest
+        from tpuport.core.programs.built_folder import check_place, write_manifest
 
+        check_place(folder)
         source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))

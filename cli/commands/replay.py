@@ -191,6 +191,8 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _sidecar_of(path: Path) -> Path:
     """The sidecar that was named, or the one of the video that was."""
+    if path.is_symlink() and not sidecar_path(path).exists():
+        path = path.resolve()
     is_video = path.suffix not in ("", ".json")
     if is_video and not path.exists() and not sidecar_path(path).exists():
         raise MissingArtifactError(

@@ -23,6 +23,7 @@ from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGES
 from tpuport.core.files.sealed_json import as_json, read_document, write_document
 from tpuport.core.files.typed import checked
+from tpuport.core.spec.rules import check_folder
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError
 
@@ -91,7 +92,12 @@ class KeptRun:
 
 
 def kept_runs(cache: Path) -> list[KeptRun]:
-    """The runs in a cache folder, the oldest first."""
+    """The runs in a cache folder, the oldest first.
+
+    Raises:
+        UsageError: a file is where the folder should be.
+    """
+    check_folder("--cache-dir", cache / "runs")
     found = []
     for folder in (cache / "runs").glob("*"):
         # Its own process may remove a run while another one looks.

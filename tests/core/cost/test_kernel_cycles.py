@@ -147,7 +147,8 @@ class Small(Planner):
     def programs(self, spec: MeshSpec, request: Any, stages: Any) -> Any:
         for stage in stages:
             count = self.calls[str(spec), stage]
-            one = {"stage": stage, "program": "run", "forget": lambda: None}
+            asked = SimpleNamespace(stage=stage, label=f"{stage}/run")
+            one = {"asked": asked, "forget": lambda: None}
             if stage == "denoise":
                 yield SimpleNamespace(**one, count=count, size=10.0, tiling=None)
                 continue
@@ -155,7 +156,7 @@ class Small(Planner):
             yield SimpleNamespace(**one, count=count, size=40.0, tiling=tiling)
             tiling = replace(tiling, tiled=True)
             yield SimpleNamespace(**one, count=self.small, size=4.0, tiling=tiling)
-            self._decided(tiling)
+            self._tiling[stage] = tiling
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def small(
     def compiles(program: Any, *where: Any, keep_text: bool) -> Any:
         where[-1](CALL, OPERANDS[: program.count])
         hlo = "HloModule" if keep_text else ""
-        return measured(program.size, 0.5, stage=program.stage, hlo=hlo)
+        return measured(program.size, 0.5, stage=program.asked.stage, hlo=hlo)
 
     monkeypatch.setattr(planner, "measure", compiles)
     monkeypatch.setattr(planner, "choices", lambda port: {})

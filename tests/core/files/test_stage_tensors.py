@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.files.runs import EMBEDDINGS, embeddings, encode, failing, refusal
+from tests.core.files.runs import (
+    EMBEDDINGS,
+    embeddings,
+    encode,
+    failing,
+    refusal,
+    rewrite,
+)
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.stage_tensors import TensorSpec
 from tpuport.errors import UsageError
@@ -104,3 +111,16 @@ def test_a_spec_without_dtypes_or_with_a_negative_size_is_refused() -> None:
         TensorSpec(name="x", shape=(1,), dtypes="float32")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="'x': size -1 is negative"):
         TensorSpec(name="x", shape=(-1,), dtypes=("float32",))
+
+
+def test_a_file_with_other_tensors_than_recorded_is_refused(run: RunDirectory) -> None:
+    """Such as fewer tokens, with every checksum made anew."""
+    encode(run)
+
+    def fewer(document: dict[str, Any]) -> None:
+        listing = document["stages"]["encode"]["tensors"]["prompt"]
+        listing["shape"][1] += 1
+
+    rewrite(run, fewer)
+    message = refusal(RunDirectory.open(run.path).read_stage, "encode", EMBEDDINGS)
+    assert "embeddings.safetensors: prompt is {'shape': [" in message

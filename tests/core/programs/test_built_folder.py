@@ -28,6 +28,7 @@ from tpuport.core.programs.built_folder import (
     MANIFEST,
     MANIFEST_SCHEMA,
     BuiltFolder,
+    check_place,
     write_manifest,
 )
 from tpuport.core.programs.components import Components
@@ -36,7 +37,7 @@ from tpuport.core.reports import bytes_text
 from tpuport.core.run import executor as executors
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.spec.tiling import TilingDecision
-from tpuport.errors import ArtifactError
+from tpuport.errors import ArtifactError, OutputError
 
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
 MESH = "dp=2,tp=4"
@@ -425,3 +426,24 @@ def test_what_only_another_stage_needs_is_not_compared(
         longer = replace(request, num_frames=9)
         with pytest.raises(ArtifactError, match="frames 5 -> 9"):
             built.check_request(longer, session.port, ["decode"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mine"),
+    [
+        ("manifest.json", '{"mine": 1}', True),
+        ("frame-00000.png", "", True),
+        ("step-0123.executable", "", False),
+        ("manifest.json", f'{{"schema": "{MANIFEST_SCHEMA}"', False),
+    ],
+)
+def test_a_folder_with_files_of_others_is_refused(
+    tmp_path: Path, name: str, content: str, mine: bool
+) -> None:
+    check_place(tmp_path / "new")
+    (tmp_path / name).write_text(content)
+    if not mine:
+        check_place(tmp_path)
+        return
+    with pytest.raises(OutputError, match=f"holds {name}, which"):
+        check_place(tmp_path)

@@ -210,7 +210,8 @@ class FrameChecks:
             if video.broken:
                 raise VideoError(
                     f"video {index}: {video.broken} of {video.values} values are NaN or"
-                    f" infinite, from frame {video.first_broken} on"
+                    f" infinite, from frame {video.first_broken} on; check the weights "
+                    "of the autoencoder"
                 )
             low, high = video.low, video.high
             if high.max() * 255 < 0.5:

@@ -247,10 +247,7 @@ class RunDirectory:
         path = self.path / filename
         save_tensors(path, tensors, specs)
         sha256, size = hash_output(path)
-        listing = {
-            name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
-            for name, tensor in tensors.items()
-        }
+        listing = _listing(tensors)
         self._record(
             run,
             stage,
@@ -294,6 +291,13 @@ class RunDirectory:
                 f" {self._rerun(stage)} again"
             ) from error
         check_tensors(path, tensors, specs, sizes)
+        if (found := _listing(tensors)) != entry["tensors"]:
+            names = sorted(found.keys() | entry["tensors"].keys())
+            name = next(n for n in names if found.get(n) != entry["tensors"].get(n))
+            raise ArtifactError(
+                f"{path}: {name} is {found.get(name)}, run.json records "
+                f"{entry['tensors'].get(name)}; {self._rerun(stage)} again"
+            )
         self._seen[entry["file"]] = (stage, entry["sha256"])
         return {spec.name: tensors[spec.name] for spec in specs if spec.name in tensors}
 
@@ -453,3 +457,11 @@ class RunDirectory:
         except OSError:
             return False
         return found == (entry["sha256"], entry["bytes"])
+
+
+def _listing(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What run.json records of tensors."""
+    return {
+        name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+        for name, tensor in tensors.items()
+    }

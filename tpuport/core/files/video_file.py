@@ -138,8 +138,8 @@ def check_length(path: Path, kind: VideoKind, frames: int, fps: float) -> None:
     if seconds > most:
         raise OutputError(
             f"{path}: {frames} frames at {fps:g} fps last {seconds:g} s, and .{kind} "
-            f"holds {most} s; ask for --fps {frames / most:.2g} or more, or for PNG "
-            "frames"
+            f"holds {most} s; ask for --fps {1.06 * frames / most:.2g} or more, or for "
+            "PNG frames"
         )
 
 

@@ -22,7 +22,12 @@ from tpuport.core.enums import Tiling
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.core.programs.components import Components
-from tpuport.core.programs.executable_files import Entry, read_entry, read_payload
+from tpuport.core.programs.executable_files import (
+    SUFFIX,
+    Entry,
+    read_entry,
+    read_payload,
+)
 from tpuport.core.programs.key_differences import request_differences
 from tpuport.core.programs.program_key import (
     ProgramKey,
@@ -35,7 +40,7 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import TilingDecision
-from tpuport.errors import ArtifactError, MissingArtifactError
+from tpuport.errors import ArtifactError, MissingArtifactError, OutputError
 
 #: Differences that a message names: it is one line.
 _NAMED = 3
@@ -256,6 +261,25 @@ def _manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     found = read_document(file, MANIFEST_SCHEMA, _REMEDY)
     return checked(Manifest, found, file, _REMEDY, extra="allow")
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a folder in which there is anything that no folder of executables has.
+
+    Raises:
+        OutputError: what is there.
+    """
+    own = (SUFFIX, ".tmp", MANIFEST)
+    for path in sorted(folder.glob("*")):
+        foreign = not path.name.endswith(own)
+        if path.name == MANIFEST:
+            with contextlib.suppress(ValueError, OSError):
+                foreign = MANIFEST_SCHEMA not in path.read_text("utf-8")
+        if foreign:
+            raise OutputError(
+                f"--out {folder}: holds {path.name}, which `tpuport compile` did not "
+                "make; name another folder"
+            )
 
 
 def write_manifest(

@@ -104,8 +104,8 @@ class Request:
         for name in ("height", "width", "num_frames"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} {getattr(self, name)} must be positive")
-        if not 0 < self.fps <= 1000:
-            raise UsageError(f"fps {self.fps} must be above 0 and at most 1000")
+        if not 1e-6 <= self.fps <= 1000:
+            raise UsageError(f"fps {self.fps} must be from 0.000001 to 1000")
         if self.task not in list(Task):
             raise UsageError(f"task {self.task!r}: choose one of {', '.join(Task)}")
         if bool(self.sources) != (self.task != Task.TEXT):
