@@ -79,8 +79,8 @@ REFUSED = [
     ({"height": 0}, "height 0 must be positive"),
     ({"width": -16}, "width -16 must be positive"),
     ({"num_frames": 0}, "num_frames 0 must be positive"),
-    ({"fps": 0}, "fps 0 must be above 0"),
-    ({"fps": float("nan")}, "fps nan must be above 0"),
+    ({"fps": 0}, "fps 0 must be from 0.000001"),
+    ({"fps": float("nan")}, "fps nan must be from 0.000001"),
     ({"guidance_scale": float("inf")}, "guidance scale inf is not finite"),
     ({"guidance_scale": float("nan")}, "guidance scale nan is not finite"),
 ]
