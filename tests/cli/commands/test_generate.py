@@ -278,7 +278,7 @@ def test_a_video_that_is_there_is_kept_unless_told_otherwise(
 def test_a_gif_that_lasts_too_long_is_refused_before_the_work(cli: Cli) -> None:
     ran = cli(*PANDA, "--fps", "0.001", "--out", "fox.gif")
     assert ran.code == 2
-    assert "and .gif holds 655 s; ask for --fps 0.014 or more" in ran.last
+    assert "and .gif holds 655 s; ask for --fps 0.015 or more" in ran.last
     assert "started" not in ran.err
 
 
