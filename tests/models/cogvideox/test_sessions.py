@@ -430,7 +430,7 @@ def test_a_closed_session_says_so(load: Any) -> None:
         ({"seed": "x"}, "seed 'x' is not a whole number"),
         ({"seed": 1.5}, "seed 1.5 is not a whole number"),
         ({"guidance_scale": "high"}, "not a number"),
-        ({"fps": 0}, "must be above 0"),
+        ({"fps": 0}, "must be from 0.000001"),
     ],
 )
 def test_values_of_another_type(
