@@ -51,8 +51,8 @@ def read_sidecar(file: Path) -> None:
     recorded_request(port, found["request"], file, "request")
 
 
-def check(file: Path, damage: Damage, read_all: Callable[[Path], None]) -> None:
-    """The damage is refused in one line that names the file and the field."""
+def refused(file: Path, damage: Damage, read_all: Callable[[Path], None]) -> bool:
+    """Whether the damage is refused: in one line that names the file and the field."""
     whole = json.loads(file.read_text())
     reseal(file, damaged(whole, damage))
     try:
@@ -69,8 +69,10 @@ def check(file: Path, damage: Damage, read_all: Callable[[Path], None]) -> None:
             assert damage.where[-1] in (0, "<extra>") or (
                 str(damage.where[-1]) in message
             ), (damage, message)
+        return True
     else:
         assert FREE.fullmatch(damage.field), damage
+        return False
     finally:
         file.write_text(json.dumps(whole))
 
@@ -92,8 +94,8 @@ def test_each_field_is_held_to_its_type(
     kind: str, files: dict[str, tuple[Path, Any]]
 ) -> None:
     file, read_all = files[kind]
-    for damage in sample(damages(json.loads(file.read_text()), 5), 250):
-        check(file, damage, read_all)
+    tried = sample(damages(json.loads(file.read_text()), 5), 250)
+    assert sum(refused(file, damage, read_all) for damage in tried) > len(tried) / 3
 
 
 @pytest.mark.slow
@@ -104,8 +106,8 @@ def test_fields_drawn_by_a_seed(kind: str, files: dict[str, tuple[Path, Any]]) -
     print(f"seed {seed}")
     file, read_all = files[kind]
     found = damages(json.loads(file.read_text()), 6)
-    for damage in sample(found, 2000, random.Random(seed)):
-        check(file, damage, read_all)
+    tried = sample(found, 2000, random.Random(seed))
+    assert sum(refused(file, damage, read_all) for damage in tried) > len(tried) / 3
 
 
 def test_latents_of_other_channels_are_refused_by_name(cli: Cli, run: Path) -> None:

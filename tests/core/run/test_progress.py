@@ -185,8 +185,11 @@ def test_a_run_goes_on_where_nobody_reads(
         stderr.close()
         monkeypatch.setattr(stderr, "isatty", lambda: False)
     monkeypatch.setattr(sys, "stderr", stderr)
+    ended = []
     with Display() as display, display.timed("compiling"):
         display.say("a line")
+        ended.append(display._status()[0])
+    assert ended == ["compiling"]
 
 
 def test_a_terminal_that_cannot_move_gets_lines(
