@@ -25,9 +25,8 @@ import torch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as torch_pytree
 
-from tpuport.core.tracing.block_stacks import Stack, forwards_replaced
+from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
-from tpuport.errors import PluginError
 
 
 @contextlib.contextmanager
@@ -160,6 +159,9 @@ class _Chain:
             args, kwargs = torch_pytree.tree_unflatten(leaves, self.tree)
             with _reparametrize_module(block, self._env.j2t_iso(dict(layer))):
                 out = self.forward(*args, **kwargs)
+            after, tree = torch_pytree.tree_flatten((args, kwargs))
+            if tree != self.tree or not all(map(_same, after, leaves)):
+                raise self._error(self.start, "changes a list or dict that it is given")
             for tensor, array in zip(tensors, arrays, strict=True):
                 if tensor.jax() is not array:
                     raise self._error(self.start, "writes to its arguments in place")
@@ -331,12 +333,13 @@ class _Chain:
                     f"{self.runner.stack.block_name(index)}",
                 )
 
-    def _error(self, index: int, problem: str) -> PluginError:
+    def _error(self, index: int, problem: str) -> StackError:
         stack = self.runner.stack
-        return PluginError(
+        return StackError(
+            stack.path,
             f"stacked blocks: {stack.block_name(index)} {problem}. A loop that does "
             "more than hand the state from block to block cannot be one scan; take "
-            f"{stack.path!r} out of Component.stacked"
+            f"{stack.path!r} out of Component.stacked",
         )
 
 

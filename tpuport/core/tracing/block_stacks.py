@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     import torch
 
 
+class StackError(PluginError):
+    """A loop over blocks that cannot be one scan.
+
+    Attributes:
+        path: dotted name of the list of blocks.
+    """
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedBlocks:
     """A list of identical blocks.
@@ -29,12 +41,14 @@ class StackedBlocks:
     Attributes:
         path: dotted name of the ``ModuleList``.
         first: the first block that is like the others; earlier blocks run unstacked.
+        count: the number of stacked blocks; ``None`` for all from ``first`` on.
         differ: names of attributes that may differ from block to block because forward
             does not depend on them here, such as the index of a cache that is not used.
     """
 
     path: str
     first: int = 0
+    count: int | None = None
     differ: tuple[str, ...] = ()
 
     @classmethod
@@ -156,12 +170,12 @@ def forwards_replaced(
 def _find(module: torch.nn.Module, declared: StackedBlocks) -> Stack | None:
     name = type(module).__name__
     blocks = blocks_at(module, declared.path, "stacked blocks")
-    alike = tuple(blocks)[declared.first :]
+    alike = tuple(blocks)[declared.first :][: declared.count]
     if len(alike) < 2 or not (tensors := tuple(_tensors(alike[0]))):
         return None
     stack = Stack(declared.path, declared.first, alike, tensors)
     for index in range(1, len(alike)):
-        difference = _difference(alike[0], alike[index], declared.differ)
+        difference = unlike(alike[0], alike[index], declared.differ)
         if difference:
             raise PluginError(
                 f"stacked blocks: {stack.block_name(index)} of {name} is not like "
@@ -177,7 +191,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(itertools.chain(block.named_parameters(), block.named_buffers()))
 
 
-def _difference(
+def unlike(
     one: torch.nn.Module, other: torch.nn.Module, allowed: Sequence[str]
 ) -> str:
     """How ``other`` differs from ``one``; empty if they are alike."""
@@ -194,7 +208,7 @@ def _difference(
     for name, module in one.named_modules():
         prefix = f"{name}." if name else ""
         found, expected = (
-            {k: v for k, v in vars(m).items() if k not in _internals()}
+            {k: v for k, v in vars(m).items() if k not in own_attributes()}
             for m in (modules[name], module)
         )
         for key in allowed:
@@ -213,7 +227,7 @@ def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 
 @functools.cache
-def _internals() -> frozenset[str]:
+def own_attributes() -> frozenset[str]:
     """Attributes of every torch module, not compared: hooks run outside forward."""
     import torch
 

@@ -56,6 +56,11 @@ def activated(active: Active) -> Iterator[None]:
         _active.reset(token)
 
 
+def tracing_now() -> bool:
+    """Whether a program is being traced."""
+    return _active.get() is not None
+
+
 def current() -> Active:
     """The program that is being traced.
 

@@ -143,6 +143,27 @@ class PortedModule:
         env = self.runtime.env
         self._check_whole((*(weight_overrides or ()), *(attributes or ())))
         values = {**weights, **(weight_overrides or {})}
+
+        def run(given: Any) -> Any:
+            args, kwargs = given
+            with _attributes(self.module, attributes or {}), within(self.module):
+                return getattr(self.module, method)(*args, **kwargs)
+
+        return self.call(values, run, (args, kwargs))
+
+    def call(self, weights: Weights, run: Callable[[Any], Any], given: Any) -> Any:
+        """``run(given)`` with these weights in the module and tensors for arrays.
+
+        Args:
+            weights: one array per name in :attr:`arrays`.
+            run: uses the module, in a tracing context.
+            given: a tree of JAX arrays, or of anything else.
+
+        Returns:
+            What ``run`` returns, with JAX arrays in place of tensors.
+        """
+        env = self.runtime.env
+        values = dict(weights)
         # A stage may have loaded a part of the module.
         loaded = [s for s in self.stacks if s.name(s.tensors[0]) in values]
         stacked = {s.name(tensor) for s in loaded for tensor in s.tensors}
@@ -152,16 +173,12 @@ class PortedModule:
             tensors = env.j2t_iso({k: v for k, v in values.items() if k not in stacked})
             for stack in loaded:
                 tensors |= slices(stack, values, env)
-            args, kwargs = env.j2t_iso((args, kwargs))
             with (
                 _eval_mode(self.module),
-                _attributes(self.module, attributes or {}),
                 _reparametrize_module(self.module, tensors),
                 scanned(loaded, values, env, self.gathered),
-                within(self.module),
             ):
-                out = getattr(self.module, method)(*args, **kwargs)
-            return env.t2j_iso(out)
+                return env.t2j_iso(run(env.j2t_iso(given)))
 
     def bind(self, weights: Weights) -> BoundModule:
         """This module with ``weights`` filled in, for use inside a program."""

@@ -1,0 +1,484 @@
+"""One module's forward as compiled programs, called as upstream calls it."""
+
+from __future__ import annotations
+
+import functools
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.seam.blocks import alike_blocks, usable_stacks
+from tpuport.core.seam.module_state import Attributes, State
+from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
+from tpuport.core.tracing.context import AttentionPolicy
+from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.patching import Patch
+from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.weights.gathering import gathered, room_for_weights
+from tpuport.core.weights.placement import abstract_weights, place_weights
+from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
+from tpuport.errors import TpuportError, UsageError
+from tpuport.kernels.attention.choice import AttentionChoice
+
+#: Programs of one forward that differ in the values of their masks, at most.
+MOST_CONSTANTS = 16
+#: What upstream code raises that asks a traced array for its value.
+_ASKS_FOR_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+WHOLE = (ShardRule(pattern=".*", spec=(), optional=True, note="whole"),)
+
+
+class PortError(TpuportError):
+    """Upstream code that cannot become a program."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target:
+    """What programs are made for.
+
+    Attributes:
+        mesh: the devices.
+        patches: on upstream code, applied while tracing.
+        overrides: of torch operators.
+        attention: how attention is split over the mesh.
+        implementation: of attention.
+    """
+
+    mesh: jax.sharding.Mesh
+    patches: tuple[Patch, ...] = ()
+    overrides: tuple[OpOverride, ...] = ()
+    attention: AttentionPolicy = AttentionPolicy()
+    implementation: AttentionChoice = AttentionChoice()
+
+    @functools.cached_property
+    def replicated(self) -> NamedSharding:
+        """The whole array on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def runtime(self, *, exact: bool) -> Runtime:
+        """A tracing environment; ``exact`` asks for float32 products in full."""
+        return model_runtime(
+            mesh=self.mesh,
+            platform=str(self.mesh.devices.flat[0].platform),
+            patches=self.patches,
+            overrides=self.overrides,
+            attention=self.attention,
+            attention_implementation=self.implementation,
+            matmul_precision="highest" if exact else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A compiled program of one module.
+
+    Attributes:
+        run: ``run(weights, arrays) -> arrays``.
+        out: how the arrays become the result; see :class:`_Out`.
+        used: positions of the tensors that are inputs; the others are constants.
+    """
+
+    run: Callable[..., list[jax.Array]]
+    out: _Out
+    used: tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Out:
+    """What a traced forward gave back: forms whose tensors are the program's arrays.
+
+    Attributes:
+        result: of forward, and what it changed: lists and dicts among its arguments by
+            their number, tensors among its arguments by theirs, and attributes.
+    """
+
+    result: Form | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Uploads:
+    """Arrays of tensors that are on the devices already."""
+
+    sharding: NamedSharding
+    _known: dict[int, tuple[Any, int, jax.Array]] = field(default_factory=dict)
+
+    def array(self, tensor: torch.Tensor) -> jax.Array:
+        """The tensor on the devices; uploaded once if nothing writes to it."""
+        if tensor.is_inference():
+            return self._put(tensor)
+        known = self._known.get(id(tensor))
+        if known and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        array = self._put(tensor)
+        self.note(tensor, array)
+        return array
+
+    def note(self, tensor: torch.Tensor, array: jax.Array) -> None:
+        """``array`` is ``tensor`` on the devices."""
+        key = id(tensor)
+        known = self._known
+
+        def forget(_: Any) -> None:
+            known.pop(key, None)
+
+        known[key] = (weakref.ref(tensor, forget), tensor._version, array)
+
+    def _put(self, tensor: torch.Tensor) -> jax.Array:
+        try:
+            return jax.device_put(to_numpy(tensor), self.sharding)
+        except OverflowError as error:
+            raise UsageError(
+                f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "
+                "count in 32 bits"
+            ) from None
+
+
+class Entry:
+    """The forward of one module, as compiled programs.
+
+    Weights are placed at the first call. They are placed again when something changed
+    them: an adapter, another dtype.
+
+    Args:
+        module: upstream's.
+        forward: its own forward, without a port around it.
+        name: for messages.
+        target: what programs are made for.
+        uploads: shared by the entries of one port.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        name: str,
+        target: Target,
+        uploads: Uploads,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.target = target
+        self.seconds_compiling = 0.0
+        self._forward = forward
+        self._uploads = uploads
+        self._attributes = Attributes(module)
+        self._tensors: tuple[Any, ...] = ()
+        self._weights: Mapping[str, jax.Array] | None = None
+        self._blocks: tuple[StackedBlocks, ...] | None = None
+        self._ported: PortedModule | None = None
+        self._structs: Mapping[str, Any] = {}
+        self.plan: ShardingPlan | None = None
+        self._programs: dict[Any, Program] = {}
+        self._constant: dict[Any, frozenset[int]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What upstream's forward returns for the arguments."""
+        leaves: list[torch.Tensor] = []
+        containers: list[Any] = []
+        form = take_apart((args, kwargs), leaves, containers)
+        self._refresh()
+        state = self._attributes.state()
+        tensors = [*leaves, *state.tensors]
+        program = self._program(form, state, tensors)
+        inputs = [self._uploads.array(tensors[place]) for place in program.used]
+        if self._weights is None:
+            self._weights = self._place()
+        arrays = program.run(self._weights, inputs)
+        return self._given_back(program.out, arrays, leaves, containers)
+
+    def free(self) -> None:
+        """Give back the devices' memory; the next call places the weights again."""
+        self._weights = None
+
+    def _given_back(
+        self,
+        out: _Out,
+        arrays: Sequence[jax.Array],
+        leaves: Sequence[torch.Tensor],
+        containers: Sequence[Any],
+    ) -> Any:
+        tensors = []
+        for array in arrays:
+            tensor = to_torch(array)
+            if tensor.dtype == torch.int32:
+                tensor = tensor.long()  # torch's indices; programs count in 32 bits
+            self._uploads.note(tensor, array)
+            tensors.append(tensor)
+        assert out.result is not None
+        found = put_together(out.result, iter(tensors))
+        result, changed, written, attributes = found
+        for number, content in changed.items():
+            container = containers[number]
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)
+        for number, tensor in written.items():
+            leaves[number].copy_(tensor)
+        self._attributes.write(attributes)
+        return result
+
+    # Programs.
+
+    def _program(
+        self, form: Form, state: State, tensors: Sequence[torch.Tensor]
+    ) -> Program:
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        key = (form, state.form, shapes)
+        constant = self._constant.get(key, frozenset())
+        values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
+        found = self._programs.get((key, values))
+        if found is not None:
+            return found
+        started = time.perf_counter()
+        program, constant = self._compiled(form, state, tensors, constant)
+        self._constant[key] = constant
+        values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
+        self._programs[key, values] = program
+        self.seconds_compiling += time.perf_counter() - started
+        kinds = sum(1 for other, _ in self._programs if other == key)
+        if kinds > MOST_CONSTANTS:
+            raise PortError(
+                f"{self.name} compiled {kinds} programs that differ in the values of "
+                "integer arguments alone; run this component by upstream's own code "
+                f"(on_host={self.name.partition('.')[0]!r})"
+            )
+        return program
+
+    def _compiled(
+        self,
+        form: Form,
+        state: State,
+        tensors: Sequence[torch.Tensor],
+        constant: frozenset[int],
+    ) -> tuple[Program, frozenset[int]]:
+        whole = frozenset(
+            i for i, t in enumerate(tensors) if not t.is_floating_point() and not t.is_complex()
+        )
+        while True:
+            try:
+                traced, out, used = self._traced(form, state, tensors, constant)
+            except StackError as error:
+                assert self._blocks is not None
+                kept = tuple(b for b in self._blocks if b.path != error.path)
+                if len(kept) == len(self._blocks):
+                    raise
+                self._rebuild(kept)
+                continue
+            except _ASKS_FOR_VALUES as error:
+                if not whole - constant:
+                    raise self._refused(error) from error
+                constant = whole
+                continue
+            except TpuportError:
+                raise
+            except Exception as error:
+                raise self._refused(error) from error
+            run = traced.lower().compile()
+            return Program(run=run, out=out, used=used), constant
+
+    def _traced(
+        self,
+        form: Form,
+        state: State,
+        tensors: Sequence[torch.Tensor],
+        constant: frozenset[int],
+    ) -> tuple[Any, _Out, tuple[int, ...]]:
+        ported = self._port()
+        used = tuple(i for i in range(len(tensors)) if i not in constant)
+        fixed = {i: jnp.asarray(to_numpy(tensors[i])) for i in constant}
+        env = ported.runtime.env
+        count = len(tensors) - len(state.tensors)
+        out = _Out()
+
+        def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
+            given = {**dict(zip(used, arrays, strict=True)), **fixed}
+            values = [given[i] for i in range(len(tensors))]
+
+            def run(values: Any) -> Any:
+                return self._run(form, state, values, count, env, out)
+
+            return ported.call(weights, run, values)
+
+        call.__name__ = self.name.replace(".", "_")
+        jitted = jax.jit(call, out_shardings=self.target.replicated)
+        structs = [
+            jax.ShapeDtypeStruct(
+                tensors[i].shape,
+                array_dtype(tensors[i]),
+                sharding=self.target.replicated,
+            )
+            for i in used
+        ]
+        ported.runtime.records.clear()
+        if constant:
+            with jax.ensure_compile_time_eval():
+                return jitted.trace(self._structs, structs), out, used
+        return jitted.trace(self._structs, structs), out, used
+
+    def _run(
+        self,
+        form: Form,
+        state: State,
+        values: Sequence[Any],
+        count: int,
+        env: Any,
+        out: _Out,
+    ) -> list[Any]:
+        """Upstream's forward on traced tensors; its effects as results."""
+        containers: list[Any] = []
+        args, kwargs = put_together(form, iter(values[:count]), containers)
+        before = [_content(container) for container in containers]
+        arrays = [tensor.jax() for tensor in values[:count]]
+        with self._attributes.held(state.form, iter(values[count:])) as attributes:
+            result = self._forward(*args, **kwargs)
+        changed = {
+            number: container
+            for number, (container, old) in enumerate(zip(containers, before))
+            if not _same_content(_content(container), old)
+        }
+        written = {
+            number: tensor
+            for number, (tensor, array) in enumerate(zip(values[:count], arrays))
+            if tensor.jax() is not array
+        }
+        leaves: list[Any] = []
+        out.result = take_apart(
+            (result, changed, written, attributes.values), leaves, []
+        )
+        return [_array(leaf, env) for leaf in leaves]
+
+    def _refused(self, error: BaseException) -> PortError:
+        frame = _upstream_frame(error)
+        where = f" at {frame}" if frame else ""
+        text = str(error).strip().splitlines()
+        return PortError(
+            f"{self.name} ({type(self.module).__name__}) cannot become a program: "
+            f"{type(error).__name__}{where}: {text[0] if text else ''}. Run this "
+            f"component by upstream's own code (on_host="
+            f"{self.name.partition('.')[0]!r}), or patch the line"
+        )
+
+    # Weights.
+
+    def _port(self) -> PortedModule:
+        if self._ported is None:
+            names = PortedModule(self.module, self._runtime()).names
+            self._rebuild(
+                usable_stacks(self.module, alike_blocks(self.module), names.tied)
+            )
+        assert self._ported is not None
+        return self._ported
+
+    def _runtime(self) -> Runtime:
+        floats = {t.dtype for t in _named_tensors(self.module).values()}
+        halves = {torch.bfloat16, torch.float16}
+        return self.target.runtime(exact=not floats & halves)
+
+    def _rebuild(self, blocks: tuple[StackedBlocks, ...]) -> None:
+        """Take ``blocks`` as the stacks; programs with other stacks are gone."""
+        self._blocks = blocks
+        self._programs.clear()
+        self._weights = None
+        ported = PortedModule(self.module, self._runtime(), blocks)
+        tensors = ported.tensors()
+        stored = {name: tensors[name] for name in ported.names.stored}
+        mesh = self.target.mesh
+        whole = plan_sharding(WHOLE, stored, dict(mesh.shape), component=self.name)
+        room = room_for_weights(mesh.devices.flat)
+        self.plan = gathered(whole, ported, stored, room=room)
+        self._structs = abstract_weights(
+            ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
+        )
+        self._ported = ported
+
+    def _place(self) -> Mapping[str, jax.Array]:
+        ported = self._port()
+        tensors = ported.tensors()
+        names = (*ported.names.stored, *ported.names.computed)
+        return place_weights(
+            ported,
+            self._structs,
+            ((name, to_numpy(tensors[name].detach())) for name in names),
+        )
+
+    def _refresh(self) -> None:
+        """Take over what changed in the module's tensors since the last call."""
+        now = tuple(_identities(self.module))
+        if now == self._tensors:
+            return
+        if self._tensors:
+            self._weights = None
+            if [n[:2] for n in now] != [n[:2] for n in self._tensors]:
+                self._ported = None
+                self._programs.clear()
+                self._constant.clear()
+                self._attributes = Attributes(self.module)
+        self._tensors = now
+
+
+def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Each tensor of a module: place, kind, and what tells that it changed."""
+    for number, child in enumerate(module.modules()):
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    kind = (number, name), (tuple(tensor.shape), tensor.dtype)
+                    version = 0 if tensor.is_inference() else tensor._version
+                    yield *kind, id(tensor), version
+
+
+def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return to_numpy(tensor).tobytes()
+
+
+def _content(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _same_content(one: list[Any], other: list[Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple):
+            return all(x is y for x, y in zip(a, b, strict=True))
+        return a is b or (isinstance(a, int | str | float) and bool(a == b))
+
+    return len(one) == len(other) and all(map(same, one, other))
+
+
+def _array(leaf: Any, env: Any) -> Any:
+    """The JAX array of a tensor that forward gave back."""
+    found = env.t2j_iso(leaf)
+    return jnp.asarray(np.asarray(to_numpy(leaf))) if found is leaf else found
+
+
+def _upstream_frame(error: BaseException) -> str:
+    """The innermost line of upstream's code on the way to an error."""
+    own = ("/jax/", "/torch/", "/torchax/", "/tpuport/", "/jaxlib/", "/contextlib.py")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = frame.filename.replace("\\", "/")
+        if not any(part in path for part in own):
+            return "/".join(path.split("/")[-2:]) + f":{frame.lineno}"
+    return ""

@@ -1,0 +1,133 @@
+"""What a module's forward may read besides its arguments and its weights.
+
+Upstream keeps state in attributes: switches, chunk sizes, caches of frames. A plain
+attribute is part of a program's key, a tensor in an attribute is an input of the program,
+and what forward writes to an attribute is an output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.tracing.block_stacks import own_attributes
+
+#: Attributes that forward does not read.
+_LEFT_OUT = frozenset({"_internal_dict", "config", "generation_config"})
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The attributes of a module's tree at one moment.
+
+    Attributes:
+        form: their structure and plain values; part of a program's key.
+        tensors: the tensors in them.
+    """
+
+    form: Form
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Attributes:
+    """The attributes of a module and of all modules inside."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._seen: list[Any] | None = None
+        self._state: State | None = None
+
+    def state(self) -> State:
+        """The state now; the one before if nothing was assigned since."""
+        modules = list(self._module.modules())
+        seen = [
+            tuple(value) if isinstance(value, list) else value
+            for module in modules
+            for value in vars(module).values()
+        ]
+        before = self._seen
+        same = (
+            before is not None
+            and len(before) == len(seen)
+            and all(a is b or _equal_lists(a, b) for a, b in zip(before, seen))
+        )
+        if not same or self._state is None or self._state.tensors:
+            leaves: list[torch.Tensor] = []
+            form = take_apart(self._values(), leaves, [])
+            self._state = State(form, tuple(leaves))
+            self._seen = seen
+        return self._state
+
+    def _values(self) -> dict[str, dict[str, Any]]:
+        own = own_attributes() | _LEFT_OUT
+        found = {}
+        for path, module in self._module.named_modules():
+            values = {k: v for k, v in vars(module).items() if k not in own}
+            if values:
+                found[path] = values
+        return found
+
+    @contextlib.contextmanager
+    def held(self, form: Form, tensors: Iterator[Any]) -> Iterator[Written]:
+        """The attributes of ``form`` stand while a program is traced.
+
+        The old attributes are put back on exit. The result tells what was written.
+        """
+        modules = dict(self._module.named_modules())
+        saved = {path: dict(vars(module)) for path, module in modules.items()}
+        given: Mapping[str, Mapping[str, Any]] = put_together(form, tensors)
+        written = Written({})
+        try:
+            for path, values in given.items():
+                _assign(vars(modules[path]), values)
+            yield written
+            for path, module in modules.items():
+                before = {**saved[path], **given.get(path, {})}
+                changed = {
+                    name: value
+                    for name, value in vars(module).items()
+                    if name not in own_attributes()
+                    and (name not in before or before[name] is not value)
+                }
+                if changed:
+                    written.values[path] = changed
+        finally:
+            for path, module in modules.items():
+                now = vars(module)
+                for name in now.keys() - saved[path].keys():
+                    del now[name]
+                _assign(now, saved[path])
+
+    def write(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set attributes as forward would have."""
+        modules = dict(self._module.named_modules())
+        for path, changed in values.items():
+            vars(modules[path]).update(changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Attributes that a traced forward has set, by module and name."""
+
+    values: dict[str, dict[str, Any]]
+
+
+def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if now.get(name) is not value:
+            now[name] = value
+
+
+def _equal_lists(one: Any, other: Any) -> bool:
+    """Whether two lists that were seen hold the same objects."""
+    return (
+        isinstance(one, tuple)
+        and isinstance(other, tuple)
+        and len(one) == len(other)
+        and all(a is b for a, b in zip(one, other, strict=True))
+    )

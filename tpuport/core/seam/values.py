@@ -1,0 +1,173 @@
+"""What upstream's code hands to a module and gets back: tensors in any structure.
+
+A value is taken apart into its tensors and a form. The form is hashable: two calls with
+equal forms and tensors of equal shapes run the same program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Types that are told apart by their value.
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+    range,
+)
+#: Objects within objects, at most: a reference back to a parent must end.
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The structure of a value, without its tensors.
+
+    Attributes:
+        kind: ``"tensor"``, ``"plain"``, ``"same"`` (told apart by identity), ``"list"``,
+            ``"tuple"``, ``"dict"`` or ``"object"``.
+        value: of a plain value or one told by identity; the class of other values.
+        keys: of a dict, or the names of an object's attributes.
+        parts: the forms inside.
+    """
+
+    kind: str
+    value: Any = None
+    keys: tuple[Any, ...] = ()
+    parts: tuple[Form, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A plain value with its type: 1, 1.0 and True are equal in Python."""
+
+    type: type
+    text: str
+    value: Any = dataclasses.field(compare=False)
+
+
+class _Same:
+    """An object that equals itself alone; it is kept alive, so its id is its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+Leaf = Callable[[Any], bool]
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether ``value`` is a torch tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def take_apart(value: Any, leaves: list[Any], containers: list[Any]) -> Form:
+    """The form of ``value``.
+
+    Args:
+        value: any Python value.
+        leaves: the tensors found are added here, in order.
+        containers: the lists and dicts found are added here, in order: a module may
+            change them in place.
+    """
+    return _Taking(leaves, containers).form(value, 0)
+
+
+def put_together(
+    form: Form, leaves: Iterator[Any], containers: list[Any] | None = None
+) -> Any:
+    """The value of a form, with the next ``leaves`` in place of its tensors."""
+    if form.kind == "tensor":
+        return next(leaves)
+    if form.kind in ("plain", "same"):
+        return form.value.value
+    made: Any
+    if form.kind == "list":
+        made = []
+        if containers is not None:
+            containers.append(made)
+        made.extend(put_together(part, leaves, containers) for part in form.parts)
+        return made
+    if form.kind == "dict" and form.value is dict:
+        made = {}
+        if containers is not None:
+            containers.append(made)
+        for key, part in zip(form.keys, form.parts, strict=True):
+            made[key] = put_together(part, leaves, containers)
+        return made
+    parts = [put_together(part, leaves, containers) for part in form.parts]
+    if form.kind == "tuple":
+        named = hasattr(form.value, "_fields")
+        return form.value(*parts) if named else form.value(parts)
+    if form.kind == "dict":
+        return form.value(**dict(zip(form.keys, parts, strict=True)))
+    made = form.value.__new__(form.value)
+    vars(made).update(zip(form.keys, parts, strict=True))
+    return made
+
+
+@dataclass(slots=True)
+class _Taking:
+    leaves: list[Any]
+    containers: list[Any]
+
+    def form(self, value: Any, depth: int) -> Form:
+        if isinstance(value, torch.Tensor):
+            self.leaves.append(value)
+            return Form("tensor")
+        kind = type(value)
+        if isinstance(value, _PLAIN):
+            return Form("plain", _Plain(kind, repr(value), value))
+        if kind is list:
+            self.containers.append(value)
+            return Form("list", list, (), self._each(value, depth))
+        if isinstance(value, tuple):
+            return Form("tuple", kind, (), self._each(value, depth))
+        if kind is dict or (isinstance(value, dict) and dataclasses.is_dataclass(kind)):
+            if kind is dict:
+                self.containers.append(value)
+            keys = tuple(value)
+            return Form("dict", kind, keys, self._each(value.values(), depth))
+        if depth < _DEEPEST and _holds_tensors(value, _DEEPEST - depth):
+            parts = vars(value)
+            return Form(
+                "object", kind, tuple(parts), self._each(parts.values(), depth)
+            )
+        return Form("same", _Same(value))
+
+    def _each(self, values: Any, depth: int) -> tuple[Form, ...]:
+        return tuple(self.form(value, depth + 1) for value in values)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    """Whether an object has tensors among its attributes, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (*_PLAIN, type, torch.nn.Module)):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(part, depth - 1) for part in value.values())
+    if isinstance(value, Sequence):
+        return any(_holds_tensors(part, depth - 1) for part in value)
+    if callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return any(_holds_tensors(part, depth - 1) for part in vars(value).values())
