@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from tpuport.errors import TpuportError
 
 if TYPE_CHECKING:
-    from tpuport.api import load, port
+    from tpuport.api import load, port, ported, unport
 
-__all__ = ["TpuportError", "__version__", "load", "port"]
+__all__ = ["TpuportError", "__version__", "load", "port", "ported", "unport"]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     # Importing tpuport must stay quick: the API pulls in what it needs on first use.
-    if name in ("load", "port"):
+    if name in ("load", "port", "ported", "unport"):
         from tpuport import api
 
         return getattr(api, name)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,14 @@ from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.run_settings import DEMO, Asked, RunSettings, defaults_of
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import UsageError, WeightsError
-from tpuport.plugins import get_port, reader_of
+from tpuport.plugins import get_port, reader_of, reader_of_class
 
 if TYPE_CHECKING:
     import jax
-    import torch
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.run.ported_program import PortedProgram
     from tpuport.core.run.session import Session
+    from tpuport.core.seam.entry import Target
     from tpuport.core.weights.checkpoint import Checkpoint
 
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
@@ -171,53 +171,118 @@ def open_session(
 
 
 def port(
-    module: torch.nn.Module,
-    model: str = DEFAULT_MODEL,
+    target: Any,
+    model: str | None = None,
     mesh: MeshLike = None,
     *,
     attention: str | None = None,
     sharding: str | None = None,
     blocks: str | None = None,
-) -> PortedProgram:
-    """A torch module as a compiled JAX program with a plugin's patches and rules.
+    on_host: Sequence[str] = (),
+) -> Any:
+    """Upstream's pipeline or module on a mesh, with upstream's own code in charge.
 
     Args:
-        module: an instance of one of the model's component classes, any legal config.
-        model: the name of an installed model plugin.
-        mesh: as for :func:`load`; without it, one device.
+        target: a pipeline of diffusers (any class, its weights on the CPU), or one
+            torch module.
+        model: the model plugin whose patches, rules and native blocks are used for a
+            module; by default the plugin that knows the module's class, if one does.
+        mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
         attention, sharding, blocks: as for :func:`load`.
+        on_host: components of a pipeline that stay plain upstream code.
 
     Returns:
-        A callable with upstream's signature: torch tensors in, torch tensors out.
-        Other methods of the module are called by name: ``.decode(z)``.
+        For a pipeline, that very pipeline; :func:`unport` gives upstream's back. For a
+        module, a callable with upstream's signature and methods: torch tensors in,
+        torch tensors out. The module that was handed in stays upstream's.
 
     Raises:
-        UsageError: the module is of no class the plugin knows, or ``blocks`` is none.
+        UsageError: the target is neither, is ported already, or ``blocks`` is none.
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
-        MeshError: the mesh does not fit the devices.
+        MeshError: the mesh does not fit the devices or the heads.
     """
-    from tpuport.core.mesh.device_mesh import place_mesh
+    import torch
+
     from tpuport.core.run.ported_program import PortedProgram, component_of
+    from tpuport.core.seam.ported import port_module, port_pipeline
 
     settings = RunSettings.read(
         {"mesh": mesh, "attention": attention, "sharding": sharding, "blocks": blocks},
         named=str,
     )
+    placed = place_for_port(settings.mesh)
+    if not isinstance(target, torch.nn.Module):
+        if not isinstance(getattr(target, "components", None), dict):
+            raise UsageError(
+                f"port() takes a pipeline of diffusers or a torch module, not a "
+                f"{type(target).__name__}"
+            )
+        return port_pipeline(target, general_target(placed, settings), on_host)
+    name = model or reader_of_class(type(target))
+    if name is None:
+        return port_module(target, general_target(placed, settings))
     found, component = component_of(
-        with_blocks(get_port(model), settings.blocks), module
+        with_blocks(get_port(name), settings.blocks), target
     )
-    placed = place_mesh(settings.mesh or MeshSpec())
-    if component.heads is not None and hasattr(module, "config"):
-        config = module.config
-        values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    if component.heads is not None and hasattr(target, "config"):
+        config = target.config
+        values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         placed.spec.validate(heads={component.name: component.heads(values)})
     return PortedProgram(
-        module,
+        target,
         found,
         component,
         placed.mesh,
         attention=settings.attention,
         sharding=settings.sharding,
+    )
+
+
+def unport(ported: Any) -> Any:
+    """Give a ported pipeline or module upstream's own code back; returns it.
+
+    The devices' memory is free afterwards.
+
+    Raises:
+        UsageError: it is not ported.
+    """
+    from tpuport.core.seam import ported as seams
+
+    return seams.unport(ported)
+
+
+@contextlib.contextmanager
+def ported(target: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """:func:`port` for the length of a block; :func:`unport` at its end."""
+    found = port(target, *args, **kwargs)
+    try:
+        yield found
+    finally:
+        unport(found)
+
+
+def place_for_port(mesh: MeshSpec | None) -> PlacedMesh:
+    """The mesh asked for; by default one CPU device, or all chips along sp."""
+    import jax
+
+    from tpuport.core.mesh.device_mesh import place_mesh
+
+    devices = jax.devices()
+    if mesh is None and devices[0].platform != "cpu":
+        mesh = MeshSpec(sp=len(devices))
+    return place_mesh(mesh or MeshSpec(), devices)
+
+
+def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
+    """What the general port makes programs for: the standard patches and overrides."""
+    from tpuport.core.seam.entry import Target
+    from tpuport.patches.standard import OVERRIDES, PATCHES
+
+    return Target(
+        mesh=placed.mesh,
+        patches=PATCHES,
+        overrides=OVERRIDES,
+        implementation=settings.attention,
     )
 
 

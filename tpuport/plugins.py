@@ -122,6 +122,17 @@ def reader_of(pipeline: str) -> str | None:
     return None
 
 
+def reader_of_class(module: type) -> str | None:
+    """The installed model that has an upstream class, or one below, as a component."""
+    names = {cls.__name__ for cls in module.__mro__}
+    for name, plugin in installed_plugins().items():
+        for form in plugin.port.all_forms:
+            for component in form.components.values():
+                if component.class_path.partition(":")[2] in names:
+                    return name
+    return None
+
+
 def get_port(model: str) -> ModelPort:
     """The port of a model.
 

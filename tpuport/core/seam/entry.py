@@ -272,7 +272,9 @@ class Entry:
         constant: frozenset[int],
     ) -> tuple[Program, frozenset[int]]:
         whole = frozenset(
-            i for i, t in enumerate(tensors) if not t.is_floating_point() and not t.is_complex()
+            i
+            for i, t in enumerate(tensors)
+            if not t.is_floating_point() and not t.is_complex()
         )
         while True:
             try:

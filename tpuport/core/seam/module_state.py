@@ -18,7 +18,9 @@ from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import own_attributes
 
 #: Attributes that forward does not read.
-_LEFT_OUT = frozenset({"_internal_dict", "config", "generation_config"})
+_LEFT_OUT = frozenset(
+    {"_internal_dict", "config", "generation_config", "_diffusers_hook", "_tpuport"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,19 @@ autoencoder) stays there, and the forwards that the loop calls are the programs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tpuport.core.seam.entry import Entry, Target, Uploads
 from tpuport.core.tracing.context import tracing_now
+from tpuport.errors import UsageError
+
+#: Marks a forward that a seam stands at.
+_MARK = "_tpuport_seam"
+#: Where diffusers keeps the hooks of a module, such as those of ``enable_cache``.
+_HOOKS = "_diffusers_hook"
 
 
 class Seam:
@@ -32,6 +38,8 @@ class Seam:
         self.entries: dict[str, Entry] = {}
         self._uploads = Uploads(sharding=target.replicated)
         self._held: list[tuple[torch.nn.Module, Any]] = []
+        for name, component in components.items():
+            _check_untouched(name, component)
         for name, component in components.items():
             for path, module in component.named_modules():
                 self._stand_at(f"{name}.{path}".rstrip("."), module)
@@ -53,20 +61,53 @@ class Seam:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if tracing_now():
+            if tracing_now() or _has_hooks_inside(module):
                 return original(*args, **kwargs)
             entry = entries.get(name)
             if entry is None:
                 entry = entries[name] = Entry(module, original, name, target, uploads)
             return entry(*args, **kwargs)
 
+        forward.__dict__[_MARK] = True
         self._held.append((module, vars(module).get("forward")))
         vars(module)["forward"] = forward
 
 
-def modules_of(pipeline: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The components of a pipeline that are torch modules."""
-    found: Iterable[tuple[str, Any]] = pipeline.components.items()
-    for name, component in found:
-        if isinstance(component, torch.nn.Module):
-            yield name, component
+def is_ported(module: torch.nn.Module) -> bool:
+    """Whether a seam stands at the module's forward."""
+    return _MARK in getattr(vars(module).get("forward"), "__dict__", {})
+
+
+def _has_hooks_inside(module: torch.nn.Module) -> bool:
+    """Whether hooks of diffusers stand within a module, and decide what is called.
+
+    Such a forward stays on the host, and the forwards that it calls are programs.
+    """
+    inside = module.modules()
+    next(inside)
+    return any(map(_has_hooks, inside))
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    registry = vars(module).get(_HOOKS)  # an empty one marks where hooks may come
+    return bool(registry is not None and registry.hooks)
+
+
+def _check_untouched(name: str, component: torch.nn.Module) -> None:
+    for path, module in component.named_modules():
+        where = f"{name}.{path}".rstrip(".")
+        if is_ported(module):
+            raise UsageError(
+                f"{where} is ported already; call tpuport.unport() first, or port a "
+                "pipeline that was loaded by itself"
+            )
+        if _has_hooks(module) or "_hf_hook" in vars(module):
+            raise UsageError(
+                f"{where} has hooks of diffusers or accelerate (offloading, a cache); "
+                "port the pipeline first, and call enable_cache after"
+            )
+        if any(t.device.type not in ("cpu", "meta") for t in module.parameters(False)):
+            raise UsageError(
+                f"{where} is on {next(module.parameters()).device}; load the pipeline "
+                'on the CPU: its weights go to the mesh. Use pipe.to("cpu")'
+            )

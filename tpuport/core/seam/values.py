@@ -149,9 +149,7 @@ class _Taking:
             return Form("dict", kind, keys, self._each(value.values(), depth))
         if depth < _DEEPEST and _holds_tensors(value, _DEEPEST - depth):
             parts = vars(value)
-            return Form(
-                "object", kind, tuple(parts), self._each(parts.values(), depth)
-            )
+            return Form("object", kind, tuple(parts), self._each(parts.values(), depth))
         return Form("same", _Same(value))
 
     def _each(self, values: Any, depth: int) -> tuple[Form, ...]:

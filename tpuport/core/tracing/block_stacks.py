@@ -191,9 +191,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(itertools.chain(block.named_parameters(), block.named_buffers()))
 
 
-def unlike(
-    one: torch.nn.Module, other: torch.nn.Module, allowed: Sequence[str]
-) -> str:
+def unlike(one: torch.nn.Module, other: torch.nn.Module, allowed: Sequence[str]) -> str:
     """How ``other`` differs from ``one``; empty if they are alike."""
     kinds = [{n: type(m).__name__ for n, m in b.named_modules()} for b in (one, other)]
     if kinds[0] != kinds[1]:

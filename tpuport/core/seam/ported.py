@@ -1,0 +1,166 @@
+"""Upstream's own objects, ported in place, and given back.
+
+A ported pipeline is the pipeline that was given: its class, config, signature, callbacks
+and components stay. What makes no sense on a mesh says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from tpuport.core.seam.entry import Target
+from tpuport.core.seam.seam import Seam
+from tpuport.errors import UsageError, did_you_mean
+
+#: Methods of a pipeline that place its weights, and what a port does in their stead.
+_PLACED = "the port has placed the weights on its mesh, and components take turns there"
+_PIPELINE_METHODS = {
+    "enable_model_cpu_offload": _PLACED,
+    "enable_sequential_cpu_offload": _PLACED,
+    "enable_group_offload": _PLACED,
+    "reset_device_map": _PLACED,
+    "enable_xformers_memory_efficient_attention": "attention runs as tpuport's kernels",
+    "enable_attention_slicing": "attention runs as tpuport's kernels, which slice",
+}
+_MODULE_METHODS = {
+    "enable_parallelism": "the mesh splits the work; name it in port(mesh=...)",
+    "enable_group_offload": _PLACED,
+    "enable_xformers_memory_efficient_attention": "attention runs as tpuport's kernels",
+    "enable_layerwise_casting": "programs hold weights in their own dtype; cast the "
+    "module before it is ported",
+    "compile": "forward is compiled already",
+    "compile_repeated_blocks": "forward is compiled already",
+}
+#: Backends of attention that mean: whatever is best here, exact.
+_NATIVE = ("native", "_native_math", "_native_efficient", "_native_xla")
+
+#: Where a ported object keeps its seam, and the attributes that were set for it. The
+#: object and its seam go together when nobody holds the object.
+_KEPT = "_tpuport"
+
+
+def modules_of(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """The components of a pipeline that are torch modules, by name."""
+    return {
+        name: component
+        for name, component in pipeline.components.items()
+        if isinstance(component, torch.nn.Module)
+    }
+
+
+def port_pipeline(pipeline: Any, target: Target, on_host: Collection[str] = ()) -> Any:
+    """Let the modules of ``pipeline`` run as programs; returns ``pipeline``.
+
+    Args:
+        pipeline: of diffusers, with its weights on the CPU.
+        target: what programs are made for.
+        on_host: components that stay plain upstream code.
+
+    Raises:
+        UsageError: it is ported already, or ``on_host`` names no component.
+    """
+    components = modules_of(pipeline)
+    for name in on_host:
+        if name not in components:
+            raise UsageError(
+                f"on_host={name!r}: {type(pipeline).__name__} has the components "
+                f"{', '.join(components)}; "
+                + did_you_mean(name, components, "name one of them")
+            )
+    taken = {name: c for name, c in components.items() if name not in on_host}
+    seam = Seam(taken, target)
+    held = _refuse(pipeline, _PIPELINE_METHODS)
+    held += _set(pipeline, "to", functools.partial(_to, pipeline.to, "pipe"))
+    for component in taken.values():
+        held += _refuse(component, _MODULE_METHODS)
+        held += _set(component, "to", functools.partial(_to, component.to, "module"))
+        if hasattr(component, "set_attention_backend"):
+            held += _set(component, "set_attention_backend", _set_attention_backend)
+    vars(pipeline)[_KEPT] = seam, held
+    return pipeline
+
+
+def port_module(module: torch.nn.Module, target: Target) -> torch.nn.Module:
+    """A ported twin of ``module``: of its class, with its very tensors.
+
+    ``module`` itself stays upstream's.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
+    name = type(module).__name__
+    vars(twin)[_KEPT] = Seam({name: twin}, target), _refuse(twin, _MODULE_METHODS)
+    return twin
+
+
+def unport(ported: Any) -> Any:
+    """Give upstream's own code back, and the devices' memory; returns ``ported``.
+
+    Raises:
+        UsageError: it is not ported.
+    """
+    found = vars(ported).pop(_KEPT, None)
+    if found is None:
+        raise UsageError(
+            f"this {type(ported).__name__} is not ported; hand in what tpuport.port() "
+            "returned"
+        )
+    seam, held = found
+    seam.close()
+    for owner, name in held:
+        vars(owner).pop(name, None)
+    return ported
+
+
+def seam_of(ported: Any) -> Seam:
+    """The seam of a ported pipeline or module.
+
+    Raises:
+        KeyError: it is not ported.
+    """
+    seam: Seam = vars(ported)[_KEPT][0]
+    return seam
+
+
+def _refuse(owner: Any, methods: Mapping[str, str]) -> list[tuple[Any, str]]:
+    held = []
+    for name, why in methods.items():
+        if hasattr(owner, name):
+            held += _set(owner, name, functools.partial(_refused, name, why))
+    return held
+
+
+def _set(owner: Any, name: str, value: Callable[..., Any]) -> list[tuple[Any, str]]:
+    vars(owner)[name] = value
+    return [(owner, name)]
+
+
+def _refused(name: str, why: str, *args: Any, **kwargs: Any) -> None:
+    raise UsageError(
+        f"{name}() on a ported object: {why}. tpuport.unport() gives upstream's back"
+    )
+
+
+def _to(original: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
+    """``to``: a dtype is taken over, the CPU is where upstream's copy is already."""
+    given = [*args, kwargs.get("device")]
+    for value in given:
+        is_place = isinstance(value, str | torch.device | int)
+        if is_place and torch.device(value).type != "cpu":
+            raise UsageError(
+                f"{what}.to({str(value)!r}) on a ported object: {_PLACED}. "
+                "tpuport.unport() gives upstream's back"
+            )
+    return original(*args, **kwargs)
+
+
+def _set_attention_backend(backend: str) -> None:
+    if backend not in _NATIVE:
+        raise UsageError(
+            f"set_attention_backend({backend!r}) on a ported module: attention runs as "
+            "tpuport's kernels; name one in port(attention=...), or use 'native'"
+        )
