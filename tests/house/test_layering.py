@@ -40,6 +40,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("weights",),
         ("spec",),
         ("programs",),
+        ("seam",),
         ("run",),
         ("cost",),
         ("plan",),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tpuport.core.tracing.block_stacks import Stack, StackedBlocks, find_stacks, unlike
+from tpuport.core.tracing.block_stacks import StackedBlocks, find_stacks, unlike
 from tpuport.errors import PluginError
 
 #: A list of blocks becomes one scan if the list holds this share of the elements.
@@ -19,8 +19,8 @@ NUMBERS = ("layer_idx",)
 def alike_blocks(module: torch.nn.Module) -> tuple[StackedBlocks, ...]:
     """The lists of structurally identical blocks in ``module``, outermost first.
 
-    Only the longest run of alike blocks of a list counts: the first or the last block of
-    a list is often another.
+    Only the longest run of alike blocks of a list counts: the first or the last block
+    of a list is often another.
     """
     total = sum(parameter.numel() for parameter in module.parameters())
     found: list[StackedBlocks] = []

@@ -355,12 +355,16 @@ class Entry:
             result = self._forward(*args, **kwargs)
         changed = {
             number: container
-            for number, (container, old) in enumerate(zip(containers, before))
+            for number, (container, old) in enumerate(
+                zip(containers, before, strict=True)
+            )
             if not _same_content(_content(container), old)
         }
         written = {
             number: tensor
-            for number, (tensor, array) in enumerate(zip(values[:count], arrays))
+            for number, (tensor, array) in enumerate(
+                zip(values[:count], arrays, strict=True)
+            )
             if tensor.jax() is not array
         }
         leaves: list[Any] = []

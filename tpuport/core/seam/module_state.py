@@ -1,8 +1,8 @@
 """What a module's forward may read besides its arguments and its weights.
 
 Upstream keeps state in attributes: switches, chunk sizes, caches of frames. A plain
-attribute is part of a program's key, a tensor in an attribute is an input of the program,
-and what forward writes to an attribute is an output.
+attribute is part of a program's key, a tensor in an attribute is an input of the
+program, and what forward writes to an attribute is an output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Attributes:
         same = (
             before is not None
             and len(before) == len(seen)
-            and all(a is b or _equal_lists(a, b) for a, b in zip(before, seen))
+            and all(map(_equal, before, seen))
         )
         if not same or self._state is None or self._state.tensors:
             leaves: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ class Attributes:
         written = Written({})
         try:
             for path, values in given.items():
-                _assign(vars(modules[path]), values)
+                _assign(modules[path].__dict__, values)
             yield written
             for path, module in modules.items():
                 before = {**saved[path], **given.get(path, {})}
@@ -100,7 +100,7 @@ class Attributes:
                     written.values[path] = changed
         finally:
             for path, module in modules.items():
-                now = vars(module)
+                now = module.__dict__
                 for name in now.keys() - saved[path].keys():
                     del now[name]
                 _assign(now, saved[path])
@@ -109,7 +109,7 @@ class Attributes:
         """Set attributes as forward would have."""
         modules = dict(self._module.named_modules())
         for path, changed in values.items():
-            vars(modules[path]).update(changed)
+            modules[path].__dict__.update(changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
             now[name] = value
 
 
-def _equal_lists(one: Any, other: Any) -> bool:
-    """Whether two lists that were seen hold the same objects."""
-    return (
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values that were seen are one object, or lists of one content."""
+    return one is other or (
         isinstance(one, tuple)
         and isinstance(other, tuple)
         and len(one) == len(other)

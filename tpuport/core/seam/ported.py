@@ -1,7 +1,7 @@
 """Upstream's own objects, ported in place, and given back.
 
-A ported pipeline is the pipeline that was given: its class, config, signature, callbacks
-and components stay. What makes no sense on a mesh says so.
+A ported pipeline is the pipeline that was given: its class, config, signature,
+callbacks and components stay. What makes no sense on a mesh says so.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def port_pipeline(pipeline: Any, target: Target, on_host: Collection[str] = ()) 
         held += _set(component, "to", functools.partial(_to, component.to, "module"))
         if hasattr(component, "set_attention_backend"):
             held += _set(component, "set_attention_backend", _set_attention_backend)
-    vars(pipeline)[_KEPT] = seam, held
+    pipeline.__dict__[_KEPT] = seam, held
     return pipeline
 
 
@@ -93,7 +93,7 @@ def port_module(module: torch.nn.Module, target: Target) -> torch.nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
     name = type(module).__name__
-    vars(twin)[_KEPT] = Seam({name: twin}, target), _refuse(twin, _MODULE_METHODS)
+    twin.__dict__[_KEPT] = Seam({name: twin}, target), _refuse(twin, _MODULE_METHODS)
     return twin
 
 
@@ -103,7 +103,7 @@ def unport(ported: Any) -> Any:
     Raises:
         UsageError: it is not ported.
     """
-    found = vars(ported).pop(_KEPT, None)
+    found = ported.__dict__.pop(_KEPT, None)
     if found is None:
         raise UsageError(
             f"this {type(ported).__name__} is not ported; hand in what tpuport.port() "
@@ -112,7 +112,7 @@ def unport(ported: Any) -> Any:
     seam, held = found
     seam.close()
     for owner, name in held:
-        vars(owner).pop(name, None)
+        owner.__dict__.pop(name, None)
     return ported
 
 
@@ -122,7 +122,7 @@ def seam_of(ported: Any) -> Seam:
     Raises:
         KeyError: it is not ported.
     """
-    seam: Seam = vars(ported)[_KEPT][0]
+    seam: Seam = ported.__dict__[_KEPT][0]
     return seam
 
 
@@ -135,7 +135,7 @@ def _refuse(owner: Any, methods: Mapping[str, str]) -> list[tuple[Any, str]]:
 
 
 def _set(owner: Any, name: str, value: Callable[..., Any]) -> list[tuple[Any, str]]:
-    vars(owner)[name] = value
+    owner.__dict__[name] = value
     return [(owner, name)]
 
 

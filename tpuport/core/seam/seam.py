@@ -1,8 +1,9 @@
 """The place between upstream's pipeline and its modules.
 
-Upstream's code on the host calls a module; the outermost ``forward`` that is called runs
-as a compiled program. A loop that upstream keeps on the host (chunks, frames, tiles of an
-autoencoder) stays there, and the forwards that the loop calls are the programs.
+Upstream's code on the host calls a module; the outermost ``forward`` that is called
+runs as a compiled program. A loop that upstream keeps on the host (chunks, frames,
+tiles of an autoencoder) stays there, and the forwards that the loop calls are the
+programs.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Seam:
     def close(self) -> None:
         """Give the modules their own forward back, and the devices their memory."""
         for module, before in reversed(self._held):
-            vars(module).pop("forward", None)
+            module.__dict__.pop("forward", None)
             if before is not None:
-                vars(module)["forward"] = before
+                module.__dict__["forward"] = before
         self._held.clear()
         self.entries.clear()
 
@@ -70,7 +71,7 @@ class Seam:
 
         forward.__dict__[_MARK] = True
         self._held.append((module, vars(module).get("forward")))
-        vars(module)["forward"] = forward
+        module.__dict__["forward"] = forward
 
 
 def is_ported(module: torch.nn.Module) -> bool:

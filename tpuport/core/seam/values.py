@@ -7,7 +7,7 @@ equal forms and tensors of equal shapes run the same program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ class Form:
     """The structure of a value, without its tensors.
 
     Attributes:
-        kind: ``"tensor"``, ``"plain"``, ``"same"`` (told apart by identity), ``"list"``,
-            ``"tuple"``, ``"dict"`` or ``"object"``.
+        kind: ``"tensor"``, ``"plain"``, ``"same"`` (told apart by identity),
+            ``"list"``, ``"tuple"``, ``"dict"`` or ``"object"``.
         value: of a plain value or one told by identity; the class of other values.
         keys: of a dict, or the names of an object's attributes.
         parts: the forms inside.
@@ -70,14 +70,6 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-Leaf = Callable[[Any], bool]
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether ``value`` is a torch tensor."""
-    return isinstance(value, torch.Tensor)
 
 
 def take_apart(value: Any, leaves: list[Any], containers: list[Any]) -> Form:
@@ -134,7 +126,7 @@ class _Taking:
         if isinstance(value, torch.Tensor):
             self.leaves.append(value)
             return Form("tensor")
-        kind = type(value)
+        kind: Any = type(value)
         if isinstance(value, _PLAIN):
             return Form("plain", _Plain(kind, repr(value), value))
         if kind is list:

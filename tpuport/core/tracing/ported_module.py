@@ -140,7 +140,6 @@ class PortedModule:
             PluginError: the module does more with stacked blocks than run one after the
                 other, or an override or attribute is for a single block of a stack.
         """
-        env = self.runtime.env
         self._check_whole((*(weight_overrides or ()), *(attributes or ())))
         values = {**weights, **(weight_overrides or {})}
 
