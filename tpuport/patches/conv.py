@@ -21,6 +21,7 @@ from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note, passed_over
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.ported_module import constrain
 from tpuport.kernels.convolution.conv import video_convolution
 from tpuport.kernels.convolution.conv_kernel import pitch_of
 
@@ -193,6 +194,10 @@ def _make(context: OpContext) -> Callable[..., Any]:
             list(values) * (axes if len(values) == 1 else 1)
             for values in (padding, stride, dilation)
         )
+        if pads != [0] * axes or steps != [*weight.shape[2:]]:
+            # The compiler may not split a picture by itself: its exchange of rows
+            # (jaxlib 0.10.2) gives wrong values for a picture of two rows.
+            input = constrain(context.mesh, input)
         simple = batched and groups == 1 and not transposed
         dense = simple and set(steps) == set(apart) == {1}
         if (
