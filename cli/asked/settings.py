@@ -92,6 +92,14 @@ class Settings(RunSettings, Files, Asked):
         panel=WHERE,
     )
     search: bool = python_only(kinds.flag, default=False)
+    on_host: tuple[str, ...] = setting(
+        kinds.texts,
+        "--on-host COMPONENT",
+        "Run a component by plain upstream code; may be repeated.",
+        default=(),
+        commands="G",
+        panel=WHERE,
+    )
     report: Path | None = setting(
         kinds.path,
         "--report FILE",

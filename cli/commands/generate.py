@@ -20,6 +20,7 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.any_pipeline import generate_any, is_any, with_model
 from tpuport.cli.runs.kept_runs import going_on, keep_asked, new_run
 from tpuport.cli.runs.run_stages import (
     check_noise,
@@ -52,6 +53,10 @@ def generate(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
+    settings = with_model(settings)
+    if is_any(settings):
+        generate_any(settings, started)
+        return
     _check(settings)
     prompts, seeds = settings.videos()
     noise = read_noise(settings.latents)

@@ -26,6 +26,7 @@ from tpuport.cli.asked.sessions import (
     outputs_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.any_pipeline import replay_any
 from tpuport.cli.runs.kept_runs import new_run
 from tpuport.cli.runs.run_stages import (
     decode_videos,
@@ -38,7 +39,7 @@ from tpuport.cli.shown.output import give_out, print_summary, say
 from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
-from tpuport.core.files.sealed_json import sidecar_path
+from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.run.records import Sidecar
@@ -77,8 +78,13 @@ def replay(
     """
     prepare(debug=settings.debug)
     file = _sidecar_of(Path(sidecar).expanduser())
-    document = _replay(file, settings)
-    say(f"the same latents as {file}: {document['latents_sha256']}")
+    # Which kind of sidecar, before torch is imported.
+    if "pipeline" in read_sidecar(file):
+        document = replay_any(file, settings)
+        say(f"the same frames as {file}: {document['frames_sha256']}")
+    else:
+        document = _replay(file, settings)
+        say(f"the same latents as {file}: {document['latents_sha256']}")
     give_out(document, as_json=settings.json, report=settings.report)
 
 

@@ -61,6 +61,44 @@ def open_encoder(kind: str, path: Path, fps: float) -> Encoder:
     return _Ffmpeg(path, fps, kind)
 
 
+#: Kind of file -> the codec of its sound.
+_SOUND_CODECS = {"mp4": "aac", "webm": "libopus"}
+
+
+def add_sound(path: Path, kind: str, samples: np.ndarray, rate: int) -> None:
+    """Put sound into a video file; its pictures stay as they are.
+
+    Args:
+        path: the file, which is replaced.
+        kind: ``"mp4"`` or ``"webm"``.
+        samples: float in [-1, 1], [channels, samples].
+        rate: samples a second.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    made = path.with_name(f"{path.stem}-sound{path.suffix}")
+    raw = ("-f", "f32le", "-ar", str(rate), "-ac", str(len(samples)), "-i", "-")
+    try:
+        found = subprocess.run(
+            [
+                *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error"),
+                *("-i", str(path), *raw, "-c:v", "copy", "-c:a", _SOUND_CODECS[kind]),
+                str(made),
+            ],
+            input=samples.T.astype("<f4").tobytes(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        if found.returncode:
+            text = found.stderr.decode(errors="replace").strip().splitlines()
+            raise OSError(text[-1] if text else f"ffmpeg ended with {found.returncode}")
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
 class _Ffmpeg:
     """mp4 and webm, by an ffmpeg that reads frames from a pipe."""
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+#: What a replay compares: of stages the latents, of a whole pipeline the frames.
+DIGESTS = ("latents_sha256", "frames_sha256")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
     """The files, or folders of PNGs, of some videos, found to be writable.
@@ -131,7 +135,7 @@ class Video:
             "prompt": request["prompts"][index],
             "negative_prompt": request["negative_prompts"][index],
             "seed": request["seeds"][0][index % len(request["seeds"][0])],
-            "latents_sha256": self.data["latents_sha256"],
+            **{name: self.data[name] for name in DIGESTS if name in self.data},
         }
 
 
@@ -172,6 +176,10 @@ class VideoFiles:
             if writer.frames == self._frames:
                 # An encoder is a process; those of batches that are done would pile up.
                 writer.finish()
+
+    def sound(self, index: int, samples: np.ndarray, rate: int) -> None:
+        """The sound of a video; see :meth:`VideoWriter.add_sound`."""
+        self._writers[index].add_sound(samples, rate)
 
     def publish(
         self, describe: Callable[[int, dict[str, Any]], Mapping[str, Any]]

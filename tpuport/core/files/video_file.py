@@ -21,7 +21,7 @@ from tpuport.core.files.atomic import (
     flush,
     temporary_beside,
 )
-from tpuport.core.files.encoders import Encoder, open_encoder
+from tpuport.core.files.encoders import Encoder, add_sound, open_encoder
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
@@ -37,6 +37,8 @@ _FRAME_GLOB = "frame-*.png"
 #: Seconds. A gif counts hundredths in 16 bits, and one frame may stand for all that are
 #: alike; an mp4 counts 1/16384 in 31 bits.
 LONGEST: dict[VideoKind, int] = {"gif": 655, "mp4": 131_071}
+#: The kinds that hold sound.
+SOUNDING: tuple[VideoKind, ...] = ("mp4", "webm")
 
 
 # --- where it goes
@@ -208,6 +210,7 @@ class VideoWriter:
         self._earlier: Path | None = None
         self._encoder: Encoder | None = None
         self._digest: tuple[str, int] | None = None
+        self._sound: tuple[np.ndarray, int] | None = None
 
     def append(self, frames: np.ndarray) -> None:
         """The next frames: uint8, or float in [0, 1], of shape [T, Y, X, 3].
@@ -226,6 +229,19 @@ class VideoWriter:
                 encoder.add(to_uint8(frame))
                 self.frames += 1
 
+    def add_sound(self, samples: np.ndarray, rate: int) -> None:
+        """The sound of the video: float in [-1, 1], [channels, samples].
+
+        Args:
+            rate: samples a second.
+
+        Raises:
+            VideoError: the kind of file holds no sound.
+        """
+        if self.kind not in SOUNDING:
+            raise VideoError(f"{self.path}: .{self.kind} holds no sound")
+        self._sound = samples, rate
+
     def finish(self) -> tuple[str, int]:
         """Complete the video, still under another name; no frame may follow.
 
@@ -242,6 +258,8 @@ class VideoWriter:
         if self._digest is None:
             with self._told():
                 self._encoder.finish()
+                if self._sound is not None:
+                    add_sound(self._made, self.kind, *self._sound)
                 png = self.kind == "png"
                 for file in self._made.iterdir() if png else [self._made]:
                     flush(file)

@@ -6,6 +6,7 @@ import functools
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.module_state import Attributes, State
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
 from tpuport.core.tracing.context import AttentionPolicy
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.core.tracing.patching import Patch
+from tpuport.core.tracing.patching import Patch, PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
@@ -113,6 +115,37 @@ class _Out:
     result: Form | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One call of a module by upstream's code.
+
+    Attributes:
+        name: of the module: its component, and the path within.
+        started: on the clock of :func:`time.perf_counter`.
+        seconds: until the result was on the host.
+        compiled: the program that was made for the call; ``None`` if there was one.
+    """
+
+    name: str
+    started: float
+    seconds: float
+    compiled: CompileReport | None = None
+
+    @property
+    def component(self) -> str:
+        """The component of the pipeline."""
+        return self.name.partition(".")[0]
+
+
+class Journal:
+    """The last calls of a port, and who is told of them."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self.calls: deque[Called] = deque(maxlen=1 << 16)
+        self.on_call: Callable[[str], None] = lambda name: None
+
+
 @dataclass(kw_only=True, slots=True)
 class Uploads:
     """Arrays of tensors that are on the devices already."""
@@ -162,7 +195,7 @@ class Entry:
         forward: its own forward, without a port around it.
         name: for messages.
         target: what programs are made for.
-        uploads: shared by the entries of one port.
+        uploads, journal: shared by the entries of one port.
     """
 
     def __init__(
@@ -172,11 +205,12 @@ class Entry:
         name: str,
         target: Target,
         uploads: Uploads,
+        journal: Journal,
     ) -> None:
         self.name = name
         self.module = module
         self.target = target
-        self.seconds_compiling = 0.0
+        self._journal = journal
         self._forward = forward
         self._uploads = uploads
         self._attributes = Attributes(module)
@@ -191,6 +225,15 @@ class Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
+        self._journal.on_call(self.name)
+        started = time.perf_counter()
+        self._made: CompileReport | None = None
+        result = self._called(args, kwargs)
+        seconds = time.perf_counter() - started
+        self._journal.calls.append(Called(self.name, started, seconds, self._made))
+        return result
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         leaves: list[torch.Tensor] = []
         containers: list[Any] = []
         form = take_apart((args, kwargs), leaves, containers)
@@ -200,9 +243,20 @@ class Entry:
         program = self._program(form, state, tensors)
         inputs = [self._uploads.array(tensors[place]) for place in program.used]
         if self._weights is None:
+            self._journal.reporter.loading(self.name)
             self._weights = self._place()
         arrays = program.run(self._weights, inputs)
         return self._given_back(program.out, arrays, leaves, containers)
+
+    @property
+    def programs(self) -> int:
+        """How many programs there are."""
+        return len(self._programs)
+
+    @property
+    def patches(self) -> tuple[PatchStatus, ...]:
+        """What became of each patch while the last program was traced."""
+        return () if self._ported is None else self._ported.runtime.patch_states
 
     def free(self) -> None:
         """Give back the devices' memory; the next call places the weights again."""
@@ -249,12 +303,21 @@ class Entry:
         found = self._programs.get((key, values))
         if found is not None:
             return found
+        component, _, path = self.name.partition(".")
+        self._journal.reporter.compiling(component, self.name)
         started = time.perf_counter()
         program, constant = self._compiled(form, state, tensors, constant)
         self._constant[key] = constant
         values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
         self._programs[key, values] = program
-        self.seconds_compiling += time.perf_counter() - started
+        self._made = CompileReport(
+            stage=component,
+            program=path or "forward",
+            trace_seconds=0.0,
+            compile_seconds=time.perf_counter() - started,
+            cached=False,
+        )
+        self._journal.reporter.compiled(self._made)
         kinds = sum(1 for other, _ in self._programs if other == key)
         if kinds > MOST_CONSTANTS:
             raise PortError(

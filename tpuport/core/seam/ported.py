@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tpuport.core.reports import Reporter
 from tpuport.core.seam.entry import Target
 from tpuport.core.seam.seam import Seam
 from tpuport.errors import UsageError, did_you_mean
@@ -53,13 +54,19 @@ def modules_of(pipeline: Any) -> dict[str, torch.nn.Module]:
     }
 
 
-def port_pipeline(pipeline: Any, target: Target, on_host: Collection[str] = ()) -> Any:
+def port_pipeline(
+    pipeline: Any,
+    target: Target,
+    on_host: Collection[str] = (),
+    reporter: Reporter | None = None,
+) -> Any:
     """Let the modules of ``pipeline`` run as programs; returns ``pipeline``.
 
     Args:
         pipeline: of diffusers, with its weights on the CPU.
         target: what programs are made for.
         on_host: components that stay plain upstream code.
+        reporter: told of programs that are compiled.
 
     Raises:
         UsageError: it is ported already, or ``on_host`` names no component.
@@ -73,7 +80,7 @@ def port_pipeline(pipeline: Any, target: Target, on_host: Collection[str] = ()) 
                 + did_you_mean(name, components, "name one of them")
             )
     taken = {name: c for name, c in components.items() if name not in on_host}
-    seam = Seam(taken, target)
+    seam = Seam(taken, target, reporter or Reporter())
     held = _refuse(pipeline, _PIPELINE_METHODS)
     held += _set(pipeline, "to", functools.partial(_to, pipeline.to, "pipe"))
     for component in taken.values():
@@ -85,7 +92,9 @@ def port_pipeline(pipeline: Any, target: Target, on_host: Collection[str] = ()) 
     return pipeline
 
 
-def port_module(module: torch.nn.Module, target: Target) -> torch.nn.Module:
+def port_module(
+    module: torch.nn.Module, target: Target, reporter: Reporter | None = None
+) -> torch.nn.Module:
     """A ported twin of ``module``: of its class, with its very tensors.
 
     ``module`` itself stays upstream's.
@@ -93,7 +102,8 @@ def port_module(module: torch.nn.Module, target: Target) -> torch.nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
     name = type(module).__name__
-    twin.__dict__[_KEPT] = Seam({name: twin}, target), _refuse(twin, _MODULE_METHODS)
+    seam = Seam({name: twin}, target, reporter or Reporter())
+    twin.__dict__[_KEPT] = seam, _refuse(twin, _MODULE_METHODS)
     return twin
 
 

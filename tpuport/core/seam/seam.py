@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from tpuport.core.seam.entry import Entry, Target, Uploads
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.entry import Entry, Journal, Target, Uploads
 from tpuport.core.tracing.context import tracing_now
 from tpuport.errors import UsageError
 
@@ -30,12 +32,17 @@ class Seam:
     Args:
         components: name -> module. Every ``forward`` in them is taken over.
         target: what programs are made for.
+        reporter: told of programs that are compiled.
     """
 
     def __init__(
-        self, components: Mapping[str, torch.nn.Module], target: Target
+        self,
+        components: Mapping[str, torch.nn.Module],
+        target: Target,
+        reporter: Reporter,
     ) -> None:
         self.target = target
+        self.journal = Journal(reporter)
         self.entries: dict[str, Entry] = {}
         self._uploads = Uploads(sharding=target.replicated)
         self._held: list[tuple[torch.nn.Module, Any]] = []
@@ -54,11 +61,20 @@ class Seam:
         self._held.clear()
         self.entries.clear()
 
+    def patches(self) -> list[dict[str, Any]]:
+        """What became of each patch, over all programs."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in self.entries.values():
+            for status in entry.patches:
+                found.setdefault(status.name, asdict(status))
+        return list(found.values())
+
     def _stand_at(self, name: str, module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
             return
         original = module.forward
-        entries, target, uploads = self.entries, self.target, self._uploads
+        entries, journal = self.entries, self.journal
+        target, uploads = self.target, self._uploads
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +82,9 @@ class Seam:
                 return original(*args, **kwargs)
             entry = entries.get(name)
             if entry is None:
-                entry = entries[name] = Entry(module, original, name, target, uploads)
+                entry = entries[name] = Entry(
+                    module, original, name, target, uploads, journal
+                )
             return entry(*args, **kwargs)
 
         forward.__dict__[_MARK] = True

@@ -1,0 +1,469 @@
+"""A pipeline without a plugin, from prompts to files: upstream's code drives."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport import api
+from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
+from tpuport.cli.asked.settings import TABLE, Settings
+from tpuport.cli.shown import signals
+from tpuport.cli.shown.output import say, show_results
+from tpuport.core.enums import Backend, Dtype
+from tpuport.core.files.outputs import Outputs, Video, VideoFiles
+from tpuport.core.files.video_file import SOUNDING, check_length
+from tpuport.core.reports import (
+    Reporter,
+    RunReport,
+    peak_device_bytes,
+    peak_host_bytes,
+    plural,
+)
+from tpuport.core.run.progress import Display
+from tpuport.core.spec.run_settings import DEMO
+from tpuport.errors import ArtifactError, ReplayError, UsageError, WeightsError
+from tpuport.plugins import reader_of
+
+if TYPE_CHECKING:
+    from tpuport.core.seam.pipelines import Made, PipelineFolder
+    from tpuport.core.seam.sidecar import Sidecar
+
+#: Settings that mean the same whatever runs. Others are for models with a plugin.
+_SHARED = frozenset(
+    {
+        *("model", "weights", "mesh", "dtype", "attention", "backend", "cache_dir"),
+        *(
+            "compile_cache",
+            "keep_loaded",
+            "out",
+            "overwrite",
+            "report",
+            "json",
+            "debug",
+        ),
+        *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
+        *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
+        *("seed", "image", "video", "strength", "options"),
+    }
+)
+#: Of a request, what a sidecar keeps to ask again.
+_FLAGS = (
+    *("height", "width", "num_frames", "fps", "num_inference_steps"),
+    *("guidance_scale", "image", "video", "strength"),
+)
+
+
+def with_model(settings: Settings) -> Settings:
+    """The settings with the model whose plugin reads the pipeline; without, as given.
+
+    Raises:
+        WeightsError: the folder has no index.
+        HubError: the hub cannot be reached.
+    """
+    if settings.model is not None or settings.weights in (None, "", DEMO):
+        return settings
+    with Display(signals.check) as display:
+        folder = find(settings, display)
+    model = reader_of(folder.class_name)
+    if model is not None:
+        say(f"{folder.class_name}: run by the plugin of {model}")
+    return settings if model is None else replace(settings, model=model)
+
+
+def is_any(settings: Settings) -> bool:
+    """Whether no plugin reads the pipeline, so that upstream's code drives."""
+    return settings.model is None and settings.weights not in (None, "", DEMO)
+
+
+def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
+    """The pipeline's folder; the index alone is read."""
+    with signals.starting(before="\n"):
+        api.import_libraries(reporter)
+    from tpuport.core.seam.pipelines import PipelineFolder
+
+    assert settings.weights is not None
+    return PipelineFolder.find(settings.weights, reporter)
+
+
+def generate_any(settings: Settings, started: float) -> None:
+    """Make videos, and tell of them as ``tpuport generate`` does.
+
+    Raises:
+        UsageError: a flag or an option that the pipeline has no use for.
+        WeightsError: the checkpoint cannot be used.
+        TpuportError: the run failed.
+    """
+    with Display(signals.check) as display:
+        run = _Run.prepared(settings, find(settings, display), display)
+        name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}{_seed(run)}"
+        outputs = run.outputs(f"{name}.mp4")
+        videos, report = run.make(outputs, started)
+    document = {
+        "command": "generate",
+        "pipeline": run.folder.class_name,
+        "weights": run.folder.checkpoint.reference,
+        "videos": [video.as_dict() for video in videos],
+        **run.how,
+        "report": report.as_dict(),
+        "patches": run.patches,
+        "calls": run.calls,
+    }
+    written = [video.path for video in videos]
+    show_results(document, report, written, as_json=settings.json, file=settings.report)
+
+
+def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
+    """Make the video of a sidecar again; the document of ``tpuport replay``.
+
+    Raises:
+        ArtifactError: the sidecar, or a file that the video was made from, is not
+            usable.
+        WeightsError: the weights are others.
+        ReplayError: the frames are others.
+    """
+    from tpuport.core.seam import sidecar
+
+    started = time.perf_counter()
+    recorded = sidecar.read(file)
+    settings = _recorded(recorded, asked)
+    with Display(signals.check) as display:
+        run = _Run.prepared(settings, find(settings, display), display)
+        _check_same(file, recorded, run)
+        outputs = run.outputs("") if asked.out is not None else None
+        videos, report = run.make(outputs, started)
+    same = run.digests == [recorded["frames_sha256"]]
+    for made in videos:
+        say(f"wrote {made.path}")
+    document = {
+        "command": "replay",
+        "sidecar": str(file),
+        "same": same,
+        "frames_sha256": run.digests[0],
+        "videos": [video.as_dict() for video in videos],
+        "settings": recorded["request"],
+        "report": report.as_dict(),
+    }
+    if not same:
+        raise ReplayError(
+            f"{file}: the frames are not the recorded ones: recorded "
+            f"{recorded['frames_sha256']}, now {run.digests[0]}"
+        )
+    return document
+
+
+@dataclass
+class _Run:
+    """One pipeline, what it is asked for, and what it made.
+
+    Attributes:
+        arguments: keywords of every call.
+        inputs: the digests of images and videos that are read, by file.
+        digests: of the frames of each video.
+        patches: what became of each patch.
+        calls: of modules, by name: how many, and of how many programs.
+    """
+
+    settings: Settings
+    folder: PipelineFolder
+    reporter: Reporter
+    arguments: dict[str, Any]
+    inputs: dict[str, str]
+    digests: list[str]
+    patches: list[dict[str, Any]]
+    calls: dict[str, int]
+
+    @classmethod
+    def prepared(
+        cls, settings: Settings, folder: PipelineFolder, reporter: Reporter
+    ) -> _Run:
+        """Everything checked that needs no weights.
+
+        Raises:
+            UsageError, WeightsError, MeshError: what is wrong.
+        """
+        _refuse_flags(settings, folder.class_name)
+        if "prompt" in folder.parameters and not settings.prompt:
+            raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
+        if settings.report is not None:
+            check_report(settings.report, settings.inputs())
+        check_attention_here(settings)
+        arguments = folder.arguments(settings)
+        components = folder.components()
+        for name in settings.on_host:
+            if name not in components:
+                raise UsageError(
+                    f"--on-host {name}: {folder.class_name} has {', '.join(components)}"
+                )
+        placed = api.place_for_port(settings.mesh)
+        if settings.dtype is None:
+            on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
+            dtype = Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16
+            settings = replace(settings, dtype=dtype)
+        folder = folder.fetched(reporter)
+        folder.check_components()
+        inputs = {name: _digest(Path(name)) for name in _files(settings)}
+        return cls(settings, folder, reporter, arguments, inputs, [], [], {})
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How the pipeline is run."""
+        settings = self.settings
+        return {
+            "backend": settings.backend,
+            "dtype": settings.dtype,
+            "mesh": str(api.place_for_port(settings.mesh).spec),
+            "attention": str(settings.attention),
+            "on_host": list(settings.on_host),
+        }
+
+    @property
+    def fps(self) -> float:
+        """Of the files."""
+        from tpuport.core.seam.pipelines import FPS
+
+        return float(self.settings.fps or self.folder.default("fps") or FPS)
+
+    def videos(self) -> list[tuple[str | None, int]]:
+        """Prompt and seed of each video."""
+        prompts = self.settings.prompt or (None,)
+        return [(prompt, seed) for prompt in prompts for seed in self.settings.seed]
+
+    def outputs(self, name: str) -> Outputs:
+        """Where the videos go; creates nothing."""
+        outputs = outputs_of(self.settings, name, len(self.videos()))
+        frames = self.settings.num_frames or self.folder.default("num_frames") or 1
+        for path in outputs.paths:
+            check_length(path, outputs.kind, frames, self.fps)
+        for remark in outputs.remarks():
+            say(remark)
+        return outputs
+
+    def make(
+        self, outputs: Outputs | None, started: float
+    ) -> tuple[list[Video], RunReport]:
+        """Load the pipeline and make every video."""
+        from tpuport.core.arrays import torch_dtype
+
+        settings = self.settings
+        assert settings.dtype is not None
+        self.reporter.say(self._in_words())
+        pipeline = self.folder.load(torch_dtype(settings.dtype), self.reporter)
+        pipeline.set_progress_bar_config(disable=True)
+        with contextlib.ExitStack() as stack:
+            journal = stack.enter_context(self._ported(pipeline))
+            files = None
+            if outputs is not None:
+                files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
+            stages: list[Any] = []
+            for index, (prompt, seed) in enumerate(self.videos()):
+                stages += self._one(pipeline, journal, files, index, prompt, seed)
+            report = self._report(stages, time.perf_counter() - started)
+            videos = [] if files is None else files.publish(self._describer(report))
+        return videos, report
+
+    @contextlib.contextmanager
+    def _ported(self, pipeline: Any) -> Iterator[Any]:
+        from tpuport.core.seam.entry import Journal
+        from tpuport.core.seam.ported import port_pipeline, seam_of, unport
+
+        settings = self.settings
+        if settings.backend == Backend.DIFFUSERS:
+            yield Journal(self.reporter)
+            return
+        placed = api.place_for_port(settings.mesh)
+        target = api.general_target(placed, settings)
+        port_pipeline(pipeline, target, settings.on_host, self.reporter)
+        seam = seam_of(pipeline)
+        try:
+            yield seam.journal
+            self.patches = seam.patches()
+            self.calls = {name: e.programs for name, e in seam.entries.items()}
+        finally:
+            unport(pipeline)
+
+    def _one(
+        self,
+        pipeline: Any,
+        journal: Any,
+        files: VideoFiles | None,
+        index: int,
+        prompt: str | None,
+        seed: int,
+    ) -> list[Any]:
+        import torch
+
+        from tpuport.core.files.frames import FrameChecks, measure
+        from tpuport.core.seam.driving import driving
+        from tpuport.core.seam.pipelines import made_of
+        from tpuport.core.seam.sidecar import frames_digest
+
+        given = dict(self.arguments)
+        if prompt is not None:
+            given["prompt"] = prompt
+        if "output_type" in self.folder.all_parameters:
+            given["output_type"] = "np"
+        if "generator" in self.folder.all_parameters:
+            given["generator"] = torch.Generator("cpu").manual_seed(seed)
+        with driving(pipeline, journal, self.settings.backend) as drive:
+            output = pipeline(**given)
+        made: Made = made_of(output, pipeline)
+        checks = FrameChecks()
+        checks.add(index, made.frames.shape, measure(made.frames))
+        checks.check()
+        self.digests.append(frames_digest(made.frames[0]))
+        if files is not None:
+            files.take(index, made.frames[:1])
+            if made.sound is not None and files.outputs.kind in SOUNDING:
+                files.sound(index, made.sound, made.rate)
+            elif made.sound is not None:
+                say(f"the sound is left out: .{files.outputs.kind} holds none")
+        return drive.reports
+
+    def _describer(self, report: RunReport) -> Any:
+        from tpuport.core.seam import sidecar
+
+        settings = self.settings
+        flags = {n: getattr(settings, n) for n in _FLAGS}
+
+        def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
+            prompt, seed = self.videos()[index]
+            request: sidecar.Request = {
+                "prompts": [prompt or ""],
+                "negative_prompts": [settings.negative_prompt or ""],
+                "seeds": [[seed]],
+                "flags": {n: v for n, v in flags.items() if v is not None},
+                "options": dict(settings.options),
+            }
+            how: Any = self.how
+            digest = self.digests[index]
+            return sidecar.describe(
+                self.folder, request, how, self.inputs, digest, report, output
+            )
+
+        return describe
+
+    def _report(self, stages: list[Any], seconds: float) -> RunReport:
+        placed = api.place_for_port(self.settings.mesh)
+        devices = list(placed.mesh.devices.flat)
+        return RunReport(
+            model=self.folder.class_name,
+            variant="",
+            weights=self.folder.checkpoint.reference,
+            platform=str(devices[0].platform),
+            mesh=str(placed.spec),
+            devices=len(devices),
+            dtype=str(self.settings.dtype),
+            blocks="upstream",
+            stages=tuple(stages),
+            total_seconds=seconds,
+            peak_host_bytes=peak_host_bytes(),
+            peak_device_bytes=peak_device_bytes(devices),
+        )
+
+    def _in_words(self) -> str:
+        """What will be made; what is not said is upstream's default."""
+        settings, default = self.settings, self.folder.default
+        width = settings.width or default("width")
+        height = settings.height or default("height")
+        frames = settings.num_frames or default("num_frames")
+        steps = settings.num_inference_steps or default("num_inference_steps")
+        parts = [
+            f"{width}x{height}" if width and height else "",
+            f"{plural(frames, 'frame')} at {self.fps:g} fps" if frames else "",
+            plural(steps, "step") if steps else "",
+            f"seed {', '.join(map(str, settings.seed))}",
+        ]
+        count = plural(len(self.videos()), "video")
+        said = ", ".join(filter(None, parts))
+        return f"making {count} by {self.folder.class_name}: {said}"
+
+
+def _refuse_flags(settings: Settings, pipeline: str) -> None:
+    """Refuse settings that are for models with a plugin.
+
+    Raises:
+        UsageError: which one.
+    """
+    for field in fields(settings):
+        if field.name in _SHARED or field.name not in TABLE or not field.init:
+            continue
+        value, default = getattr(settings, field.name), field.default
+        if value != default and value:
+            flag = TABLE[field.name].flags[0]
+            raise UsageError(
+                f"{flag}: is for models with a plugin; {pipeline} has none and runs by "
+                "upstream's own code. Leave the flag out"
+            )
+
+
+def _files(settings: Settings) -> list[str]:
+    named = [settings.image, settings.video, *settings.options.values()]
+    texts = [text for text in named if isinstance(text, str)]
+    return [t for t in texts if Path(t).expanduser().is_file()]
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.expanduser().read_bytes()).hexdigest()
+
+
+def _seed(run: _Run) -> str:
+    seeds = set(run.settings.seed)
+    return f"-seed{next(iter(seeds))}" if len(seeds) == 1 else ""
+
+
+def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
+    """The settings of a recorded run; where the user gave some, those."""
+    from tpuport.core.spec.run_settings import RunSettings
+
+    request, how = recorded["request"], recorded["how"]
+    read = RunSettings.read(
+        {name: how[name] for name in ("backend", "dtype", "mesh", "attention")},
+        named=str,
+    )
+    return replace(
+        asked,
+        model=None,
+        weights=asked.weights or recorded["weights"]["source"],
+        backend=read.backend,
+        dtype=read.dtype,
+        mesh=read.mesh,
+        attention=read.attention,
+        on_host=tuple(how["on_host"]),
+        prompt=tuple(filter(None, request["prompts"])),
+        negative_prompt=request["negative_prompts"][0] or None,
+        seed=tuple(request["seeds"][0]),
+        options=request["options"],
+        **request["flags"],
+    )
+
+
+def _check_same(file: Path, recorded: Sidecar, run: _Run) -> None:
+    """Refuse other weights or other images than the recorded ones, before the work.
+
+    Raises:
+        WeightsError, ArtifactError: what differs.
+    """
+    if run.folder.class_name != recorded["pipeline"]:
+        raise WeightsError(
+            f"{run.folder.reference}: is of {run.folder.class_name}, and {file} was "
+            f"made by {recorded['pipeline']}; name the same checkpoint with --weights"
+        )
+    for name, wanted in recorded["weights"]["fingerprints"].items():
+        found = run.folder.checkpoint.fingerprints([name]).get(name, "none")
+        if found != wanted:
+            raise WeightsError(
+                f"{run.folder.reference}: {name} is not what {file} was made with "
+                f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
+                "checkpoint with --weights"
+            )
+    if run.inputs != recorded["inputs"]:
+        differing = set(run.inputs.items()) ^ set(recorded["inputs"].items())
+        raise ArtifactError(
+            f"{sorted(differing)[0][0]}: is not the file that {file} records"
+        )

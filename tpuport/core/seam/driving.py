@@ -1,0 +1,140 @@
+"""A call of an upstream pipeline, told as stages: encode, denoise, decode.
+
+Upstream's code knows no stages. Denoise begins with the first call of a denoiser and
+ends with the last ``scheduler.step``; all pipelines have that method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuport.core.enums import Backend, StageName
+from tpuport.core.reports import Reporter, StageReport
+from tpuport.core.seam.entry import Called, Journal
+
+#: How the components that denoise are called in all pipelines of diffusers.
+DENOISERS = ("transformer", "unet", "denoiser", "prior")
+UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
+
+
+@dataclass(eq=False)
+class Drive:
+    """What happens in one call of a pipeline.
+
+    Attributes:
+        steps: when each ``scheduler.step`` had ended.
+        reports: of the stages that ended.
+    """
+
+    scheduler: Any
+    journal: Journal
+    backend: Backend
+    steps: list[float] = field(default_factory=list)
+    reports: list[StageReport] = field(default_factory=list)
+    _stage: StageName | None = None
+    _since: float = 0.0
+
+    @property
+    def _reporter(self) -> Reporter:
+        return self.journal.reporter
+
+    def begin(self, stage: StageName) -> None:
+        """A stage begins; the one before ends."""
+        if self._stage is not None:
+            self.end()
+        self._stage, self._since = stage, time.perf_counter()
+        total = 1
+        if stage == StageName.DENOISE:
+            total = len(getattr(self.scheduler, "timesteps", ())) or 1
+        self._reporter.stage_started(stage, total, UNITS[stage])
+
+    def end(self) -> None:
+        """The stage under way ends."""
+        assert self._stage is not None
+        report = self._report(self._stage, time.perf_counter())
+        self.reports.append(report)
+        self._reporter.stage_finished(report)
+        self._stage = None
+
+    def called(self, name: str) -> None:
+        """A module is about to be called."""
+        if name.startswith(DENOISERS):
+            if self._stage == StageName.ENCODE:
+                self.begin(StageName.DENOISE)
+        elif self._stage == StageName.DENOISE and self._all_steps():
+            self.begin(StageName.DECODE)
+
+    def stepped(self) -> None:
+        """``scheduler.step`` ended."""
+        if self._stage == StageName.ENCODE:
+            self.begin(StageName.DENOISE)
+        self.steps.append(time.perf_counter())
+        total = len(getattr(self.scheduler, "timesteps", ())) or len(self.steps)
+        self._reporter.advanced(StageName.DENOISE, len(self.steps), total)
+
+    def _all_steps(self) -> bool:
+        return len(self.steps) >= len(getattr(self.scheduler, "timesteps", ()))
+
+    def _report(self, stage: StageName, now: float) -> StageReport:
+        calls = [c for c in self.journal.calls if c.started >= self._since]
+        made = tuple(c.compiled for c in calls if c.compiled is not None)
+        # A step that compiled is no steady one.
+        late = max((_end(c) for c in calls if c.compiled is not None), default=0.0)
+        ends = self.steps if stage == StageName.DENOISE else []
+        steady = [end for end in ends if end > late][1 if not late else 0 :]
+        before = [end for end in ends if end not in steady]
+        since = before[-1] if before else self._since
+        return StageReport(
+            stage=stage,
+            backend=self.backend,
+            unit=UNITS[stage],
+            total_seconds=now - self._since,
+            compiles=made,
+            compile_seconds=sum(c.seconds for c in made),
+            steady_calls=len(steady),
+            steady_seconds=steady[-1] - since if steady else 0.0,
+        )
+
+
+def _end(call: Called) -> float:
+    return call.started + call.seconds
+
+
+@contextlib.contextmanager
+def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive]:
+    """Watch the calls of ``pipeline`` in this block.
+
+    Args:
+        journal: of its seam; of an upstream pipeline that is not ported, a new one.
+    """
+    scheduler = pipeline.components.get("scheduler")
+    drive = Drive(scheduler, journal, backend)
+    with contextlib.ExitStack() as stack:
+        if scheduler is not None:
+            _hook(scheduler, drive, stack)
+        journal.calls.clear()
+        before, journal.on_call = journal.on_call, drive.called
+        stack.callback(setattr, journal, "on_call", before)
+        with journal.reporter.watched():
+            drive.begin(StageName.ENCODE)
+            yield drive
+            drive.end()
+
+
+def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
+    original = scheduler.step
+
+    # Pipelines look at the signature of step.
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        drive.stepped()
+        return result
+
+    vars(scheduler)["step"] = step
+    stack.callback(vars(scheduler).pop, "step", None)

@@ -1,0 +1,124 @@
+"""The JSON beside a video that a whole pipeline made: what a replay needs."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from tpuport.core.enums import Backend, Dtype
+from tpuport.core.files.fingerprint import versions
+from tpuport.core.files.sealed_json import read_sidecar
+from tpuport.core.files.typed import checked
+from tpuport.core.reports import RunReport
+from tpuport.core.seam.pipelines import PipelineFolder
+
+
+class Weights(TypedDict):
+    """Where the weights came from, and their fingerprints by component."""
+
+    source: str
+    fingerprints: dict[str, str]
+
+
+class Request(TypedDict):
+    """The prompt and the seed of the video, and the flags that were given."""
+
+    prompts: list[str]
+    negative_prompts: list[str]
+    seeds: list[list[int]]
+    flags: dict[str, Any]
+    options: dict[str, Any]
+
+
+class How(TypedDict):
+    """How the pipeline was run."""
+
+    backend: Backend
+    dtype: Dtype
+    mesh: str
+    attention: str
+    on_host: list[str]
+
+
+class Output(TypedDict):
+    """The file of a video, or its folder of frames."""
+
+    file: str
+    kind: str
+    sha256: str
+    bytes: int
+
+
+class Sidecar(TypedDict):
+    """The JSON; ``inputs`` are the digests of images and videos by their file."""
+
+    pipeline: str
+    weights: Weights
+    request: Request
+    video: int
+    inputs: dict[str, str]
+    how: How
+    versions: dict[str, str | None]
+    platform: dict[str, Any]
+    output: Output
+    frames_sha256: str
+    summary: dict[str, Any]
+
+
+def read(file: Path) -> Sidecar:
+    """A sidecar with all that a replay needs.
+
+    Raises:
+        ArtifactError: it is not usable.
+    """
+    return checked(Sidecar, read_sidecar(file), file, "it cannot be replayed")
+
+
+def describe(
+    folder: PipelineFolder,
+    request: Request,
+    how: How,
+    inputs: Mapping[str, str],
+    frames: str,
+    report: RunReport,
+    output: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The sidecar of one video.
+
+    Args:
+        frames: their digest; see :func:`frames_digest`.
+        output: the file, its kind and its hash.
+    """
+    return {
+        "pipeline": folder.class_name,
+        "weights": {
+            "source": folder.checkpoint.reference,
+            "fingerprints": folder.checkpoint.fingerprints(folder.components()),
+        },
+        "request": request,
+        "video": 0,
+        "inputs": dict(inputs),
+        "how": how,
+        "versions": versions(),
+        "platform": {"system": platform.platform(), "devices": report.devices},
+        "output": dict(output),
+        "frames_sha256": frames,
+        "summary": {
+            "total_seconds": round(report.total_seconds, 3),
+            "peak_host_bytes": report.peak_host_bytes,
+            "peak_device_bytes": report.peak_device_bytes,
+        },
+    }
+
+
+def frames_digest(frames: np.ndarray) -> str:
+    """sha256 of the float32 frames of one video, and their shape."""
+    digest = hashlib.sha256(str(frames.shape).encode())
+    digest.update(np.ascontiguousarray(frames, np.float32).tobytes())
+    return digest.hexdigest()
