@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tpuport.core.enums import Backend, StageName
@@ -83,12 +84,14 @@ class Drive:
     def _report(self, stage: StageName, now: float) -> StageReport:
         calls = [c for c in self.journal.calls if c.started >= self._since]
         made = tuple(c.compiled for c in calls if c.compiled is not None)
-        # A step that compiled is no steady one.
-        late = max((_end(c) for c in calls if c.compiled is not None), default=0.0)
         ends = self.steps if stage == StageName.DENOISE else []
-        steady = [end for end in ends if end > late][1 if not late else 0 :]
-        before = [end for end in ends if end not in steady]
-        since = before[-1] if before else self._since
+        compiled = [_end(call) for call in calls if call.compiled is not None]
+        # The first step, and a step that compiled, are no steady ones.
+        steady = [
+            end - begin
+            for begin, end in pairwise(ends)
+            if not any(begin < one <= end for one in compiled)
+        ]
         return StageReport(
             stage=stage,
             backend=self.backend,
@@ -97,7 +100,7 @@ class Drive:
             compiles=made,
             compile_seconds=sum(c.seconds for c in made),
             steady_calls=len(steady),
-            steady_seconds=steady[-1] - since if steady else 0.0,
+            steady_seconds=sum(steady),
         )
 
 

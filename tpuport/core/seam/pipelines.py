@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ import diffusers
 import numpy as np
 import pydantic
 import torch
+import transformers
 import yaml
 
 from tpuport.core.files.atomic import one_line
@@ -204,7 +206,7 @@ class PipelineFolder:
         """
         self.check_components()
         try:
-            with reporter.timed(f"loading {self.class_name}"):
+            with reporter.timed(f"loading {self.class_name}"), _without_bars():
                 pipeline = self.pipeline_class.from_pretrained(
                     self.folder,
                     torch_dtype=dtype,
@@ -297,6 +299,20 @@ class PipelineFolder:
                     return self._media(field, value)
             value = yaml.safe_load(value)
         return _typed(name, value, parameter.annotation)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bars of diffusers and transformers: a reporter tells what is under way."""
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    shown = [one for one in libraries if one.is_progress_bar_enabled()]
+    for one in shown:
+        one.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for one in shown:
+            one.enable_progress_bar()
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:
