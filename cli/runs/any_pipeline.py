@@ -16,6 +16,7 @@ from tpuport.cli.asked.settings import TABLE, Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say, show_results
 from tpuport.core.enums import Backend, Dtype
+from tpuport.core.files.atomic import one_line
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
@@ -27,7 +28,13 @@ from tpuport.core.reports import (
 )
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.errors import ArtifactError, ReplayError, UsageError, WeightsError
+from tpuport.errors import (
+    ArtifactError,
+    ReplayError,
+    TpuportError,
+    UsageError,
+    WeightsError,
+)
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
@@ -310,7 +317,10 @@ class _Run:
             given["output_type"] = "np"
         if "generator" in self.folder.all_parameters:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
-        with driving(pipeline, journal, self.settings.backend) as drive:
+        with (
+            driving(pipeline, journal, self.settings.backend) as drive,
+            _upstreams_errors(self.folder.class_name),
+        ):
             output = pipeline(**given)
         made: Made = made_of(output, pipeline)
         checks = FrameChecks()
@@ -349,6 +359,8 @@ class _Run:
         return describe
 
     def _report(self, stages: list[Any], seconds: float) -> RunReport:
+        from tpuport.core.seam.driving import merged
+
         placed = api.place_for_port(self.settings.mesh)
         devices = list(placed.mesh.devices.flat)
         return RunReport(
@@ -360,7 +372,7 @@ class _Run:
             devices=len(devices),
             dtype=str(self.settings.dtype),
             blocks="upstream",
-            stages=tuple(stages),
+            stages=tuple(merged(stages)),
             total_seconds=seconds,
             peak_host_bytes=peak_host_bytes(),
             peak_device_bytes=peak_device_bytes(devices),
@@ -382,6 +394,27 @@ class _Run:
         count = plural(len(self.videos()), "video")
         said = ", ".join(filter(None, parts))
         return f"making {count} by {self.folder.class_name}: {said}"
+
+
+@contextlib.contextmanager
+def _upstreams_errors(pipeline: str) -> Iterator[None]:
+    """What upstream's code raises, as errors of one line.
+
+    Raises:
+        UsageError: upstream refuses what was asked for.
+        TpuportError: upstream fails otherwise.
+    """
+    try:
+        yield
+    except TpuportError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{pipeline} refuses this: {one_line(error)}") from error
+    except Exception as error:
+        raise TpuportError(
+            f"{pipeline} failed: {type(error).__name__}: {one_line(error)}; --debug "
+            "shows where"
+        ) from error
 
 
 def _refuse_flags(settings: Settings, pipeline: str) -> None:

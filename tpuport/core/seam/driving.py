@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -141,3 +141,19 @@ def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
 
     vars(scheduler)["step"] = step
     stack.callback(vars(scheduler).pop, "step", None)
+
+
+def merged(reports: Iterable[StageReport]) -> list[StageReport]:
+    """One report for each stage, over all videos."""
+    found: dict[str, StageReport] = {}
+    for one in reports:
+        before = found.get(one.stage)
+        found[one.stage] = one if before is None else _sum(before, one)
+    return list(found.values())
+
+
+def _sum(one: StageReport, other: StageReport) -> StageReport:
+    names = ("total_seconds", "compiles", "compile_seconds")
+    counts = ("steady_calls", "steady_seconds")
+    sums = {n: getattr(one, n) + getattr(other, n) for n in (*names, *counts)}
+    return replace(one, **sums)

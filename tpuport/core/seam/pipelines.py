@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -186,11 +185,15 @@ class PipelineFolder:
                 f"{self.reference}: {name} is of {library}.py in the folder; tpuport "
                 "runs no code from a checkpoint"
             )
+        module = {"diffusers": diffusers, "transformers": transformers}.get(library)
+        if module is None:
+            module = getattr(diffusers.pipelines, library, None)
+        if module is None:
+            raise WeightsError(
+                f"{self.reference}: {INDEX} names {name} as {library}.{class_name}; "
+                "tpuport runs classes of diffusers and transformers alone"
+            )
         try:
-            if hasattr(diffusers.pipelines, library):
-                module = getattr(diffusers.pipelines, library)
-            else:
-                module = importlib.import_module(library)
             return getattr(module, class_name)
         except (ImportError, AttributeError) as error:
             raise WeightsError(
