@@ -30,6 +30,7 @@ class Drive:
     Attributes:
         steps: when each ``scheduler.step`` had ended.
         reports: of the stages that ended.
+        stage: under way.
     """
 
     scheduler: Any
@@ -37,7 +38,7 @@ class Drive:
     backend: Backend
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
-    _stage: StageName | None = None
+    stage: StageName | None = None
     _since: float = 0.0
 
     @property
@@ -46,9 +47,9 @@ class Drive:
 
     def begin(self, stage: StageName) -> None:
         """A stage begins; the one before ends."""
-        if self._stage is not None:
+        if self.stage is not None:
             self.end()
-        self._stage, self._since = stage, time.perf_counter()
+        self.stage, self._since = stage, time.perf_counter()
         total = 1
         if stage == StageName.DENOISE:
             total = len(getattr(self.scheduler, "timesteps", ())) or 1
@@ -56,23 +57,23 @@ class Drive:
 
     def end(self) -> None:
         """The stage under way ends."""
-        assert self._stage is not None
-        report = self._report(self._stage, time.perf_counter())
+        assert self.stage is not None
+        report = self._report(self.stage, time.perf_counter())
         self.reports.append(report)
         self._reporter.stage_finished(report)
-        self._stage = None
+        self.stage = None
 
     def called(self, name: str) -> None:
         """A module is about to be called."""
         if name.startswith(DENOISERS):
-            if self._stage == StageName.ENCODE:
+            if self.stage == StageName.ENCODE:
                 self.begin(StageName.DENOISE)
-        elif self._stage == StageName.DENOISE and self._all_steps():
+        elif self.stage == StageName.DENOISE and self._all_steps():
             self.begin(StageName.DECODE)
 
     def stepped(self) -> None:
         """``scheduler.step`` ended."""
-        if self._stage == StageName.ENCODE:
+        if self.stage == StageName.ENCODE:
             self.begin(StageName.DENOISE)
         self.steps.append(time.perf_counter())
         total = len(getattr(self.scheduler, "timesteps", ())) or len(self.steps)

@@ -196,6 +196,7 @@ class Entry:
         name: for messages.
         target: what programs are made for.
         uploads, journal: shared by the entries of one port.
+        make_room: called before weights are placed; other entries may have to go.
     """
 
     def __init__(
@@ -206,7 +207,9 @@ class Entry:
         target: Target,
         uploads: Uploads,
         journal: Journal,
+        make_room: Callable[[Entry], None],
     ) -> None:
+        self._make_room = make_room
         self.name = name
         self.module = module
         self.target = target
@@ -241,12 +244,27 @@ class Entry:
         state = self._attributes.state()
         tensors = [*leaves, *state.tensors]
         program = self._program(form, state, tensors)
+        arrays = self._answer(program, tensors)
+        return self._given_back(program.out, arrays, leaves, containers)
+
+    def _answer(
+        self, program: Program, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[Any]:
+        """What the program gives back for the tensors."""
         inputs = [self._uploads.array(tensors[place]) for place in program.used]
         if self._weights is None:
+            self._make_room(self)
             self._journal.reporter.loading(self.name)
             self._weights = self._place()
-        arrays = program.run(self._weights, inputs)
-        return self._given_back(program.out, arrays, leaves, containers)
+        return program.run(self._weights, inputs)
+
+    def _on_host(self, array: Any) -> torch.Tensor:
+        """The tensor of an array of the result."""
+        tensor = to_torch(array)
+        if tensor.dtype == torch.int32:
+            tensor = tensor.long()  # torch's indices; programs count in 32 bits
+        self._uploads.note(tensor, array)
+        return tensor
 
     @property
     def programs(self) -> int:
@@ -257,6 +275,18 @@ class Entry:
     def patches(self) -> tuple[PatchStatus, ...]:
         """What became of each patch while the last program was traced."""
         return () if self._ported is None else self._ported.runtime.patch_states
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of weights that each device holds."""
+        self._port()
+        assert self.plan is not None
+        return self.plan.bytes_per_device
+
+    @property
+    def placed(self) -> bool:
+        """Whether the weights are on the devices."""
+        return self._weights is not None
 
     def free(self) -> None:
         """Give back the devices' memory; the next call places the weights again."""
@@ -269,15 +299,9 @@ class Entry:
         leaves: Sequence[torch.Tensor],
         containers: Sequence[Any],
     ) -> Any:
-        tensors = []
-        for array in arrays:
-            tensor = to_torch(array)
-            if tensor.dtype == torch.int32:
-                tensor = tensor.long()  # torch's indices; programs count in 32 bits
-            self._uploads.note(tensor, array)
-            tensors.append(tensor)
+        tensors = map(self._on_host, arrays)
         assert out.result is not None
-        found = put_together(out.result, iter(tensors))
+        found = put_together(out.result, tensors)
         result, changed, written, attributes = found
         for number, content in changed.items():
             container = containers[number]
@@ -358,8 +382,13 @@ class Entry:
                 raise
             except Exception as error:
                 raise self._refused(error) from error
-            run = traced.lower().compile()
+            run = self._executable(traced)
             return Program(run=run, out=out, used=used), constant
+
+    def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
+        """What runs a traced program."""
+        run: Callable[..., Any] = traced.lower().compile()
+        return run
 
     def _traced(
         self,

@@ -165,7 +165,7 @@ class PipelineFolder:
                 weights are missing, cut or pickled.
         """
         for name, entry in self.components().items():
-            found = self._component_class(name, *entry)
+            found = self.component_class(name, *entry)
             if inspect.isclass(found) and issubclass(found, torch.nn.Module):
                 self.checkpoint.weight_files(name)
 
@@ -179,7 +179,17 @@ class PipelineFolder:
             and None not in entry
         }
 
-    def _component_class(self, name: str, library: str, class_name: str) -> Any:
+    @property
+    def init_parameters(self) -> Mapping[str, inspect.Parameter]:
+        """What the pipeline's constructor takes."""
+        return inspect.signature(self.pipeline_class.__init__).parameters
+
+    def component_class(self, name: str, library: str, class_name: str) -> Any:
+        """The class of a component.
+
+        Raises:
+            WeightsError: there is none, or it is code of its own.
+        """
         if (self.folder / name / f"{library}.py").exists():
             raise WeightsError(
                 f"{self.reference}: {name} is of {library}.py in the folder; tpuport "

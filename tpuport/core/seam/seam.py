@@ -9,7 +9,8 @@ programs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.entry import Entry, Journal, Target, Uploads
 from tpuport.core.tracing.context import tracing_now
+from tpuport.core.weights.gathering import room_for_weights
 from tpuport.errors import UsageError
 
 #: Marks a forward that a seam stands at.
@@ -33,6 +35,10 @@ class Seam:
         components: name -> module. Every ``forward`` in them is taken over.
         target: what programs are made for.
         reporter: told of programs that are compiled.
+        entry: makes what answers the calls of a module.
+
+    Attributes:
+        entries: the modules that were called, by name; the last one called is last.
     """
 
     def __init__(
@@ -40,10 +46,12 @@ class Seam:
         components: Mapping[str, torch.nn.Module],
         target: Target,
         reporter: Reporter,
+        entry: Callable[..., Entry] = Entry,
     ) -> None:
         self.target = target
         self.journal = Journal(reporter)
-        self.entries: dict[str, Entry] = {}
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self._entry = entry
         self._uploads = Uploads(sharding=target.replicated)
         self._held: list[tuple[torch.nn.Module, Any]] = []
         for name, component in components.items():
@@ -61,6 +69,23 @@ class Seam:
         self._held.clear()
         self.entries.clear()
 
+    def _make_room(self, wanted: Entry) -> None:
+        """Let other components go where their weights do not fit beside ``wanted``'s.
+
+        Those that were called longest ago go first.
+        """
+        room = room_for_weights(self.target.mesh.devices.flat)
+        held = sum(e.bytes_per_device for e in self.entries.values() if e.placed)
+        for entry in self.entries.values():
+            if held + wanted.bytes_per_device <= room:
+                return
+            if entry is not wanted and entry.placed:
+                entry.free()
+                held -= entry.bytes_per_device
+                self.journal.reporter.say(
+                    f"{entry.name} leaves the devices to make room for {wanted.name}"
+                )
+
     def patches(self) -> list[dict[str, Any]]:
         """What became of each patch, over all programs."""
         found: dict[str, dict[str, Any]] = {}
@@ -75,6 +100,7 @@ class Seam:
         original = module.forward
         entries, journal = self.entries, self.journal
         target, uploads = self.target, self._uploads
+        make, room = self._entry, self._make_room
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -82,9 +108,9 @@ class Seam:
                 return original(*args, **kwargs)
             entry = entries.get(name)
             if entry is None:
-                entry = entries[name] = Entry(
-                    module, original, name, target, uploads, journal
-                )
+                entry = make(module, original, name, target, uploads, journal, room)
+                entries[name] = entry
+            entries.move_to_end(name)
             return entry(*args, **kwargs)
 
         forward.__dict__[_MARK] = True

@@ -1,0 +1,224 @@
+"""A pipeline's run without weights and without devices: every program, and its calls.
+
+Upstream's code drives as ever. Its modules are built from their configs, a call is
+traced on shapes and answered with zeros. What is rehearsed is what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+from accelerate import init_empty_weights
+
+from tpuport.core.arrays import torch_dtype
+from tpuport.core.enums import Backend, StageName
+from tpuport.core.mesh.device_memory import array_bytes
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.driving import driving
+from tpuport.core.seam.entry import Entry, Program, Target
+from tpuport.core.seam.pipelines import PipelineFolder
+from tpuport.core.seam.seam import Seam
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
+from tpuport.core.tracing.convolution_notes import counted
+from tpuport.core.weights.configs import building
+from tpuport.core.weights.sharding import ShardingPlan
+
+
+@dataclass(kw_only=True, eq=False)
+class Rehearsed:
+    """One program of a run, traced for devices that are not there.
+
+    Attributes:
+        name: of the module that was called: its component, and the path within.
+        weights: shapes, dtypes and places of the weights.
+        resident: bytes of weights of other modules on a device beside it.
+        calls: by the stage in which upstream made them.
+        attention, convolutions: what its calls run as.
+    """
+
+    name: str
+    mesh: jax.sharding.Mesh
+    weights: Mapping[str, Any]
+    attention: tuple[AttentionRecord, ...]
+    convolutions: tuple[ConvolutionRecord, ...]
+    resident: int = 0
+    calls: Counter[StageName] = field(default_factory=Counter)
+    _traced: jax.stages.Traced | None = field(default=None, repr=False)
+
+    def traced(self) -> jax.stages.Traced:
+        """The traced program."""
+        assert self._traced is not None
+        return self._traced
+
+    def lowered(self) -> jax.stages.Lowered:
+        """What ``.compile()`` is called on."""
+        return self.traced().lower()
+
+    def forget(self) -> None:
+        """Let go of what was traced, which of a whole model is large."""
+        self._traced = None
+
+    def __call__(self, weights: Any, inputs: Any) -> list[Any]:
+        """Shapes and dtypes of the result."""
+        found: list[Any] = jax.tree.leaves(self.traced().out_info)
+        return found
+
+
+class _Answers(Entry):
+    """A module whose calls are answered with zeros."""
+
+    stage: Callable[[], StageName]
+
+    def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
+        runtime = self._port().runtime
+        return Rehearsed(
+            name=self.name,
+            mesh=self.target.mesh,
+            weights=self._structs,
+            attention=tuple(runtime.records),
+            convolutions=tuple(counted(runtime.convolutions)),
+            _traced=traced,
+        )
+
+    def _answer(
+        self, program: Program, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[Any]:
+        if self._weights is None:
+            self._make_room(self)
+            self._weights = self._structs
+        run = program.run
+        assert isinstance(run, Rehearsed)
+        run.calls[self.stage()] += 1
+        return run(self._weights, [])
+
+    def _on_host(self, array: Any) -> torch.Tensor:
+        dtype = torch_dtype(str(array.dtype))
+        return torch.zeros(
+            array.shape, dtype=torch.long if dtype == torch.int32 else dtype
+        )
+
+    def rehearsed(self) -> list[Rehearsed]:
+        """Its programs."""
+        found = [program.run for program in self._programs.values()]
+        return [run for run in found if isinstance(run, Rehearsed)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a run of a pipeline would do.
+
+    Attributes:
+        programs: all of them, in the order of their first calls.
+        steps: how often ``scheduler.step`` was called.
+        plans: where the weights of the modules that were called go.
+    """
+
+    programs: tuple[Rehearsed, ...]
+    steps: int
+    plans: tuple[ShardingPlan, ...]
+
+
+def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
+    """The pipeline with modules that have shapes and no weights.
+
+    Buffers are computed as upstream does. Modules that upstream keeps in float32 are.
+
+    Raises:
+        WeightsError: a config does not build its class.
+    """
+    parts: dict[str, Any] = {}
+    for name, (library, class_name) in folder.components().items():
+        cls: Any = folder.component_class(name, library, class_name)
+        place = folder.folder / name
+        if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+            with building(class_name, f"{name}/"):
+                parts[name] = cls.from_pretrained(place, local_files_only=True)
+            continue
+        with (
+            building(class_name, f"{name}/config.json"),
+            init_empty_weights(include_buffers=False),
+        ):
+            if hasattr(cls, "load_config"):
+                module = cls.from_config(cls.load_config(place, local_files_only=True))
+            else:
+                module = cls(cls.config_class.from_pretrained(place))
+        if hasattr(module, "tie_weights"):
+            module.tie_weights()
+        parts[name] = _weightless(module, dtype)
+    parameters = folder.init_parameters
+    absent = {n: None for n in folder.index if n in parameters and n not in parts}
+    settings = {
+        name: value
+        for name, value in folder.index.items()
+        if name in parameters and name not in parts and not isinstance(value, list)
+    }
+    with building(folder.class_name, "model_index.json"):
+        return folder.pipeline_class(**{**absent, **parts, **settings})
+
+
+def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """``module`` with one number in place of each parameter, in ``dtype``.
+
+    The parameters are on the CPU, where pipelines look for their device. What upstream
+    keeps in float32 with ``from_pretrained(torch_dtype=...)`` is in float32.
+    """
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    made: dict[int, torch.nn.Parameter] = {}
+    for path, child in module.named_modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                wanted = tensor.dtype
+                if wanted.is_floating_point:
+                    in_full = kept & {*path.split("."), name}
+                    wanted = torch.float32 if in_full else dtype
+                if not tensor.is_meta:
+                    tensors[name] = tensor.to(wanted)
+                    continue
+                if id(tensor) not in made:
+                    one = torch.zeros((), dtype=wanted).expand(tensor.shape)
+                    made[id(tensor)] = torch.nn.Parameter(one, requires_grad=False)
+                tensors[name] = made[id(tensor)]
+    return module.eval()
+
+
+def rehearse(
+    pipeline: Any, target: Target, arguments: Mapping[str, Any], reporter: Reporter
+) -> Rehearsal:
+    """Drive ``pipeline`` once with made-up answers.
+
+    Args:
+        pipeline: from :func:`without_weights`.
+        target: for real devices, or for those of a topology.
+        arguments: keywords of the call, the prompt included.
+
+    Raises:
+        TpuportError: a module cannot become a program.
+    """
+    modules = {
+        name: component
+        for name, component in pipeline.components.items()
+        if isinstance(component, torch.nn.Module)
+    }
+    seam = Seam(modules, target, reporter, _Answers)
+    with contextlib.ExitStack() as stack:
+        stack.callback(seam.close)
+        drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
+        _Answers.stage = staticmethod(lambda: drive.stage or StageName.ENCODE)
+        pipeline(**arguments)
+        steps = len(drive.steps)
+        entries = [e for e in seam.entries.values() if isinstance(e, _Answers)]
+        programs = [program for entry in entries for program in entry.rehearsed()]
+        plans = [entry.plan for entry in entries if entry.plan is not None]
+        held = sum(e.bytes_per_device for e in entries if e.placed)
+        for program in programs:
+            own = array_bytes(jax.tree.leaves(program.weights))
+            program.resident = max(held - own, 0)
+        return Rehearsal(programs=tuple(programs), steps=steps, plans=tuple(plans))
