@@ -10,6 +10,7 @@ from tpuport.patches.torchax_types import TYPE_AS
 
 
 def test_type_as_makes_a_new_tensor() -> None:
+    assert TYPE_AS.name == "torchax-type-as"
     runtime = model_runtime(mesh=None, platform="cpu", patches=(TYPE_AS,))
     with runtime.tracing() as env:
         half = env.j2t_iso(jnp.ones((1, 2, 3, 3), jnp.bfloat16))
