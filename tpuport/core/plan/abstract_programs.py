@@ -61,6 +61,26 @@ class AbstractProgram:
         return self.asked.loaded
 
     @property
+    def weights(self) -> Mapping[str, Any]:
+        """The component's weights, as shapes with places."""
+        return self.loaded.weights
+
+    @property
+    def stage(self) -> str:
+        """The stage that it is of."""
+        return self.asked.stage
+
+    @property
+    def program_name(self) -> str:
+        """Its name in the stage."""
+        return self.asked.name
+
+    @property
+    def component(self) -> str:
+        """The component whose weights it takes."""
+        return self.asked.program.component
+
+    @property
     def mesh(self) -> jax.sharding.Mesh:
         """The devices that it is for."""
         return self.loaded.replicated.mesh

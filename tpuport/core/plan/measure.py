@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tpuport.core.cost.flops import model_flops
 from tpuport.core.cost.hlo import parse
@@ -15,8 +15,9 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.device_memory import plan_of, refused_bytes
 from tpuport.core.mesh.slices import Topology
-from tpuport.core.plan.abstract_programs import AbstractProgram, device_bytes
+from tpuport.core.plan.abstract_programs import device_bytes
 from tpuport.core.plan.build_ahead import CompileError
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 
 #: Characters that are kept of a compiler's message.
 _WORDS = 400
@@ -97,8 +98,42 @@ class Measured:
         return self.flops / (self.seconds * self.devices * chip.peak_flops)
 
 
+class Compilable(Protocol):
+    """A program that can be compiled for a topology, and what it is part of.
+
+    Attributes:
+        stage, program_name, component: names, for people.
+        calls: how often the run calls it.
+        weights: of its component, as shapes with places.
+        resident: bytes of a device that are taken besides.
+        mesh: the devices that it is for.
+        attention, convolutions: what its calls run as, once it is traced.
+    """
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def program_name(self) -> str: ...
+    @property
+    def component(self) -> str: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def weights(self) -> Any: ...
+    @property
+    def resident(self) -> int: ...
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def attention(self) -> tuple[AttentionRecord, ...]: ...
+    @property
+    def convolutions(self) -> tuple[ConvolutionRecord, ...]: ...
+    def traced(self) -> Any: ...
+    def lowered(self) -> Any: ...
+
+
 def measure(
-    program: AbstractProgram,
+    program: Compilable,
     topology: Topology,
     chip: Chip,
     kernels: Kernels,
@@ -117,7 +152,7 @@ def measure(
     started = time.perf_counter()
     lowered = program.lowered()
     lowered_at = time.perf_counter()
-    weights, resident = device_bytes(program.loaded.weights), program.resident
+    weights, resident = device_bytes(program.weights), program.resident
     flops = model_flops(program.traced().jaxpr, program.attention)
     text = refused = ""
     before = time.perf_counter()
@@ -128,7 +163,7 @@ def measure(
         refused = one_line(error)
         if used is None:
             # The rest of such a message is the program's text.
-            words = f"{program.asked.label} does not compile: {refused[:_WORDS]}"
+            words = f"{program.stage}/{program.program_name} does not compile: {refused[:_WORDS]}"
             raise CompileError(words) from error
         parts = {"temporaries": max(used - weights, 0)}
         memory = _memory(parts, weights, resident, used + resident)
@@ -142,9 +177,9 @@ def measure(
         mesh = dict(program.mesh.shape)
         found = account(parse(text), chip, network, mesh, kernels)
     return Measured(
-        stage=program.asked.stage,
-        program=program.asked.name,
-        component=program.asked.program.component,
+        stage=program.stage,
+        program=program.program_name,
+        component=program.component,
         calls=program.calls,
         memory=memory,
         limit=chip.hbm_usable_bytes,

@@ -27,17 +27,20 @@ class StagePlan:
         programs: that it compiles.
         chip: for utilisation.
         kernels: the Pallas kernels that they call, JSON-ready.
+        steps: how often ``scheduler.step`` is called, where a step may be several
+            calls; ``None`` where each call is one.
     """
 
     name: str
     programs: tuple[Measured, ...]
     chip: Chip
     kernels: tuple[dict[str, Any], ...] = ()
+    steps: int | None = None
 
     @property
     def calls(self) -> int:
-        """Calls of all its programs over the run."""
-        return sum(p.calls for p in self.programs)
+        """Steps, or calls of all its programs over the run."""
+        return self.steps or sum(p.calls for p in self.programs)
 
     def _sum(self, what: Callable[[Account], float]) -> float | None:
         """Over all calls; ``None`` where a program does not fit."""

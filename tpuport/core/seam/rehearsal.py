@@ -38,7 +38,7 @@ class Rehearsed:
         name: of the module that was called: its component, and the path within.
         weights: shapes, dtypes and places of the weights.
         resident: bytes of weights of other modules on a device beside it.
-        calls: by the stage in which upstream made them.
+        by_stage: how often upstream calls it in each stage.
         attention, convolutions: what its calls run as.
     """
 
@@ -48,8 +48,28 @@ class Rehearsed:
     attention: tuple[AttentionRecord, ...]
     convolutions: tuple[ConvolutionRecord, ...]
     resident: int = 0
-    calls: Counter[StageName] = field(default_factory=Counter)
+    by_stage: Counter[StageName] = field(default_factory=Counter)
     _traced: jax.stages.Traced | None = field(default=None, repr=False)
+
+    @property
+    def stage(self) -> StageName:
+        """The stage that calls it most."""
+        return max(self.by_stage, key=lambda stage: self.by_stage[stage])
+
+    @property
+    def calls(self) -> int:
+        """How often the run calls it."""
+        return sum(self.by_stage.values())
+
+    @property
+    def component(self) -> str:
+        """The component of the pipeline."""
+        return self.name.partition(".")[0]
+
+    @property
+    def program_name(self) -> str:
+        """The module's name, for people."""
+        return self.name
 
     def traced(self) -> jax.stages.Traced:
         """The traced program."""
@@ -94,7 +114,7 @@ class _Answers(Entry):
             self._weights = self._structs
         run = program.run
         assert isinstance(run, Rehearsed)
-        run.calls[self.stage()] += 1
+        run.by_stage[self.stage()] += 1
         return run(self._weights, [])
 
     def _on_host(self, array: Any) -> torch.Tensor:

@@ -1,0 +1,128 @@
+"""The plan of a pipeline that has no plugin: its run rehearsed, its programs compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.core.arrays import torch_dtype
+from tpuport.core.cost.kernel_cycles import KernelsMet
+from tpuport.core.enums import StageName
+from tpuport.core.mesh.chips import chip as chip_named
+from tpuport.core.mesh.device_mesh import place_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.mesh.slices import Topology, topology_devices
+from tpuport.core.plan.measure import Measured, measure
+from tpuport.core.plan.plan import Plan, StagePlan
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.entry import Target
+from tpuport.core.seam.pipelines import PipelineFolder
+from tpuport.core.seam.rehearsal import Rehearsal, rehearse, without_weights
+from tpuport.core.spec.run_settings import RunSettings
+
+
+def rehearsed(
+    folder: PipelineFolder,
+    target: Target,
+    dtype: str,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> Rehearsal:
+    """The run of a folder's pipeline on ``target``; only configs are read.
+
+    Raises:
+        WeightsError: a config does not build its class.
+        TpuportError: a module cannot become a program.
+    """
+    with reporter.timed(f"building {folder.class_name} without weights"):
+        pipeline = without_weights(folder, torch_dtype(dtype))
+    pipeline.set_progress_bar_config(disable=True)
+    return rehearse(pipeline, target, arguments, reporter)
+
+
+def plan_pipeline(
+    folder: PipelineFolder,
+    found: Rehearsal,
+    topology: Topology,
+    spec: MeshSpec,
+    settings: RunSettings,
+    *,
+    arguments: Mapping[str, Any],
+    stages: Sequence[str],
+    cache: Path,
+    reporter: Reporter,
+) -> Plan:
+    """Compile every program of a rehearsed run and add it up.
+
+    Args:
+        stages: those whose programs are compiled.
+        cache: a folder for the schedules of kernels.
+
+    Raises:
+        KernelError, HloError: what was compiled could not be read.
+        CompileError: a program does not compile, for another reason than its size.
+    """
+    chip = chip_named(topology.chip)
+    made: dict[StageName, list[Measured]] = {}
+    kernels: dict[StageName, KernelsMet] = {}
+    for program in found.programs:
+        wanted = [stage for stage in program.by_stage if stage in stages]
+        if not wanted:
+            continue
+        met = kernels.setdefault(wanted[0], KernelsMet(chip, cache, reporter))
+        with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
+            measured = measure(program, topology, chip, met)
+        program.forget()
+        for stage in wanted:
+            calls = program.by_stage[stage]
+            one = replace(measured, stage=stage, calls=calls)
+            made.setdefault(stage, []).append(one)
+    return Plan(
+        model=folder.class_name,
+        variant="",
+        weights=folder.reference,
+        topology=topology.name,
+        chip=chip,
+        mesh=spec,
+        settings={n: v for n, v in arguments.items() if _plain(v)},
+        dtype=str(settings.dtype),
+        attention=str(settings.attention),
+        sharding=settings.sharding,
+        blocks="upstream",
+        stages=tuple(
+            StagePlan(
+                name=stage,
+                programs=tuple(made[stage]),
+                chip=chip,
+                kernels=tuple(
+                    use.as_dict()
+                    for use in (
+                        kernels[stage].uses.values() if stage in kernels else ()
+                    )
+                ),
+                steps=found.steps if stage == StageName.DENOISE else None,
+            )
+            for stage in StageName
+            if stage in made
+        ),
+        sharding_plans=found.plans,
+        notes=[
+            note
+            for programs in made.values()
+            for one in programs
+            if one.account is not None
+            for note in one.account.notes
+        ],
+    )
+
+
+def topology_mesh(topology: Topology, spec: MeshSpec | None) -> Any:
+    """The mesh of a plan; all devices along sp where none was named."""
+    devices = topology_devices(topology)
+    return place_mesh(spec or MeshSpec(sp=len(devices)), devices)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
