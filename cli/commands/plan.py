@@ -21,6 +21,8 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.runs.any_pipeline import is_any, with_model
+from tpuport.cli.runs.any_plan import plan_any
 from tpuport.cli.shown import plan_text, signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Dtype, Task
@@ -107,6 +109,14 @@ def plan(
     found = parse_topology(topology)
     prepare_topology(found)
     prepare(debug=settings.debug)
+    settings = with_model(settings)
+    if is_any(settings):
+        _refuse(batch=batch, dump=dump)
+        with Display(signals.check) as display:
+            planned = _stages(stage)
+            made = plan_any(settings, found, planned, budget=budget, reporter=display)
+        _show(settings, made, verbose)
+        return
     stages, prompts = _checked(settings, found, stage, batch, dump)
     with Display(signals.check) as display, display.timed(f"planning for {topology}"):
         made = _plan(
@@ -119,6 +129,23 @@ def plan(
             dump=dump,
             reporter=display,
         )
+    _show(settings, made, verbose)
+
+
+def _refuse(**own: Any) -> None:
+    """Refuse options that are for models with a plugin.
+
+    Raises:
+        UsageError: which one.
+    """
+    for name, value in own.items():
+        if value is not None:
+            raise UsageError(
+                f"--{name}: is for models with a plugin; leave the option out"
+            )
+
+
+def _show(settings: Settings, made: Plan, verbose: bool) -> None:
     document = {"command": "plan", **made.as_dict()}
     give_out(document, as_json=settings.json, report=settings.report)
     if not settings.json:

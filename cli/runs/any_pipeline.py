@@ -56,7 +56,7 @@ _SHARED = frozenset(
         ),
         *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
         *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
-        *("seed", "image", "video", "strength", "options"),
+        *("seed", "image", "video", "strength", "options", "search"),
     }
 )
 #: Of a request, what a sidecar keeps to ask again.
@@ -194,7 +194,7 @@ class _Run:
         Raises:
             UsageError, WeightsError, MeshError: what is wrong.
         """
-        _refuse_flags(settings, folder.class_name)
+        refuse_flags(settings, folder.class_name)
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
         if settings.report is not None:
@@ -417,7 +417,7 @@ def _upstreams_errors(pipeline: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse_flags(settings: Settings, pipeline: str) -> None:
+def refuse_flags(settings: Settings, pipeline: str) -> None:
     """Refuse settings that are for models with a plugin.
 
     Raises:

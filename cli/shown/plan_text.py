@@ -69,16 +69,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{plan.mesh}, {plan.dtype}, sharding {plan.sharding}, {plan.blocks} blocks"
         + "".join(f", {name} {n}" for n, name in plan.implementations.items())
     )
-    together = settings["batch_size"]
-    count = len(settings["prompts"])
-    how = ", one after the other" if together < count else ", together"
-    frames, steps = settings["num_frames"], settings["num_inference_steps"]
-    yield (
-        f"{count} video{'s' * (count > 1)} of {settings['width']}x"
-        f"{settings['height']}, {frames} frame{'s' * (frames != 1)}, "
-        f"{steps} step{'s' * (steps != 1)}, guidance "
-        f"{settings['guidance_scale']:g}{how if count > 1 else ''}"
-    )
+    yield _asked(settings)
     if plan.weights == DEMO:
         yield (
             "this is the built-in demo, a tiny model with random weights: --variant or "
@@ -99,6 +90,22 @@ def _head(plan: Plan) -> Iterator[str]:
         )
     if not plan.fits and not plan.advice:
         yield "  no mesh, size or slice was found that fits"
+
+
+def _asked(settings: Mapping[str, Any]) -> str:
+    """What is planned, in words."""
+    if "prompts" not in settings:  # of a pipeline without a plugin: its own names
+        return ", ".join(f"{name} {value}" for name, value in settings.items())
+    together = settings["batch_size"]
+    count = len(settings["prompts"])
+    how = ", one after the other" if together < count else ", together"
+    frames, steps = settings["num_frames"], settings["num_inference_steps"]
+    return (
+        f"{count} video{'s' * (count > 1)} of {settings['width']}x"
+        f"{settings['height']}, {frames} frame{'s' * (frames != 1)}, "
+        f"{steps} step{'s' * (steps != 1)}, guidance "
+        f"{settings['guidance_scale']:g}{how if count > 1 else ''}"
+    )
 
 
 def _devices(plan: Plan) -> str:

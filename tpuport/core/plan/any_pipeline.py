@@ -1,4 +1,4 @@
-"""The plan of a pipeline that has no plugin: its run rehearsed, its programs compiled."""
+"""The plan of a pipeline without a plugin: rehearsed, its programs compiled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def rehearsed(
     with reporter.timed(f"building {folder.class_name} without weights"):
         pipeline = without_weights(folder, torch_dtype(dtype))
     pipeline.set_progress_bar_config(disable=True)
-    return rehearse(pipeline, target, arguments, reporter)
+    with reporter.timed(f"rehearsing {folder.class_name}"):
+        return rehearse(pipeline, target, arguments, Reporter())
 
 
 def plan_pipeline(
@@ -108,6 +109,15 @@ def plan_pipeline(
             if stage in made
         ),
         sharding_plans=found.plans,
+        calls=[
+            {
+                "name": program.name,
+                "stage": program.stage,
+                "calls": program.calls,
+                "inputs": list(program.inputs),
+            }
+            for program in found.programs
+        ],
         notes=[
             note
             for programs in made.values()

@@ -163,7 +163,8 @@ def measure(
         refused = one_line(error)
         if used is None:
             # The rest of such a message is the program's text.
-            words = f"{program.stage}/{program.program_name} does not compile: {refused[:_WORDS]}"
+            label = f"{program.stage}/{program.program_name}"
+            words = f"{label} does not compile: {refused[:_WORDS]}"
             raise CompileError(words) from error
         parts = {"temporaries": max(used - weights, 0)}
         memory = _memory(parts, weights, resident, used + resident)

@@ -136,6 +136,8 @@ class Plan:
         notes: what could not be known.
         tiling: of stages that have the choice, whether they run in tiles: a
             :class:`tpuport.core.spec.tiling.TilingDecision`, JSON-ready.
+        calls: of a rehearsed pipeline, every module that upstream calls: its name, its
+            stage, how often, and the dtypes and shapes of the inputs.
     """
 
     model: str
@@ -158,6 +160,7 @@ class Plan:
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tiling: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def programs(self) -> tuple[Measured, ...]:
@@ -259,7 +262,7 @@ class Plan:
             "stages": {stage.name: stage.as_dict() for stage in self.stages},
             "sharding_plans": [p.as_dict() for p in self.sharding_plans],
             "kernels": list(self.kernels),
-            **_told(self, "advice meshes files notes tiling"),
+            **_told(self, "advice meshes files notes tiling calls"),
         }
 
 

@@ -91,12 +91,13 @@ class PipelineFolder:
         checkpoint = Checkpoint(folder, str(weights))
         return cls(folder, str(weights), checkpoint.index, checkpoint)
 
-    def fetched(self, reporter: Reporter) -> PipelineFolder:
-        """The folder with all files that are read."""
+    def fetched(self, reporter: Reporter, *, weights: bool = True) -> PipelineFolder:
+        """The folder with all files that are read, of a plan without ``weights``."""
         if local_folder(self.reference) is not None:
             return self
         names = [n for n in self.index if not n.startswith("_")]
-        wanted = patterns(names, ".safetensors", *SMALL_FILES)
+        suffixes = (".safetensors", *SMALL_FILES) if weights else SMALL_FILES
+        wanted = patterns(names, *suffixes)
         folder = fetch(self.reference, wanted, reporter)
         return replace(
             self, folder=folder, checkpoint=Checkpoint(folder, self.reference)

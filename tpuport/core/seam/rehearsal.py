@@ -37,6 +37,7 @@ class Rehearsed:
     Attributes:
         name: of the module that was called: its component, and the path within.
         weights: shapes, dtypes and places of the weights.
+        inputs: dtypes and shapes, such as ``"bfloat16[1,512,4096]"``.
         resident: bytes of weights of other modules on a device beside it.
         by_stage: how often upstream calls it in each stage.
         attention, convolutions: what its calls run as.
@@ -45,6 +46,7 @@ class Rehearsed:
     name: str
     mesh: jax.sharding.Mesh
     weights: Mapping[str, Any]
+    inputs: tuple[str, ...]
     attention: tuple[AttentionRecord, ...]
     convolutions: tuple[ConvolutionRecord, ...]
     resident: int = 0
@@ -101,6 +103,10 @@ class _Answers(Entry):
             name=self.name,
             mesh=self.target.mesh,
             weights=self._structs,
+            inputs=tuple(
+                f"{one.dtype}[{','.join(map(str, one.shape))}]"
+                for one in traced.jaxpr.in_avals[len(self._structs) :]
+            ),
             attention=tuple(runtime.records),
             convolutions=tuple(counted(runtime.convolutions)),
             _traced=traced,
@@ -156,7 +162,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
     for name, (library, class_name) in folder.components().items():
         cls: Any = folder.component_class(name, library, class_name)
         place = folder.folder / name
-        if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        if not _is_module(cls):
             with building(class_name, f"{name}/"):
                 parts[name] = cls.from_pretrained(place, local_files_only=True)
             continue
@@ -164,6 +170,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
             building(class_name, f"{name}/config.json"),
             init_empty_weights(include_buffers=False),
         ):
+            module: Any
             if hasattr(cls, "load_config"):
                 module = cls.from_config(cls.load_config(place, local_files_only=True))
             else:
@@ -180,6 +187,10 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
     }
     with building(folder.class_name, "model_index.json"):
         return folder.pipeline_class(**{**absent, **parts, **settings})
+
+
+def _is_module(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, torch.nn.Module)
 
 
 def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

@@ -1,0 +1,154 @@
+"""The plan of a pipeline without a plugin: on a mesh, or on the best one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport import api
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.runs.any_pipeline import find, refuse_flags
+from tpuport.core.enums import Dtype, StageName
+from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
+from tpuport.errors import MeshError
+
+if TYPE_CHECKING:
+    from tpuport.core.mesh.slices import Topology
+    from tpuport.core.plan.plan import Plan
+    from tpuport.core.reports import Reporter
+    from tpuport.core.seam.pipelines import PipelineFolder
+    from tpuport.core.seam.rehearsal import Rehearsal
+
+
+def plan_any(
+    settings: Settings,
+    topology: Topology,
+    stages: Sequence[str],
+    *,
+    budget: float,
+    reporter: Reporter,
+) -> Plan:
+    """Plan the run that the settings ask for; of the folder only configs are read.
+
+    Args:
+        stages: names of those to plan.
+        budget: seconds that a search for a mesh may take; a compile that has begun is
+            finished.
+
+    Raises:
+        UsageError, WeightsError, MeshError: what is wrong.
+    """
+    folder = find(settings, reporter)
+    refuse_flags(settings, folder.class_name)
+    arguments = folder.arguments(settings)
+    if "prompt" in folder.parameters:
+        arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
+    if "output_type" in folder.all_parameters and stages == [StageName.DENOISE]:
+        arguments["output_type"] = "latent"
+    folder = folder.fetched(reporter, weights=False)
+    settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
+    one = _One(settings, folder, topology, arguments, stages, reporter)
+    if not settings.search:
+        return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
+    return _best(one, budget)
+
+
+class _One:
+    """Plans of one run on one slice."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: PipelineFolder,
+        topology: Topology,
+        arguments: Mapping[str, Any],
+        stages: Sequence[str],
+        reporter: Reporter,
+    ) -> None:
+        self.settings, self.folder, self.topology = settings, folder, topology
+        self.arguments, self.stages, self.reporter = arguments, stages, reporter
+
+    def rehearse(self, spec: MeshSpec) -> Rehearsal:
+        """The run on a mesh."""
+        from tpuport.core.plan.any_pipeline import rehearsed, topology_mesh
+
+        placed = topology_mesh(self.topology, spec)
+        target = api.general_target(placed, self.settings)
+        dtype = str(self.settings.dtype)
+        return rehearsed(self.folder, target, dtype, self.arguments, self.reporter)
+
+    def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
+        """The plan on a mesh."""
+        from tpuport.core.plan.any_pipeline import plan_pipeline
+
+        return plan_pipeline(
+            self.folder,
+            found or self.rehearse(spec),
+            self.topology,
+            spec.resolve(self.topology.devices),
+            self.settings,
+            arguments=self.arguments,
+            stages=self.stages,
+            cache=_schedules(self.settings),
+            reporter=self.reporter,
+        )
+
+
+def _best(one: _One, budget: float) -> Plan:
+    """The plan of the fastest mesh that fits; the others are in ``meshes``."""
+    started = time.monotonic()
+    count = one.topology.devices
+    first = MeshSpec(sp=count)
+    found = one.rehearse(first)
+    heads, rows = _heads_and_rows(found)
+    plans = [one.plan(first, found)]
+    for spec in _legal(count, heads, rows):
+        if spec == first or time.monotonic() - started > budget:
+            continue
+        plans.append(one.plan(spec))
+    seconds = [plan.seconds_per_step or float("inf") for plan in plans]
+    order = sorted(range(len(plans)), key=lambda i: (not plans[i].fits, seconds[i]))
+    best = plans[order[0]]
+    best.meshes = [
+        {
+            "mesh": plans[i].mesh.shape,
+            "compiled": True,
+            "fits": plans[i].fits,
+            "seconds_per_step": plans[i].seconds_per_step,
+            "stage_seconds": plans[i].seconds,
+            "hbm_bytes_per_chip": plans[i].hbm_bytes,
+        }
+        for i in order
+    ]
+    return best
+
+
+def _heads_and_rows(found: Rehearsal) -> tuple[list[int], int]:
+    """Heads and rows of the batch of the attention calls that denoise."""
+    records = [
+        record
+        for program in found.programs
+        if StageName.DENOISE in program.by_stage
+        for record in program.attention
+    ]
+    return [r.query[1] for r in records], max((r.query[0] for r in records), default=1)
+
+
+def _legal(count: int, heads: Sequence[int], rows: int) -> list[MeshSpec]:
+    """The meshes of all devices whose axes all have something to split."""
+    found = []
+    for dp in divisors(count):
+        for tp in divisors(count // dp):
+            if rows % dp == 0 and all(n % tp == 0 for n in heads):
+                found.append(MeshSpec(dp=dp, sp=count // dp // tp, tp=tp))
+    if not found:
+        raise MeshError(f"no mesh of {count} devices fits heads {heads}, rows {rows}")
+    return found
+
+
+def _schedules(settings: Settings) -> Path:
+    return cache_folder(settings.cache_dir) / "schedules"
