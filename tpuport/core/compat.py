@@ -112,15 +112,26 @@ def import_torchax() -> ModuleType:
     return torchax
 
 
-def shard_map(*args: Any, **kwargs: Any) -> Any:
+def shard_map(run: Any, **kwargs: Any) -> Any:
     """``jax.shard_map`` without the varying-axes check.
 
     jax 0.10 names the argument ``check_vma``. The check is off because Pallas calls and
     ``lax.scan`` carries do not annotate which mesh axes they vary over.
-    """
-    import jax
 
-    return jax.shard_map(*args, check_vma=False, **kwargs)
+    Within ``jax.ensure_compile_time_eval`` a device's place on an axis would be asked
+    for at once, and has no value yet: what ``run`` does is traced there as elsewhere.
+    """
+    import functools
+
+    import jax
+    from jax._src.config import eager_constant_folding
+
+    @functools.wraps(run)
+    def traced(*arrays: Any) -> Any:
+        with eager_constant_folding(False):
+            return run(*arrays)
+
+    return jax.shard_map(traced, check_vma=False, **kwargs)
 
 
 def compiler_flags() -> tuple[str, ...]:

@@ -14,14 +14,20 @@ EVERYWHERE: tuple[OpOverride, ...] = (ATTENTION, LENGTH_ATTENTION)
 """The op overrides of every model."""
 
 
-def model_runtime(*, overrides: Sequence[OpOverride] = (), **settings: Any) -> Runtime:
-    """A runtime that has ``EVERYWHERE`` in front of a model's own overrides.
+def model_runtime(
+    *,
+    overrides: Sequence[OpOverride] = (),
+    everywhere: Sequence[OpOverride] = EVERYWHERE,
+    **settings: Any,
+) -> Runtime:
+    """A runtime that has ``everywhere`` in front of a model's own overrides.
 
     Args:
         overrides: the model's own.
+        everywhere: the op overrides of attention.
         settings: the other fields of :class:`~tpuport.core.tracing.runtime.Runtime`.
 
     Raises:
         OpConflictError: an operator does not exist, or is claimed twice.
     """
-    return Runtime(overrides=(*EVERYWHERE, *overrides), **settings)
+    return Runtime(overrides=(*everywhere, *overrides), **settings)

@@ -18,6 +18,8 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
+from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
@@ -82,6 +84,7 @@ class Target:
             platform=str(self.mesh.devices.flat[0].platform),
             patches=self.patches,
             overrides=self.overrides,
+            everywhere=(EXCHANGED_ATTENTION, LENGTH_ATTENTION),
             attention=self.attention,
             attention_implementation=self.implementation,
             matmul_precision="highest" if exact else None,

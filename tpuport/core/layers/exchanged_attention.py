@@ -1,0 +1,76 @@
+"""Attention of any model on tokens that the compiler splits over the mesh.
+
+A self-attention exchanges tokens for heads around the kernel, so no device needs all
+keys of all heads (``sequence_parallel.py``). Other calls gather their keys, which are
+few: text, or an image.
+
+Legend: B batch, H heads, L tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from tpuport.core.arrays import Array, Float, Shaped
+from tpuport.core.layers.attention import ATTENTION, scaled_dot_product_attention
+from tpuport.core.layers.sequence_parallel import sequence_attention
+from tpuport.core.tracing.context import Active, OpContext
+from tpuport.core.tracing.op_overrides import OpOverride
+
+
+def exchanged_attention(
+    context: OpContext,
+    query: Float[Array, ...],
+    key: Float[Array, ...],
+    value: Float[Array, ...],
+    attn_mask: Shaped[Array, ...] | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Float[Array, ...]:
+    """``torch.nn.functional.scaled_dot_product_attention`` on [..., H, L, D].
+
+    Raises:
+        AttentionError, RuntimeError, TypeError, ValueError: as
+        :func:`~tpuport.core.layers.attention.scaled_dot_product_attention`.
+    """
+    ways = context.axis_size(context.attention.sequence)
+    alike = query.ndim == 4 and query.shape == key.shape == value.shape
+    plain = attn_mask is None and not (dropout_p or is_causal)
+    if ways == 1 or not (alike and plain) or context.implementation.window is not None:
+        return scaled_dot_product_attention(
+            context,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+        )
+    length = query.shape[2]
+    padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
+    q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
+    out = sequence_attention(
+        Active(None, context),
+        q,
+        k,
+        v,
+        kv_len=length,
+        scale=scale,
+        feature_major=False,
+    )
+    return out[:, :, :length]
+
+
+EXCHANGED_ATTENTION = OpOverride(
+    targets=ATTENTION.targets,
+    make=lambda context: functools.partial(exchanged_attention, context),
+    owner="tpuport.core.layers.exchanged_attention",
+    reason="split over the mesh, and by kernels",
+)
+"""In place of ``ATTENTION``, for models whose tokens the compiler splits."""
