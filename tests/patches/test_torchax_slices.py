@@ -40,6 +40,8 @@ BOXES: dict[str, Any] = {
     "ellipsis last": (slice(1, 3), Ellipsis),
     "ellipsis between": (slice(1, 3), Ellipsis, slice(0, 2)),
     "ellipsis for nothing": (slice(1, 3), Ellipsis, slice(None), slice(0, 2)),
+    "every second": (Ellipsis, slice(None, None, 2)),
+    "every third": (Ellipsis, slice(1, None, 3)),
 }
 
 #: Left to torchax's own code.
@@ -49,7 +51,7 @@ OTHERS: dict[str, Any] = {
     "int and slice": (slice(None), 2),
     "ellipsis and int": (Ellipsis, 3),
     "step": slice(None, None, 2),
-    "stepped last": (Ellipsis, slice(1, None, 2)),
+    "stepped unevenly": (Ellipsis, slice(1, None, 4)),
     "list": (slice(None), [0, 3]),
     "none": (None, slice(1, 2)),
     "empty": slice(2, 2),

@@ -35,6 +35,17 @@ def _slice_start_and_size(
     return tuple(starts), tuple(sizes)
 
 
+def _every_nth(slices: Any, rank: int) -> tuple[int, int] | None:
+    """First and step of ``x[..., first::step]``; ``None`` for another key."""
+    if not isinstance(slices, tuple) or len(slices) != 2 or slices[0] is not Ellipsis:
+        return None
+    last = slices[1]
+    if not isinstance(last, slice) or last.stop is not None or rank == 0:
+        return None
+    first, step = last.start or 0, last.step or 1
+    return (first, step) if step > 1 and 0 <= first < step else None
+
+
 def _write_box(
     x: jax.Array, value: jax.Array, starts: Sequence[int], dim: int = 0
 ) -> jax.Array:
@@ -52,13 +63,23 @@ def _write_box(
 
 
 def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
-    """``x`` with ``x[key] = value`` done; ``None`` when ``key`` is not a plain box.
+    """``x`` with ``x[key] = value`` done; ``None`` for keys that are no plain box.
+
+    ``x[..., 1::2] = value`` is done too: rotary embeddings are written so.
 
     Args:
         x: of any shape.
         key: what stands in the brackets.
         value: broadcasts to the shape of ``x[key]``, as in torch.
     """
+    every = _every_nth(key, x.ndim)
+    if every is not None and x.shape[-1] % every[1] == 0:
+        first, step = every
+        # By a dim of their own: the compiler sees through a part that is replaced.
+        apart = x.reshape(*x.shape[:-1], -1, step)
+        parts = [apart[..., i] for i in range(step)]
+        parts[first] = jnp.broadcast_to(value, parts[first].shape).astype(x.dtype)
+        return jnp.stack(parts, axis=-1).reshape(x.shape)
     box = _slice_start_and_size(key, x.shape)
     if box is None or 0 in box[1]:
         return None

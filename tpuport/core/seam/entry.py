@@ -18,9 +18,11 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.enums import StageName
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.module_state import Attributes, State
@@ -417,7 +419,12 @@ class Entry:
             return ported.call(weights, run, values)
 
         call.__name__ = self.name.replace(".", "_")
-        jitted = jax.jit(call, out_shardings=self.target.replicated)
+        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
+        jitted = jax.jit(
+            call,
+            out_shardings=self.target.replicated,
+            compiler_options=flags.options or None,
+        )
         structs = [
             jax.ShapeDtypeStruct(
                 tensors[i].shape,
