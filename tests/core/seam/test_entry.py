@@ -1,0 +1,199 @@
+"""One module's forward as programs: what upstream's code may do around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tpuport
+from tpuport.core.seam.entry import MOST_CONSTANTS, Entry
+from tpuport.core.seam.ported import seam_of
+from tpuport.errors import TpuportError, UsageError
+
+
+def entry_of(ported: torch.nn.Module) -> Entry:
+    (entry,) = seam_of(ported).entries.values()
+    return entry
+
+
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.factor
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def close(found: Any, expected: Any) -> bool:
+    return bool(torch.allclose(found, expected, rtol=0, atol=1e-6))
+
+
+def test_equal_calls_run_one_program() -> None:
+    module = Linear()
+    ported = tpuport.port(module)
+    for _ in range(3):
+        assert close(ported(X), module(X))
+    assert entry_of(ported).programs == 1
+    assert close(ported(X[:2]), module(X[:2]))
+    assert entry_of(ported).programs == 2
+
+
+def test_a_plain_attribute_is_part_of_the_key() -> None:
+    ported = tpuport.port(Linear())
+    first = ported(X)
+    ported.factor = 3.0
+    assert close(ported(X), first * 3)
+
+
+def test_weights_that_change_are_placed_again() -> None:
+    ported = tpuport.port(Linear())
+    before = ported(X)
+    with torch.no_grad():
+        ported.inner.weight.mul_(2)
+        ported.inner.bias.mul_(2)
+    assert close(ported(X), before * 2)
+    assert entry_of(ported).programs == 1
+
+
+def test_a_module_that_is_replaced_is_traced_again() -> None:
+    ported = tpuport.port(Linear())
+    ported(X)
+    ported.inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    assert close(ported(X), ported.inner(X))
+    assert float(ported(X).abs().max()) < 1
+
+
+def test_the_module_that_was_handed_in_stays_upstreams() -> None:
+    module = Linear()
+    ported = tpuport.port(module)
+    assert type(ported) is Linear
+    assert "forward" not in vars(module)
+    assert ported.inner.weight is module.inner.weight
+
+
+class Masked(torch.nn.Module):
+    """Reads the values of a mask while it runs."""
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, step: torch.Tensor
+    ) -> torch.Tensor:
+        return x[mask.bool()] * step if bool(mask.any()) else x * 0
+
+
+def test_a_mask_that_is_read_becomes_a_constant() -> None:
+    module, ported = Masked(), tpuport.port(Masked())
+    for mask in ([1, 0, 1], [0, 1, 1], [0, 0, 0]):
+        one = torch.tensor(mask)
+        assert close(ported(X, one, torch.tensor(2)), module(X, one, torch.tensor(2)))
+    assert entry_of(ported).programs == 3
+
+
+def test_masks_without_end_are_refused() -> None:
+    ported = tpuport.port(Masked())
+
+    def ask() -> Iterator[None]:
+        for number in range(1, MOST_CONSTANTS + 2):
+            mask = torch.tensor([int(bit) for bit in f"{number:06b}"])
+            ported(X.repeat(2, 1), mask, torch.tensor(1))
+            yield
+
+    with pytest.raises(TpuportError, match="on_host"):
+        list(ask())
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_python_that_depends_on_latents_is_refused_by_name() -> None:
+    with pytest.raises(TpuportError) as caught:
+        tpuport.port(Branching())(X)
+    told = str(caught.value)
+    assert "Branching" in told
+    assert "test_entry.py:" in told
+    assert "on_host" in told
+
+
+class Caching(torch.nn.Module):
+    """Hands state over by changing what it is given, as Wan's decoder does."""
+
+    def forward(
+        self, x: torch.Tensor, cache: list[Any], place: list[int]
+    ) -> torch.Tensor:
+        before = cache[place[0]]
+        cache[place[0]] = "first" if before is None else x + 1
+        place[0] += 1
+        return x if isinstance(before, str | None) else x + before
+
+
+def test_lists_that_forward_changes_are_changed() -> None:
+    caches: list[list[Any]] = []
+    for module in (Caching(), tpuport.port(Caching())):
+        cache: list[Any] = [None, None]
+        place = [0]
+        for call in range(6):
+            out = module(X + call, cache, place)
+            assert place == [1]
+            place[0] = 0
+        caches.append([out, *cache])
+    assert close(caches[0][0], caches[1][0])
+    assert close(caches[0][1], caches[1][1])
+    assert caches[0][2] is caches[1][2] is None
+
+
+class Remembering(torch.nn.Module):
+    """Keeps a tensor in an attribute from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = 0 if self.last is None else self.last
+        self.last = x * 2
+        return x + before
+
+
+def test_attributes_that_forward_sets_are_set() -> None:
+    module, ported = Remembering(), tpuport.port(Remembering())
+    for call in range(3):
+        assert close(ported(X + call), module(X + call))
+    assert close(ported.last, module.last)
+
+
+class InPlace(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+
+def test_a_tensor_that_forward_writes_to_is_written_to() -> None:
+    mine, theirs = X.clone(), X.clone()
+    assert close(tpuport.port(InPlace())(mine), InPlace()(theirs))
+    assert close(mine, theirs)
+
+
+def test_numbers_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(UsageError, match="32 bits"):
+        tpuport.port(torch.nn.Identity())(torch.tensor([2**40]))
+
+
+def test_a_constant_input_is_uploaded_once() -> None:
+    ported = tpuport.port(Linear())
+    seam = seam_of(ported)
+    text = torch.ones(3, 4)
+    ported(text)
+    known = dict(seam._uploads._known)
+    ported(text)
+    assert seam._uploads._known[id(text)][2] is known[id(text)][2]
+    text.add_(1)
+    assert close(ported(text), ported(torch.full((3, 4), 2.0)))
