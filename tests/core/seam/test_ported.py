@@ -1,0 +1,183 @@
+"""A ported pipeline is upstream's object; what makes no sense on a mesh says so."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from peft import LoraConfig
+
+import tpuport
+from tests.pipelines.example import all_examples, made
+from tests.tolerances import TOLERANCES
+from tpuport.core.seam.ported import modules_of, seam_of
+from tpuport.errors import UsageError
+
+
+def pipeline_of(name: str = "WanPipeline") -> tuple[Any, dict[str, Any]]:
+    pipeline, call = made(all_examples()[name])
+    return pipeline, {**call, "output_type": "latent"}
+
+
+def latents(pipeline: Any, call: dict[str, Any], **more: Any) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(5)
+    found: torch.Tensor = pipeline(**call, **more, generator=generator).frames
+    return found
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((found - expected).abs().max()) < TOLERANCES["video float32"]
+
+
+@pytest.fixture(scope="module")
+def upstream() -> torch.Tensor:
+    return latents(*pipeline_of())
+
+
+def test_a_ported_pipeline_is_the_one_that_was_given(upstream: torch.Tensor) -> None:
+    pipeline, call = pipeline_of()
+    kind, parts = type(pipeline), dict(pipeline.components)
+    signature = inspect.signature(pipeline.transformer.forward)
+    seen: list[int] = []
+
+    def note(pipe: Any, step: int, timestep: Any, kwargs: Any) -> dict[str, Any]:
+        seen.append(step)
+        return {}
+
+    assert tpuport.port(pipeline) is pipeline
+    assert type(pipeline) is kind
+    assert pipeline.components == parts
+    assert inspect.signature(pipeline.transformer.forward) == signature
+    assert near(latents(pipeline, call, callback_on_step_end=note), upstream)
+    assert seen == [0, 1]
+    names = set(seam_of(pipeline).entries)
+    assert names == {"text_encoder", "transformer"}
+
+
+def test_unport_gives_upstreams_pipeline_back(upstream: torch.Tensor) -> None:
+    pipeline, call = pipeline_of()
+    own = {name: set(vars(c)) for name, c in modules_of(pipeline).items()}
+    with tpuport.ported(pipeline):
+        latents(pipeline, call)
+    # Upstream itself notes hooks on a transformer that it calls.
+    for name, module in modules_of(pipeline).items():
+        assert set(vars(module)) - {"_diffusers_hook"} == own[name]
+    assert torch.equal(latents(pipeline, call), upstream)
+    with pytest.raises(UsageError, match="is not ported"):
+        tpuport.unport(pipeline)
+
+
+def test_two_ported_pipelines_do_not_see_each_other(upstream: torch.Tensor) -> None:
+    (one, call), (other, _) = pipeline_of(), pipeline_of()
+    tpuport.port(one)
+    tpuport.port(other, mesh="sp=2")
+    tpuport.unport(one)
+    assert near(latents(other, call), upstream)
+    assert "transformer" in seam_of(other).entries
+
+
+def test_a_pipeline_that_nobody_holds_goes_with_its_arrays() -> None:
+    pipeline, call = pipeline_of()
+    tpuport.port(pipeline)
+    latents(pipeline, call)
+    entry = seam_of(pipeline).entries["transformer"]
+    assert entry._weights
+    array = weakref.ref(next(iter(entry._weights.values())))
+    gone = weakref.ref(pipeline), weakref.ref(pipeline.transformer), array
+    del pipeline, entry
+    gc.collect()
+    assert [one() for one in gone] == [None, None, None]
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "to a GPU": lambda pipe: pipe.to("cuda"),
+    "a module to a GPU": lambda pipe: pipe.transformer.to("cuda:1"),
+    "offload": lambda pipe: pipe.enable_model_cpu_offload(),
+    "offload in sequence": lambda pipe: pipe.enable_sequential_cpu_offload(),
+    "another backend": lambda pipe: pipe.transformer.set_attention_backend("flash"),
+    "parallelism": lambda pipe: pipe.transformer.enable_parallelism(config=None),
+    "a second port": lambda pipe: tpuport.port(pipe),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_says_so(name: str) -> None:
+    pipeline, _ = pipeline_of()
+    tpuport.port(pipeline)
+    with pytest.raises(UsageError, match=r"tpuport|port\("):
+        REFUSED[name](pipeline)
+
+
+def test_what_means_the_same_is_honoured() -> None:
+    pipeline, _ = pipeline_of()
+    tpuport.port(pipeline)
+    pipeline.transformer.set_attention_backend("native")
+    assert pipeline.to("cpu") is pipeline
+    assert pipeline.to(torch.bfloat16) is pipeline
+    assert pipeline.transformer.dtype == torch.bfloat16
+
+
+def test_a_component_may_stay_on_the_host(upstream: torch.Tensor) -> None:
+    pipeline, call = pipeline_of()
+    tpuport.port(pipeline, on_host=["text_encoder"])
+    assert near(latents(pipeline, call), upstream)
+    assert set(seam_of(pipeline).entries) == {"transformer"}
+    with pytest.raises(UsageError, match="did you mean text_encoder"):
+        tpuport.port(pipeline_of()[0], on_host=["text_encode"])
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_adapter_is_in_the_numbers(after: bool, upstream: torch.Tensor) -> None:
+    def adapt(pipeline: Any) -> None:
+        torch.manual_seed(1)
+        config = LoraConfig(
+            r=2, target_modules=["to_q", "to_v"], init_lora_weights=False
+        )
+        pipeline.transformer.add_adapter(config)
+
+    theirs, call = pipeline_of()
+    adapt(theirs)
+    expected = latents(theirs, call)
+    assert not near(expected, upstream)
+    mine, _ = pipeline_of()
+    if after:
+        tpuport.port(mine)
+        assert near(latents(mine, call), upstream)
+        adapt(mine)
+    else:
+        adapt(mine)
+        tpuport.port(mine)
+    assert near(latents(mine, call), expected)
+    mine.transformer.disable_adapters()
+    assert near(latents(mine, call), upstream)
+
+
+def caching(pipeline: Any) -> list[Any]:
+    return [
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 1001),
+            current_timestep_callback=lambda: pipeline.current_timestep,
+        ),
+        FirstBlockCacheConfig(threshold=10.0),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["broadcast", "first block"])
+def test_upstreams_caches_are_honoured(which: int, upstream: torch.Tensor) -> None:
+    theirs, call = pipeline_of()
+    theirs.transformer.enable_cache(caching(theirs)[which])
+    expected = latents(theirs, call)
+    assert not torch.equal(expected, upstream)
+    mine, _ = pipeline_of()
+    with pytest.raises(UsageError, match="enable_cache after"):
+        tpuport.port(theirs)
+    tpuport.port(mine)
+    mine.transformer.enable_cache(caching(mine)[which])
+    assert near(latents(mine, call), expected)
