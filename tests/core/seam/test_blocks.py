@@ -1,0 +1,85 @@
+"""Alike blocks are found without a declaration, and run under one scan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tpuport
+from tpuport.core.seam.blocks import alike_blocks
+from tpuport.core.seam.ported import seam_of
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int = 4, index: int | None = None) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        if index is not None:
+            self.layer_idx = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Other(Block):
+    pass
+
+
+class Model(torch.nn.Module):
+    def __init__(self, blocks: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Noting(Block):
+    """Notes its output in a list that it is given."""
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        x = super().forward(x)
+        seen.append(x)
+        return x
+
+
+class Summing(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, seen)
+        return torch.stack(seen).sum(0)
+
+
+CASES = {
+    "all": ([Block(), Block(), Block()], [("blocks", 0, 3)]),
+    "numbered": ([Block(index=0), Block(index=1)], [("blocks", 0, 2)]),
+    "another first": ([Other(), Block(), Block()], [("blocks", 1, 2)]),
+    "another last": ([Block(), Block(), Block(), Other()], [("blocks", 0, 3)]),
+    "one": ([Block()], []),
+    "all others": ([Block(), Other()], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_longest_run_of_alike_blocks_is_found(name: str) -> None:
+    blocks, expected = CASES[name]
+    model = Model(list(blocks))
+    found = [(s.path, s.first, s.count) for s in alike_blocks(model)]
+    assert found == expected
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    ported = tpuport.port(model)
+    assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-6)
+    (entry,) = seam_of(ported).entries.values()
+    assert ["blocks.*.linear.weight" in entry._structs] == [bool(expected)]
+
+
+def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:
+    model = Summing([Noting(), Noting(), Noting()])
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    ported = tpuport.port(model)
+    assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-6)
+    (entry,) = seam_of(ported).entries.values()
+    assert "blocks.0.linear.weight" in entry._structs
