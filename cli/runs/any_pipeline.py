@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -139,6 +140,8 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     recorded = sidecar.read(file)
     settings = _recorded(recorded, asked)
+    prompt = textwrap.shorten("".join(recorded["request"]["prompts"]), 80)
+    say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     with Display(signals.check) as display:
         run = _Run.prepared(settings, find(settings, display), display)
         _check_same(file, recorded, run)

@@ -1,0 +1,174 @@
+"""``tpuport`` on a pipeline that no plugin is for: its folder is enough."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.cli.commands.test_plan import plan
+from tests.cli.tools import Cli
+from tests.core.files.videos import read_back
+from tests.pipelines.example import all_examples, made, saved
+from tests.processes import Once, needs_libtpu
+from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
+
+ASKED = (
+    *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
+    *("--negative-prompt", "blurry", "--option", "max_sequence_length=16"),
+)
+
+
+@pytest.fixture(scope="session")
+def folder(once: Once) -> Path:
+    """A pipeline in the layout that ``save_pretrained`` writes."""
+
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
+
+    return once("wan", write) / "pipeline"
+
+
+def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> None:
+    """Also: the mesh is used, and the sidecar makes the frames again."""
+    ran = cli(
+        *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
+        *("--mesh", "dp=1,sp=2", "--out", "frames/"),
+    )
+    assert ran.code == 0, ran.err
+    assert "making 2 videos by WanPipeline: 32x16, 5 frames at 10 fps" in ran.err
+    assert len(ran.err.splitlines()) <= 20
+    document = ran.json
+    assert document["pipeline"] == "WanPipeline"
+    assert document["calls"]["transformer"] == 1
+    assert {p["state"] for p in document["patches"]} >= {"applied"}
+    upstream = diffusers.DiffusionPipeline.from_pretrained(folder)
+    upstream.set_progress_bar_config(disable=True)
+    for video, seed in zip(document["videos"], (3, 4), strict=True):
+        frames = upstream(
+            prompt="a fox runs",
+            negative_prompt="blurry",
+            height=16,
+            width=32,
+            num_frames=5,
+            num_inference_steps=2,
+            max_sequence_length=16,
+            generator=torch.Generator("cpu").manual_seed(seed),
+            output_type="np",
+        ).frames[0]
+        files = sorted(Path(video["path"]).iterdir())
+        found = np.stack([np.asarray(Image.open(file)) for file in files])
+        assert np.abs(found - np.rint(frames * 255)).max() <= 1
+    again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
+    assert again.code == 0, again.err
+    assert "the same frames as " in again.last
+    assert read_back("again.gif")[:3] == (5, 16, 32)
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copied"))
+
+
+def index(folder: Path, **changes: Any) -> None:
+    """Change ``model_index.json``."""
+    file = folder / "model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+WRONG = {
+    "an option": (("--option", "max_sequence_lenght=3"), "did you mean max_seq"),
+    "a kind": (("--option", "guidance_scale_2=much"), "guidance_scale_2"),
+    "an image": (("--image", "x.png"), "WanPipeline takes none"),
+    "a variant": (("--variant", "5b"), "models with a plugin"),
+    "stages": (("--run-dir", "run"), "models with a plugin"),
+    "a component": (("--on-host", "texts"), "text_encoder"),
+    "a mesh": (("--mesh", "sp=99"), "99"),
+    "a size": (("--size", "33x16"), "33"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_pipeline_does_not_take_is_refused(
+    name: str, cli: Cli, folder: Path
+) -> None:
+    more, told = WRONG[name]
+    ran = cli("generate", "--weights", folder, *ASKED, *more)
+    assert ran.code == 2, ran.err
+    assert ran.last.startswith("error: ")
+    assert told in ran.last
+    assert len(ran.last) <= 310
+    assert not list(Path().glob("*.mp4"))
+
+
+DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such class": ({"_class_name": "WanPipelin"}, "did you mean WanPipeline"),
+    "its own code": ({"_class_name": ["mine", "Pipe"]}, "code of its own"),
+    "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
+    "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
+    "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_folder_that_cannot_be_run_is_one_line(
+    name: str, cli: Cli, copied: Path
+) -> None:
+    changes, told = DAMAGED[name]
+    index(copied, **changes)
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1, ran.err
+    assert told in ran.last
+    assert str(copied) in ran.last
+
+
+def test_pickled_weights_are_not_read(cli: Cli, copied: Path) -> None:
+    weights = next((copied / "vae").glob("*.safetensors"))
+    weights.rename(weights.with_suffix(".bin"))
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert "pickle" in ran.last
+
+
+def test_other_weights_and_other_frames_are_found(
+    cli: Cli, folder: Path, copied: Path
+) -> None:
+    ran = cli("generate", "--weights", folder, *ASKED, "--out", "fox.mp4")
+    assert ran.code == 0, ran.err
+    config = copied / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text().replace("7.0", "6.0"))
+    ran = cli("replay", "fox.mp4", "--weights", copied)
+    assert ran.code == 1
+    assert "scheduler is not what" in ran.last
+    altered = {**read_sidecar(Path("fox.mp4.json")), "frames_sha256": "0" * 64}
+    Path("altered.json").write_bytes(sidecar_bytes(altered))
+    ran = cli("replay", "altered.json")
+    assert ran.code == 1
+    assert "not the recorded ones" in ran.last
+
+
+@needs_libtpu
+def test_a_plan_needs_configs_alone(copied: Path, tmp_path: Path) -> None:
+    for file in copied.rglob("*.safetensors"):
+        file.unlink()
+    done = plan(
+        tmp_path / "cache",
+        *("--weights", str(copied), "--topology", "v6e-4", *ASKED, "--json"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    calls = {call["name"]: (call["stage"], call["calls"]) for call in found["calls"]}
+    assert calls == {"text_encoder": ("encode", 2), "transformer": ("denoise", 4)}
+    stage = found["stages"]["denoise"]
+    (program,) = stage["programs"]
+    assert program["calls"] == 4
+    assert stage["calls"] == 2
+    assert found["seconds_per_step"] == pytest.approx(2 * program["seconds"])
+    assert found["mesh"] == {"dp": 1, "sp": 4, "tp": 1}
