@@ -271,8 +271,14 @@ class _Run:
             if outputs is not None:
                 files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
             stages: list[Any] = []
+            count = len(self.videos())
             for index, (prompt, seed) in enumerate(self.videos()):
-                stages += self._one(pipeline, journal, files, index, prompt, seed)
+                with contextlib.ExitStack() as told:
+                    if index:  # the stages were told with the first video
+                        what = f"video {index + 1} of {count}"
+                        told.enter_context(self.reporter.timed(what))
+                        journal.reporter = Reporter()
+                    stages += self._one(pipeline, journal, files, index, prompt, seed)
             report = self._report(stages, time.perf_counter() - started)
             videos = [] if files is None else files.publish(self._describer(report))
         return videos, report
