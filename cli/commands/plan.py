@@ -110,18 +110,40 @@ def plan(
     prepare_topology(found)
     prepare(debug=settings.debug)
     settings = with_model(settings)
-    if is_any(settings):
-        _refuse(batch=batch, dump=dump)
-        with Display(signals.check) as display:
-            planned = _stages(stage)
-            made = plan_any(settings, found, planned, budget=budget, reporter=display)
-        _show(settings, made, verbose)
-        return
-    stages, prompts = _checked(settings, found, stage, batch, dump)
-    with Display(signals.check) as display, display.timed(f"planning for {topology}"):
-        made = _plan(
+    run = _any if is_any(settings) else _known
+    made = run(settings, found, stage=stage, batch=batch, dump=dump, budget=budget)
+    document = {"command": "plan", **made.as_dict()}
+    give_out(document, as_json=settings.json, report=settings.report)
+    if not settings.json:
+        print(plan_text.everything(made) if verbose else plan_text.text(made))
+
+
+def _any(
+    settings: Settings, topology: Topology, *, stage: str, budget: float, **own: Any
+) -> Plan:
+    """The plan of a pipeline without a plugin."""
+    _refuse(**own)
+    with Display(signals.check) as display:
+        planned = _stages(stage)
+        return plan_any(settings, topology, planned, budget=budget, reporter=display)
+
+
+def _known(
+    settings: Settings,
+    topology: Topology,
+    *,
+    stage: str,
+    batch: int | None,
+    dump: str | None,
+    budget: float,
+) -> Plan:
+    """The plan of a model with a plugin."""
+    stages, prompts = _checked(settings, topology, stage, batch, dump)
+    said = f"planning for {topology.name}"
+    with Display(signals.check) as display, display.timed(said):
+        return _plan(
             settings,
-            found,
+            topology,
             stages,
             prompts,
             batched=batch is not None,
@@ -129,7 +151,6 @@ def plan(
             dump=dump,
             reporter=display,
         )
-    _show(settings, made, verbose)
 
 
 def _refuse(**own: Any) -> None:
@@ -143,13 +164,6 @@ def _refuse(**own: Any) -> None:
             raise UsageError(
                 f"--{name}: is for models with a plugin; leave the option out"
             )
-
-
-def _show(settings: Settings, made: Plan, verbose: bool) -> None:
-    document = {"command": "plan", **made.as_dict()}
-    give_out(document, as_json=settings.json, report=settings.report)
-    if not settings.json:
-        print(plan_text.everything(made) if verbose else plan_text.text(made))
 
 
 def _checked(

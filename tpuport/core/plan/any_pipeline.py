@@ -66,20 +66,7 @@ def plan_pipeline(
         CompileError: a program does not compile, for another reason than its size.
     """
     chip = chip_named(topology.chip)
-    made: dict[StageName, list[Measured]] = {}
-    kernels: dict[StageName, KernelsMet] = {}
-    for program in found.programs:
-        wanted = [stage for stage in program.by_stage if stage in stages]
-        if not wanted:
-            continue
-        met = kernels.setdefault(wanted[0], KernelsMet(chip, cache, reporter))
-        with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
-            measured = measure(program, topology, chip, met)
-        program.forget()
-        for stage in wanted:
-            calls = program.by_stage[stage]
-            one = replace(measured, stage=stage, calls=calls)
-            made.setdefault(stage, []).append(one)
+    made, kernels = _measured(found, topology, spec, stages, cache, reporter)
     return Plan(
         model=folder.class_name,
         variant="",
@@ -97,12 +84,7 @@ def plan_pipeline(
                 name=stage,
                 programs=tuple(made[stage]),
                 chip=chip,
-                kernels=tuple(
-                    use.as_dict()
-                    for use in (
-                        kernels[stage].uses.values() if stage in kernels else ()
-                    )
-                ),
+                kernels=tuple(use.as_dict() for use in kernels[stage].uses.values()),
                 steps=found.steps if stage == StageName.DENOISE else None,
             )
             for stage in StageName
@@ -126,6 +108,33 @@ def plan_pipeline(
             for note in one.account.notes
         ],
     )
+
+
+def _measured(
+    found: Rehearsal,
+    topology: Topology,
+    spec: MeshSpec,
+    stages: Sequence[str],
+    cache: Path,
+    reporter: Reporter,
+) -> tuple[dict[StageName, list[Measured]], dict[StageName, KernelsMet]]:
+    """Each stage's programs, compiled, and the kernels that they call."""
+    chip = chip_named(topology.chip)
+    made: dict[StageName, list[Measured]] = {}
+    kernels: dict[StageName, KernelsMet] = {}
+    for program in found.programs:
+        wanted = [stage for stage in program.by_stage if stage in stages]
+        if not wanted:
+            continue
+        for stage in wanted:
+            kernels.setdefault(stage, KernelsMet(chip, cache, reporter))
+        with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
+            measured = measure(program, topology, chip, kernels[wanted[0]])
+        program.forget()
+        for stage in wanted:
+            one = replace(measured, stage=stage, calls=program.by_stage[stage])
+            made.setdefault(stage, []).append(one)
+    return made, kernels
 
 
 def topology_mesh(topology: Topology, spec: MeshSpec | None) -> Any:
