@@ -78,7 +78,9 @@ def building(what: str, file: str) -> Iterator[None]:
         raise
     except Exception as error:
         words = f"{type(error).__name__}: {one_line(error)[:120]}"
-        raise WeightsError(f"{file} does not build a {what}: {words}") from error
+        raise WeightsError(
+            f"{file} does not build a {what} ({words}); download it again"
+        ) from error
 
 
 def _kinds(annotation: Any) -> set[type] | None:
