@@ -49,7 +49,7 @@ LOW_DISK = 2 << 30
 
 @command("doctor")
 def doctor(settings: Settings) -> None:
-    """Show versions, devices, caches and problems; paste it into a bug report.
+    """Show versions, devices, caches and problems, for a bug report.
 
     Example: tpuport doctor
     """

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 def generate(settings: Settings) -> None:
     """Make videos from prompts: encode, denoise and decode in a row.
 
-    Several prompts and seeds make a video of every prompt with every seed. What is not
-    given is the variant's: see `tpuport models`.
+    Every prompt is made with every seed. `tpuport models` shows the variants, and what
+    they use for settings that you leave out.
 
     Example: tpuport generate --prompt "a panda" --variant 5b --out panda.mp4
     """

@@ -96,11 +96,11 @@ def patches(
     name: OneName = None,
     model: OnlyModel = None,
 ) -> None:
-    """List the changes to upstream code, or all that is known of one of them.
+    """List the changes to upstream code, or show one of them in full.
 
-    Patches replace a function, some of them with one kind of --blocks alone; op
-    overrides replace what torchax does for a torch operator. Nothing is applied here.
-    Fails when a target is gone.
+    A patch replaces a function; some patches belong to one kind of --blocks. An op
+    override replaces torchax's version of a torch operator. This command changes
+    nothing. It fails if upstream no longer has what a patch replaces.
 
     Example: tpuport patches layer_norm
     """

@@ -66,12 +66,12 @@ if TYPE_CHECKING:
 def replay(
     settings: Settings,
     sidecar: Annotated[
-        str, typer.Argument(metavar="FILE", help="A video, or the JSON beside it.")
+        str, typer.Argument(metavar="FILE", help="A video, or the JSON file beside it.")
     ],
 ) -> None:
-    """Make a recorded video's latents again and compare them, bit for bit.
+    """Repeat a recorded run, and compare its latents bit for bit.
 
-    With --out the video is made and written too; without it the latents are enough.
+    With --out the video is made and written too.
 
     Example: tpuport replay panda.mp4.json
     """

@@ -45,9 +45,10 @@ FORGOTTEN = 7
 
 @command("runs")
 def runs(settings: Settings, context: typer.Context) -> None:
-    """List the runs that ended early and were kept; they were given no --run-dir.
+    """List the runs that ended early, and can be resumed.
 
-    `tpuport runs resume ID` makes the videos of one, `tpuport runs clean` removes them.
+    Runs with --run-dir are not listed: their files are in that folder. `tpuport runs
+    resume ID` finishes a run, `tpuport runs clean` removes runs.
 
     Example: tpuport runs
     """
@@ -90,16 +91,19 @@ def _age(seconds: float) -> str:
 def clean(
     settings: Settings,
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="ID", show_default=False, help="As `tpuport runs` shows them."
+        ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Remove every run that no process works on.")
     ] = False,
 ) -> None:
-    """Remove kept runs.
+    """Remove runs that ended early.
 
-    Without an ID and without --all, those that cannot go on and those of more than
-    seven days. A run that a process works on is never removed.
+    Without ID and --all, only runs that cannot be resumed, or are older than seven
+    days. A run that a process works on is never removed.
 
     Example: tpuport runs clean --all
     """
@@ -140,12 +144,13 @@ def clean(
 def resume(
     settings: Settings,
     name: Annotated[
-        str, typer.Argument(metavar="ID", help="As `tpuport runs` has it.")
+        str, typer.Argument(metavar="ID", help="As `tpuport runs` shows it.")
     ],
 ) -> None:
-    """Go on with a kept run, to the videos that were asked for; then it is removed.
+    """Finish a run that ended early, and write its videos.
 
-    Settings are those that the run was begun with. --out names another place.
+    The run keeps its settings; --out names another place for the videos. The files of
+    the run are removed afterwards.
 
     Example: tpuport runs resume 20261124-081502-3fa9c1 --out fox.mp4
     """

@@ -164,7 +164,7 @@ class Asked:
     prompt: tuple[str, ...] = what(
         kinds.texts,
         "--prompt TEXT",
-        "May be repeated: a video of each.",
+        "What to show; may be repeated for several videos.",
         panel=None,
         default=(),
         commands="GEPC",
@@ -172,7 +172,7 @@ class Asked:
     prompt_file: None = what(
         kinds.path,
         "--prompt-file FILE",
-        "One prompt a line; # begins a comment.",
+        "Prompts, one a line; # begins a comment.",
         becomes=lambda path: {"prompt": read_prompts(path)},
         commands="GEC",
     )
@@ -185,7 +185,7 @@ class Asked:
     size: None = what(
         kinds.size,
         "--size WxH",
-        "Such as 720x480.",
+        "Pixels, such as 720x480.",
         panel=None,
         becomes=lambda size: {"width": size[0], "height": size[1]},
     )
@@ -194,14 +194,17 @@ class Asked:
     num_frames: int | None = what(
         kinds.positive,
         "--frames --num-frames",
-        "4n+1, 8n+1 or 16n+1 by model.",
+        "Number of frames: 4n+1, 8n+1 or 16n+1 by model.",
         panel=None,
     )
     fps: float | None = what(
-        kinds.number, "--fps", "Of the written file.", commands="GE"
+        kinds.number, "--fps", "Frames per second of the written file.", commands="GE"
     )
     num_inference_steps: int | None = what(
-        kinds.positive, "--steps --num-inference-steps", "Denoising steps.", panel=None
+        kinds.positive,
+        "--steps --num-inference-steps",
+        "Number of denoising steps.",
+        panel=None,
     )
     guidance_scale: float | None = what(
         kinds.number,
@@ -227,17 +230,19 @@ class Asked:
         kinds.text, "--resolution NAME", "Size class such as 480p, in place of --size."
     )
     aspect_ratio: tuple[float, float] | None = what(
-        kinds.aspect_ratio, "--aspect-ratio W:H", "Such as 16:9, within the size class."
+        kinds.aspect_ratio,
+        "--aspect-ratio W:H",
+        "Shape within the size class, such as 16:9.",
     )
     step_cache: StepCache | None = what(
         kinds.step_cache,
         "--cache METHOD[:OPTIONS]",
-        "deepcache or taylorseer: faster, not exact.",
+        "deepcache or taylorseer: faster, but not exact.",
     )
     options: Mapping[str, Any] = what(
         kinds.options,
         "--option -o NAME=VALUE",
-        "A setting only this model has; may be repeated.",
+        "A setting that only this model has; may be repeated.",
         default=dict,
     )
 
@@ -267,31 +272,31 @@ class RunSettings:
     variant: str | None = setting(
         kinds.text,
         "--variant NAME",
-        "A size of the model, such as 5b; see `tpuport models`.",
+        "A published version, such as 5b; see `tpuport models`.",
         commands="GEPCB",
     )
     weights: str | Path | None = setting(
         kinds.weights,
         "--weights ID|FOLDER",
-        "Hub id or diffusers folder. (default: a tiny demo)",
+        "Hub id or folder. (default: the demo, or the run's)",
         commands="GENDRPCB",
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,
         "--mesh MESH",
-        "Devices for batches (dp), tokens (sp) and weights (tp), as dp=2,tp=4. "
-        "(default: one CPU, or all chips)",
+        "Devices to split batches (dp), tokens (sp) and weights (tp) over, such as "
+        "dp=2,tp=4. (default: one CPU, or all chips)",
         commands="GENDCB",
     )
     dtype: Dtype | None = how(
         kinds.dtype,
         "--dtype NAME",
-        "Of the weights: float32 or bfloat16. (default: float32 on CPUs)",
+        "Weights in float32 or bfloat16. (default: float32 on CPUs)",
     )
     attention: AttentionChoice = how(
         kinds.attention,
         "--attention NAME[:OPTIONS]",
-        "auto, reference or blockwise; on TPUs splash too.",
+        "auto, reference or blockwise; on TPUs also splash.",
         default=AttentionChoice(),
     )
     sharding: str = how(
@@ -315,8 +320,8 @@ class RunSettings:
     vae_tiling: Tiling = how(
         kinds.tiling,
         "--vae-tiling auto|on|off",
-        "Decode in tiles, which is another video, a little; auto where it must. "
-        "(default: auto)",
+        "Decode in tiles: less memory, and a slightly different video. auto does so "
+        "only if the video does not fit whole. (default: auto)",
         default=Tiling.AUTO,
         commands="GDPC",
     )
@@ -352,24 +357,24 @@ class RunSettings:
     executables: Path | None = file(
         kinds.path,
         "--executables FOLDER",
-        "Programs that `tpuport compile` put there.",
+        "Run the programs that `tpuport compile` made.",
         commands="GENDB",
     )
     memory_report: bool = inside(
         kinds.flag,
         "--memory-report",
-        "Bytes on each device, for every call.",
+        "Show the bytes on each device for every call.",
         default=False,
     )
     profile: Path | None = inside(
         kinds.path,
         "--profile FOLDER",
-        "A trace of steady calls, for XProf or Perfetto.",
+        "Record steady calls, for XProf or Perfetto.",
     )
     profile_calls: int | None = inside(
         kinds.positive,
         "--profile-calls N",
-        f"Calls of each stage in it. (default: {PROFILED_CALLS})",
+        f"Calls of each stage to record. (default: {PROFILED_CALLS})",
     )
     no_jit: tuple[StageName, ...] = inside(
         kinds.stages,
