@@ -91,14 +91,15 @@ def as_program(run: Callable[[], int]) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         return run()
-    # What is ignored stays so: nohup, or a job in the background of a script.
-    _armed.extend(s for s in _WORDS if signal.getsignal(s) != signal.SIG_IGN)
-    handlers = {signum: signal.signal(signum, _stop) for signum in _armed}
-    seen, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    _mind_forks()
-    threading.Thread(target=_watch, args=(seen,), daemon=True).start()
+    with starting():
+        # What is ignored stays so: nohup, or a job in the background of a script.
+        _armed.extend(s for s in _WORDS if signal.getsignal(s) != signal.SIG_IGN)
+        handlers = {signum: signal.signal(signum, _stop) for signum in _armed}
+        seen, told = os.pipe()
+        os.set_blocking(told, False)
+        before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        _mind_forks()
+        threading.Thread(target=_watch, args=(seen,), daemon=True).start()
     code = 0
     try:
         code = run()
