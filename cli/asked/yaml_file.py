@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
-from tpuport.core.spec.run_settings import read_text
+from tpuport.core.files.typed import read_text
 from tpuport.errors import UsageError
 
 

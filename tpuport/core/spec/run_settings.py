@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling
-from tpuport.core.files.typed import LIMIT_BYTES
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
@@ -173,7 +172,7 @@ class Asked:
         kinds.path,
         "--prompt-file FILE",
         "Prompts, one a line; # begins a comment.",
-        becomes=lambda path: {"prompt": read_prompts(path)},
+        becomes=lambda path: {"prompt": kinds.read_prompts(path)},
         commands="GEC",
     )
     negative_prompt: str | None = what(
@@ -486,39 +485,3 @@ def defaults_of(cls: Any) -> dict[str, Any]:
         for f in fields(cls)
         if f.init
     }
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """The prompts of a file, one a line.
-
-    Raises:
-        UsageError: it cannot be read, or holds none.
-    """
-    lines = [line.strip() for line in read_text(path, "prompt file").splitlines()]
-    prompts = tuple(line for line in lines if line and not line.startswith("#"))
-    if not prompts:
-        raise UsageError(
-            f"prompt file {path} holds no prompt; write one on each line (blank lines "
-            "and lines that start with # are skipped)"
-        )
-    return prompts
-
-
-def read_text(path: Path, what: str) -> str:
-    """The text of a file that the user named.
-
-    Raises:
-        UsageError: it does not exist, cannot be read, is too large, or is not UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LIMIT_BYTES + 1)
-        if len(raw) > LIMIT_BYTES:
-            raise UsageError(f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB")
-        return raw.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"{what} {path} does not exist") from None
-    except OSError as error:
-        raise UsageError(f"{what} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise UsageError(f"{what} {path} is not UTF-8 text") from None
