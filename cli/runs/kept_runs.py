@@ -25,10 +25,12 @@ from tpuport.core.files.sealed_json import as_json, read_document, write_documen
 from tpuport.core.files.typed import checked
 from tpuport.core.spec.rules import check_folder
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
-from tpuport.errors import ArtifactError, TpuportError, UsageError
+from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
 #: Beside run.json: how the run was asked for, and where its videos go.
 _ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
+#: Beside run.json: the error that ended the run and would end the run again.
+_FAILED_FILE = "failed.txt"
 
 #: What the run itself records, or depends on where it goes on.
 _RECORDED = {"model", "variant", "weights", "cache_dir"}
@@ -68,6 +70,14 @@ class KeptRun:
         return bool(self.finished) and (self.folder / _ASKED_FILE).exists()
 
     @property
+    def failed(self) -> str:
+        """The error that would end the run again; empty where there was none."""
+        try:
+            return (self.folder / _FAILED_FILE).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    @property
     def bytes(self) -> int:
         """On disk; a file that is removed meanwhile has none."""
         total = 0
@@ -85,6 +95,7 @@ class KeptRun:
             "prompts": list(self.prompts),
             "finished": list(self.finished),
             "resumable": self.resumable,
+            "failed": self.failed,
             "age_seconds": round(time.time() - self.changed),
             "bytes": self.bytes,
             "process": self.process,
@@ -232,8 +243,10 @@ def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
     """Tell an error in the block what is finished and, where it helps, how to go on.
 
     A temporary run directory is removed when the block succeeds, or when no stage in it
-    is finished; otherwise it stays.
+    is finished; otherwise it stays, with the error if that will come again.
     """
+    if temporary:
+        (run.path / _FAILED_FILE).unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
@@ -246,6 +259,10 @@ def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
             error.add_note("no stage was finished; run the same command again")
         if temporary and not done:
             shutil.rmtree(run.path, ignore_errors=True)
+        elif temporary and not again:
+            with contextlib.suppress(OSError):  # the error itself must be told
+                text = in_one_line(error) or type(error).__name__
+                (run.path / _FAILED_FILE).write_bytes(text.encode(errors="replace"))
         raise
     if temporary:
         shutil.rmtree(run.path, ignore_errors=True)
