@@ -48,6 +48,12 @@ def test_a_replay_gives_the_same_bytes(cli: Cli, cache: Path, sidecar: Path) -> 
     assert list((cache / "runs").iterdir()) == []
 
 
+def test_a_recording_elsewhere_is_not_fetched(cli: Cli) -> None:
+    ran = cli("replay", "https://example.com/fox.mp4")
+    assert ran.code == 2
+    assert "is an address; download it" in ran.last
+
+
 def test_other_latents_name_both_digests_and_what_changed(
     cli: Cli, cache: Path, sidecar: Path
 ) -> None:

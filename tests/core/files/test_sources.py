@@ -121,7 +121,7 @@ def test_the_digest_is_of_pixels_and_shape() -> None:
         (b"image", "an image must be a file"),
         ("missing.png", "image missing.png does not exist"),
         # Nothing is fetched.
-        ("https://example.com/a.png", "image https://example.com/a.png is an address"),
+        ("https://example.com/a.png", "'https://example.com/a.png' is an address"),
     ],
 )
 def test_what_is_no_image(given: Any, message: str) -> None:
@@ -203,7 +203,7 @@ def test_a_video_is_cut_to_the_frames_asked_for() -> None:
         (pictures(2, 8, 8), "each side needs at least 16"),
         (pictures(2) / 255, "uint8"),
         ("missing.mp4", "video missing.mp4 does not exist"),
-        ("https://example.com/a.mp4", "video https://example.com/a.mp4 is an address"),
+        ("https://example.com/a.mp4", "'https://example.com/a.mp4' is an address"),
     ],
 )
 def test_what_is_no_video(given: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.atomic import one_line
-from tpuport.errors import UsageError
+from tpuport.errors import UsageError, quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,6 +170,20 @@ def parse_aspect_ratio(text: str) -> tuple[float, float]:
     return float(match[2]), float(match[1])
 
 
+def here(name: str) -> str:
+    """``name``, found to be no address: nothing is read or written elsewhere.
+
+    Raises:
+        UsageError: it is one, such as ``https://``, ``s3://`` or ``data:``.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]*://|data:", name, re.IGNORECASE):
+        raise UsageError(
+            f"{quoted(name)} is an address; download it, and give a file or folder of "
+            "this machine"
+        )
+    return name
+
+
 def _cause(error: Exception) -> str:
     """The last line of a message: ffmpeg says there what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -235,7 +249,7 @@ def _image_array(image: Any) -> np.ndarray:
 
 def _opened(path: Path, name: str) -> Any:
     """The PIL image of a file on this machine, in RGB."""
-    _check_there("image", path, name)
+    _check_there("image", path, here(name))
     from diffusers.utils import load_image
     from PIL import Image
 
@@ -246,10 +260,6 @@ def _opened(path: Path, name: str) -> Any:
 
 
 def _check_there(what: str, path: Path, name: str) -> None:
-    if "://" in name:
-        raise UsageError(
-            f"{what} {name} is an address; download the file and name it here"
-        )
     if not path.exists():
         raise UsageError(f"{what} {name} does not exist")
     if not path.is_file() and not path.is_dir():
@@ -274,7 +284,7 @@ def _video_file(
     path: Path, name: str, limit: int | None
 ) -> tuple[list[np.ndarray], float | None]:
     """The frames of a file or of a folder of images, and the rate of a file."""
-    _check_there("video", path, name)
+    _check_there("video", path, here(name))
     import imageio.v3 as iio
     import numpy as np
 
