@@ -177,7 +177,10 @@ def test_a_stage_that_is_loaded_does_not_speak_of_compiling(
     ("given", "kind"), [({}, Display), ({"progress": False}, Reporter)]
 )
 def test_python_sees_progress_unless_told_not_to(
-    given: dict[str, bool], kind: type, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, bool],
+    kind: type,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     told: list[Reporter] = []
 
@@ -187,6 +190,9 @@ def test_python_sees_progress_unless_told_not_to(
     monkeypatch.setattr(api, "open_session", opened)
     api.load(**given)
     assert type(told[0]) is kind
+    told[0].say("name them with --weights ID")
+    shown = "name them with weights ID\n" if kind is Display else ""
+    assert capsys.readouterr().err == shown
 
 
 @pytest.mark.parametrize("stderr", [None, io.StringIO()])

@@ -225,6 +225,11 @@ def test_a_warm_start_compiles_nothing(
         ({"frames": 9}, "did you mean num_frames?"),
         ({"steps": 9}, "did you mean num_inference_steps?"),
         ({"schedler": "ddim"}, "did you mean scheduler?"),
+        ({"output_type": "pil"}, "the result has frames and latents"),
+        ({"generator": 1}, "give seed"),
+        ({"size": "64x48"}, "give height and width"),
+        # A keyword, and no flag.
+        ({"image": np.zeros((48, 64, 3), np.uint8)}, r"from an image \(image\)"),
         ({"prompt_embeds": torch.zeros(1, 20, 32)}, "exclude each other"),
     ],
 )

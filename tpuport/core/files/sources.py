@@ -135,15 +135,15 @@ def read_video(video: Any, limit: int | None = None) -> Source:
     if isinstance(video, str | Path):
         frames, fps = _video_file(Path(video).expanduser(), str(video), limit)
     elif isinstance(video, list | tuple):
-        frames = [_image_array(frame) for frame in video[:limit]]
+        frames = [_image_array(frame, "frame") for frame in video[:limit]]
     else:
         array = _plain_array(video)
-        if array.ndim != 4:
+        if array.dtype != np.uint8 or array.ndim != 4 or array.shape[-1] != 3:
             raise UsageError(
-                f"a video must be an array of shape [frames, rows, columns, 3]; got "
-                f"{list(array.shape)}"
+                "a video must be a file, a list of PIL images or a uint8 array "
+                f"[frames, rows, columns, 3]; got {array.dtype} {list(array.shape)}"
             )
-        frames = [_image_array(frame) for frame in array[:limit]]
+        frames = [_image_array(frame, "frame") for frame in array[:limit]]
     if not frames:
         raise UsageError(f"video {_shown(video)} holds no frame")
     if len({frame.shape for frame in frames}) > 1:
@@ -226,8 +226,8 @@ def _plain_array(value: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
-def _image_array(image: Any) -> np.ndarray:
-    """uint8 [Y, X, 3] of one image."""
+def _image_array(image: Any, what: str = "image") -> np.ndarray:
+    """uint8 [Y, X, 3] of one image, which messages call ``what``."""
     import numpy as np
     from PIL import Image
 
@@ -240,10 +240,10 @@ def _image_array(image: Any) -> np.ndarray:
         array = _plain_array(image)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
             raise UsageError(
-                "an image must be a file, a PIL image or a uint8 array [rows, columns, "
-                f"3]; got {array.dtype} {list(array.shape)}"
+                f"the {what} must be a file, a PIL image or a uint8 array [rows, "
+                f"columns, 3]; got {array.dtype} {list(array.shape)}"
             )
-    _check_size(f"image {name}", array)
+    _check_size(f"{what} {name}", array)
     return array
 
 

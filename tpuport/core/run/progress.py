@@ -90,10 +90,16 @@ class Display(Reporter):
     Args:
         on_event: called at every step, compile and load, in the thread of the run. An
             error of the call ends the run.
+        words: from a line that stays to what is shown.
     """
 
-    def __init__(self, on_event: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        on_event: Callable[[], None] = lambda: None,
+        words: Callable[[str], str] = str,
+    ) -> None:
         self._on_event = on_event
+        self._words = words
         self._works: list[_Work] = []
         self._stage: _Work | None = None
         self._line: _Moving | _Growing = (
@@ -138,7 +144,7 @@ class Display(Reporter):
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._line.say(text)
+        self._line.say(self._words(text))
 
     def began(self, what: str) -> None:
         """Work begins, maybe as part of other work."""
