@@ -170,7 +170,10 @@ def test_a_row_each_and_of_one_all_of_it_in_a_hundred_columns(cli: Cli) -> None:
         assert len(line) <= 100 or len(line[12:].split()) == 1, line
 
 
-def test_a_name_that_there_is_not_gets_the_nearest(cli: Cli) -> None:
+def test_a_name_that_there_is_not_gets_the_nearest(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "examine", None)  # which imports diffusers
     ran = cli("patches", "layernorm")
     assert (ran.code, ran.out) == (2, "")
     assert ran.last == (
