@@ -166,15 +166,15 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
     return sorted(found.values(), key=lambda entry: entry.kind != "patch")
 
 
-def _names(ports: Iterable[ModelPort]) -> set[str]:
-    """The names of all patches and overrides, which the ports declare."""
+def _names(ports: Iterable[ModelPort]) -> list[str]:
+    """The names of all patches and overrides, without a look at upstream's code."""
     from tpuport.core.layers.model_runtime import EVERYWHERE
 
-    found: set[str] = {override.name for override in EVERYWHERE}
+    found = {override.name for override in EVERYWHERE}
     for form in (form for port in ports for form in port.all_forms):
         found |= {override.name for override in form.overrides}
         found |= {p.name for b in BLOCKS for p in with_blocks(form, b).patches}
-    return found
+    return sorted(found)
 
 
 def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:

@@ -1,4 +1,4 @@
-"""Runs without ``--run-dir``: their folders in the cache, and what is kept of them."""
+"""Runs without ``--run-dir``: folders in the cache, kept where a run ends early."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
 #: Beside run.json: the error that ended the run and would end the run again.
 _FAILED_FILE = "failed.txt"
 
-#: What the run itself records, or depends on where it goes on.
+#: Settings that run.json records, or that belong to the place where a run goes on.
 _RECORDED = {"model", "variant", "weights", "cache_dir"}
 
 
 class Asked(TypedDict):
-    """What the file holds."""
+    """The content of ``asked.json``."""
 
     settings: dict[str, Any]
     out: str
@@ -51,10 +51,10 @@ class KeptRun:
 
     Attributes:
         folder: named by the run's id.
-        process: the number of the process at work in it.
-        model, prompts: of the run; empty where its run.json cannot be read.
-        finished: the stages before decode that are.
-        changed: when the last one was finished, in seconds since the epoch.
+        process: the number of the process at work in the folder.
+        model, prompts: of the run; empty where run.json cannot be read.
+        finished: the stages before decode that are finished.
+        changed: when the last stage was finished, in seconds since the epoch.
     """
 
     folder: Path
@@ -79,10 +79,10 @@ class KeptRun:
 
     @property
     def bytes(self) -> int:
-        """On disk; a file that is removed meanwhile has none."""
+        """Bytes on disk."""
         total = 0
         for path in self.folder.rglob("*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # removed meanwhile
                 total += path.stat().st_size if path.is_file() else 0
         return total
 
@@ -121,7 +121,7 @@ def kept_run(cache: Path, name: str) -> KeptRun:
     """The run with this id.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such run.
     """
     for run in kept_runs(cache):
         if run.folder.name == name:
@@ -160,7 +160,7 @@ def remove(run: KeptRun) -> None:
     """Remove a kept run.
 
     Raises:
-        ArtifactError: a process is at work in it.
+        ArtifactError: a process is at work in the folder.
     """
     with working_in(run.folder):
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -184,7 +184,7 @@ def new_run(cache: Path) -> Iterator[Path]:
 
 
 def keep_asked(run: RunDirectory, settings: Settings, out: str) -> None:
-    """Keep beside run.json what :func:`asked_for` gives back, after a kill too."""
+    """Write beside run.json what :func:`asked_for` reads, also after a kill."""
     given = {
         name: _as_plain(getattr(settings, name))
         for name, default in defaults_of(RunSettings).items()
@@ -240,10 +240,10 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
 
 @contextlib.contextmanager
 def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
-    """Tell an error in the block what is finished and, where it helps, how to go on.
+    """Add to an error what is finished and, if the error can pass, how to go on.
 
-    A temporary run directory is removed when the block succeeds, or when no stage in it
-    is finished; otherwise it stays, with the error if that will come again.
+    A temporary run directory is removed when the block succeeds, or when no stage is
+    finished. Otherwise the directory stays; an error that will come again is kept too.
     """
     if temporary:
         (run.path / _FAILED_FILE).unlink(missing_ok=True)

@@ -141,6 +141,7 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
     assert entries["layer_norm"]["upstream"] == "torchax"
     assert entries["layer_norm"]["installed"] == metadata.version("torchax")
     assert entries["layer_norm"]["module"] == "tpuport.patches.norms"
+    assert command._names([PORT]) == sorted(entries)
     attention = entries["scaled_dot_product_attention"]
     assert attention["module"] == "tpuport.core.layers.attention"
 
