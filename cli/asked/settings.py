@@ -40,7 +40,7 @@ class Files:
     """The files of a command beside those of :class:`RunSettings`."""
 
     latents: str | None = setting(
-        kinds.text,
+        kinds.media,
         "--latents FILE",
         "Safetensors file with the initial noise.",
         commands="GE",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.sources import here
 from tpuport.core.files.typed import read_text
 from tpuport.errors import UsageError
 
@@ -42,7 +43,7 @@ def load_mapping(file: str) -> dict[Any, Any]:
                     )
             return super().construct_mapping(node, deep)
 
-    text = read_text(Path(file).expanduser(), "config file")
+    text = read_text(Path(here(file)).expanduser(), "config file")
     try:
         data = yaml.load(text, Strict)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -39,6 +39,7 @@ from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import sidecar_path
+from tpuport.core.files.sources import here
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.run.records import Sidecar
@@ -76,7 +77,7 @@ def replay(
     Example: tpuport replay panda.mp4.json
     """
     prepare(debug=settings.debug)
-    file = _sidecar_of(Path(sidecar).expanduser())
+    file = _sidecar_of(Path(here(sidecar)).expanduser())
     document = _replay(file, settings)
     say(f"the same latents as {file}: {document['latents_sha256']}")
     give_out(document, as_json=settings.json, report=settings.report)

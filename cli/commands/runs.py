@@ -66,6 +66,8 @@ def runs(settings: Settings, context: typer.Context) -> None:
 
 def _row(run: KeptRun) -> tuple[str, ...]:
     state = "can go on" if run.resumable else "cannot go on"
+    if failed := run.failed:
+        state = f"failed: {in_one_line(failed, 80)}"
     if run.process is not None:
         state = f"in process {run.process}"
     prompt = run.prompts[0] if run.prompts else ""
@@ -102,8 +104,8 @@ def clean(
 ) -> None:
     """Remove runs that ended early.
 
-    Without ID and --all, only runs that cannot be resumed, or are older than seven
-    days. A run that a process works on is never removed.
+    Without an ID and without --all, runs that failed or cannot go on, and runs of more
+    than seven days. A run that a process works on is never removed.
 
     Example: tpuport runs clean --all
     """
@@ -118,7 +120,7 @@ def clean(
             run
             for run in kept_runs(cache)
             if run.process is None
-            and (everything or not run.resumable or run.changed < oldest)
+            and (everything or not run.resumable or run.failed or run.changed < oldest)
         ]
     names, sizes, busy = [], [], []
     for run in found:

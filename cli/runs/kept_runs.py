@@ -1,4 +1,4 @@
-"""Runs without ``--run-dir``: their folders in the cache, and what is kept of them."""
+"""Runs without ``--run-dir``: folders in the cache, kept where a run ends early."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from tpuport.core.files.sealed_json import as_json, read_document, write_documen
 from tpuport.core.files.typed import checked
 from tpuport.core.spec.rules import check_folder
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
-from tpuport.errors import ArtifactError, TpuportError, UsageError
+from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
 #: Beside run.json: how the run was asked for, and where its videos go.
 _ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
+#: Beside run.json: the error that ended the run and would end the run again.
+_FAILED_FILE = "failed.txt"
 
-#: What the run itself records, or depends on where it goes on.
+#: Settings that run.json records, or that belong to the place where a run goes on.
 _RECORDED = {"model", "variant", "weights", "cache_dir"}
 
 
 class Asked(TypedDict):
-    """What the file holds."""
+    """The content of ``asked.json``."""
 
     settings: dict[str, Any]
     out: str
@@ -49,10 +51,10 @@ class KeptRun:
 
     Attributes:
         folder: named by the run's id.
-        process: the number of the process at work in it.
-        model, prompts: of the run; empty where its run.json cannot be read.
-        finished: the stages before decode that are.
-        changed: when the last one was finished, in seconds since the epoch.
+        process: the number of the process at work in the folder.
+        model, prompts: of the run; empty where run.json cannot be read.
+        finished: the stages before decode that are finished.
+        changed: when the last stage was finished, in seconds since the epoch.
     """
 
     folder: Path
@@ -68,11 +70,19 @@ class KeptRun:
         return bool(self.finished) and (self.folder / _ASKED_FILE).exists()
 
     @property
+    def failed(self) -> str:
+        """The error that would end the run again; empty where there was none."""
+        try:
+            return (self.folder / _FAILED_FILE).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    @property
     def bytes(self) -> int:
-        """On disk; a file that is removed meanwhile has none."""
+        """Bytes on disk."""
         total = 0
         for path in self.folder.rglob("*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # removed meanwhile
                 total += path.stat().st_size if path.is_file() else 0
         return total
 
@@ -85,6 +95,7 @@ class KeptRun:
             "prompts": list(self.prompts),
             "finished": list(self.finished),
             "resumable": self.resumable,
+            "failed": self.failed,
             "age_seconds": round(time.time() - self.changed),
             "bytes": self.bytes,
             "process": self.process,
@@ -110,7 +121,7 @@ def kept_run(cache: Path, name: str) -> KeptRun:
     """The run with this id.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such run.
     """
     for run in kept_runs(cache):
         if run.folder.name == name:
@@ -149,7 +160,7 @@ def remove(run: KeptRun) -> None:
     """Remove a kept run.
 
     Raises:
-        ArtifactError: a process is at work in it.
+        ArtifactError: a process is at work in the folder.
     """
     with working_in(run.folder):
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -173,7 +184,7 @@ def new_run(cache: Path) -> Iterator[Path]:
 
 
 def keep_asked(run: RunDirectory, settings: Settings, out: str) -> None:
-    """Keep beside run.json what :func:`asked_for` gives back, after a kill too."""
+    """Write beside run.json what :func:`asked_for` reads, also after a kill."""
     given = {
         name: _as_plain(getattr(settings, name))
         for name, default in defaults_of(RunSettings).items()
@@ -229,11 +240,13 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
 
 @contextlib.contextmanager
 def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
-    """Tell an error in the block what is finished and, where it helps, how to go on.
+    """Add to an error what is finished and, if the error can pass, how to go on.
 
-    A temporary run directory is removed when the block succeeds, or when no stage in it
-    is finished; otherwise it stays.
+    A temporary run directory is removed when the block succeeds, or when no stage is
+    finished. Otherwise the directory stays; an error that will come again is kept too.
     """
+    if temporary:
+        (run.path / _FAILED_FILE).unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
@@ -246,6 +259,10 @@ def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
             error.add_note("no stage was finished; run the same command again")
         if temporary and not done:
             shutil.rmtree(run.path, ignore_errors=True)
+        elif temporary and not again:
+            with contextlib.suppress(OSError):  # the error itself must be told
+                text = in_one_line(error) or type(error).__name__
+                (run.path / _FAILED_FILE).write_bytes(text.encode(errors="replace"))
         raise
     if temporary:
         shutil.rmtree(run.path, ignore_errors=True)

@@ -18,7 +18,8 @@ from tpuport.errors import LINE, TpuportError, in_one_line, quoted
 
 #: How jaxlib's errors begin where a device or its memory was at fault.
 _OF_A_DEVICE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "DATA_LOSS")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+#: What every error of a full disk says; ffmpeg and safetensors give no number.
+_NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 @dataclass
@@ -81,20 +82,18 @@ def explain(error: BaseException, *, debug: bool) -> int:
 def may_pass(error: BaseException) -> bool:
     """Whether the same run can succeed when it is tried again.
 
-    So it is after a signal, with a full disk, and for a device that was lost or had no
-    memory. Any other error is taken to come again.
+    A signal, a full disk, a lost device and memory that others have taken can pass. Any
+    other error will come again. (The hub is asked before a run has a stage to keep.)
     """
     if ended_by(error) is not None or isinstance(error, MemoryError):
         return True
-    if isinstance(error, TpuportError) and not error.will_recur:
-        return True
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return True
-    if error.__cause__ is not None and may_pass(error.__cause__):
+    if any(words in str(error) for words in _NO_ROOM):
         return True
     # jaxlib has one class for all of its errors, torch one for its devices' memory.
     full = type(error).__name__ == "OutOfMemoryError"
-    return full or str(error).startswith(_OF_A_DEVICE)
+    if full or str(error).startswith(_OF_A_DEVICE):
+        return True
+    return error.__cause__ is not None and may_pass(error.__cause__)
 
 
 def _from_jax(note: str) -> bool:

@@ -90,6 +90,26 @@ def test_a_size_of_nothing_is_refused(size: str) -> None:
     assert f"--size: '{size}' is empty" in refused("--size", size)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--image", "--video", "--latents", "--weights", "--config", "--run-dir"],
+)
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://a.b/c",
+        "HTTP://a.b/c",
+        "s3://b/c",
+        "gs://b/c",
+        "data:image/png;base64,A",
+    ],
+)
+def test_an_address_is_refused_by_every_flag(flag: str, address: str) -> None:
+    said = refused(flag, address)
+    assert f"'{address}' is an address; download it" in said
+    assert flag == "--config" or said.startswith(f"{flag}: ")
+
+
 def test_size_and_height_exclude_each_other() -> None:
     assert "--size and --height" in refused("--size", "96x64", "--height", "64")
 

@@ -11,6 +11,7 @@ from tpuport.cli.shown.errors import explain, may_pass
 from tpuport.core.files.atomic import cannot_write
 from tpuport.errors import (
     ArtifactError,
+    HubError,
     OutputError,
     TpuportError,
     UsageError,
@@ -25,6 +26,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+IN_THE_WAY = NotADirectoryError(errno.ENOTDIR, "Not a directory")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,16 @@ def test_these_can(error: BaseException) -> None:
     [
         *(
             kind("what")
-            for kind in (ArtifactError, TpuportError, UsageError, VideoError)
+            for kind in (
+                ArtifactError,
+                HubError,
+                OutputError,
+                TpuportError,
+                UsageError,
+                VideoError,
+            )
         ),
+        caused(cannot_write(Path("f"), IN_THE_WAY), IN_THE_WAY),
         caused(WeightsError("cut short"), ValueError("header")),
         OSError(errno.EACCES, "Permission denied"),
         RuntimeError("INVALID_ARGUMENT: shapes"),

@@ -31,7 +31,7 @@ from tpuport.core.files.video_file import (
     numbered,
     output_of,
 )
-from tpuport.errors import OutputError, VideoError
+from tpuport.errors import OutputError, UsageError, VideoError
 
 
 def moving(count: int = 5, height: int = 32, width: int = 48) -> np.ndarray:
@@ -140,6 +140,11 @@ def test_an_unknown_suffix_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(OutputError, match=r"\.mp4, \.gif, \.webm, or a folder") as info:
         output_of(name)
     assert str(info.value).startswith(f"{name}: ")
+
+
+def test_no_video_goes_to_an_address() -> None:
+    with pytest.raises(UsageError, match="'s3://bucket/fox' is an address"):
+        output_of("s3://bucket/fox")
 
 
 @pytest.mark.parametrize("name", ["", "-", ".", "..", "/", "a/.."])

@@ -25,6 +25,7 @@ from tpuport.core.files.encoders import Encoder, open_encoder
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
+from tpuport.core.files.sources import here
 from tpuport.errors import ArtifactError, OutputError, VideoError
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ def output_of(out: str | Path) -> tuple[Path, VideoKind]:
 
     Raises:
         OutputError: no name, or another suffix; the message lists the known ones.
+        UsageError: an address.
     """
-    text, path = str(out), Path(out).expanduser()
+    text, path = here(str(out)), Path(out).expanduser()
     if path.name in ("", "-", ".."):
         raise OutputError(
             f"{text!r} names no video; give a file such as fox.mp4, or a folder for "

@@ -31,7 +31,12 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request, check_given
 from tpuport.core.spec.requests import Requests, read_source, recorded_request
 from tpuport.core.spec.rules import Known
-from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
+from tpuport.core.spec.run_settings import (
+    Asked,
+    RunSettings,
+    defaults_of,
+    python_words,
+)
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import not_finite
 from tpuport.core.spec.tiling import DoesNotFitError
@@ -170,6 +175,7 @@ class Session:
 
     # ---------------------------------------------------------------- generate
 
+    @python_words()
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,

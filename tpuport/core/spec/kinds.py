@@ -46,19 +46,19 @@ def path(value: Any) -> Path:
         return value.expanduser()
     if not text(value):
         raise ValueError("is empty")
-    return Path(value).expanduser()
+    return Path(sources.here(value)).expanduser()
 
 
 def weights(value: Any) -> str | Path:
     """A hub id or a folder."""
-    return value if isinstance(value, Path) else text(value)
+    return value if isinstance(value, Path) else sources.here(text(value))
 
 
 def media(value: Any) -> str:
     """The name of a file that a run starts from."""
     if not text(value):
         raise ValueError("is empty; give a file")
-    return str(value)
+    return sources.here(value)
 
 
 def texts(value: Any) -> tuple[str, ...]:

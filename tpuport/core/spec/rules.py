@@ -59,7 +59,7 @@ class Known:
         devices: the mesh over them.
         latents: the initial noise that was given.
         executables: those that the settings name, opened.
-        room: bytes of memory that this machine has left, where it will run.
+        room: bytes of memory that this machine has in all, where the run will be.
     """
 
     settings: RunSettings | None = None
@@ -266,12 +266,14 @@ def _host_memory(
     room: int,
 ) -> None:
     shape = port.latent_shape(request, checkpoint)
-    needed = 4 * LATENT_COPIES * math.prod(shape) * request.batches
+    latents = 4 * LATENT_COPIES * math.prod(shape) * request.batches
+    pixels = request.num_frames * request.height * request.width
+    needed = latents + 3 * pixels * len(request.prompts)  # frames as bytes
     if needed > room:
         raise UsageError(
             f"{request.num_frames} frames of {request.width}x{request.height} asked "
-            f"for; their latents alone take {bytes_text(needed)} of this machine's "
-            f"memory, which has {bytes_text(room)} left; "
+            f"for; latents and frames take {bytes_text(needed)}, and this machine has "
+            f"{bytes_text(room)} of memory; "
             + what_fits(request, variant, room / needed)
         )
 

@@ -6,7 +6,9 @@ names, a key of their YAML files, and a keyword of Python. To add a flag, add a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
-from tpuport.errors import UsageError, did_you_mean, quoted
+from tpuport.errors import TpuportError, UsageError, did_you_mean, quoted
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: The commands by their letters, as docs/cli.md has them.
@@ -455,6 +457,44 @@ def settings_of(cls: Any) -> dict[str, Setting]:
     return dict(sorted(found.items(), key=lambda item: PANELS.index(item[1].panel)))
 
 
+#: Words of diffusers and of the command line -> what ``generate`` takes instead.
+_INSTEAD = {
+    "generator": "give seed, a number",
+    "num_videos_per_prompt": "give prompt as a list",
+    "output_type": "the result has frames and latents; pixels is float32 or uint8",
+    "size": "give height and width",
+}
+
+
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+
+
+@contextlib.contextmanager
+def python_words() -> Iterator[None]:
+    """Let errors in the block call settings by the keywords of Python, not by flags."""
+    try:
+        yield
+    except TpuportError as error:
+        error.args = (in_python(str(error)),)
+        raise
+
+
+def in_python(text: str) -> str:
+    """A message with keywords for flags; commands, in backticks, keep their flags."""
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(_keyword, part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    key = _key(flag[1])
+    for cls in (RunSettings, Asked):
+        for name, setting in settings_of(cls).items():
+            if key in setting.keys:
+                return name
+    return key
+
+
 def meant(name: str, others: Iterable[str], otherwise: str) -> str:
     """The end of an error about a keyword of Python that there is not.
 
@@ -471,6 +511,8 @@ def meant(name: str, others: Iterable[str], otherwise: str) -> str:
             for key in setting.keys
             if field in of_python
         }
+    if name in _INSTEAD:
+        return _INSTEAD[name]
     if name in defaults_of(Asked):
         return f"{name} is an argument of generate"
     hint = did_you_mean(name, known, otherwise)
