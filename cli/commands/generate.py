@@ -74,7 +74,7 @@ def generate(settings: Settings) -> None:
             check_noise(session, run, noise)
             if given is None:
                 keep_asked(run, settings, outputs.asked)
-            with going_on(run, temporary=given is None):
+            with going_on(run):
                 stages, reused = _before_decode(session, run, noise, source)
                 videos, report = decode_videos(session, run, outputs, stages, started)
                 described = describe_results("generate", session, run, report, videos)

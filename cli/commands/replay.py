@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -117,7 +116,6 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         with _naming(file):
             session.check(request)
         folder = stack.enter_context(new_run(cache))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         run = session.open_run(folder, request)
         stages: list[StageReport] = []
         for name in STAGES[:2]:

@@ -20,6 +20,7 @@ from tpuport.cli.runs.kept_runs import (
     kept_run,
     kept_runs,
     remove,
+    temporary,
 )
 from tpuport.cli.runs.run_stages import (
     decode_videos,
@@ -30,7 +31,6 @@ from tpuport.cli.runs.run_stages import (
 )
 from tpuport.cli.shown.output import print_json, show_results
 from tpuport.cli.shown.tables import columns
-from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, plural
 from tpuport.core.spec.requests import recorded_request
@@ -166,8 +166,8 @@ def resume(
     outputs = outputs_of(settings, "", count, request=request, inputs=inputs)
     with (
         shown_session(settings) as session,
-        working_in(run.path),
-        going_on(run, temporary=True),
+        temporary(run.path),
+        going_on(run),
     ):
         left = STAGES[len(kept.finished) : 2]
         stages = [run_stage(session, run, stage)[1] for stage in left]

@@ -162,8 +162,30 @@ def remove(run: KeptRun) -> None:
     Raises:
         ArtifactError: a process is at work in the folder.
     """
-    with working_in(run.folder):
-        shutil.rmtree(run.folder, ignore_errors=True)
+    with temporary(run.folder):
+        pass
+
+
+@contextlib.contextmanager
+def temporary(folder: Path) -> Iterator[Path]:
+    """Hold the folder of a run without ``--run-dir`` while the block lasts.
+
+    The folder is then removed, but not after an error if the run can go on.
+
+    Raises:
+        ArtifactError: a process is at work in it.
+    """
+    with working_in(folder):
+        kept = False
+        try:
+            yield folder
+        except BaseException:
+            asked = (folder / _ASKED_FILE).exists()
+            kept = asked and bool(_finished(RunDirectory(folder)))
+            raise
+        finally:
+            if not kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -179,7 +201,7 @@ def new_run(cache: Path) -> Iterator[Path]:
             with contextlib.suppress(ArtifactError):  # another process removes them
                 remove(run)
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    with working_in(cache / "runs" / name) as folder:
+    with temporary(cache / "runs" / name) as folder:
         yield folder
 
 
@@ -239,33 +261,29 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
+def going_on(run: RunDirectory) -> Iterator[None]:
     """Add to an error what is finished and, if the error can pass, how to go on.
 
-    A temporary run directory is removed when the block succeeds, or when no stage is
-    finished. Otherwise the directory stays; an error that will come again is kept too.
+    For a run without ``--run-dir``, an error that will come again is kept too.
     """
-    if temporary:
+    alone = (run.path / _ASKED_FILE).exists()
+    if alone:
         (run.path / _FAILED_FILE).unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
         done, again = _finished(run), may_pass(error)
-        if done and (again or temporary):
+        if done and (again or alone):
             kept = f"finished: {', '.join(done)}; kept in {run.path}"
-            how = _resume_command(run.path) if temporary else "the same command"
+            how = _resume_command(run.path) if alone else "the same command"
             error.add_note(kept + (f". Go on with: {how}" if again else ""))
         elif again:
             error.add_note("no stage was finished; run the same command again")
-        if temporary and not done:
-            shutil.rmtree(run.path, ignore_errors=True)
-        elif temporary and not again:
+        if alone and done and not again:
             with contextlib.suppress(OSError):  # the error itself must be told
                 text = in_one_line(error) or type(error).__name__
                 (run.path / _FAILED_FILE).write_bytes(text.encode(errors="replace"))
         raise
-    if temporary:
-        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _resume_command(folder: Path) -> str:

@@ -23,6 +23,7 @@ from tpuport.cli.runs.kept_runs import (
     keep_asked,
     kept_run,
     new_run,
+    temporary,
 )
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import LOCK_FILE, working_in
@@ -54,6 +55,17 @@ def test_a_new_run_removes_what_dead_processes_left(kept: Path) -> None:
     with working_in(kept / "runs" / "alive"), new_run(kept) as folder:
         assert names(kept) == {"good", "begun", "alive", folder.name}
     assert names(kept) == {"good", "begun", "alive"}
+
+
+def test_a_run_stays_only_after_an_error_that_it_can_go_on_from(kept: Path) -> None:
+    good, dead = kept / "runs" / "good", kept / "runs" / "dead"
+    for folder in (good, dead):
+        with pytest.raises(KeyError), temporary(folder):
+            raise KeyError
+    assert names(kept) == {"good", "begun"}
+    with temporary(good):
+        pass
+    assert names(kept) == {"begun"}
 
 
 def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
@@ -161,7 +173,7 @@ def test_clean_removes_what_is_named_or_all(cli: Cli, kept: Path) -> None:
 def test_a_run_that_would_fail_again_says_why(cli: Cli, kept: Path) -> None:
     good = RunDirectory(kept / "runs" / "good")
     wrong = VideoError("denoise: the latents are NaN; " + "and so on " * 20)
-    with pytest.raises(VideoError) as caught, going_on(good, temporary=True):
+    with pytest.raises(VideoError) as caught, going_on(good):
         raise wrong
     assert "Go on with" not in "".join(caught.value.__notes__)
     (row,) = (line for line in _listed(cli, kept) if line.startswith("good"))
@@ -170,7 +182,7 @@ def test_a_run_that_would_fail_again_says_why(cli: Cli, kept: Path) -> None:
     assert kept_run(kept, "good").failed == str(wrong).strip()
 
     # What can pass replaces what the earlier try said.
-    with pytest.raises(KeyboardInterrupt) as ended, going_on(good, temporary=True):
+    with pytest.raises(KeyboardInterrupt) as ended, going_on(good):
         raise KeyboardInterrupt
     assert "Go on with" in ended.value.__notes__[0]
     assert any("can go on" in line for line in _listed(cli, kept))
@@ -178,7 +190,7 @@ def test_a_run_that_would_fail_again_says_why(cli: Cli, kept: Path) -> None:
 
 def test_clean_removes_what_would_fail_again(cli: Cli, kept: Path) -> None:
     good = RunDirectory(kept / "runs" / "good")
-    with pytest.raises(VideoError), going_on(good, temporary=True):
+    with pytest.raises(VideoError), going_on(good):
         raise VideoError("NaN")
     cli("runs", "clean", "--cache-dir", kept)
     assert names(kept) == set()

@@ -11,6 +11,7 @@ from tpuport.core.enums import Backend, Blocks, Dtype, Place, Tiling
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
+from tpuport.core.spec.tiling import Tiled
 
 
 class FileRecord(TypedDict):
@@ -51,12 +52,6 @@ class Compile(TypedDict):
 
     loaded: bool
     cached: bool
-
-
-class Tiled(TypedDict):
-    """Whether decode ran in tiles."""
-
-    tiled: bool
 
 
 class Ran(TypedDict):
