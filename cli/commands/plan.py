@@ -116,9 +116,9 @@ def plan(
             reporter=display,
         )
     document = {"command": "plan", **made.as_dict()}
-    give_out(document, as_json=settings.json, report=settings.report)
     if not settings.json:
         print(plan_text.everything(made) if verbose else plan_text.text(made))
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _checked(

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import os
+import select
 import sys
 import traceback
 from collections.abc import Iterator
@@ -44,13 +45,23 @@ def reported(*, debug: bool = False) -> Iterator[Guard]:
         yield guard
     except (typer.Exit, typer.Abort):
         raise
-    except BrokenPipeError:
-        # Whoever read stdout has seen enough (`| head`). What is left in the buffer
-        # must go somewhere, or Python complains when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            # Whoever read stdout has seen enough (`| head`). What is left in the buffer
+            # must go somewhere, or Python complains when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
         raise typer.Exit(explain(error, debug=guard.debug)) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe that its reader has closed; others may break too."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)
+    except (OSError, TypeError):  # stdout is no file, or not there
+        return False
+    return bool(poll.poll(0))
 
 
 def explain(error: BaseException, *, debug: bool) -> int:

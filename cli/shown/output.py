@@ -42,6 +42,8 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
     Raises:
         ArtifactError: the file cannot be written.
     """
+    if as_json:
+        print_json(document)
     if report is not None:
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +51,6 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
             raise cannot_write(report, error) from error
         atomic_write_json(report, document)
         say(f"wrote {report}")
-    if as_json:
-        print_json(document)
 
 
 def show_results(
@@ -61,15 +61,15 @@ def show_results(
     as_json: bool,
     file: Path | None,
 ) -> None:
-    """The end of a run: its document, the summary, and the files that were written.
+    """The end of a run: the summary, the files that were written, its document.
 
     Raises:
         ArtifactError: the document cannot be written to ``file``.
     """
-    give_out(document, as_json=as_json, report=file)
     print_summary(report)
     for path in written:
         say(f"wrote {path}")
+    give_out(document, as_json=as_json, report=file)
 
 
 def print_summary(report: RunReport) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
-from tpuport.cli.shown.errors import explain, may_pass
+from tpuport.cli.shown.errors import explain, may_pass, reported
 from tpuport.core.files.atomic import cannot_write
 from tpuport.errors import (
     ArtifactError,
@@ -68,6 +72,27 @@ def test_these_can(error: BaseException) -> None:
 )
 def test_these_come_again(error: BaseException) -> None:
     assert not may_pass(error)
+
+
+def test_only_a_closed_stdout_is_no_failure(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def code_of(run: Callable[[], None]) -> int:
+        with pytest.raises(typer.Exit) as caught, reported():
+            run()
+        return caught.value.exit_code
+
+    def another() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert code_of(another) == 1
+    assert "Broken pipe" in capfd.readouterr().err
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert code_of(lambda: print("x" * (1 << 20))) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_name_that_is_too_long_is_said_to_be(
