@@ -200,6 +200,7 @@ def new_run(cache: Path) -> Iterator[Path]:
         if left and not run.resumable:
             with contextlib.suppress(ArtifactError):  # another process removes them
                 remove(run)
+    (cache / "runs").mkdir(parents=True, exist_ok=True)
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     with temporary(cache / "runs" / name) as folder:
         yield folder

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.shown.tables import columns
-from tpuport.core.files.atomic import atomic_write_json, cannot_write
+from tpuport.core.files.atomic import (
+    atomic_write_json,
+    cannot_write,
+    missing,
+    remove_empty,
+)
 from tpuport.core.reports import RunReport, memory_sources, memory_table
 
 
@@ -45,11 +50,14 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
     if as_json:
         print_json(document)
     if report is not None:
+        new = missing(report.parent)
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(report, document)
         except OSError as error:
             raise cannot_write(report, error) from error
-        atomic_write_json(report, document)
+        finally:
+            remove_empty(new)
         say(f"wrote {report}")
 
 

@@ -201,6 +201,14 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize("out", ["new/deep/v.gif", "new/deep/"])
+def test_a_run_that_fails_leaves_no_new_folders(out: str) -> None:
+    with VideoFiles(plan_outputs(out, 2), 8, 3) as files:
+        files.take(0, frames(0))
+        assert Path("new/deep").is_dir()
+    assert os.listdir() == []
+
+
 def test_videos_are_those_that_were_taken() -> None:
     for index, video in enumerate(make("fox.gif", 10, count=2)):
         assert read_back(video.path)[:3] == (2, 32, 32)

@@ -55,8 +55,8 @@ def test_another_process_is_named_and_a_dead_one_locks_nothing(tmp_path: Path) -
 
 def test_a_folder_in_which_no_run_began_is_as_it_was(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
-    with working_in(tmp_path / "new"):
-        assert (tmp_path / "new" / LOCK_FILE).exists()
+    with working_in(tmp_path / "new" / "deep"):
+        assert (tmp_path / "new" / "deep" / LOCK_FILE).exists()
     assert list(tmp_path.iterdir()) == []
     with working_in(tmp_path):
         pass

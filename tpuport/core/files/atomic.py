@@ -17,7 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,18 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     _flush_folder(path.parent)
+
+
+def missing(folder: Path) -> list[Path]:
+    """A folder and those above it that are not there, the deepest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders in which nothing was put, in the order given."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def flush(file: Path) -> None:

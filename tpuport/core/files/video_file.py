@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from tpuport.core.files.atomic import (
     cannot_write,
     flush,
+    missing,
+    remove_empty,
     temporary_beside,
 )
 from tpuport.core.files.encoders import Encoder, open_encoder
@@ -208,6 +210,7 @@ class VideoWriter:
         self.frames = 0
         self._made: Path | None = None
         self._earlier: Path | None = None
+        self._new: list[Path] = []
         self._encoder: Encoder | None = None
         self._digest: tuple[str, int] | None = None
 
@@ -283,7 +286,10 @@ class VideoWriter:
             raise
 
     def discard(self) -> None:
-        """Let go of what was not published, and of what a published video replaced."""
+        """Let go of what was not published, and of what a published video replaced.
+
+        Folders that were made for the video and are empty go too.
+        """
         if self._encoder is not None:
             self._encoder.close()
         for left in (self._made, self._earlier):
@@ -291,8 +297,10 @@ class VideoWriter:
                 shutil.rmtree(left, ignore_errors=True)
             elif left is not None:
                 left.unlink(missing_ok=True)
+        remove_empty(self._new)
 
     def _open(self) -> Encoder:
+        self._new = missing(self.path.parent)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         png = self.kind == "png"
         self._made = temporary_beside(self.path, "" if png else f".{self.kind}")
