@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.core.files.runs import failing, refusal
 from tpuport.core.files.atomic import (
@@ -19,7 +18,6 @@ from tpuport.core.files.atomic import (
     replacing,
     temporary_beside,
 )
-from tpuport.core.files.stage_tensors import TensorSpec, save_tensors
 from tpuport.errors import UsageError
 
 
@@ -71,8 +69,6 @@ def test_file_and_folder_are_flushed_and_the_rename_comes_between(
 
 def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
-    spec = TensorSpec(name="x", shape=(1,), dtypes=("float32",))
-    save_tensors(tmp_path / "tensors", {"x": torch.zeros(1)}, [spec])
     atomic_write_bytes(tmp_path / "bytes", b"")
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 

@@ -32,6 +32,10 @@ from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.errors import UsageError
 
 
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_run_json_says_what_was_asked_for_and_what_is_finished(
     run: RunDirectory,
 ) -> None:
@@ -326,6 +330,31 @@ def test_invalidating_forgets_the_later_stages(run: RunDirectory) -> None:
     assert "latents.safetensors: the stage denoise is not finished" in refusal(
         run.read_stage, "denoise", LATENTS
     )
+
+
+def test_a_file_that_the_run_did_not_make_is_never_replaced(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(run)
+    file = run.path / STAGE_FILES["denoise"]
+    file.write_bytes(b"mine")
+    message = refusal(denoise, run)
+    assert message.startswith(f"{file}: is there and was not made by this run; move ")
+    assert file.read_bytes() == b"mine"
+    file.unlink()
+    # Its own file that is left behind by a rerun, or by a kill before it is recorded.
+    denoise(run)
+    encode(run, 2.0)
+    run.invalidate_after("encode")
+    run.write_stage("denoise", {"latents": torch.zeros(2, 2, 3)}, LATENTS, {})
+    run.invalidate_after("encode")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "_record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            denoise(run)
+    assert not run.finished("denoise")
+    denoise(RunDirectory.open(run.path))
+    assert run.finished("denoise")
 
 
 def test_reports_are_json(run: RunDirectory) -> None:

@@ -16,7 +16,6 @@ import os
 import secrets
 import shutil
 import socket
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ def _short(text: str) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that takes its place when the block succeeds.
 
-    The block fills the file, or replaces it, and closes it. It is then flushed to disk,
+    The block fills the file and closes it. The file is then flushed to disk,
     renamed over ``path``, and the rename itself is flushed. When the block or any of
     those steps fails, the temporary file is removed and ``path`` is what it was before.
 
@@ -105,12 +104,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = temporary_beside(path, ".tmp")
     try:
-        # Made here for its mode: the umask decides, as for any file a user makes.
-        # safetensors replaces it by a file that only the owner may read.
-        with temporary.open("xb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        temporary.touch(exist_ok=False)
         yield temporary
-        temporary.chmod(mode)
         flush(temporary)
         os.replace(temporary, path)
     except BaseException:

@@ -116,6 +116,7 @@ class RunDirectory:
             "settings": as_json(dict(settings), "settings"),
             "weights": as_json(dict(weights), "weights"),
             "stages": {},
+            "made": [],
         }
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -224,6 +225,21 @@ class RunDirectory:
 
     # --- stages
 
+    def check_place(self, stage: str) -> None:
+        """Refuse a stage whose file is there, and was not made by this run.
+
+        Raises:
+            ArtifactError: the file, and what to do.
+        """
+        run, path = self._read(), self.path / STAGE_FILES[stage]
+        if stage in run["stages"] or not os.path.lexists(path):
+            return
+        if self._describe(path)["sha256"] not in run["made"]:
+            raise ArtifactError(
+                f"{path}: is there and was not made by this run; move the file away, "
+                f"or use another run directory for {stage}"
+            )
+
     def write_stage(
         self,
         stage: str,
@@ -238,15 +254,21 @@ class RunDirectory:
 
         Raises:
             UsageError: ``report`` is not JSON.
-            ArtifactError: the tensors are not those of ``specs``, or a file cannot be
-                written.
+            ArtifactError: the tensors are not those of ``specs``, a file cannot be
+                written, or another file is in its place: see :meth:`check_place`.
         """
+        self.check_place(stage)
         run = self._read()
         filename = STAGE_FILES[stage]
         clean_report = as_json(dict(report), f"the report of {stage}")
-        path = self.path / filename
-        save_tensors(path, tensors, specs)
-        sha256, size = hash_output(path)
+
+        def made(sha256: str) -> None:
+            # Before the file is there: after a kill, the next run knows whose it is.
+            if sha256 not in run["made"]:
+                run["made"].append(sha256)
+                self._write(run)
+
+        sha256, size = save_tensors(self.path / filename, tensors, specs, made)
         listing = _listing(tensors)
         self._record(
             run,

@@ -466,13 +466,16 @@ class Session:
             ``on_frames`` they are not returned.
 
         Raises:
-            ArtifactError: an input is missing, altered or of other weights.
+            ArtifactError: an input is missing, altered or of other weights, or a file
+                that this run did not make is where the stage's own goes.
             VideoError: latents or frames are not finite, constant or black.
         """
         request = recorded_request(self.port, run.settings, run.file)
         self.check(request)
         run.check_request(model=self.port.name, variant=self.variant.name)
         stage = self.port.stage(name)
+        if stage.writes:
+            run.check_place(name)
         for folder in (*stage.components_for(request), *stage.files):
             if self.checkpoint.has(folder):
                 run.check_weights(folder, self.checkpoint.fingerprint(folder))

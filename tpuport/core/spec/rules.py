@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tpuport.core.enums import Backend, Task
+from tpuport.core.enums import Backend, StageName, Task
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import bytes_text
 from tpuport.core.spec.choices import check_chosen, with_chosen
@@ -107,6 +107,18 @@ def _inspection(settings: RunSettings) -> None:
         raise UsageError("--profile-calls goes with --profile only")
     if settings.profile is not None:
         check_folder("--profile", settings.profile)
+        _check_profiles(settings.profile)
+
+
+def _check_profiles(folder: Path) -> None:
+    """Refuse a folder in which there is anything but the profiles of stages."""
+    for path in sorted(folder.glob("*")):
+        held = {inside.name for inside in path.glob("*")}
+        if path.name not in list(StageName) or not path.is_dir() or held - {"plugins"}:
+            raise UsageError(
+                f"--profile {folder}: holds {path.name}, which is no profile of a "
+                "stage; name another folder"
+            )
 
 
 @rule
