@@ -69,15 +69,19 @@ def show_results(
     as_json: bool,
     file: Path | None,
 ) -> None:
-    """The end of a run: the summary, the files that were written, its document.
+    """The end of a run: the summary, its document, the files that were written.
+
+    Where the videos are comes last, also where the document cannot be written.
 
     Raises:
         ArtifactError: the document cannot be written to ``file``.
     """
     print_summary(report)
-    for path in written:
-        say(f"wrote {path}")
-    give_out(document, as_json=as_json, report=file)
+    try:
+        give_out(document, as_json=as_json, report=file)
+    finally:
+        for path in written:
+            say(f"wrote {path}")
 
 
 def print_summary(report: RunReport) -> None:
