@@ -116,7 +116,8 @@ def _before_decode(
     stages: list[StageReport] = []
     say = session.reporter.say
     if session.settings.backend != Backend.DIFFUSERS:
-        left = [s for s in session.port.stages if not run.finished(s.name)]
+        *before, last = session.port.stages
+        left = [*(s for s in before if not run.finished(s.name)), last]
         request = recorded_request(session.port, run.settings, run.file)
         session.executor.check_built(request, left)
     for stage in STAGES[:2]:

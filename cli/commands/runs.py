@@ -120,7 +120,7 @@ def clean(
             run
             for run in kept_runs(cache)
             if run.process is None
-            and (everything or not run.resumable or run.failed or run.changed < oldest)
+            and (everything or run.failed or run.changed < oldest or not run.resumable)
         ]
     names, sizes, busy = [], [], []
     for run in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import shlex
 import shutil
@@ -53,7 +54,7 @@ class KeptRun:
         folder: named by the run's id.
         process: the number of the process at work in the folder.
         model, prompts: of the run; empty where run.json cannot be read.
-        finished: the stages before decode that are finished.
+        recorded: the stages in run.json.
         changed: when the last stage was finished, in seconds since the epoch.
     """
 
@@ -61,8 +62,13 @@ class KeptRun:
     process: int | None
     model: str
     prompts: tuple[str, ...]
-    finished: tuple[str, ...]
+    recorded: tuple[str, ...]
     changed: float
+
+    @functools.cached_property
+    def finished(self) -> tuple[str, ...]:
+        """The stages before decode that are; their files are read through."""
+        return tuple(_finished(RunDirectory(self.folder)))
 
     @property
     def resumable(self) -> bool:
@@ -131,15 +137,18 @@ def kept_run(cache: Path, name: str) -> KeptRun:
 
 def _look(folder: Path) -> KeptRun:
     process, file = holder(folder), folder / RUN_FILE
-    run, model, prompts = RunDirectory(folder), "", ()
+    run, model = RunDirectory(folder), ""
+    prompts: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
     with contextlib.suppress(TpuportError):
-        model, prompts = run.model, tuple(run.settings["prompts"])
+        model, recorded = run.model, run.recorded
+        prompts = tuple(run.settings["prompts"])
     return KeptRun(
         folder=folder,
         process=process,
         model=model,
         prompts=prompts,
-        finished=tuple(_finished(run)),
+        recorded=recorded,
         changed=(file if file.exists() else folder).stat().st_mtime,
     )
 
@@ -192,12 +201,14 @@ def temporary(folder: Path) -> Iterator[Path]:
 def new_run(cache: Path) -> Iterator[Path]:
     """A fresh folder for a run that was given none, held while the block lasts.
 
-    What dead processes left is removed first, but for runs that can go on.
+    What dead processes left is removed first, but for runs that recorded a stage:
+    whether its file is whole, whoever goes on with the run finds out.
     """
     for run in kept_runs(cache):
         # Without a lock file, a process may just be making the folder.
         left = (run.folder / LOCK_FILE).exists() and run.process is None
-        if left and not run.resumable:
+        asked = (run.folder / _ASKED_FILE).exists()
+        if left and not (run.recorded and asked):
             with contextlib.suppress(ArtifactError):  # another process removes them
                 remove(run)
     (cache / "runs").mkdir(parents=True, exist_ok=True)

@@ -46,6 +46,7 @@ def run_stage(
     *,
     noise: Noise | None = None,
     source: Source | None = None,
+    inputs: Mapping[str, Any] | None = None,
     files: VideoFiles | None = None,
 ) -> tuple[dict[str, Any], StageReport]:
     """Run one stage, and record in run.json what a replay will need.
@@ -53,6 +54,7 @@ def run_stage(
     Args:
         noise: of ``encode``, which writes the initial latents for ``denoise``.
         source: of ``encode``, which reads the image or video.
+        inputs: of a later stage, where they were read before.
         files: of ``decode``; they get the frames, as bytes, while frames are made.
     """
     extra = {}
@@ -63,6 +65,7 @@ def run_stage(
         run,
         name,
         source=source,
+        inputs=inputs,
         extra=extra,
         note=stage_note(
             session.settings,
@@ -166,10 +169,9 @@ def decode_videos(
     """
     request = _request(session, run)
     with VideoFiles(outputs, request.fps, request.num_frames) as files:
-        _, stage = run_stage(session, run, STAGES[2], files=files)
+        inputs = session.read_inputs(run, STAGES[2])
+        _, stage = run_stage(session, run, STAGES[2], inputs=inputs, files=files)
         report = session.run_report([*before, stage], time.perf_counter() - started)
-        denoise = session.port.stage(STAGES[1])
-        latents = run.read_stage(denoise.name, denoise.writes)["latents"]
         note = {"note": stage_note(session.settings)}
         decode = {**session.stage_record(stage), **note}
         records: dict[str, Mapping[str, Any]]
@@ -177,7 +179,9 @@ def decode_videos(
         origin = session.origin({**records, STAGES[2]: decode})
         origin = replace(origin, fingerprints=lambda: run.weights)
         # With sidecars, and recorded in run.json.
-        videos = files.publish(partial(origin.describe, request, latents, report))
+        videos = files.publish(
+            partial(origin.describe, request, inputs["latents"], report)
+        )
         run.record_output(STAGES[2], [video.path for video in videos], decode)
     return videos, report
 

@@ -12,16 +12,18 @@ line.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tpuport.core.arrays import dtype_name
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.fingerprint import hash_output, version
+from tpuport.core.files.fingerprint import hash_output, settled, version
 from tpuport.core.files.run_record import (
     RUN_FILE,
     RUN_SCHEMA,
@@ -41,6 +43,8 @@ from tpuport.errors import ArtifactError, MissingArtifactError
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 #: Differences that a message names: it is one line.
 _NAMED = 3
 
@@ -48,8 +52,9 @@ _NAMED = 3
 class RunDirectory:
     """A run directory whose ``run.json`` has been read and found intact.
 
-    Every method reads ``run.json`` afresh, so that another process may have finished a
-    stage in between, and checks it afresh. Writing is for one process at a time.
+    Every method looks whether ``run.json`` has changed, because another process may
+    finish a stage in between. No file that stays as it is is parsed or hashed twice.
+    Writing is for one process at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,6 +64,8 @@ class RunDirectory:
         # stage. Not looked up when that stage is written, because by then another
         # process may have replaced the file.
         self._seen: dict[str, tuple[str, str]] = {}
+        # Of each file that was looked into: what it had by then, and what was found.
+        self._known: dict[Path, tuple[tuple[int, ...], Any]] = {}
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -161,6 +168,11 @@ class RunDirectory:
     def weights(self) -> dict[str, str | None]:
         """Component name to fingerprint, None where unknown; a copy."""
         return self._read()["weights"]
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The stages in run.json; :meth:`finished` looks at their files too."""
+        return tuple(self._read()["stages"])
 
     def report(self, stage: str) -> dict[str, Any]:
         """The report recorded with a stage.
@@ -386,7 +398,21 @@ class RunDirectory:
         return f"run `tpuport {stage} --run-dir {shlex.quote(str(self.path))}`"
 
     def _read(self) -> Run:
-        return read_run(self.file)
+        return copy.deepcopy(self._once(self.file, read_run))
+
+    def _once(self, path: Path, look: Callable[[Path], T]) -> T:
+        """What is found in a file, looked for once as long as it stays as it is."""
+        now = None
+        with contextlib.suppress(OSError):
+            now = settled(path.stat())
+        known = self._known.get(path)
+        if known is not None and known[0] == now:
+            found: T = known[1]
+            return found
+        found = look(path)
+        if now is not None:
+            self._known[path] = now, found
+        return found
 
     def _write(self, content: Run) -> None:
         write_document(self.file, RUN_SCHEMA, content)
@@ -441,6 +467,7 @@ class RunDirectory:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 data = file.read() if size == entry["bytes"] else b""
+                now = settled(os.fstat(file.fileno()))
         except FileNotFoundError:
             raise ArtifactError(
                 f"{path}: is missing; {self._rerun(stage)} first"
@@ -453,11 +480,16 @@ class RunDirectory:
                 f"{path}: {what}: {size} bytes, {RUN_FILE} records"
                 f" {entry['bytes']}; copy it again, or {self._rerun(stage)} again"
             )
+        as_recorded = entry["sha256"], entry["bytes"]
+        if self._known.get(path) == (now, as_recorded):
+            return data
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ArtifactError(
                 f"{path}: is not the file {RUN_FILE} records (its sha256 differs); copy"
                 f" it again, or {self._rerun(stage)} again"
             )
+        if now is not None:
+            self._known[path] = now, as_recorded
         return data
 
     def _describe(self, path: Path) -> FileEntry:
@@ -474,11 +506,13 @@ class RunDirectory:
         return entry
 
     def _intact(self, entry: FileEntry) -> bool:
+        path = self.path / entry["file"]
         try:
-            found = hash_output(self.path / entry["file"])
+            # A folder does not tell when a file in it is written to.
+            look = hash_output(path) if path.is_dir() else self._once(path, hash_output)
         except OSError:
             return False
-        return found == (entry["sha256"], entry["bytes"])
+        return look == (entry["sha256"], entry["bytes"])
 
 
 def _listing(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

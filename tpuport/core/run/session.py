@@ -446,6 +446,7 @@ class Session:
         name: str,
         *,
         source: Source | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,
         pixels: str = Pixels.FLOAT32,
@@ -457,6 +458,7 @@ class Session:
             run: opened by :meth:`open_run` or :meth:`RunDirectory.open`.
             name: of the stage.
             source: what encode starts from, where the run has one.
+            inputs: of the stage, where they were read before; see :meth:`read_inputs`.
             extra: tensors written beside the stage's own, such as initial latents.
             note: JSON kept with the stage's report in run.json, as ``"note"``.
             pixels, on_frames: of decode; see :meth:`Session.generate`.
@@ -479,13 +481,10 @@ class Session:
         for folder in (*stage.components_for(request), *stage.files):
             if self.checkpoint.has(folder):
                 run.check_weights(folder, self.checkpoint.fingerprint(folder))
-        place = list(StageName).index(StageName(name))
-        if place:
-            written = self.port.stages[place - 1].writes
-            before = self.port.stages[place - 1].name
-            inputs = run.read_stage(before, written, self._sizes(request))
-        else:
+        if name == StageName.ENCODE:
             inputs = self._source_pixels(request, source)
+        elif inputs is None:
+            inputs = self.read_inputs(run, name)
         delivery = Delivery(pixels, on_frames)
         tensors, report = self.run_stage(name, request, inputs, delivery=delivery)
         if stage.writes:
@@ -503,6 +502,16 @@ class Session:
         else:
             delivery.check()
         return tensors, report
+
+    def read_inputs(self, run: RunDirectory, name: str) -> dict[str, torch.Tensor]:
+        """The tensors that a stage after encode reads in a run directory.
+
+        Raises:
+            ArtifactError: the stage before is not finished, or its file not usable.
+        """
+        request = recorded_request(self.port, run.settings, run.file)
+        before = self.port.stages[list(StageName).index(StageName(name)) - 1]
+        return run.read_stage(before.name, before.writes, self._sizes(request))
 
     def _sizes(self, request: Request) -> dict[str, int]:
         """Named sizes of the tensors that stages hand on, by the request and configs.
