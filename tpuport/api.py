@@ -160,7 +160,9 @@ def open_session(
     import jax
 
     from tpuport.core.run.session import Session
+    from tpuport.core.spec.rules import Known, check
 
+    check(Known(settings=settings))
     found = with_blocks(model_of(settings), settings.blocks)
     check_chosen(found, settings.implementations)
     settings = replace(settings, cache_dir=settings.cache_dir or default_cache_dir())

@@ -11,16 +11,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
 from tpuport.cli.shown.signals import ended_by, in_words, leave
+from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.errors import LINE, TpuportError, in_one_line, quoted
 
 #: How jaxlib's errors begin where a device or its memory was at fault.
 _OF_A_DEVICE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "DATA_LOSS")
-#: What every error of a full disk says; ffmpeg and safetensors give no number.
-_NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 @dataclass
@@ -76,6 +76,9 @@ def explain(error: BaseException, *, debug: bool) -> int:
     elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = quoted(str(error.filename))
         code, text = 2, f"error: {name} is too long for the name of a file or folder"
+    elif no_room(error):
+        place = getattr(error, "filename", None) or "a file of this command"
+        code, text = 1, f"error: {cannot_write(Path(place), error)}"
     else:
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         code, text = 1, f"error: unexpected {what}"
@@ -98,7 +101,7 @@ def may_pass(error: BaseException) -> bool:
     """
     if ended_by(error) is not None or isinstance(error, MemoryError):
         return True
-    if any(words in str(error) for words in _NO_ROOM):
+    if no_room(error):
         return True
     # jaxlib has one class for all of its errors, torch one for its devices' memory.
     full = type(error).__name__ == "OutOfMemoryError"

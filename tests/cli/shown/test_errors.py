@@ -74,6 +74,14 @@ def test_these_come_again(error: BaseException) -> None:
     assert not may_pass(error)
 
 
+def test_a_full_disk_is_a_line_whoever_met_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert explain(OSError(errno.ENOSPC, "No space", "dump/a.json"), debug=False) == 1
+    said = "error: dump/a.json: cannot be written: no room is left on the disk"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_only_a_closed_stdout_is_no_failure(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

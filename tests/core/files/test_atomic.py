@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.files.runs import failing, refusal
+from tests.core.files.runs import NO_ROOM, failing, refusal
 from tpuport.core.files.atomic import (
     atomic_write_bytes,
     atomic_write_json,
+    cannot_write,
     remove_leftovers,
     replacing,
     temporary_beside,
@@ -29,9 +31,26 @@ def test_a_write_that_fails_leaves_what_was_there(
     atomic_write_json(path, {"a": 1})
     monkeypatch.setattr(os, step, failing)
     message = refusal(atomic_write_json, path, {"a": 2})
-    assert message == f"{path}: cannot be written: No space left on device"
+    assert message == f"{path}: {NO_ROOM}"
     assert json.loads(path.read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError("-28 (No space left on device)"),  # ffmpeg's
+        RuntimeError("I/O error: No space left on device (os error 28)"),  # Rust's
+        RuntimeError("RESOURCE_EXHAUSTED: p/vm.pb; No space left on device"),  # jax's
+    ],
+)
+def test_a_full_disk_has_one_line_and_one_exit_code(error: Exception) -> None:
+    found = cannot_write(Path("f"), error)
+    assert (str(found), found.exit_code) == (f"f: {NO_ROOM}", 1)
+    other = cannot_write(Path("f"), OSError(errno.EFBIG, "File too large"))
+    assert str(other) == "f: cannot be written: File too large"
 
 
 def test_an_interrupt_removes_the_temporary_file(tmp_path: Path) -> None:

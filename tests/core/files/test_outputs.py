@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.files.runs import failing
+from tests.core.files.runs import NO_ROOM, failing
 from tests.core.files.videos import read_back
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.outputs import (
@@ -195,7 +195,7 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OutputError) as caught:
         make(out, 10)
-    said = f"{sidecar_path(Path(out))}: cannot be written: No space left on device"
+    said = f"{sidecar_path(Path(out))}: {NO_ROOM}"
     assert str(caught.value) == said
     assert caught.value.exit_code == 1
     assert os.listdir() == []

@@ -77,7 +77,7 @@ def test_a_full_disk_is_one_line_with_the_lock(
 ) -> None:
     monkeypatch.setattr("tpuport.core.files.run_lock.os.write", failing)
     folder = tmp_path / "new"
-    with pytest.raises(WriteError, match="No space left on device") as caught:
+    with pytest.raises(WriteError, match="no room is left on the disk") as caught:
         working_in(folder).__enter__()
     assert str(caught.value).startswith(f"{folder / LOCK_FILE}: cannot be written")
     assert list(tmp_path.iterdir()) == []

@@ -23,6 +23,7 @@ from typing import Any
 from tpuport.errors import UsageError, WriteError
 
 _TEMPORARY = ".tpuport-"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def temporary_beside(path: Path, suffix: str = "") -> Path:
@@ -177,9 +178,18 @@ def atomic_write_json(path: Path, data: Any) -> None:
     atomic_write_bytes(path, encoded + b"\n")
 
 
-def cannot_write(path: Path, error: Exception) -> WriteError:
+def no_room(error: BaseException) -> bool:
+    """Whether an error, Python's or a library's own, says that a disk is full."""
+    return getattr(error, "errno", None) in _NO_ROOM or any(
+        os.strerror(number) in str(error) for number in _NO_ROOM
+    )
+
+
+def cannot_write(path: Path, error: BaseException) -> WriteError:
     """The error for a file that could not be written, in one line."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    if no_room(error):
+        reason = "no room is left on the disk; make room, or name another place"
     return WriteError(f"{path}: cannot be written: {one_line(reason)}")
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tpuport.core.arrays import dtype_name
-from tpuport.core.files.atomic import one_line
+from tpuport.core.files.atomic import cannot_write, one_line
 from tpuport.core.files.fingerprint import hash_output, settled, version
 from tpuport.core.files.run_record import (
     RUN_FILE,
@@ -127,11 +127,12 @@ class RunDirectory:
         }
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = "is not a folder" if run.path.exists() else error.strerror
+        except FileExistsError:
             raise ArtifactError(
-                f"{run.path}: cannot be made a run directory: {reason}"
-            ) from error
+                f"{run.path}: cannot be made a run directory: is not a folder"
+            ) from None
+        except OSError as error:
+            raise cannot_write(run.path, error) from error
         # A checkpoint folder given by mistake, or a run whose run.json was lost: the
         # stages would overwrite what is there.
         if strays := sorted(run.path.glob("*.safetensors")):

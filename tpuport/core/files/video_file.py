@@ -20,6 +20,7 @@ from tpuport.core.files.atomic import (
     cannot_write,
     flush,
     missing,
+    no_room,
     remove_empty,
     temporary_beside,
 )
@@ -127,6 +128,8 @@ def check_output(path: Path, kind: VideoKind) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        if no_room(error):
+            raise cannot_write(path, error) from error
         raise OutputError(
             f"{path}: cannot be written: {folder}: {error.strerror}"
         ) from error
