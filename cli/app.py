@@ -30,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="PyTorch video-diffusion pipelines on TPUs: exact, sharded, compiled.",
+    help="PyTorch video-diffusion pipelines on TPUs: exact, sharded, compiled.\n\n"
+    'Example: tpuport generate --prompt "a panda" --out panda.mp4',
 )
 app.command("generate", cls=Command)(generate)
 app.command("encode", cls=Command)(encode)

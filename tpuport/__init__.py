@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from tpuport.errors import TpuportError
-
+TYPE_CHECKING = False  # of `typing`, which takes milliseconds to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from tpuport.api import load, port, ported, unport
+    from tpuport.errors import TpuportError
 
 __all__ = ["TpuportError", "__version__", "load", "port", "ported", "unport"]
 
@@ -20,7 +20,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Importing tpuport must stay quick: the API pulls in what it needs on first use.
+    # Importing tpuport must stay quick: each name comes with what it needs.
+    if name == "TpuportError":
+        from tpuport.errors import TpuportError
+
+        return TpuportError
     if name in ("load", "port", "ported", "unport"):
         from tpuport import api
 

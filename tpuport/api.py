@@ -20,7 +20,14 @@ from tpuport.core.reports import Reporter
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import check_chosen, with_chosen
 from tpuport.core.spec.model_port import ModelPort, with_blocks
-from tpuport.core.spec.run_settings import DEMO, Asked, RunSettings, defaults_of
+from tpuport.core.spec.run_settings import (
+    DEMO,
+    Asked,
+    RunSettings,
+    defaults_of,
+    in_python,
+    python_words,
+)
 from tpuport.core.spec.variant import Variant
 from tpuport.errors import UsageError, WeightsError
 from tpuport.plugins import get_port, reader_of, reader_of_class
@@ -89,13 +96,14 @@ def load(
         TypeError: a keyword that is no setting.
     """
     if reporter is None:
-        reporter = Display() if progress else Reporter()
+        reporter = Display(words=in_python) if progress else Reporter()
     given = {"model": model, **settings}
-    return open_session(
-        RunSettings.read(given, named=str),
-        guidance_scale=guidance_scale,
-        reporter=reporter,
-    )
+    with python_words():
+        return open_session(
+            RunSettings.read(given, named=str),
+            guidance_scale=guidance_scale,
+            reporter=reporter,
+        )
 
 
 def _with_keywords() -> inspect.Signature:
@@ -152,7 +160,9 @@ def open_session(
     import jax
 
     from tpuport.core.run.session import Session
+    from tpuport.core.spec.rules import Known, check
 
+    check(Known(settings=settings))
     found = with_blocks(model_of(settings), settings.blocks)
     check_chosen(found, settings.implementations)
     settings = replace(settings, cache_dir=settings.cache_dir or default_cache_dir())

@@ -51,11 +51,9 @@ class TpuportError(Exception):
 
     Attributes:
         exit_code: of the command that ends so.
-        will_recur: whether the same run, tried again, ends so again.
     """
 
     exit_code = 1
-    will_recur = True
 
 
 class UsageError(TpuportError, ValueError):
@@ -87,8 +85,6 @@ class MissingWeightsError(WeightsError, UsageError):
 class HubError(WeightsError):
     """A hub id could not be resolved to files."""
 
-    will_recur = False  # the network may be back
-
 
 class ShardingError(TpuportError):
     """Sharding rules and weights disagree."""
@@ -116,9 +112,6 @@ class MissingArtifactError(ArtifactError, UsageError):
 
 class OutputError(UsageError):
     """The requested output cannot be written."""
-
-    # The place is found writable before a run begins, so its disk has become full.
-    will_recur = False
 
 
 class WriteError(ArtifactError, OutputError):

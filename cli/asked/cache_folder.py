@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tpuport.api import default_cache_dir
+from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.errors import OutputError
 
 
@@ -21,6 +22,8 @@ def cache_folder(asked: Path | None) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        if no_room(error):
+            raise cannot_write(folder, error) from error
         raise OutputError(
             f"the cache folder {folder} cannot be written: {error.strerror}; choose "
             "another with --cache-dir or TPUPORT_CACHE_DIR"

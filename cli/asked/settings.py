@@ -40,7 +40,7 @@ class Files:
     """The files of a command beside those of :class:`RunSettings`."""
 
     latents: str | None = setting(
-        kinds.text,
+        kinds.media,
         "--latents FILE",
         "Safetensors file with the initial noise.",
         commands="GE",
@@ -49,13 +49,13 @@ class Files:
     out: str | None = setting(
         kinds.text,
         "--out PATH",
-        ".mp4, .webm, .gif, or a folder/ for PNGs.",
+        "A .mp4, .webm or .gif file, or a folder/ for PNGs.",
         commands="GDRS",
     )
     overwrite: bool = setting(
         kinds.flag,
         "--overwrite",
-        "Replace a video that is there; without it the new one becomes fox-2.mp4.",
+        "Replace an existing video. Without this flag a new fox.mp4 becomes fox-2.mp4.",
         default=False,
         commands="GDRS",
         panel=FILES,
@@ -63,7 +63,7 @@ class Files:
     run_dir: Path | None = setting(
         kinds.path,
         "--run-dir FOLDER",
-        "Keep the files of the stages; finished ones are reused.",
+        "Keep the files of the stages here, and reuse finished ones.",
         commands="GEND",
         panel=FILES,
     )
@@ -86,7 +86,7 @@ class Settings(RunSettings, Files, Asked):
     plan_mesh: None = setting(
         _mesh_or_auto,
         "--mesh MESH|auto",
-        "Such as dp=2,tp=4; auto ranks the legal meshes.",
+        "Such as dp=2,tp=4; auto ranks the meshes that are possible.",
         becomes=lambda mesh: {"search": True} if mesh == AUTO else {"mesh": mesh},
         commands="P",
         panel=WHERE,
@@ -103,14 +103,14 @@ class Settings(RunSettings, Files, Asked):
     report: Path | None = setting(
         kinds.path,
         "--report FILE",
-        "The document of --json, into this file.",
+        "Write the document of --json into this file too.",
         commands="GENDRPCS",
         panel=FILES,
     )
     json: bool = setting(
         kinds.flag,
         "--json",
-        "One JSON document on stdout.",
+        "Print one JSON document instead of text.",
         panel=EVERY,
         default=False,
         commands="".join(COMMANDS),
@@ -267,6 +267,7 @@ def _read_yaml(
     ``own`` are names beside the table's; ``used`` are offered where one is unknown.
     """
     values: dict[str, Any] = {}
+    spelt: dict[str, Any] = {}
     for key, value in load_mapping(file).items():
         name = str(key).replace("-", "_")
         name = _SPELLINGS.get(name, name)
@@ -276,8 +277,11 @@ def _read_yaml(
         if value is None:
             continue
         if name in values:
-            raise UsageError(f"config file {file}: {key!r} says {name} a second time")
-        values[name] = value
+            raise UsageError(
+                f"config file {file}: {spelt[name]} and {key} are the same setting; "
+                "keep one"
+            )
+        values[name], spelt[name] = value, key
     return values
 
 

@@ -1,4 +1,4 @@
-"""A YAML file of settings, read strictly: doubled keys and aliases are refused."""
+"""A YAML file of settings: a key may stand once, and aliases are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
-from tpuport.core.spec.run_settings import read_text
+from tpuport.core.files.sources import here
+from tpuport.core.files.typed import read_text
 from tpuport.errors import UsageError
 
 
@@ -15,12 +16,12 @@ def load_mapping(file: str) -> dict[Any, Any]:
 
     Raises:
         UsageError: the file cannot be read, is not YAML, or holds no mapping; a key
-            stands twice; or there is an alias, which makes short files large.
+            stands twice; or there is an alias: aliases make short files large.
     """
     import yaml
 
     class Strict(yaml.SafeLoader):
-        """Plain YAML, without aliases and doubled keys."""
+        """Plain YAML without aliases, and with each key once."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -37,12 +38,12 @@ def load_mapping(file: str) -> dict[Any, Any]:
                 line = key.start_mark.line + 1
                 if line != first.setdefault(str(key.value), line):
                     raise UsageError(
-                        f"config file {file}: {key.value!r} stands in lines "
-                        f"{first[str(key.value)]} and {line}; keep one"
+                        f"config file {file}: lines {first[str(key.value)]} and {line} "
+                        f"both have the key {key.value!r}; keep one of them"
                     )
             return super().construct_mapping(node, deep)
 
-    text = read_text(Path(file).expanduser(), "config file")
+    text = read_text(Path(here(file)).expanduser(), "config file")
     try:
         data = yaml.load(text, Strict)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -55,26 +55,28 @@ def bench(
         bool,
         typer.Option(
             "--quality",
-            help="Time the step cache, or without --cache each method of it, with PSNR "
-            "and SSIM against the exact run of the same seed.",
+            help="Measure step caches: that of --cache, or all of them. PSNR and SSIM "
+            "compare each with the exact run of the same seed.",
         ),
     ] = False,
     repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help="Steady-state runs of each.")
+        int,
+        typer.Option(
+            "--repeat", min=1, help="Steady runs of each backend and step cache."
+        ),
     ] = 3,
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", metavar="diffusers", help="Compare with upstream's code."
+            "--against", metavar="diffusers", help="Also measure upstream's code."
         ),
     ] = None,
 ) -> None:
-    """Measure the first call and the steady state, stage by stage.
+    """Measure each stage: its first call, and its steady calls.
 
-    With --against diffusers the same request is run by plain upstream code in the same
-    process, in turns with tpuport, so that both see the same machine. With --cache the
-    request is run with and without the step cache, and what the cache costs in quality
-    is printed beside what it saves.
+    --against diffusers also measures plain upstream code. The two take turns in one
+    process, so that both see the same machine. --cache also measures a step cache: the
+    time that it saves, and the quality that it costs.
 
     Example: tpuport bench --steps 4 --against diffusers
     """

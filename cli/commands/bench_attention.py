@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 _UNITS = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
 
 Chip = Annotated[
-    str, typer.Option("--chip", help="v4, v5e, v5p, v6e or v7x; none need be here.")
+    str, typer.Option("--chip", help="v4, v5e, v5p, v6e or v7x; no chip is needed.")
 ]
 HeadDim = Annotated[int, typer.Option("--head-dim", min=1, help="Width of a head.")]
-QLen = Annotated[int, typer.Option("--q-len", min=1, help="Queries.")]
+QLen = Annotated[int, typer.Option("--q-len", min=1, help="Number of queries.")]
 KvLen = Annotated[
-    int | None, typer.Option("--kv-len", min=1, help="Keys. (default: as queries)")
+    int | None,
+    typer.Option("--kv-len", min=1, help="Number of keys. (default: as queries)"),
 ]
-Heads = Annotated[int, typer.Option("--heads", min=1, help="Of one chip.")]
+Heads = Annotated[int, typer.Option("--heads", min=1, help="Heads of one chip.")]
 
 
 @command("bench attention")
@@ -50,7 +51,7 @@ def bench_attention(
         typer.Option(
             "--blocks",
             metavar="auto|Q/KV/COMPUTE",
-            help="Tokens of the tiles, for all kernels; auto leaves them to each.",
+            help="Tokens of a tile, for all kernels; auto lets each kernel choose.",
         ),
     ] = "auto",
     kernel: Annotated[
@@ -61,11 +62,11 @@ def bench_attention(
         ),
     ] = None,
 ) -> None:
-    """Compare attention kernels by the TPU compiler's schedule; needs no TPU.
+    """Compare attention kernels by the TPU compiler's schedule.
 
-    Each kernel is compiled for the chip, and its bundles (one a cycle) are counted:
-    all that a grid step runs, for 2^20 scores. "whole call" also has the padding of
-    the lengths and how often each part runs.
+    Needs no TPU: each kernel is compiled for the chip, and its bundles are counted. A
+    bundle takes one cycle. The table shows cycles of a grid step for 2^20 scores.
+    "whole call" adds the padding of the lengths, and how often each part runs.
 
     Example: tpuport bench attention --chip v6e --q-len 17776
     """

@@ -56,8 +56,8 @@ def compile_(
         typer.Option(
             "--topology",
             metavar="NAME",
-            help="A TPU slice that need not be here, such as v6e-8; cpu-8 for eight "
-            "virtual CPU devices; local for the devices of this machine.",
+            help="A TPU slice, such as v6e-8, that this machine need not have; cpu-8 "
+            "for eight virtual CPU devices; local for the devices of this machine.",
         ),
     ] = LOCAL,
     stage: Annotated[
@@ -65,18 +65,20 @@ def compile_(
         typer.Option(
             "--stage",
             metavar="encode|denoise|decode",
-            help="Compile these stages alone; may be repeated. (default: all)",
+            help="Compile only this stage; may be repeated. (default: all stages)",
         ),
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="FOLDER", help="For the executables; required."),
+        typer.Option(
+            "--out", metavar="FOLDER", help="Where the executables go; required."
+        ),
     ] = None,
 ) -> None:
-    """Compile every program of a run into a folder for `generate --executables`.
+    """Compile all programs of a run, for `generate --executables`.
 
-    The settings are those of `generate`. No weights are read, and for a named topology
-    none are needed: a variant's own config is enough.
+    Takes the settings of `generate`. With --variant and a TPU slice no weights are
+    needed.
 
     Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """

@@ -19,8 +19,9 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.reports import bytes_text
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.rules import check_folder
 from tpuport.core.spec.run_settings import COMPILED, DEMO
-from tpuport.errors import TpuportError
+from tpuport.errors import TpuportError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ LOW_DISK = 2 << 30
 
 @command("doctor")
 def doctor(settings: Settings) -> None:
-    """Show versions, devices, caches and problems; paste it into a bug report.
+    """Show versions, devices, caches and problems, for a bug report.
 
     Example: tpuport doctor
     """
@@ -101,8 +102,10 @@ def examine(cache: Path) -> dict[str, Any]:
         "cache": attempt("cache folder", lambda: _cache(cache)),
     }
     found = report["cache"]
-    if found and not found["writable"]:
-        problems.append(f"the cache folder {cache} cannot be written")
+    try:
+        check_folder("--cache-dir", cache)
+    except UsageError as error:
+        problems.append(str(error))
     if found and found["free_bytes"] < LOW_DISK:
         problems.append(f"only {bytes_text(found['free_bytes'])} free for {cache}")
     return {**report, "problems": problems}
@@ -190,7 +193,6 @@ def _cache(cache: Path) -> dict[str, Any]:
     }
     return {
         "folder": str(cache),
-        "writable": os.access(nearest, os.W_OK),
         "bytes": {name: _size(folder) for name, folder in parts.items()},
         "unfinished_runs": len(list(parts["runs"].glob("*"))),
         "free_bytes": shutil.disk_usage(nearest).free,

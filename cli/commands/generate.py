@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 def generate(settings: Settings) -> None:
     """Make videos from prompts: encode, denoise and decode in a row.
 
-    Several prompts and seeds make a video of every prompt with every seed. What is not
-    given is the variant's: see `tpuport models`.
+    Every prompt is made with every seed. `tpuport models` shows the variants, and what
+    they use for settings that you leave out.
 
     Example: tpuport generate --prompt "a panda" --variant 5b --out panda.mp4
     """
@@ -79,7 +79,7 @@ def generate(settings: Settings) -> None:
             check_noise(session, run, noise)
             if given is None:
                 keep_asked(run, settings, outputs.asked)
-            with going_on(run, temporary=given is None):
+            with going_on(run):
                 stages, reused = _before_decode(session, run, noise, source)
                 videos, report = decode_videos(session, run, outputs, stages, started)
                 described = describe_results("generate", session, run, report, videos)
@@ -121,7 +121,8 @@ def _before_decode(
     stages: list[StageReport] = []
     say = session.reporter.say
     if session.settings.backend != Backend.DIFFUSERS:
-        left = [s for s in session.port.stages if not run.finished(s.name)]
+        *before, last = session.port.stages
+        left = [*(s for s in before if not run.finished(s.name)), last]
         request = recorded_request(session.port, run.settings, run.file)
         session.executor.check_built(request, left)
     for stage in STAGES[:2]:

@@ -96,14 +96,15 @@ def patches(
     name: OneName = None,
     model: OnlyModel = None,
 ) -> None:
-    """List the changes to upstream code, or all that is known of one of them.
+    """List the changes to upstream code, or show one of them in full.
 
-    Patches replace a function, some of them with one kind of --blocks alone; op
-    overrides replace what torchax does for a torch operator. Nothing is applied here.
-    Fails when a target is gone.
+    A patch replaces a function; some patches belong to one kind of --blocks. An op
+    override replaces torchax's version of a torch operator. This command changes
+    nothing. It fails if upstream no longer has what a patch replaces.
 
     Example: tpuport patches layer_norm
     """
+    entries: list[Entry] = []
     if model is None:
         ports = [plugin.port for plugin in installed_plugins().values()]
     else:
@@ -114,13 +115,12 @@ def patches(
         display.timed("looking at upstream's code"),
         signals.starting(before="\n"),  # mostly imports; nothing is written
     ):
-        entries = examine(ports)
-    if name is not None:
-        known = [entry.name for entry in entries]
-        entries = [entry for entry in entries if entry.name == name]
-        if not entries:
-            near = did_you_mean(name, known, "`tpuport patches` lists them")
-            raise UsageError(f"no patch is called {name!r}; {near}")
+        known = _names(ports)
+        if name is None or name in known:  # else diffusers need not be imported
+            entries = [e for e in examine(ports) if name in (None, e.name)]
+    if not entries and name is not None:
+        near = did_you_mean(name, known, "`tpuport patches` lists them")
+        raise UsageError(f"no patch is called {name!r}; {near}")
     if settings.json:
         print_json({"patches": [asdict(entry) for entry in entries]})
     elif name is not None:
@@ -164,6 +164,17 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
             for status in inspect_overrides((*form.overrides, *EVERYWHERE)):
                 add(status.override, form, status.state, status.detail, "")
     return sorted(found.values(), key=lambda entry: entry.kind != "patch")
+
+
+def _names(ports: Iterable[ModelPort]) -> list[str]:
+    """The names of all patches and overrides, without a look at upstream's code."""
+    from tpuport.core.layers.model_runtime import EVERYWHERE
+
+    found = {override.name for override in EVERYWHERE}
+    for form in (form for port in ports for form in port.all_forms):
+        found |= {override.name for override in form.overrides}
+        found |= {p.name for b in BLOCKS for p in with_blocks(form, b).patches}
+    return sorted(found)
 
 
 def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:

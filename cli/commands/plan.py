@@ -52,7 +52,7 @@ def plan(
         typer.Option(
             "--topology",
             metavar="NAME",
-            help="A TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8; none is needed.",
+            help="The TPU slice, such as v5e-4, v5p-8, v6e-8 or v7x-8.",
         ),
     ],
     stage: Annotated[
@@ -60,7 +60,7 @@ def plan(
         typer.Option(
             "--stage",
             metavar="encode|denoise|decode|all",
-            help="Which stages to plan; also several, as in encode,denoise.",
+            help="The stages to plan; several as encode,denoise.",
         ),
     ] = "denoise",
     batch: Annotated[
@@ -68,16 +68,14 @@ def plan(
         typer.Option(
             "--batch",
             min=1,
-            help="Videos of one prompt, denoised together. (default: a video of each "
-            "--prompt, one after the other, as generate makes them)",
+            help="Videos of one prompt that are denoised together. (default: one "
+            "video of each --prompt, one after the other)",
         ),
     ] = None,
     dump: Annotated[
         str | None,
         typer.Option(
-            "--dump",
-            metavar="FOLDER",
-            help="Keep programs, accounts and schedules here.",
+            "--dump", metavar="FOLDER", help="Keep programs and schedules here."
         ),
     ] = None,
     budget: Annotated[
@@ -86,21 +84,19 @@ def plan(
             "--budget",
             metavar="SECONDS",
             min=0.0,
-            help="What --mesh auto, or looking for what fits, may take; a compile that "
-            "has begun is finished.",
+            help="Start no new compile after this time, in the search of --mesh auto "
+            "or for a size that fits.",
         ),
     ] = 540.0,
     verbose: Annotated[
         bool,
-        typer.Option(
-            "--verbose", help="Each program, attention, collectives, sharding rules."
-        ),
+        typer.Option("--verbose", help="Also each program and sharding rule."),
     ] = False,
 ) -> None:
-    """Whether a run fits a TPU slice and what it takes, without a TPU or weights.
+    """Tell whether a run fits a TPU slice, and how long it takes.
 
-    The programs that generate would run are compiled for the slice. Exit code 0 also
-    where the run does not fit; --json says so as "fits".
+    Needs neither a TPU nor weights: the programs of `generate` are compiled for the
+    slice. The exit code is 0 even if the run does not fit; see "fits" of --json.
 
     Example: tpuport plan --topology v6e-8 --variant 5b
     """
@@ -113,9 +109,9 @@ def plan(
     run = _any if is_any(settings) else _known
     made = run(settings, found, stage=stage, batch=batch, dump=dump, budget=budget)
     document = {"command": "plan", **made.as_dict()}
-    give_out(document, as_json=settings.json, report=settings.report)
     if not settings.json:
         print(plan_text.everything(made) if verbose else plan_text.text(made))
+    give_out(document, as_json=settings.json, report=settings.report)
 
 
 def _any(

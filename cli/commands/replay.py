@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -40,6 +39,7 @@ from tpuport.core.files.fingerprint import hash_output, versions
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
+from tpuport.core.files.sources import here
 from tpuport.core.reports import Reporter, RunReport, StageReport
 from tpuport.core.run.progress import Display
 from tpuport.core.run.records import Sidecar
@@ -67,17 +67,17 @@ if TYPE_CHECKING:
 def replay(
     settings: Settings,
     sidecar: Annotated[
-        str, typer.Argument(metavar="FILE", help="A video, or the JSON beside it.")
+        str, typer.Argument(metavar="FILE", help="A video, or the JSON file beside it.")
     ],
 ) -> None:
-    """Make a recorded video's latents again and compare them, bit for bit.
+    """Repeat a recorded run, and compare its latents bit for bit.
 
-    With --out the video is made and written too; without it the latents are enough.
+    With --out the video is made and written too.
 
     Example: tpuport replay panda.mp4.json
     """
     prepare(debug=settings.debug)
-    file = _sidecar_of(Path(sidecar).expanduser())
+    file = _sidecar_of(Path(here(sidecar)).expanduser())
     # Which kind of sidecar, before torch is imported.
     if "pipeline" in read_sidecar(file):
         document = replay_any(file, settings)
@@ -122,7 +122,6 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
         with _naming(file):
             session.check(request)
         folder = stack.enter_context(new_run(cache))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         run = session.open_run(folder, request)
         stages: list[StageReport] = []
         for name in STAGES[:2]:

@@ -20,6 +20,7 @@ from tpuport.cli.runs.kept_runs import (
     kept_run,
     kept_runs,
     remove,
+    temporary,
 )
 from tpuport.cli.runs.run_stages import (
     decode_videos,
@@ -30,7 +31,6 @@ from tpuport.cli.runs.run_stages import (
 )
 from tpuport.cli.shown.output import print_json, show_results
 from tpuport.cli.shown.tables import columns
-from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, plural
 from tpuport.core.spec.requests import recorded_request
@@ -45,9 +45,10 @@ FORGOTTEN = 7
 
 @command("runs")
 def runs(settings: Settings, context: typer.Context) -> None:
-    """List the runs that ended early and were kept; they were given no --run-dir.
+    """List the runs that ended early, and can be resumed.
 
-    `tpuport runs resume ID` makes the videos of one, `tpuport runs clean` removes them.
+    Runs with --run-dir are not listed: their files are in that folder. `tpuport runs
+    resume ID` finishes a run, `tpuport runs clean` removes runs.
 
     Example: tpuport runs
     """
@@ -65,6 +66,8 @@ def runs(settings: Settings, context: typer.Context) -> None:
 
 def _row(run: KeptRun) -> tuple[str, ...]:
     state = "can go on" if run.resumable else "cannot go on"
+    if failed := run.failed:
+        state = f"failed: {in_one_line(failed, 80)}"
     if run.process is not None:
         state = f"in process {run.process}"
     prompt = run.prompts[0] if run.prompts else ""
@@ -90,16 +93,19 @@ def _age(seconds: float) -> str:
 def clean(
     settings: Settings,
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="ID", show_default=False, help="As `tpuport runs` shows them."
+        ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Remove every run that no process works on.")
     ] = False,
 ) -> None:
-    """Remove kept runs.
+    """Remove runs that ended early.
 
-    Without an ID and without --all, those that cannot go on and those of more than
-    seven days. A run that a process works on is never removed.
+    Without an ID and without --all, runs that failed or cannot go on, and runs of more
+    than seven days. A run that a process works on is never removed.
 
     Example: tpuport runs clean --all
     """
@@ -114,7 +120,7 @@ def clean(
             run
             for run in kept_runs(cache)
             if run.process is None
-            and (everything or not run.resumable or run.changed < oldest)
+            and (everything or run.failed or run.changed < oldest or not run.resumable)
         ]
     names, sizes, busy = [], [], []
     for run in found:
@@ -140,12 +146,13 @@ def clean(
 def resume(
     settings: Settings,
     name: Annotated[
-        str, typer.Argument(metavar="ID", help="As `tpuport runs` has it.")
+        str, typer.Argument(metavar="ID", help="As `tpuport runs` shows it.")
     ],
 ) -> None:
-    """Go on with a kept run, to the videos that were asked for; then it is removed.
+    """Finish a run that ended early, and write its videos.
 
-    Settings are those that the run was begun with. --out names another place.
+    The run keeps its settings; --out names another place for the videos. The files of
+    the run are removed afterwards.
 
     Example: tpuport runs resume 20261124-081502-3fa9c1 --out fox.mp4
     """
@@ -159,8 +166,8 @@ def resume(
     outputs = outputs_of(settings, "", count, request=request, inputs=inputs)
     with (
         shown_session(settings) as session,
-        working_in(run.path),
-        going_on(run, temporary=True),
+        temporary(run.path),
+        going_on(run),
     ):
         left = STAGES[len(kept.finished) : 2]
         stages = [run_stage(session, run, stage)[1] for stage in left]

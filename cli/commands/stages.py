@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
 @command("encode")
 def encode(settings: Settings) -> None:
-    """Encode the prompts into a run directory; takes the settings of `generate`.
+    """Encode the prompts into a run directory.
 
-    The settings are kept in the run directory: `denoise` and `decode` read them there.
-    On a run that exists so does `encode`, where no prompt is given.
+    Takes the settings of `generate` and keeps them in the run directory, where
+    `denoise` and `decode` read them. Without --prompt, `encode` reads them there too.
 
     Example: tpuport encode --prompt "a panda" --run-dir run
     """
@@ -126,7 +126,7 @@ def _check_going_on(settings: Settings, run: RunDirectory, stage: str) -> None:
 def denoise(settings: Settings) -> None:
     """Denoise in a run directory that `encode` made.
 
-    It runs no autoencoder: --vae is for --executables, which are of one.
+    --vae matters here with --executables only: they were compiled for one autoencoder.
 
     Example: tpuport denoise --run-dir run
     """
@@ -148,7 +148,7 @@ def denoise(settings: Settings) -> None:
 def decode(settings: Settings) -> None:
     """Decode the latents of a run directory into videos.
 
-    Without --out the video is written into the run directory, as video.mp4.
+    Without --out the video becomes video.mp4 in the run directory.
 
     Example: tpuport decode --run-dir run --out panda.mp4
     """

@@ -39,27 +39,29 @@ def tune(
     kv_len: KvLen = None,
     heads: Heads = 12,
     limit: Annotated[
-        int, typer.Option("--limit", min=1, help="Tiles to compile at most.")
+        int, typer.Option("--limit", min=1, help="The most candidates to compile.")
     ] = 24,
     write: Annotated[
         bool,
-        typer.Option("--write", help="Put what is found into the table of blocks."),
+        typer.Option("--write", help="Write the best tiles into the table."),
     ] = False,
     again: Annotated[
         bool,
-        typer.Option("--again", help="Search for every call that the table has, anew."),
+        typer.Option("--again", help="Search again for every entry of the table."),
     ] = False,
     table: Annotated[
         str | None,
         typer.Option(
-            "--table", metavar="FILE", help="The table. (default: the kernel's own)"
+            "--table",
+            metavar="FILE",
+            help="A table of tiles. (default: the kernel's own)",
         ),
     ] = None,
 ) -> None:
-    """Find the tiles with the fewest cycles for a call, and say what was tried.
+    """Find the attention tiles that take the fewest cycles.
 
-    Needs no TPU; each candidate takes up to a minute to compile. What was compiled
-    before is not compiled again.
+    Needs no TPU. Each candidate takes up to a minute to compile; the cache folder keeps
+    what was compiled.
 
     Example: tpuport tune --chip v5e --q-len 17776 --limit 8
     """

@@ -1,8 +1,9 @@
-"""Runs without ``--run-dir``: their folders in the cache, and what is kept of them."""
+"""Runs without ``--run-dir``: folders in the cache, kept where a run ends early."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import shlex
 import shutil
@@ -25,17 +26,19 @@ from tpuport.core.files.sealed_json import as_json, read_document, write_documen
 from tpuport.core.files.typed import checked
 from tpuport.core.spec.rules import check_folder
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
-from tpuport.errors import ArtifactError, TpuportError, UsageError
+from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
 #: Beside run.json: how the run was asked for, and where its videos go.
 _ASKED_FILE, _ASKED = "asked.json", "tpuport.asked"
+#: Beside run.json: the error that ended the run and would end the run again.
+_FAILED_FILE = "failed.txt"
 
-#: What the run itself records, or depends on where it goes on.
+#: Settings that run.json records, or that belong to the place where a run goes on.
 _RECORDED = {"model", "variant", "weights", "cache_dir"}
 
 
 class Asked(TypedDict):
-    """What the file holds."""
+    """The content of ``asked.json``."""
 
     settings: dict[str, Any]
     out: str
@@ -49,18 +52,23 @@ class KeptRun:
 
     Attributes:
         folder: named by the run's id.
-        process: the number of the process at work in it.
-        model, prompts: of the run; empty where its run.json cannot be read.
-        finished: the stages before decode that are.
-        changed: when the last one was finished, in seconds since the epoch.
+        process: the number of the process at work in the folder.
+        model, prompts: of the run; empty where run.json cannot be read.
+        recorded: the stages in run.json.
+        changed: when the last stage was finished, in seconds since the epoch.
     """
 
     folder: Path
     process: int | None
     model: str
     prompts: tuple[str, ...]
-    finished: tuple[str, ...]
+    recorded: tuple[str, ...]
     changed: float
+
+    @functools.cached_property
+    def finished(self) -> tuple[str, ...]:
+        """The stages before decode that are; their files are read through."""
+        return tuple(_finished(RunDirectory(self.folder)))
 
     @property
     def resumable(self) -> bool:
@@ -68,11 +76,19 @@ class KeptRun:
         return bool(self.finished) and (self.folder / _ASKED_FILE).exists()
 
     @property
+    def failed(self) -> str:
+        """The error that would end the run again; empty where there was none."""
+        try:
+            return (self.folder / _FAILED_FILE).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    @property
     def bytes(self) -> int:
-        """On disk; a file that is removed meanwhile has none."""
+        """Bytes on disk."""
         total = 0
         for path in self.folder.rglob("*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # removed meanwhile
                 total += path.stat().st_size if path.is_file() else 0
         return total
 
@@ -85,6 +101,7 @@ class KeptRun:
             "prompts": list(self.prompts),
             "finished": list(self.finished),
             "resumable": self.resumable,
+            "failed": self.failed,
             "age_seconds": round(time.time() - self.changed),
             "bytes": self.bytes,
             "process": self.process,
@@ -110,7 +127,7 @@ def kept_run(cache: Path, name: str) -> KeptRun:
     """The run with this id.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such run.
     """
     for run in kept_runs(cache):
         if run.folder.name == name:
@@ -120,15 +137,18 @@ def kept_run(cache: Path, name: str) -> KeptRun:
 
 def _look(folder: Path) -> KeptRun:
     process, file = holder(folder), folder / RUN_FILE
-    run, model, prompts = RunDirectory(folder), "", ()
+    run, model = RunDirectory(folder), ""
+    prompts: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
     with contextlib.suppress(TpuportError):
-        model, prompts = run.model, tuple(run.settings["prompts"])
+        model, recorded = run.model, run.recorded
+        prompts = tuple(run.settings["prompts"])
     return KeptRun(
         folder=folder,
         process=process,
         model=model,
         prompts=prompts,
-        finished=tuple(_finished(run)),
+        recorded=recorded,
         changed=(file if file.exists() else folder).stat().st_mtime,
     )
 
@@ -149,31 +169,56 @@ def remove(run: KeptRun) -> None:
     """Remove a kept run.
 
     Raises:
+        ArtifactError: a process is at work in the folder.
+    """
+    with temporary(run.folder):
+        pass
+
+
+@contextlib.contextmanager
+def temporary(folder: Path) -> Iterator[Path]:
+    """Hold the folder of a run without ``--run-dir`` while the block lasts.
+
+    The folder is then removed, but not after an error if the run can go on.
+
+    Raises:
         ArtifactError: a process is at work in it.
     """
-    with working_in(run.folder):
-        shutil.rmtree(run.folder, ignore_errors=True)
+    with working_in(folder):
+        kept = False
+        try:
+            yield folder
+        except BaseException:
+            asked = (folder / _ASKED_FILE).exists()
+            kept = asked and bool(_finished(RunDirectory(folder)))
+            raise
+        finally:
+            if not kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def new_run(cache: Path) -> Iterator[Path]:
     """A fresh folder for a run that was given none, held while the block lasts.
 
-    What dead processes left is removed first, but for runs that can go on.
+    What dead processes left is removed first, but for runs that recorded a stage:
+    whether its file is whole, whoever goes on with the run finds out.
     """
     for run in kept_runs(cache):
         # Without a lock file, a process may just be making the folder.
         left = (run.folder / LOCK_FILE).exists() and run.process is None
-        if left and not run.resumable:
+        asked = (run.folder / _ASKED_FILE).exists()
+        if left and not (run.recorded and asked):
             with contextlib.suppress(ArtifactError):  # another process removes them
                 remove(run)
+    (cache / "runs").mkdir(parents=True, exist_ok=True)
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    with working_in(cache / "runs" / name) as folder:
+    with temporary(cache / "runs" / name) as folder:
         yield folder
 
 
 def keep_asked(run: RunDirectory, settings: Settings, out: str) -> None:
-    """Keep beside run.json what :func:`asked_for` gives back, after a kill too."""
+    """Write beside run.json what :func:`asked_for` reads, also after a kill."""
     given = {
         name: _as_plain(getattr(settings, name))
         for name, default in defaults_of(RunSettings).items()
@@ -228,27 +273,29 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def going_on(run: RunDirectory, *, temporary: bool = False) -> Iterator[None]:
-    """Tell an error in the block what is finished and, where it helps, how to go on.
+def going_on(run: RunDirectory) -> Iterator[None]:
+    """Add to an error what is finished and, if the error can pass, how to go on.
 
-    A temporary run directory is removed when the block succeeds, or when no stage in it
-    is finished; otherwise it stays.
+    For a run without ``--run-dir``, an error that will come again is kept too.
     """
+    alone = (run.path / _ASKED_FILE).exists()
+    if alone:
+        (run.path / _FAILED_FILE).unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
         done, again = _finished(run), may_pass(error)
-        if done and (again or temporary):
+        if done and (again or alone):
             kept = f"finished: {', '.join(done)}; kept in {run.path}"
-            how = _resume_command(run.path) if temporary else "the same command"
+            how = _resume_command(run.path) if alone else "the same command"
             error.add_note(kept + (f". Go on with: {how}" if again else ""))
         elif again:
             error.add_note("no stage was finished; run the same command again")
-        if temporary and not done:
-            shutil.rmtree(run.path, ignore_errors=True)
+        if alone and done and not again:
+            with contextlib.suppress(OSError):  # the error itself must be told
+                text = in_one_line(error) or type(error).__name__
+                (run.path / _FAILED_FILE).write_bytes(text.encode(errors="replace"))
         raise
-    if temporary:
-        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _resume_command(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Stages on a run directory."""
+"""Runs stages on a run directory, and reads what a run directory records."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ def run_stage(
     *,
     noise: Noise | None = None,
     source: Source | None = None,
+    inputs: Mapping[str, Any] | None = None,
     files: VideoFiles | None = None,
 ) -> tuple[dict[str, Any], StageReport]:
-    """Run one stage; run.json also learns what a replay will need.
+    """Run one stage, and record in run.json what a replay will need.
 
-    ``noise`` and ``source`` go with ``encode``: it writes the one for ``denoise`` and
-    reads the other. ``files`` go with ``decode``: they get its frames, as bytes, while
-    they are made.
+    Args:
+        noise: of ``encode``, which writes the initial latents for ``denoise``.
+        source: of ``encode``, which reads the image or video.
+        inputs: of a later stage, where they were read before.
+        files: of ``decode``; they get the frames, as bytes, while frames are made.
     """
     extra = {}
     if noise is not None:
@@ -62,6 +65,7 @@ def run_stage(
         run,
         name,
         source=source,
+        inputs=inputs,
         extra=extra,
         note=stage_note(
             session.settings,
@@ -76,9 +80,9 @@ def run_stage(
 def reusable(
     session: Session, run: RunDirectory, name: str, say: Callable[[str], None]
 ) -> bool:
-    """Whether a stage is finished and was run as it would be run now.
+    """Whether a stage is finished and was run as this session would run the stage.
 
-    Says why when it is finished but was run otherwise.
+    ``say`` is told what differs.
     """
     if not run.finished(name):
         return False
@@ -88,10 +92,10 @@ def reusable(
     note = stage_note(session.settings)
     then = record.get("note") or {}
     keys = ["backend", "attention", *(["encode_on"] if name == STAGES[0] else [])]
-    # A stage without native forms is the same with any blocks.
+    # Blocks change only stages that have native forms.
     components = session.port.stage(name).components
     native = any(session.port.components[c].native is not None for c in components)
-    # Nor have components that it does not use.
+    # Components that the stage does not use change nothing.
     used = session.port.stage(name).components_for(_request(session, run))
     chosen = choices(session.port, used)
     # Upstream's code has no other way to run.
@@ -122,7 +126,7 @@ def check_noise(session: Session, run: RunDirectory, noise: Noise | None) -> Non
     """Refuse a run directory whose encode stage kept other initial latents.
 
     Raises:
-        ArtifactError: it did.
+        ArtifactError: the initial latents differ.
     """
     import torch
 
@@ -155,7 +159,7 @@ def decode_videos(
 
     Args:
         before: the reports of the stages that were run before.
-        started: when the first of them was.
+        started: when the first stage began, by ``time.perf_counter``.
 
     Returns:
         the videos, and the report of all stages.
@@ -165,10 +169,9 @@ def decode_videos(
     """
     request = _request(session, run)
     with VideoFiles(outputs, request.fps, request.num_frames) as files:
-        _, stage = run_stage(session, run, STAGES[2], files=files)
+        inputs = session.read_inputs(run, STAGES[2])
+        _, stage = run_stage(session, run, STAGES[2], inputs=inputs, files=files)
         report = session.run_report([*before, stage], time.perf_counter() - started)
-        denoise = session.port.stage(STAGES[1])
-        latents = run.read_stage(denoise.name, denoise.writes)["latents"]
         note = {"note": stage_note(session.settings)}
         decode = {**session.stage_record(stage), **note}
         records: dict[str, Mapping[str, Any]]
@@ -176,7 +179,9 @@ def decode_videos(
         origin = session.origin({**records, STAGES[2]: decode})
         origin = replace(origin, fingerprints=lambda: run.weights)
         # With sidecars, and recorded in run.json.
-        videos = files.publish(partial(origin.describe, request, latents, report))
+        videos = files.publish(
+            partial(origin.describe, request, inputs["latents"], report)
+        )
         run.record_output(STAGES[2], [video.path for video in videos], decode)
     return videos, report
 
@@ -188,7 +193,7 @@ def describe_results(
     report: RunReport,
     videos: Sequence[Video] = (),
 ) -> dict[str, Any]:
-    """What the JSON of each command that runs stages says."""
+    """The JSON that every command that runs stages prints."""
     return {
         "command": command,
         "model": session.port.name,
@@ -240,7 +245,7 @@ def open_existing(settings: Settings, stage: str) -> tuple[RunDirectory, Setting
 
 
 def encode_report(run: RunDirectory) -> Report | None:
-    """What run.json says of encode; ``None`` where that was never finished.
+    """The report of encode in run.json; ``None`` if encode was never finished.
 
     Raises:
         ArtifactError: the record is not usable.
@@ -266,10 +271,10 @@ def inputs_of(run: RunDirectory) -> list[Path]:
 
 
 def recorded_noise(entry: FileRecord | None, by: Path) -> Noise | None:
-    """The initial noise that the file ``by`` records, known to be the same file.
+    """The initial noise that the file ``by`` records, read from the same file.
 
     Raises:
-        ArtifactError: it is another file now.
+        ArtifactError: the file has changed.
     """
     if entry is None:
         return None
@@ -286,10 +291,10 @@ def recorded_noise(entry: FileRecord | None, by: Path) -> Noise | None:
 def recorded_source(
     entry: SourceRecord | None, by: Path, request: Request
 ) -> Source | None:
-    """The image or video that the file ``by`` records, known to have the same pixels.
+    """The image or video that the file ``by`` records, with the same pixels.
 
     Raises:
-        ArtifactError: it has others now, or came from memory.
+        ArtifactError: the pixels have changed, or came from memory.
     """
     if not request.sources:
         return None

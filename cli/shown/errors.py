@@ -6,19 +6,21 @@ import contextlib
 import difflib
 import errno
 import os
+import select
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
 from tpuport.cli.shown.signals import ended_by, in_words, leave
+from tpuport.core.files.atomic import cannot_write, no_room
 from tpuport.errors import LINE, TpuportError, in_one_line, quoted
 
 #: How jaxlib's errors begin where a device or its memory was at fault.
 _OF_A_DEVICE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "DATA_LOSS")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -43,13 +45,23 @@ def reported(*, debug: bool = False) -> Iterator[Guard]:
         yield guard
     except (typer.Exit, typer.Abort):
         raise
-    except BrokenPipeError:
-        # Whoever read stdout has seen enough (`| head`). What is left in the buffer
-        # must go somewhere, or Python complains when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            # Whoever read stdout has seen enough (`| head`). What is left in the buffer
+            # must go somewhere, or Python complains when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
         raise typer.Exit(explain(error, debug=guard.debug)) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe that its reader has closed; others may break too."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)
+    except (OSError, TypeError):  # stdout is no file, or not there
+        return False
+    return bool(poll.poll(0))
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
@@ -64,6 +76,9 @@ def explain(error: BaseException, *, debug: bool) -> int:
     elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = quoted(str(error.filename))
         code, text = 2, f"error: {name} is too long for the name of a file or folder"
+    elif no_room(error):
+        place = getattr(error, "filename", None) or "a file of this command"
+        code, text = 1, f"error: {cannot_write(Path(place), error)}"
     else:
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         code, text = 1, f"error: unexpected {what}"
@@ -81,20 +96,18 @@ def explain(error: BaseException, *, debug: bool) -> int:
 def may_pass(error: BaseException) -> bool:
     """Whether the same run can succeed when it is tried again.
 
-    So it is after a signal, with a full disk, and for a device that was lost or had no
-    memory. Any other error is taken to come again.
+    A signal, a full disk, a lost device and memory that others have taken can pass. Any
+    other error will come again. (The hub is asked before a run has a stage to keep.)
     """
     if ended_by(error) is not None or isinstance(error, MemoryError):
         return True
-    if isinstance(error, TpuportError) and not error.will_recur:
-        return True
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return True
-    if error.__cause__ is not None and may_pass(error.__cause__):
+    if no_room(error):
         return True
     # jaxlib has one class for all of its errors, torch one for its devices' memory.
     full = type(error).__name__ == "OutOfMemoryError"
-    return full or str(error).startswith(_OF_A_DEVICE)
+    if full or str(error).startswith(_OF_A_DEVICE):
+        return True
+    return error.__cause__ is not None and may_pass(error.__cause__)
 
 
 def _from_jax(note: str) -> bool:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.cli.shown.tables import columns
-from tpuport.core.files.atomic import atomic_write_json, cannot_write
+from tpuport.core.files.atomic import (
+    atomic_write_json,
+    cannot_write,
+    missing,
+    remove_empty,
+)
 from tpuport.core.reports import RunReport, memory_sources, memory_table
 
 
@@ -42,15 +47,18 @@ def give_out(document: Any, *, as_json: bool, report: Path | None) -> None:
     Raises:
         ArtifactError: the file cannot be written.
     """
-    if report is not None:
-        try:
-            report.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(report, error) from error
-        atomic_write_json(report, document)
-        say(f"wrote {report}")
     if as_json:
         print_json(document)
+    if report is not None:
+        new = missing(report.parent)
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(report, document)
+        except OSError as error:
+            raise cannot_write(report, error) from error
+        finally:
+            remove_empty(new)
+        say(f"wrote {report}")
 
 
 def show_results(
@@ -61,15 +69,19 @@ def show_results(
     as_json: bool,
     file: Path | None,
 ) -> None:
-    """The end of a run: its document, the summary, and the files that were written.
+    """The end of a run: the summary, its document, the files that were written.
+
+    Where the videos are comes last, also where the document cannot be written.
 
     Raises:
         ArtifactError: the document cannot be written to ``file``.
     """
-    give_out(document, as_json=as_json, report=file)
     print_summary(report)
-    for path in written:
-        say(f"wrote {path}")
+    try:
+        give_out(document, as_json=as_json, report=file)
+    finally:
+        for path in written:
+            say(f"wrote {path}")
 
 
 def print_summary(report: RunReport) -> None:

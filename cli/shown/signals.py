@@ -1,10 +1,10 @@
-"""How a signal ends the program: what is kept is said first, and the code is 128 + n.
+"""How a signal ends the program: with a word on what is kept, and the code 128 + n.
 
 Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, but not while
 modules are imported: jaxlib and torch crash when their import is broken off. Libraries
 swallow exceptions, raise others in their place, and install handlers of their own. So
-the signal is kept too: :func:`check` raises again at the next step, :func:`ended_by`
-gives the signal for whatever was raised, and the exit code follows it in any case.
+the signal is remembered. :func:`check` raises again at the next step, :func:`ended_by`
+gives the signal whatever was raised, and the exit code is always the signal's.
 
 Only the program itself has these handlers: a call of ``main`` from Python has none.
 """
@@ -29,36 +29,36 @@ _WORDS = {
     signal.SIGHUP: "hung up",
 }
 
-#: Seconds in which a second SIGINT is the first one again: `timeout` sends two.
+#: Seconds in which a second SIGINT counts as the first one: `timeout` sends two.
 _TWICE = 0.3
 
-#: What Python calls where no error can be raised: it would print a traceback.
+#: Functions in which Python prints an error and goes on.
 _FINALISERS = ("__del__", "_xla_gc_callback")
 
-#: On a terminal: the cursor, which a moving line hides.
+#: Shows the cursor of a terminal again; a moving line hides the cursor.
 _CURSOR = "\x1b[?25h"
 
 #: The first signal that asked the program to end.
 _received: signal.Signals | None = None
 _armed: list[signal.Signals] = []
-#: Whether nothing is at stake yet.
+#: The arguments of :func:`starting` while its block runs.
 _starting, _before = False, ""
 
 
 def ended_by(error: BaseException | None = None) -> signal.Signals | None:
-    """The signal that ends the program, whatever ``error`` was made of it."""
+    """The signal that ends the program, whatever error the signal became."""
     if _received is None and isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     return _received
 
 
 def in_words(signum: signal.Signals) -> tuple[int, str]:
-    """The exit code that a shell gives to a program ended so, and the word for it."""
+    """The exit code of a program that a signal ended, as in a shell, and the word."""
     return 128 + signum, _WORDS[signum]
 
 
 def check() -> None:
-    """Called at every step: take the signals back, and raise one that was swallowed.
+    """Take handlers back, and raise a signal that was swallowed; called at every step.
 
     Raises:
         KeyboardInterrupt: a signal asked the program to end.
@@ -71,7 +71,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def starting(before: str = "") -> Iterator[None]:
-    """A block of imports, with nothing at stake yet: a signal ends the program at once.
+    """A block of imports: nothing is to be kept yet, so a signal ends at once.
 
     Args:
         before: written before the word for the signal, such as the end of a line.
@@ -85,20 +85,23 @@ def starting(before: str = "") -> Iterator[None]:
 
 
 def as_program(run: Callable[[], int]) -> int:
-    """Run a program that signals end as this module says; returns its exit code.
+    """Run a program that signals end as this module says.
 
-    After a signal there is no return: see :func:`leave`.
+    Returns:
+        the exit code of ``run``. After a signal the process ends instead: see
+        :func:`leave`.
     """
     if threading.current_thread() is not threading.main_thread():
         return run()
-    # What is ignored stays so: nohup, or a job in the background of a script.
-    _armed.extend(s for s in _WORDS if signal.getsignal(s) != signal.SIG_IGN)
-    handlers = {signum: signal.signal(signum, _stop) for signum in _armed}
-    seen, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    _mind_forks()
-    threading.Thread(target=_watch, args=(seen,), daemon=True).start()
+    with starting():
+        # Ignored signals stay ignored: nohup, or a job in the background of a script.
+        _armed.extend(s for s in _WORDS if signal.getsignal(s) != signal.SIG_IGN)
+        handlers = {signum: signal.signal(signum, _stop) for signum in _armed}
+        seen, told = os.pipe()
+        os.set_blocking(told, False)
+        before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        _mind_forks()
+        threading.Thread(target=_watch, args=(seen,), daemon=True).start()
     code = 0
     try:
         code = run()
@@ -107,7 +110,7 @@ def as_program(run: Callable[[], int]) -> int:
             raise
     finally:
         if _received is not None:
-            # No error told it: something swallowed it at the very end.
+            # No error told of the signal: something swallowed the last one.
             _leave(*in_words(_received))
         _armed.clear()
         signal.set_wakeup_fd(before)
@@ -118,11 +121,11 @@ def as_program(run: Callable[[], int]) -> int:
 
 
 def leave() -> None:
-    """End the program where a signal asked for it, and that was said.
+    """End the program at once if a signal asked for the end; the words are out.
 
-    Not after: the error still holds what the signal broke off, such as half of a
-    compile, and the threads of the compiler and of devices may be at work. To let go
-    of the one, or to take the interpreter down under the others, crashes.
+    The error still holds what the signal broke off, such as half of a compile, and
+    threads of the compiler and of devices may be at work. The process crashes when the
+    error is freed, or when the interpreter shuts down under the threads.
     """
     if _received is not None:
         _leave(in_words(_received)[0])
@@ -141,7 +144,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _must_not_raise(frame: FrameType | None) -> bool:
-    """Whether an import, a finaliser or jax's part of a collection is under way."""
+    """Whether an import, a finaliser or jax's callback of the collector runs."""
     while frame is not None:
         code = frame.f_code
         if "importlib" in code.co_filename or code.co_name in _FINALISERS:
@@ -153,7 +156,7 @@ def _must_not_raise(frame: FrameType | None) -> bool:
 def _watch(seen: int) -> None:
     """End the program at the second Ctrl-C, also while the main thread is in a call.
 
-    Handlers run between two steps of the main thread; a compile is one step.
+    Python runs handlers between two steps of the main thread; a compile is one step.
     """
     first: float | None = None
     while numbers := os.read(seen, 64):
@@ -182,7 +185,7 @@ def _mind_forks() -> None:
 
 
 def _let_go() -> None:
-    """A forked process ends by signals as any other does."""
+    """Give a forked process the system's own handlers."""
     if _armed:
         signal.set_wakeup_fd(-1)
     while _armed:
@@ -190,7 +193,7 @@ def _let_go() -> None:
 
 
 def _leave(code: int, word: str = "") -> NoReturn:
-    """End the process; its terminal may be gone."""
+    """End the process. The terminal may be gone."""
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr.isatty():
             sys.stderr.write(_CURSOR)

@@ -299,7 +299,7 @@ class Reporter:
         """Work that may take minutes begins."""
 
     def ended(self, what: str, seconds: float) -> None:
-        """It ended, well or not."""
+        """Work ended, well or not."""
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -327,7 +327,7 @@ class Reporter:
         """A program is about to be traced and compiled."""
 
     def compiled(self, report: CompileReport) -> None:
-        """It was."""
+        """A program was traced and compiled."""
 
     def advanced(self, stage: str, done: int, total: int) -> None:
         """``done`` of ``total`` calls ended."""

@@ -90,6 +90,26 @@ def test_a_size_of_nothing_is_refused(size: str) -> None:
     assert f"--size: '{size}' is empty" in refused("--size", size)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--image", "--video", "--latents", "--weights", "--config", "--run-dir"],
+)
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://a.b/c",
+        "HTTP://a.b/c",
+        "s3://b/c",
+        "gs://b/c",
+        "data:image/png;base64,A",
+    ],
+)
+def test_an_address_is_refused_by_every_flag(flag: str, address: str) -> None:
+    said = refused(flag, address)
+    assert f"'{address}' is an address; download it" in said
+    assert flag == "--config" or said.startswith(f"{flag}: ")
+
+
 def test_size_and_height_exclude_each_other() -> None:
     assert "--size and --height" in refused("--size", "96x64", "--height", "64")
 
@@ -245,12 +265,15 @@ def test_the_file_wins_over_the_environment(
         ("json: 1", "neither true nor false"),
         ("backend: cuda", "tpuport, diffusers"),
         ("blocks: fast", "blocks: 'fast' is none of native, upstream"),
-        ("steps: 1\nnum-inference-steps: 2", "second time"),
+        (
+            "steps: 1\nnum-inference-steps: 2",
+            "steps and num-inference-steps are the same setting",
+        ),
         ("size: 96x64\nwidth: 96", "exclude each other"),
         ("prompt: a\nprompt_file: b", "exclude each other"),
         ("- a\n- b", "holds list"),
         ("a: [", "is not YAML"),
-        ("steps: 2\nframes: 9\nsteps: 3", "'steps' stands in lines 1 and 3"),
+        ("steps: 2\nframes: 9\nsteps: 3", "lines 1 and 3 both have the key 'steps'"),
         # Nine such lines would be 10^9 times the text.
         ("model: &a [x, x]\nprompt: [*a, *a]", "line 2 has the alias *a"),
         ('prompt: "a\\ud800b"', "character 2 is half of a surrogate pair"),

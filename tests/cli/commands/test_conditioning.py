@@ -152,7 +152,7 @@ def test_the_bench_shows_what_a_step_cache_costs(cli: Cli) -> None:
 
 BAD = {
     "no such image": (("--image", "nope.png"), "image nope.png does not exist"),
-    "an address": (("--image", "https://a.b/c.png"), "download the file"),
+    "an address": (("--image", "https://a.b/c.png"), "is an address; download it"),
     "no image": (("--image", "text.txt"), "image text.txt cannot be read"),
     "tiny image": (("--image", "tiny.png"), "tiny.png is 8x8; each side needs"),
     "both": (("--image", "a", "--video", "b"), "exclude each other"),

@@ -416,7 +416,11 @@ def test_a_kernel_for_tpus_is_refused_before_anything_is_opened(cli: Cli) -> Non
     assert "demo checkpoint" not in ran.err
 
 
-def test_a_mesh_too_large_for_these_cpus_is_told_where_it_would_do(cli: Cli) -> None:
+def test_a_mesh_too_large_for_these_cpus_is_told_where_it_would_do(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Said before torch and diffusers are imported.
+    monkeypatch.setattr("tpuport.api.import_libraries", None)
     ran = cli(*PANDA, "--mesh", "dp=2,tp=8")
     assert ran.code == 2
     assert "needs 16 devices, there are 8" in ran.last

@@ -28,6 +28,7 @@ COMMANDS = (
     "plugins",
     "doctor",
 )
+GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"resume", "clean"}}
 HEAVY = ("torch", "jax", "diffusers", "transformers", "numpy")
 
 _LIST_MODULES = """
@@ -89,9 +90,21 @@ def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
         assert len(common) < 12
 
 
-def test_every_command_is_in_the_help(cli: Cli) -> None:
-    ran = cli("--help")
-    assert all(command in ran.out for command in COMMANDS)
+@pytest.mark.parametrize("group", ["", "bench", "runs"])
+def test_a_group_says_in_full_what_its_commands_do(
+    cli: Cli, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = cli(*group.split(), "--help").out
+    assert "..." not in said.partition("\n")[2]
+    assert "  Example: tpuport " in said
+    listed = said.partition("\nCommands:\n")[2].splitlines()
+    commands = [line.split()[0] for line in listed if line[2] != " "]
+    assert len(commands) == len(listed)  # each says it in a line
+    for command, line in zip(commands, listed, strict=True):
+        its_help = cli(*group.split(), command, "--help").out
+        assert f"  {line[2:].removeprefix(command).strip()}\n" in its_help
+    assert set(commands) == GROUPS[group]
 
 
 def test_nothing_asked_shows_the_help(cli: Cli) -> None:

@@ -116,6 +116,7 @@ def test_upstreams_code_is_not_said_to_be_looked_at(cli: Cli, run: Path) -> None
     [
         (("--profile-calls", "2"), "--profile-calls goes with --profile only"),
         (("--profile", "file/deep"), "--profile file/deep: "),
+        (("--profile", "."), "--profile .: holds file, which is no profile of a sta"),
         (("--no-jit-stage", "decod"), "--no-jit-stage: 'decod' is none of encode, "),
         (("--profile", "p", "--profile-calls", "0"), "--profile-calls: 0 is not posit"),
     ],

@@ -110,6 +110,12 @@ def test_doctor_reports_what_is_broken_and_goes_on(
     assert "torchax: ImportError: no module named x" in ran.json["problems"]
     assert any("free for" in problem for problem in ran.json["problems"])
     assert "named x" in cli("doctor").out
+    Path("file").touch()
+    for cache in ("file", "file/deep"):
+        ran = cli("doctor", "--json", "--cache-dir", cache)
+        _, problem, _ = ran.json["problems"]
+        assert problem.startswith(f"--cache-dir {cache}: ")
+        assert problem.endswith("file is not a folder")
 
 
 def test_doctor_works_before_there_is_a_cache_folder(cli: Cli, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_an_entry_says_what_why_which_versions_who_and_where(cli: Cli) -> None:
     assert entries["layer_norm"]["upstream"] == "torchax"
     assert entries["layer_norm"]["installed"] == metadata.version("torchax")
     assert entries["layer_norm"]["module"] == "tpuport.patches.norms"
+    assert command._names([PORT]) == sorted(entries)
     attention = entries["scaled_dot_product_attention"]
     assert attention["module"] == "tpuport.core.layers.attention"
 
@@ -170,7 +171,10 @@ def test_a_row_each_and_of_one_all_of_it_in_a_hundred_columns(cli: Cli) -> None:
         assert len(line) <= 100 or len(line[12:].split()) == 1, line
 
 
-def test_a_name_that_there_is_not_gets_the_nearest(cli: Cli) -> None:
+def test_a_name_that_there_is_not_gets_the_nearest(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "examine", None)  # which imports diffusers
     ran = cli("patches", "layernorm")
     assert (ran.code, ran.out) == (2, "")
     assert ran.last == (

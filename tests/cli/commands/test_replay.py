@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tpuport
 from tests.cli.tools import Cli, Made
 from tests.core.files.videos import read_back
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
-from tpuport.errors import UsageError
+from tpuport.errors import OutputError, UsageError
 
 
 @pytest.fixture
@@ -46,6 +47,12 @@ def test_a_replay_gives_the_same_bytes(cli: Cli, cache: Path, sidecar: Path) -> 
     assert read_back("again.gif")[:3] == (9, 64, 96)
     assert read_sidecar(Path("again.gif.json"))["request"]["prompts"] == ["a fox"]
     assert list((cache / "runs").iterdir()) == []
+
+
+def test_a_recording_elsewhere_is_not_fetched(cli: Cli) -> None:
+    ran = cli("replay", "https://example.com/fox.mp4")
+    assert ran.code == 2
+    assert "is an address; download it" in ran.last
 
 
 def test_other_latents_name_both_digests_and_what_changed(
@@ -171,6 +178,9 @@ def test_a_result_is_saved_with_a_sidecar_that_replays(
     assert cli("replay", "fox.mp4").code == 0
     with pytest.raises(UsageError, match="on_frames took them"):
         taken.save("taken.mp4")
+    slow = replace(result, request=replace(result.request, fps=0.01))
+    with pytest.raises(OutputError, match=r"ask for fps 0\.0"):  # no flag
+        slow.save("slow.gif")
     # Latents in memory: a replay would start from others.
     given.save("given.gif")
     ran = cli("replay", "given.gif")

@@ -17,12 +17,19 @@ from tests.measure.damage import reseal
 from tests.measure.kills import kill
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.commands.runs import FORGOTTEN
-from tpuport.cli.runs.kept_runs import asked_for, keep_asked, kept_run, new_run
+from tpuport.cli.runs.kept_runs import (
+    asked_for,
+    going_on,
+    keep_asked,
+    kept_run,
+    new_run,
+    temporary,
+)
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import LOCK_FILE, working_in
 from tpuport.core.files.run_record import RUN_FILE
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.errors import ArtifactError
+from tpuport.errors import ArtifactError, VideoError
 
 
 @pytest.fixture
@@ -42,12 +49,27 @@ def names(cache: Path) -> set[str]:
     return {path.name for path in (cache / "runs").iterdir()}
 
 
-def test_a_new_run_removes_what_dead_processes_left(kept: Path) -> None:
+def test_a_new_run_removes_what_dead_processes_left(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nor does it read through the tensors of others.
+    monkeypatch.setattr(RunDirectory, "finished", None)
     shutil.copytree(kept / "runs" / "dead", kept / "runs" / "alive")
     (kept / "runs" / "alive" / RUN_FILE).touch()
     with working_in(kept / "runs" / "alive"), new_run(kept) as folder:
         assert names(kept) == {"good", "begun", "alive", folder.name}
     assert names(kept) == {"good", "begun", "alive"}
+
+
+def test_a_run_stays_only_after_an_error_that_it_can_go_on_from(kept: Path) -> None:
+    good, dead = kept / "runs" / "good", kept / "runs" / "dead"
+    for folder in (good, dead):
+        with pytest.raises(KeyError), temporary(folder):
+            raise KeyError
+    assert names(kept) == {"good", "begun"}
+    with temporary(good):
+        pass
+    assert names(kept) == {"begun"}
 
 
 def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
@@ -150,6 +172,36 @@ def test_clean_removes_what_is_named_or_all(cli: Cli, kept: Path) -> None:
     assert cli("runs", "clean", "dead", "--all", *cache).code == 2
     assert cli("runs", *cache, "clean").code == 2
     assert "2 runs removed" in cli("runs", "clean", "--all", *cache).out
+
+
+def test_a_run_that_would_fail_again_says_why(cli: Cli, kept: Path) -> None:
+    good = RunDirectory(kept / "runs" / "good")
+    wrong = VideoError("denoise: the latents are NaN; " + "and so on " * 20)
+    with pytest.raises(VideoError) as caught, going_on(good):
+        raise wrong
+    assert "Go on with" not in "".join(caught.value.__notes__)
+    (row,) = (line for line in _listed(cli, kept) if line.startswith("good"))
+    assert "failed: denoise: the latents are NaN; and" in row
+    assert len(row) < 300
+    assert kept_run(kept, "good").failed == str(wrong).strip()
+
+    # What can pass replaces what the earlier try said.
+    with pytest.raises(KeyboardInterrupt) as ended, going_on(good):
+        raise KeyboardInterrupt
+    assert "Go on with" in ended.value.__notes__[0]
+    assert any("can go on" in line for line in _listed(cli, kept))
+
+
+def test_clean_removes_what_would_fail_again(cli: Cli, kept: Path) -> None:
+    good = RunDirectory(kept / "runs" / "good")
+    with pytest.raises(VideoError), going_on(good):
+        raise VideoError("NaN")
+    cli("runs", "clean", "--cache-dir", kept)
+    assert names(kept) == set()
+
+
+def _listed(cli: Cli, cache: Path) -> list[str]:
+    return cli("runs", "--cache-dir", cache).out.splitlines()
 
 
 # --- real processes, which import torch and jax: some seconds each

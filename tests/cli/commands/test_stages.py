@@ -16,6 +16,7 @@ from tests.cli.tools import SMALL, Cli, Made
 from tests.core.files.videos import read_back
 from tests.tolerances import TOLERANCES
 from tpuport import api
+from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.sealed_json import read_sidecar
 
@@ -106,6 +107,16 @@ def test_what_is_not_finished_is_asked_for(cli: Cli, run: Path) -> None:
     ran = cli("decode", "--run-dir", run)
     assert ran.code == 1
     assert f"tpuport denoise --run-dir {run}" in ran.last
+
+
+def test_latents_of_the_user_are_refused_before_the_work(cli: Cli, run: Path) -> None:
+    RunDirectory.open(run).invalidate_after("encode")
+    (run / "latents.safetensors").write_bytes(b"mine")
+    ran = cli("denoise", "--run-dir", run)
+    assert ran.code == 1
+    assert "latents.safetensors: is there and was not made by this run" in ran.err
+    assert "denoise: " not in ran.err
+    assert (run / "latents.safetensors").read_bytes() == b"mine"
 
 
 def test_altered_files_are_refused_by_name(cli: Cli, run: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
-from tpuport.cli.shown.errors import explain, may_pass
+from tpuport.cli.shown.errors import explain, may_pass, reported
 from tpuport.core.files.atomic import cannot_write
 from tpuport.errors import (
     ArtifactError,
+    HubError,
     OutputError,
     TpuportError,
     UsageError,
@@ -25,6 +30,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+IN_THE_WAY = NotADirectoryError(errno.ENOTDIR, "Not a directory")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +54,16 @@ def test_these_can(error: BaseException) -> None:
     [
         *(
             kind("what")
-            for kind in (ArtifactError, TpuportError, UsageError, VideoError)
+            for kind in (
+                ArtifactError,
+                HubError,
+                OutputError,
+                TpuportError,
+                UsageError,
+                VideoError,
+            )
         ),
+        caused(cannot_write(Path("f"), IN_THE_WAY), IN_THE_WAY),
         caused(WeightsError("cut short"), ValueError("header")),
         OSError(errno.EACCES, "Permission denied"),
         RuntimeError("INVALID_ARGUMENT: shapes"),
@@ -58,6 +72,35 @@ def test_these_can(error: BaseException) -> None:
 )
 def test_these_come_again(error: BaseException) -> None:
     assert not may_pass(error)
+
+
+def test_a_full_disk_is_a_line_whoever_met_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert explain(OSError(errno.ENOSPC, "No space", "dump/a.json"), debug=False) == 1
+    said = "error: dump/a.json: cannot be written: no room is left on the disk"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_only_a_closed_stdout_is_no_failure(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def code_of(run: Callable[[], None]) -> int:
+        with pytest.raises(typer.Exit) as caught, reported():
+            run()
+        return caught.value.exit_code
+
+    def another() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert code_of(another) == 1
+    assert "Broken pipe" in capfd.readouterr().err
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert code_of(lambda: print("x" * (1 << 20))) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_name_that_is_too_long_is_said_to_be(

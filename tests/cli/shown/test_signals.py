@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tpuport.cli import main
 from tpuport.cli.shown import signals
 
 #: A program that sends itself a signal. Its second line is its work.
@@ -164,6 +165,59 @@ def test_what_is_ignored_stays_ignored() -> None:
     program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + program
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"at its end\n")
+
+
+#: Ctrl-C while the program looks for a module, or while it starts its first thread.
+EARLY = """
+import os, signal, sys, threading
+
+def send(name="", *_):
+    if name in ("tpuport.cli.shown", {started!r}):
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, type("Sends", (), {{"find_spec": send}}))
+if {started!r}:
+    threading.Thread.start = lambda self: send({started!r})
+    sys.meta_path.pop(0)
+from tpuport.cli import main
+sys.argv = ["tpuport", "--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize("started", ["", "thread"])
+def test_ctrl_c_before_the_first_command_is_imported(started: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY.format(started=started)],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_little_is_imported_before_signals_are_minded() -> None:
+    program = (
+        "import sys; before = {*sys.modules}; import tpuport.cli as _; "
+        "print(*sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    # What `signal` itself imports is imported by now: an editable install needs it.
+    few = {"__future__", "collections.abc", "signal", "tpuport", "tpuport.cli"}
+    assert {*done.stdout.split()} <= few
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_main_leaves_sigint_as_it_was(ignored: bool, handlers: list[object]) -> None:
+    del handlers  # put back afterwards
+    before = signal.SIG_IGN if ignored else signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tpuport", "--version"])
+        patch.setattr("gc.freeze", lambda: None)
+        assert main() == 0
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.fixture

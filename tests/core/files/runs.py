@@ -63,6 +63,12 @@ def rewrite(run: RunDirectory, change: Any, *, sign: bool = True) -> None:
     run.file.write_text(json.dumps(document))
 
 
+#: What every kind of file ends with on a full disk.
+NO_ROOM = (
+    "cannot be written: no room is left on the disk; make room, or name another place"
+)
+
+
 def failing(*args: Any, **kwargs: Any) -> None:
     """A full disk."""
     raise OSError(28, "No space left on device")

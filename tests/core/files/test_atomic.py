@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,17 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.core.files.runs import failing, refusal
+from tests.core.files.runs import NO_ROOM, failing, refusal
 from tpuport.core.files.atomic import (
     atomic_write_bytes,
     atomic_write_json,
+    cannot_write,
     remove_leftovers,
     replacing,
     temporary_beside,
 )
-from tpuport.core.files.stage_tensors import TensorSpec, save_tensors
 from tpuport.errors import UsageError
 
 
@@ -31,9 +31,26 @@ def test_a_write_that_fails_leaves_what_was_there(
     atomic_write_json(path, {"a": 1})
     monkeypatch.setattr(os, step, failing)
     message = refusal(atomic_write_json, path, {"a": 2})
-    assert message == f"{path}: cannot be written: No space left on device"
+    assert message == f"{path}: {NO_ROOM}"
     assert json.loads(path.read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError("-28 (No space left on device)"),  # ffmpeg's
+        RuntimeError("I/O error: No space left on device (os error 28)"),  # Rust's
+        RuntimeError("RESOURCE_EXHAUSTED: p/vm.pb; No space left on device"),  # jax's
+    ],
+)
+def test_a_full_disk_has_one_line_and_one_exit_code(error: Exception) -> None:
+    found = cannot_write(Path("f"), error)
+    assert (str(found), found.exit_code) == (f"f: {NO_ROOM}", 1)
+    other = cannot_write(Path("f"), OSError(errno.EFBIG, "File too large"))
+    assert str(other) == "f: cannot be written: File too large"
 
 
 def test_an_interrupt_removes_the_temporary_file(tmp_path: Path) -> None:
@@ -71,8 +88,6 @@ def test_file_and_folder_are_flushed_and_the_rename_comes_between(
 
 def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
-    spec = TensorSpec(name="x", shape=(1,), dtypes=("float32",))
-    save_tensors(tmp_path / "tensors", {"x": torch.zeros(1)}, [spec])
     atomic_write_bytes(tmp_path / "bytes", b"")
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 

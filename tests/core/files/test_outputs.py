@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.files.runs import failing
+from tests.core.files.runs import NO_ROOM, failing
 from tests.core.files.videos import read_back
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.outputs import (
@@ -195,9 +195,17 @@ def test_a_sidecar_that_cannot_be_written_leaves_no_video(
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OutputError) as caught:
         make(out, 10)
-    said = f"{sidecar_path(Path(out))}: cannot be written: No space left on device"
+    said = f"{sidecar_path(Path(out))}: {NO_ROOM}"
     assert str(caught.value) == said
     assert caught.value.exit_code == 1
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("out", ["new/deep/v.gif", "new/deep/"])
+def test_a_run_that_fails_leaves_no_new_folders(out: str) -> None:
+    with VideoFiles(plan_outputs(out, 2), 8, 3) as files:
+        files.take(0, frames(0))
+        assert Path("new/deep").is_dir()
     assert os.listdir() == []
 
 

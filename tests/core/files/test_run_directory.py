@@ -26,10 +26,15 @@ from tests.core.files.runs import (
     request,
     rewrite,
 )
+from tpuport.core.files import fingerprint, run_directory
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_record import STAGE_FILES
 from tpuport.errors import UsageError
+
+
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_run_json_says_what_was_asked_for_and_what_is_finished(
@@ -326,6 +331,72 @@ def test_invalidating_forgets_the_later_stages(run: RunDirectory) -> None:
     assert "latents.safetensors: the stage denoise is not finished" in refusal(
         run.read_stage, "denoise", LATENTS
     )
+
+
+def test_a_file_that_the_run_did_not_make_is_never_replaced(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(run)
+    file = run.path / STAGE_FILES["denoise"]
+    file.write_bytes(b"mine")
+    message = refusal(denoise, run)
+    assert message.startswith(f"{file}: is there and was not made by this run; move ")
+    assert file.read_bytes() == b"mine"
+    file.unlink()
+    # Its own file that is left behind by a rerun, or by a kill before it is recorded.
+    denoise(run)
+    encode(run, 2.0)
+    run.invalidate_after("encode")
+    run.write_stage("denoise", {"latents": torch.zeros(2, 2, 3)}, LATENTS, {})
+    run.invalidate_after("encode")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "_record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            denoise(run)
+    assert not run.finished("denoise")
+    denoise(RunDirectory.open(run.path))
+    assert run.finished("denoise")
+
+
+def test_no_file_that_stays_as_it_is_is_hashed_twice(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(run)
+    denoise(run)
+    monkeypatch.setattr(fingerprint, "_SETTLES_NS", -1)
+    looked: list[str] = []
+
+    def counted(look: Any) -> Any:
+        return lambda path: looked.append(path.name) or look(path)
+
+    monkeypatch.setattr(run_directory, "hash_output", counted(hash_output))
+    monkeypatch.setattr(run_directory, "read_run", counted(run_directory.read_run))
+    for _ in range(2):
+        assert run.finished("encode")
+        assert run.finished("denoise")
+        run.settings["steps"] = 0  # of a copy
+        assert run.settings == SETTINGS
+    file = run.path / STAGE_FILES["denoise"]
+    assert looked == ["run.json", "embeddings.safetensors", file.name]
+    read = RunDirectory.open(run.path)
+    read.read_stage("denoise", LATENTS)
+    looked.clear()
+    assert read.finished("denoise")
+    assert looked == []
+    # What changes is seen, whoever looked before, and however alike the file is.
+    about = file.stat()
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    for one in (run, read):
+        assert not one.finished("denoise")
+        assert "its sha256 differs" in refusal(one.read_stage, "denoise", LATENTS)
+
+
+def test_a_file_that_was_changed_just_now_is_not_taken_for_known(
+    run: RunDirectory,
+) -> None:
+    assert fingerprint.settled(run.file.stat()) is None
 
 
 def test_reports_are_json(run: RunDirectory) -> None:

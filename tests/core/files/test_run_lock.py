@@ -55,8 +55,8 @@ def test_another_process_is_named_and_a_dead_one_locks_nothing(tmp_path: Path) -
 
 def test_a_folder_in_which_no_run_began_is_as_it_was(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
-    with working_in(tmp_path / "new"):
-        assert (tmp_path / "new" / LOCK_FILE).exists()
+    with working_in(tmp_path / "new" / "deep"):
+        assert (tmp_path / "new" / "deep" / LOCK_FILE).exists()
     assert list(tmp_path.iterdir()) == []
     with working_in(tmp_path):
         pass
@@ -77,7 +77,7 @@ def test_a_full_disk_is_one_line_with_the_lock(
 ) -> None:
     monkeypatch.setattr("tpuport.core.files.run_lock.os.write", failing)
     folder = tmp_path / "new"
-    with pytest.raises(WriteError, match="No space left on device") as caught:
+    with pytest.raises(WriteError, match="no room is left on the disk") as caught:
         working_in(folder).__enter__()
     assert str(caught.value).startswith(f"{folder / LOCK_FILE}: cannot be written")
     assert list(tmp_path.iterdir()) == []

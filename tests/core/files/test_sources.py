@@ -118,10 +118,10 @@ def test_the_digest_is_of_pixels_and_shape() -> None:
         (pictures(1)[0] / 255, r"uint8 array .*got float64 \[32, 48, 3\]"),
         (pictures(1)[0][..., 0], r"got uint8 \[32, 48\]"),
         (pictures(2), r"got uint8 \[2, 32, 48, 3\]"),
-        (b"image", "an image must be a file"),
+        (b"image", "the image must be a file"),
         ("missing.png", "image missing.png does not exist"),
         # Nothing is fetched.
-        ("https://example.com/a.png", "image https://example.com/a.png is an address"),
+        ("https://example.com/a.png", "'https://example.com/a.png' is an address"),
     ],
 )
 def test_what_is_no_image(given: Any, message: str) -> None:
@@ -196,14 +196,15 @@ def test_a_video_is_cut_to_the_frames_asked_for() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (pictures(1)[0], r"\[frames, rows, columns, 3\]; got \[32, 48, 3\]"),
+        (pictures(1)[0], r"\[frames, rows, columns, 3\]; got uint8 \[32, 48, 3\]"),
         ([], "video of list holds no frame"),
         (pictures(0), "video of ndarray holds no frame"),
         ([pictures(1)[0], pictures(1, 32, 64)[0]], "frames must have one size"),
-        (pictures(2, 8, 8), "each side needs at least 16"),
-        (pictures(2) / 255, "uint8"),
+        (pictures(2, 8, 8), "frame of ndarray is 8x8; each side needs at least 16"),
+        (pictures(2) / 255, r"a video must be .* got float64 \[2, 32, 48, 3\]"),
+        (list(pictures(2) / 255), "the frame must be a file"),
         ("missing.mp4", "video missing.mp4 does not exist"),
-        ("https://example.com/a.mp4", "video https://example.com/a.mp4 is an address"),
+        ("https://example.com/a.mp4", "'https://example.com/a.mp4' is an address"),
     ],
 )
 def test_what_is_no_video(given: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.files.runs import failing
+from tests.core.files.runs import NO_ROOM, failing
 from tests.core.files.videos import kind_of, read_back, write_video
 from tests.core.files.whole_frames import check_frames
 from tpuport.core.files.encoders import open_encoder
@@ -31,7 +31,7 @@ from tpuport.core.files.video_file import (
     numbered,
     output_of,
 )
-from tpuport.errors import OutputError, VideoError
+from tpuport.errors import OutputError, UsageError, VideoError, WriteError
 
 
 def moving(count: int = 5, height: int = 32, width: int = 48) -> np.ndarray:
@@ -142,6 +142,11 @@ def test_an_unknown_suffix_is_refused_with_the_known_ones(name: str) -> None:
     assert str(info.value).startswith(f"{name}: ")
 
 
+def test_no_video_goes_to_an_address() -> None:
+    with pytest.raises(UsageError, match="'s3://bucket/fox' is an address"):
+        output_of("s3://bucket/fox")
+
+
 @pytest.mark.parametrize("name", ["", "-", ".", "..", "/", "a/.."])
 def test_what_names_no_video_is_refused_with_what_does(name: str) -> None:
     with pytest.raises(OutputError, match=r"such as fox\.mp4, .* such as frames/"):
@@ -214,6 +219,10 @@ def test_a_folder_that_cannot_be_written_is_refused(
     path = tmp_path / "new" / "a.mp4"
     assert f"cannot be written: {tmp_path}: Permission denied" in bad_output(path)
     assert asked == [tmp_path]
+    monkeypatch.setattr(tempfile, "TemporaryFile", failing)
+    with pytest.raises(WriteError, match="no room is left on the disk") as caught:
+        check_output(path, "mp4")
+    assert caught.value.exit_code == 1
 
 
 def test_what_is_there_is_kept_and_the_next_name_is_free(tmp_path: Path) -> None:
@@ -394,7 +403,7 @@ def test_a_rename_that_fails_is_one_line_and_leaves_nothing(
     path = tmp_path / "a.gif"
     with pytest.raises(OutputError) as caught:
         write_video(path, moving(2), fps=8)
-    assert str(caught.value) == f"{path}: cannot be written: No space left on device"
+    assert str(caught.value) == f"{path}: {NO_ROOM}"
     assert os.listdir(tmp_path) == []
 
 

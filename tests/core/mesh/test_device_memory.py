@@ -53,6 +53,8 @@ def test_cpu_devices_share_what_the_machine_has(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("2000000\n")
     (tmp_path / "memory.current").write_text("500000\n")
     assert host_memory(meminfo, tmp_path) == 1500000
+    assert host_memory(meminfo, tmp_path, total=True) == 99 * 1024
+    assert host_memory(tmp_path / "none", tmp_path, total=True) == 2000000
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory(meminfo, tmp_path) == 4096 * 1024
     assert host_memory(tmp_path / "none", tmp_path / "none") is None

@@ -177,7 +177,7 @@ def test_nothing_is_left_of_a_write_that_fails(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ArtifactError, match="No space left"):
+    with pytest.raises(ArtifactError, match="no room is left on the disk"):
         store.write(KEY, b"payload", TRACED)
     assert list(store.folder.iterdir()) == []
 

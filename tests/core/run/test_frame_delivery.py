@@ -80,7 +80,7 @@ def stage(
 
         return Work(
             carry=np.float32(0), constants=None, calls=calls(), total=CHUNKS,
-            frames=frames,
+            to_frames=frames,
         )  # fmt: skip
 
     def program(pixels: str) -> Program:

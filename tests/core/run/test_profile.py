@@ -16,10 +16,11 @@ import pytest
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tpuport.core.run.executor import Executor
+from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
-from tpuport.errors import OutputError, UsageError
+from tpuport.errors import UsageError, WriteError
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +168,29 @@ def test_another_profile_is_not_disturbed(cache: Path, tmp_path: Path) -> None:
         assert session.generate("a cat").report.stages[1].profile["calls"] == 2
 
 
-def test_a_folder_that_cannot_be_made_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_of_others_is_refused_and_a_full_disk_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
+    for folder, what in (("file", "file is not a folder"), (".", "holds file, which")):
+        with pytest.raises(UsageError, match=what):
+            tpuport.load("toy", cache_dir=cache, profile=tmp_path / folder)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: vm.xplane.pb; No space left on device")
+
+    folder = tmp_path / "new"
+    monkeypatch.setattr(
+        SteadyTrace, "_start", lambda trace: setattr(trace, "_recording", True)
+    )
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
     with (
-        tpuport.load("toy", cache_dir=cache, profile=tmp_path / "file") as session,
-        pytest.raises(OutputError, match=r"file.denoise: no profile can be written"),
+        tpuport.load("toy", cache_dir=cache, profile=folder) as session,
+        pytest.raises(
+            WriteError, match="denoise: cannot be written: no room"
+        ) as caught,
     ):
         session.generate("a cat")
+    assert caught.value.exit_code == 1
     with pytest.raises(UsageError, match="profile_calls: 0 is not positive"):
         tpuport.load("toy", cache_dir=cache, profile=tmp_path, profile_calls=0)

@@ -76,8 +76,8 @@ def test_a_stage_is_one_line_that_grows_where_there_is_no_terminal(
     # Words each time the seconds have doubled, else a dot.
     assert captured.err.splitlines() == [
         "a [bold]line[/bold]",
-        "denoise ... compiling step 7 s 1/3 2/3, 10.0 s a step, 0 s left. 3 steps in "
-        "37.0 s, compiling 3.0 s (height 128 -> 64 and 1 more), 10.0 s a step",
+        "denoise ... compiling step 7 s 1/3 2/3, 10.0 s a step. 3 steps in 37.0 s, "
+        "compiling 3.0 s (height 128 -> 64 and 1 more), 10.0 s a step",
     ]
 
 
@@ -93,7 +93,7 @@ def test_steps_are_timed_after_the_first_and_the_rest_is_foretold(
     assert display._status() == ("denoise", "3/50, 30.0 s a step, 24 min left")
     display.compiling("denoise", "step")
     clock[0] += 12
-    assert display._status()[1].endswith(", compiling step 12 s")
+    assert display._status()[1] == "3/50, 30.0 s a step, compiling step 12 s"
     display.idle()
     assert display._status() == ("", "")
 
@@ -121,6 +121,18 @@ def test_silence_ends_after_a_beat(
                 said += capsys.readouterr().err
         assert said.startswith("first\ncompiling ... ")
     assert capsys.readouterr().err.endswith(" s\n")
+
+
+def test_short_works_in_a_row_are_not_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "BEAT", 0.1)
+    with Display() as display:
+        display.say("first")
+        for _ in range(10):
+            with display.timed("run"):
+                time.sleep(0.03)
+    assert "run ... " in capsys.readouterr().err
 
 
 def test_work_that_fails_is_no_longer_shown() -> None:
@@ -165,7 +177,10 @@ def test_a_stage_that_is_loaded_does_not_speak_of_compiling(
     ("given", "kind"), [({}, Display), ({"progress": False}, Reporter)]
 )
 def test_python_sees_progress_unless_told_not_to(
-    given: dict[str, bool], kind: type, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, bool],
+    kind: type,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     told: list[Reporter] = []
 
@@ -175,6 +190,9 @@ def test_python_sees_progress_unless_told_not_to(
     monkeypatch.setattr(api, "open_session", opened)
     api.load(**given)
     assert type(told[0]) is kind
+    told[0].say("name them with --weights ID")
+    shown = "name them with weights ID\n" if kind is Display else ""
+    assert capsys.readouterr().err == shown
 
 
 @pytest.mark.parametrize("stderr", [None, io.StringIO()])

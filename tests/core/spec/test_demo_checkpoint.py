@@ -48,7 +48,7 @@ def test_a_file_where_a_folder_should_be_is_named(
     with pytest.raises(WeightsError, match="cannot be written: ") as caught:
         demo_checkpoint(port, "small", tmp_path)
     assert str(file) in str(caught.value)
-    assert "choose another folder with --cache-dir" in str(caught.value)
+    assert "--cache-dir names another folder" in str(caught.value)
 
 
 def test_a_full_disk_is_one_line_with_the_folder(port: Any, tmp_path: Path) -> None:
@@ -59,5 +59,5 @@ def test_a_full_disk_is_one_line_with_the_folder(port: Any, tmp_path: Path) -> N
     with pytest.raises(WeightsError) as caught:
         demo_checkpoint(port, "small", tmp_path)
     assert str(tmp_path / "demo/toy-small-1") in str(caught.value)
-    assert "No space left on device" in str(caught.value)
+    assert "no room is left on the disk" in str(caught.value)
     assert list((tmp_path / "demo").iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 
 from tpuport.core.spec.request import MAX_SEED, Request
 from tpuport.core.spec.rules import what_fits
-from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.spec.run_settings import RunSettings, python_words
 from tpuport.core.spec.variant import FrameRule, SizeRule
 from tpuport.errors import ArtifactError, UsageError
 from tpuport.plugins import get_port
@@ -117,6 +117,21 @@ def test_the_largest_video_that_fits(share: float, said: str) -> None:
         sizes=SizeRule(multiple=16),
     )
     assert said in what_fits(request(), variant, share)
+
+
+@pytest.mark.parametrize(
+    ("flags", "keywords"),
+    [
+        ("ask for --fps 2.3 or fewer --frames", "ask for fps 2.3 or fewer num_frames"),
+        ("try --dtype float32, --cache none", "try dtype float32, step_cache none"),
+        ("--overwrite replaces it", "overwrite replaces it"),
+        ("run `tpuport encode --run-dir f`", "run `tpuport encode --run-dir f`"),
+    ],
+)
+def test_python_reads_keywords_and_no_flags(flags: str, keywords: str) -> None:
+    with pytest.raises(UsageError) as caught, python_words():
+        raise UsageError(flags)
+    assert str(caught.value) == keywords
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def stage(seen: list[str], tiles: str = TILES) -> Stage:
             constants=None,
             calls=(Call(name, {"t": np.float32(0)}) for name in names),
             total=3,
-            frames=lambda index, output: output["frames"],
+            to_frames=lambda index, output: output["frames"],
         )
 
     fn = Program(component="transformer", fn=lambda *args: pytest.fail("not called"))

@@ -72,10 +72,13 @@ def found(folder: Path, file: str) -> Iterator[Damage]:
 
 @pytest.mark.parametrize("file", CONFIGS)
 def test_a_damaged_config_never_ends_unexpectedly(folder: Path, file: str) -> None:
-    for damage in sample(found(folder, file), 12):
-        message = outcome(folder, file, damage)
+    tried = sample(found(folder, file), 12)
+    messages = [outcome(folder, file, damage) for damage in tried]
+    for damage, message in zip(tried, messages, strict=True):
         if message:
             assert_clear(message, file, damage)
+    # Fields for people, and those whose absence is upstream's default, may be anything.
+    assert sum(map(bool, messages)) >= 2 * len(tried) / 3
 
 
 NAMED = [
@@ -109,6 +112,9 @@ NAMED = [
         10**9,
         "at most 4096 is possible",
     ),
+    ("vae/config.json", "temporal_compression_ratio", 3, "ratio is 3: only 4 is por"),
+    ("vae/config.json", "temporal_compression_ratio", 2, "ratio is 2: only 4 is por"),
+    ("text_encoder/config.json", "feed_forward_proj", "zz", "no such activation funct"),
     ("text_encoder/config.json", "num_heads", 2.5, "num_heads is 2.5: a whole number"),
     (SCHEDULER, "beta_schedule", "x", "one of linear, scaled_linear, squaredcos"),
     (SCHEDULER, "beta_end", 1e9, "schedule"),
@@ -123,6 +129,18 @@ def test_a_value_that_cannot_be_is_named(
     message = outcome(folder, file, Damage((field,), value))
     assert expected in message
     assert file in message
+
+
+def test_stored_tensors_are_counted_once() -> None:
+    class Deep:
+        """As of a library: two fields that count modules."""
+
+        def __init__(self, num_layers: int = 1, num_blocks: int = 1) -> None:
+            raise NotImplementedError
+
+    counts = iter([9])  # a second count would end the test
+    config = {"num_layers": 9, "num_blocks": 9}
+    check_config(Deep, config, "here", lambda: next(counts))
 
 
 def test_a_value_that_is_left_out_is_upstreams_default(folder: Path) -> None:

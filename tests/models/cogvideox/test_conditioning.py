@@ -236,7 +236,7 @@ VIDEO = pictures(9)
     ("form", "variant", "given", "message"),
     [
         ("5b-i2v", "5b-i2v", {}, r"5b-i2v makes videos from an image"),
-        ("5b-i2v", None, {}, r"makes videos from an image \(--image\), not from text"),
+        ("5b-i2v", None, {}, r"makes videos from an image \(image\), not from text"),
         ("5b", "5b", {"image": IMAGE}, r"not from an image.*5b-i2v, 1.5-5b-i2v can"),
         ("5b", None, {"image": IMAGE}, r"not from an image"),
         ("5b-i2v", None, {"video": VIDEO}, r"not from a video.*2b, 5b, 1.5-5b can"),

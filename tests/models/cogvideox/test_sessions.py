@@ -225,6 +225,11 @@ def test_a_warm_start_compiles_nothing(
         ({"frames": 9}, "did you mean num_frames?"),
         ({"steps": 9}, "did you mean num_inference_steps?"),
         ({"schedler": "ddim"}, "did you mean scheduler?"),
+        ({"output_type": "pil"}, "the result has frames and latents"),
+        ({"generator": 1}, "give seed"),
+        ({"size": "64x48"}, "give height and width"),
+        # A keyword, and no flag.
+        ({"image": np.zeros((48, 64, 3), np.uint8)}, r"from an image \(image\)"),
         ({"prompt_embeds": torch.zeros(1, 20, 32)}, "exclude each other"),
     ],
 )
@@ -450,14 +455,19 @@ def test_latents_as_a_numpy_array(load: Any) -> None:
     assert np.array_equal(tensor.frames, array.frames)
 
 
-def test_latents_larger_than_the_machine_are_refused_with_what_fits(
+def test_a_video_larger_than_the_machine_is_refused_with_what_fits(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load("5b") as session:
         request = session.request(prompt="a fox", **SHAPE)
         latents = math.prod(session.port.latent_shape(request, session.checkpoint))
-        # In float32, three times.
-        monkeypatch.setattr(requests, "host_memory", lambda: latents * 4 * 3)
+        # Latents in float32, three times, and frames as bytes.
+        room = latents * 4 * 3 + 3 * 9 * request.height * request.width
+
+        def memory(*, total: bool) -> int | None:
+            return room if total else 0  # what others have taken may be free later
+
+        monkeypatch.setattr(requests, "host_memory", memory)
         session.request(prompt="a fox", **SHAPE)
         with pytest.raises(UsageError, match="at this size about 9 frames fit"):
             session.request(prompt="a fox", **{**SHAPE, "num_frames": 17})

@@ -11,7 +11,7 @@ import pytest
 
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.tokenizers import tell_unknown
-from tpuport.errors import WeightsError
+from tpuport.errors import TpuportError, WeightsError
 from tpuport.models.cogvideox.inputs import load_tokenizer, require_tokenizer
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -23,6 +23,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "no letters": lambda data: bytes(
         0x41 + (byte - 0x61) % 8 if 0x61 <= byte <= 0x7A else byte for byte in data
     ),
+    "grown": lambda data: data + b"grown",
+    # sentencepiece reads this, and the parser of transformers does not.
+    "grown by a group": lambda data: data + bytes.fromhex("8d85b582608dee43a3"),
 }
 
 
@@ -43,6 +46,28 @@ def test_a_damaged_vocabulary_is_named(folder: Path, name: str) -> None:
     with pytest.raises(WeightsError, match=r"tokenizer/spiece\.model") as caught:
         require_tokenizer(Checkpoint(folder, "here"))
     assert "tiktoken" not in str(caught.value)
+    assert "download" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("tokenizer_config.json", "[]", "has no usable content"),
+        ("tokenizer_config.json", '{"pad_token": ', "is not JSON, or is cut short"),
+        ("tokenizer_config.json", '{"pad_token": 5}', "has no usable pad_token"),
+        ("special_tokens_map.json", '{"unk_token": 5}', "has no usable unk_token"),
+        ("added_tokens.json", "[1]", "has no usable content"),
+        ("added_tokens.json", '{"<new>": "1"}', "has no usable <new>"),
+        ("vocab.json", '{"a": 0', "is not JSON, or is cut short"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(
+    folder: Path, name: str, text: str, said: str
+) -> None:
+    (folder / "tokenizer" / name).write_text(text)
+    with pytest.raises(TpuportError, match=rf"tokenizer/{name}: {said}") as caught:
+        require_tokenizer(Checkpoint(folder, "here"))
+    assert str(caught.value).endswith("; download it again")
 
 
 def alter(folder: Path, file: str, **values: object) -> None:

@@ -256,3 +256,17 @@ def test_true_guidance_without_a_negative_prompt(load: Open) -> None:
         assert session.request(prompt="a", negative_prompt="b", options=options)
         with pytest.raises(UsageError, match="needs a negative prompt"):
             session.request(prompt="a", options=options)
+
+
+def test_an_autoencoder_of_another_ratio_in_space(
+    hunyuanvideo_folders: dict[str, Path], tmp_path: Path, cache_dir: Path
+) -> None:
+    """The stored tensors of 4 to 1 and of 8 to 1 have the same shapes."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(hunyuanvideo_folders["13b"], folder)
+    rewrite(folder / "vae/config.json", spatial_compression_ratio=4)
+    with (
+        tpuport.load("hunyuanvideo", weights=folder, cache_dir=cache_dir) as session,
+        pytest.raises(WeightsError, match=r"vae/config\.json: spatial_.* is 4: only 8"),
+    ):
+        session.request(prompt="a")

@@ -26,17 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.core.cost.bundles import (
-    Branch,
-    Expression,
-    Loop,
-    Program,
-    atoms,
-    decide,
-    operand,
-    parse_program,
-    show,
-)
+from tpuport.core.cost.bundles import Branch, Loop, Program, operand, parse_program
+from tpuport.core.cost.expressions import Expression, atoms, decide, show
 from tpuport.errors import TpuportError
 
 #: Bundles after a branch that run whether or not it is taken, by chip. Counted in

@@ -16,14 +16,14 @@ import os
 import secrets
 import shutil
 import socket
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tpuport.errors import UsageError, WriteError
 
 _TEMPORARY = ".tpuport-"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def temporary_beside(path: Path, suffix: str = "") -> Path:
@@ -93,7 +93,7 @@ def _short(text: str) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that takes its place when the block succeeds.
 
-    The block fills the file, or replaces it, and closes it. It is then flushed to disk,
+    The block fills the file and closes it. The file is then flushed to disk,
     renamed over ``path``, and the rename itself is flushed. When the block or any of
     those steps fails, the temporary file is removed and ``path`` is what it was before.
 
@@ -105,18 +105,26 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = temporary_beside(path, ".tmp")
     try:
-        # Made here for its mode: the umask decides, as for any file a user makes.
-        # safetensors replaces it by a file that only the owner may read.
-        with temporary.open("xb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        temporary.touch(exist_ok=False)
         yield temporary
-        temporary.chmod(mode)
         flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _flush_folder(path.parent)
+
+
+def missing(folder: Path) -> list[Path]:
+    """A folder and those above it that are not there, the deepest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders in which nothing was put, in the order given."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def flush(file: Path) -> None:
@@ -170,9 +178,18 @@ def atomic_write_json(path: Path, data: Any) -> None:
     atomic_write_bytes(path, encoded + b"\n")
 
 
-def cannot_write(path: Path, error: Exception) -> WriteError:
+def no_room(error: BaseException) -> bool:
+    """Whether an error, Python's or a library's own, says that a disk is full."""
+    return getattr(error, "errno", None) in _NO_ROOM or any(
+        os.strerror(number) in str(error) for number in _NO_ROOM
+    )
+
+
+def cannot_write(path: Path, error: BaseException) -> WriteError:
     """The error for a file that could not be written, in one line."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    if no_room(error):
+        reason = "no room is left on the disk; make room, or name another place"
     return WriteError(f"{path}: cannot be written: {one_line(reason)}")
 
 

@@ -161,8 +161,9 @@ class VideoFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Without effect on those that were published.
-        for writer in self._writers:
+        # Without effect on those that were published. Last the first one, which made
+        # the folders that they share.
+        for writer in reversed(self._writers):
             writer.discard()
 
     def take(self, first: int, frames: np.ndarray) -> None:

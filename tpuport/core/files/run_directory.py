@@ -12,16 +12,18 @@ line.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tpuport.core.arrays import dtype_name
-from tpuport.core.files.atomic import one_line
-from tpuport.core.files.fingerprint import hash_output, version
+from tpuport.core.files.atomic import cannot_write, one_line
+from tpuport.core.files.fingerprint import hash_output, settled, version
 from tpuport.core.files.run_record import (
     RUN_FILE,
     RUN_SCHEMA,
@@ -41,6 +43,8 @@ from tpuport.errors import ArtifactError, MissingArtifactError
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 #: Differences that a message names: it is one line.
 _NAMED = 3
 
@@ -48,8 +52,9 @@ _NAMED = 3
 class RunDirectory:
     """A run directory whose ``run.json`` has been read and found intact.
 
-    Every method reads ``run.json`` afresh, so that another process may have finished a
-    stage in between, and checks it afresh. Writing is for one process at a time.
+    Every method looks whether ``run.json`` has changed, because another process may
+    finish a stage in between. No file that stays as it is is parsed or hashed twice.
+    Writing is for one process at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,6 +64,8 @@ class RunDirectory:
         # stage. Not looked up when that stage is written, because by then another
         # process may have replaced the file.
         self._seen: dict[str, tuple[str, str]] = {}
+        # Of each file that was looked into: what it had by then, and what was found.
+        self._known: dict[Path, tuple[tuple[int, ...], Any]] = {}
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -116,14 +123,16 @@ class RunDirectory:
             "settings": as_json(dict(settings), "settings"),
             "weights": as_json(dict(weights), "weights"),
             "stages": {},
+            "made": [],
         }
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = "is not a folder" if run.path.exists() else error.strerror
+        except FileExistsError:
             raise ArtifactError(
-                f"{run.path}: cannot be made a run directory: {reason}"
-            ) from error
+                f"{run.path}: cannot be made a run directory: is not a folder"
+            ) from None
+        except OSError as error:
+            raise cannot_write(run.path, error) from error
         # A checkpoint folder given by mistake, or a run whose run.json was lost: the
         # stages would overwrite what is there.
         if strays := sorted(run.path.glob("*.safetensors")):
@@ -160,6 +169,11 @@ class RunDirectory:
     def weights(self) -> dict[str, str | None]:
         """Component name to fingerprint, None where unknown; a copy."""
         return self._read()["weights"]
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The stages in run.json; :meth:`finished` looks at their files too."""
+        return tuple(self._read()["stages"])
 
     def report(self, stage: str) -> dict[str, Any]:
         """The report recorded with a stage.
@@ -224,6 +238,21 @@ class RunDirectory:
 
     # --- stages
 
+    def check_place(self, stage: str) -> None:
+        """Refuse a stage whose file is there, and was not made by this run.
+
+        Raises:
+            ArtifactError: the file, and what to do.
+        """
+        run, path = self._read(), self.path / STAGE_FILES[stage]
+        if stage in run["stages"] or not os.path.lexists(path):
+            return
+        if self._describe(path)["sha256"] not in run["made"]:
+            raise ArtifactError(
+                f"{path}: is there and was not made by this run; move the file away, "
+                f"or use another run directory for {stage}"
+            )
+
     def write_stage(
         self,
         stage: str,
@@ -238,15 +267,21 @@ class RunDirectory:
 
         Raises:
             UsageError: ``report`` is not JSON.
-            ArtifactError: the tensors are not those of ``specs``, or a file cannot be
-                written.
+            ArtifactError: the tensors are not those of ``specs``, a file cannot be
+                written, or another file is in its place: see :meth:`check_place`.
         """
+        self.check_place(stage)
         run = self._read()
         filename = STAGE_FILES[stage]
         clean_report = as_json(dict(report), f"the report of {stage}")
-        path = self.path / filename
-        save_tensors(path, tensors, specs)
-        sha256, size = hash_output(path)
+
+        def made(sha256: str) -> None:
+            # Before the file is there: after a kill, the next run knows whose it is.
+            if sha256 not in run["made"]:
+                run["made"].append(sha256)
+                self._write(run)
+
+        sha256, size = save_tensors(self.path / filename, tensors, specs, made)
         listing = _listing(tensors)
         self._record(
             run,
@@ -364,7 +399,21 @@ class RunDirectory:
         return f"run `tpuport {stage} --run-dir {shlex.quote(str(self.path))}`"
 
     def _read(self) -> Run:
-        return read_run(self.file)
+        return copy.deepcopy(self._once(self.file, read_run))
+
+    def _once(self, path: Path, look: Callable[[Path], T]) -> T:
+        """What is found in a file, looked for once as long as it stays as it is."""
+        now = None
+        with contextlib.suppress(OSError):
+            now = settled(path.stat())
+        known = self._known.get(path)
+        if known is not None and known[0] == now:
+            found: T = known[1]
+            return found
+        found = look(path)
+        if now is not None:
+            self._known[path] = now, found
+        return found
 
     def _write(self, content: Run) -> None:
         write_document(self.file, RUN_SCHEMA, content)
@@ -419,6 +468,7 @@ class RunDirectory:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 data = file.read() if size == entry["bytes"] else b""
+                now = settled(os.fstat(file.fileno()))
         except FileNotFoundError:
             raise ArtifactError(
                 f"{path}: is missing; {self._rerun(stage)} first"
@@ -431,11 +481,16 @@ class RunDirectory:
                 f"{path}: {what}: {size} bytes, {RUN_FILE} records"
                 f" {entry['bytes']}; copy it again, or {self._rerun(stage)} again"
             )
+        as_recorded = entry["sha256"], entry["bytes"]
+        if self._known.get(path) == (now, as_recorded):
+            return data
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ArtifactError(
                 f"{path}: is not the file {RUN_FILE} records (its sha256 differs); copy"
                 f" it again, or {self._rerun(stage)} again"
             )
+        if now is not None:
+            self._known[path] = now, as_recorded
         return data
 
     def _describe(self, path: Path) -> FileEntry:
@@ -452,11 +507,13 @@ class RunDirectory:
         return entry
 
     def _intact(self, entry: FileEntry) -> bool:
+        path = self.path / entry["file"]
         try:
-            found = hash_output(self.path / entry["file"])
+            # A folder does not tell when a file in it is written to.
+            look = hash_output(path) if path.is_dir() else self._once(path, hash_output)
         except OSError:
             return False
-        return found == (entry["sha256"], entry["bytes"])
+        return look == (entry["sha256"], entry["bytes"])
 
 
 def _listing(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

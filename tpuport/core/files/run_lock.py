@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tpuport.core.files.atomic import cannot_write
+from tpuport.core.files.atomic import cannot_write, missing, remove_empty
 from tpuport.core.files.run_record import RUN_FILE
 from tpuport.errors import ArtifactError
 
@@ -57,22 +57,18 @@ def working_in(folder: Path) -> Iterator[Path]:
     Raises:
         ArtifactError: another process works on it, or it cannot be made or written.
     """
-    new = not folder.exists()
-    begun = True
+    new = missing(folder)
     try:
         with _take(folder) as file:
             try:
                 _sign(file, folder)
                 yield folder
             finally:
-                begun = (folder / RUN_FILE).exists()
-                if not begun:
+                if not (folder / RUN_FILE).exists():
                     (folder / LOCK_FILE).unlink(missing_ok=True)
     finally:
         # After the file is closed: NFS keeps a name for a file that is open.
-        if new and not begun:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        remove_empty(new)
 
 
 def _take(folder: Path) -> IO[str]:

@@ -46,7 +46,11 @@ class StageEntry(FileEntry):
 
 
 class Run(TypedDict):
-    """A run.json, without its envelope; weights are fingerprints by component."""
+    """A run.json, without its envelope.
+
+    ``weights`` are fingerprints by component, ``made`` the sha256 of each file of
+    tensors that the run has written, also of those that no stage uses any more.
+    """
 
     tpuport_version: str
     created: str
@@ -55,6 +59,7 @@ class Run(TypedDict):
     settings: dict[str, Any]
     weights: dict[str, str | None]
     stages: dict[str, StageEntry]
+    made: list[str]
 
 
 def read_run(file: Path) -> Run:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.files.atomic import one_line
-from tpuport.errors import UsageError
+from tpuport.errors import UsageError, quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,15 +135,15 @@ def read_video(video: Any, limit: int | None = None) -> Source:
     if isinstance(video, str | Path):
         frames, fps = _video_file(Path(video).expanduser(), str(video), limit)
     elif isinstance(video, list | tuple):
-        frames = [_image_array(frame) for frame in video[:limit]]
+        frames = [_image_array(frame, "frame") for frame in video[:limit]]
     else:
         array = _plain_array(video)
-        if array.ndim != 4:
+        if array.dtype != np.uint8 or array.ndim != 4 or array.shape[-1] != 3:
             raise UsageError(
-                f"a video must be an array of shape [frames, rows, columns, 3]; got "
-                f"{list(array.shape)}"
+                "a video must be a file, a list of PIL images or a uint8 array "
+                f"[frames, rows, columns, 3]; got {array.dtype} {list(array.shape)}"
             )
-        frames = [_image_array(frame) for frame in array[:limit]]
+        frames = [_image_array(frame, "frame") for frame in array[:limit]]
     if not frames:
         raise UsageError(f"video {_shown(video)} holds no frame")
     if len({frame.shape for frame in frames}) > 1:
@@ -168,6 +168,20 @@ def parse_aspect_ratio(text: str) -> tuple[float, float]:
     if match is None or not float(match[1]) or not float(match[2]):
         raise UsageError(f"aspect ratio {text!r} is not WIDTH:HEIGHT, such as 16:9")
     return float(match[2]), float(match[1])
+
+
+def here(name: str) -> str:
+    """``name``, found to be no address: nothing is read or written elsewhere.
+
+    Raises:
+        UsageError: it is one, such as ``https://``, ``s3://`` or ``data:``.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]*://|data:", name, re.IGNORECASE):
+        raise UsageError(
+            f"{quoted(name)} is an address; download it, and give a file or folder of "
+            "this machine"
+        )
+    return name
 
 
 def _cause(error: Exception) -> str:
@@ -212,8 +226,8 @@ def _plain_array(value: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
-def _image_array(image: Any) -> np.ndarray:
-    """uint8 [Y, X, 3] of one image."""
+def _image_array(image: Any, what: str = "image") -> np.ndarray:
+    """uint8 [Y, X, 3] of one image, which messages call ``what``."""
     import numpy as np
     from PIL import Image
 
@@ -226,16 +240,16 @@ def _image_array(image: Any) -> np.ndarray:
         array = _plain_array(image)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
             raise UsageError(
-                "an image must be a file, a PIL image or a uint8 array [rows, columns, "
-                f"3]; got {array.dtype} {list(array.shape)}"
+                f"the {what} must be a file, a PIL image or a uint8 array [rows, "
+                f"columns, 3]; got {array.dtype} {list(array.shape)}"
             )
-    _check_size(f"image {name}", array)
+    _check_size(f"{what} {name}", array)
     return array
 
 
 def _opened(path: Path, name: str) -> Any:
     """The PIL image of a file on this machine, in RGB."""
-    _check_there("image", path, name)
+    _check_there("image", path, here(name))
     from diffusers.utils import load_image
     from PIL import Image
 
@@ -246,10 +260,6 @@ def _opened(path: Path, name: str) -> Any:
 
 
 def _check_there(what: str, path: Path, name: str) -> None:
-    if "://" in name:
-        raise UsageError(
-            f"{what} {name} is an address; download the file and name it here"
-        )
     if not path.exists():
         raise UsageError(f"{what} {name} does not exist")
     if not path.is_file() and not path.is_dir():
@@ -274,7 +284,7 @@ def _video_file(
     path: Path, name: str, limit: int | None
 ) -> tuple[list[np.ndarray], float | None]:
     """The frames of a file or of a folder of images, and the rate of a file."""
-    _check_there("video", path, name)
+    _check_there("video", path, here(name))
     import imageio.v3 as iio
     import numpy as np
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,17 +116,25 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def save_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
-) -> None:
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    specs: Sequence[TensorSpec],
+    before: Callable[[str], None],
+) -> tuple[str, int]:
     """Write ``tensors`` to a safetensors file, whole or not at all, dtypes kept.
+
+    Args:
+        before: called with the sha256 of the file before the file gets its name.
+
+    Returns:
+        the sha256 and the bytes of the file.
 
     Raises:
         ArtifactError: the tensors are not those of ``specs`` (nothing is written), or
             the file cannot be written (what was there before still is).
     """
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     check_tensors(path, tensors, specs)
     # A copy, because safetensors refuses views and tensors that share memory.
@@ -133,8 +142,12 @@ def save_tensors(
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+    data = save(plain)
+    sha256 = hashlib.sha256(data).hexdigest()
     try:
         with replacing(path) as temporary:
-            save_file(plain, temporary)
-    except (OSError, SafetensorError) as error:
+            temporary.write_bytes(data)
+            before(sha256)
+    except OSError as error:
         raise cannot_write(path, error) from error
+    return sha256, len(data)

@@ -53,6 +53,26 @@ def read_json(path: Path, error: type[TpuportError], remedy: str) -> Any:
     raise error(f"{path}: {found}; {remedy}")
 
 
+def read_text(path: Path, what: str) -> str:
+    """The text of a file that the user named.
+
+    Raises:
+        UsageError: it does not exist, cannot be read, is too large, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LIMIT_BYTES + 1)
+        if len(raw) > LIMIT_BYTES:
+            raise UsageError(f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB")
+        return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"{what} {path} does not exist") from None
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"{what} {path} is not UTF-8 text") from None
+
+
 def checked(
     kind: type[T],
     value: Any,

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from tpuport.core.files.atomic import (
     cannot_write,
     flush,
+    missing,
+    no_room,
+    remove_empty,
     temporary_beside,
 )
 from tpuport.core.files.encoders import Encoder, add_sound, open_encoder
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_path
+from tpuport.core.files.sources import here
 from tpuport.errors import ArtifactError, OutputError, VideoError
 
 if TYPE_CHECKING:
@@ -53,8 +57,9 @@ def output_of(out: str | Path) -> tuple[Path, VideoKind]:
 
     Raises:
         OutputError: no name, or another suffix; the message lists the known ones.
+        UsageError: an address.
     """
-    text, path = str(out), Path(out).expanduser()
+    text, path = here(str(out)), Path(out).expanduser()
     if path.name in ("", "-", ".."):
         raise OutputError(
             f"{text!r} names no video; give a file such as fox.mp4, or a folder for "
@@ -125,6 +130,8 @@ def check_output(path: Path, kind: VideoKind) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        if no_room(error):
+            raise cannot_write(path, error) from error
         raise OutputError(
             f"{path}: cannot be written: {folder}: {error.strerror}"
         ) from error
@@ -208,6 +215,7 @@ class VideoWriter:
         self.frames = 0
         self._made: Path | None = None
         self._earlier: Path | None = None
+        self._new: list[Path] = []
         self._encoder: Encoder | None = None
         self._digest: tuple[str, int] | None = None
         self._sound: tuple[np.ndarray, int] | None = None
@@ -299,7 +307,10 @@ class VideoWriter:
             raise
 
     def discard(self) -> None:
-        """Let go of what was not published, and of what a published video replaced."""
+        """Let go of what was not published, and of what a published video replaced.
+
+        Folders that were made for the video and are empty go too.
+        """
         if self._encoder is not None:
             self._encoder.close()
         for left in (self._made, self._earlier):
@@ -307,8 +318,10 @@ class VideoWriter:
                 shutil.rmtree(left, ignore_errors=True)
             elif left is not None:
                 left.unlink(missing_ok=True)
+        remove_empty(self._new)
 
     def _open(self) -> Encoder:
+        self._new = missing(self.path.parent)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         png = self.kind == "png"
         self._made = temporary_beside(self.path, "" if png else f".{self.kind}")

@@ -81,13 +81,20 @@ def _counted(device: Any) -> dict[str, Any] | None:
     return stats if stats and {"bytes_limit", "bytes_in_use"} <= set(stats) else None
 
 
-def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Bytes that this process may still take; ``None`` where the system is silent."""
+def host_memory(
+    meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, *, total: bool = False
+) -> int | None:
+    """Bytes that this process may still take; ``None`` where the system is silent.
+
+    Args:
+        total: what the machine or the container has, taken or not.
+    """
     found = []
+    field = "MemTotal" if total else "MemAvailable"
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             name, _, value = line.partition(":")
-            if name == "MemAvailable":
+            if name == field:
                 found.append(int(value.split()[0]) * 1024)
     for *names, prefix in _CGROUP_FILES:
         limit, used, stat = (cgroup / name for name in names)
@@ -99,7 +106,7 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
                 # Page cache that can be dropped is counted as used.
                 cached = (f"{prefix}{kind}_file" for kind in ("active", "inactive"))
                 taken = int(used.read_text()) - sum(int(told.get(n, 0)) for n in cached)
-                found.append(max(int(text) - max(taken, 0), 0))
+                found.append(max(int(text) - (0 if total else max(taken, 0)), 0))
     return min(found, default=None)
 
 

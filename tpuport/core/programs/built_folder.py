@@ -39,7 +39,7 @@ from tpuport.core.programs.program_key import (
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
-from tpuport.core.spec.tiling import TilingDecision
+from tpuport.core.spec.tiling import Tiled, TilingDecision
 from tpuport.errors import ArtifactError, MissingArtifactError, OutputError
 
 #: Differences that a message names: it is one line.
@@ -64,12 +64,6 @@ class ProgramEntry(TypedDict):
     bytes: int
     seconds: float
     digest: str
-
-
-class Tiled(TypedDict):
-    """How the programs of a stage run."""
-
-    tiled: bool
 
 
 class Manifest(TypedDict):

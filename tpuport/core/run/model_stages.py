@@ -151,7 +151,7 @@ def chunk_work(
                 given["start"] = np.int32(start)
             yield Call(f"{places[start > 0]} {pixels}", given)
 
-    def frames(index: int, output: Mapping[str, Any]) -> np.ndarray:
+    def to_frames(index: int, output: Mapping[str, Any]) -> np.ndarray:
         return as_frames(output["frames"], *size)
 
     total = z.shape[2]
@@ -160,7 +160,7 @@ def chunk_work(
         constants={"frames": np.arange(total, dtype=np.int32)} if counted else None,
         calls=calls(),
         total=len(lengths),
-        frames=frames,
+        to_frames=to_frames,
     )
 
 
@@ -191,7 +191,7 @@ def tile_work(
                 given = {"latents": tile.cut(chunk).contiguous()}
                 yield Call(places[index > 0], given, fresh=index == 0)
 
-    def frames(index: int, output: np.ndarray) -> Any:
+    def to_frames(index: int, output: np.ndarray) -> Any:
         tile, chunk = divmod(index, len(plans))
         return joined[chunk].add(without_phantoms(plans[chunk], tile, output))
 
@@ -200,7 +200,7 @@ def tile_work(
         constants=None,
         calls=calls(),
         total=len(plans[0].tiles) * len(plans),
-        frames=frames,
+        to_frames=to_frames,
     )
 
 

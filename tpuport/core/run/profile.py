@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from tpuport.core.files.atomic import one_line
-from tpuport.errors import OutputError, UsageError
+from tpuport.core.files.atomic import cannot_write, one_line
+from tpuport.errors import UsageError
 
 
 class SteadyTrace:
@@ -66,7 +66,7 @@ class SteadyTrace:
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
         except OSError as error:
-            raise self._not_written(error) from error
+            raise cannot_write(self._folder, error) from error
         except RuntimeError as error:
             raise UsageError(f"no profile can be recorded: {one_line(error)}") from None
         self._recording = True
@@ -94,13 +94,7 @@ class SteadyTrace:
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
-            raise self._not_written(error) from error
-
-    def _not_written(self, error: Exception) -> OutputError:
-        reason = getattr(error, "strerror", None) or error
-        return OutputError(
-            f"{self._folder}: no profile can be written: {one_line(reason)}"
-        )
+            raise cannot_write(self._folder, error) from error
 
     def result(self) -> dict[str, Any] | None:
         """``folder`` and ``calls``; ``None`` where nothing was recorded."""

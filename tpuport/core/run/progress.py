@@ -29,9 +29,14 @@ BEAT = 5.0
 
 @dataclass(eq=False)
 class _Work:
-    """Something under way. A stage counts its calls, and its frames where it has any.
+    """Something under way.
 
     Attributes:
+        what: its name for people.
+        since: when the work began; all times are of ``time.monotonic``.
+        unit: of a stage, what a call is, such as ``"step"``.
+        done, total: calls of a stage.
+        counted: frames of decode or files of a download, in words; else empty.
         first, last: when calls number ``first_done`` and ``done`` had ended. The calls
             between are timed: the first one waits for its compile.
     """
@@ -41,27 +46,36 @@ class _Work:
     unit: str = ""
     done: int = 0
     total: int = 0
-    frames: str = ""
+    counted: str = ""
     first: float = 0.0
     last: float = 0.0
     first_done: int = 0
 
     def advanced(self, done: int, total: int) -> None:
+        """Note that ``done`` of ``total`` calls ended."""
         self.last = time.monotonic()
         if not self.first or done < self.done:
             self.first, self.first_done = self.last, done
         self.done, self.total = done, total
 
-    def how_far(self) -> str:
-        """Of a stage: calls or frames done, seconds a call, and the time left."""
+    def how_far(self, *, waits: bool) -> str:
+        """Of a stage: calls or frames done, seconds a call, and the time left.
+
+        Args:
+            waits: whether the calls wait for a compile or for weights. Nobody knows how
+                long, so the time left is not said.
+        """
         if not self.done:
-            return self.frames
-        text = self.frames or f"{self.done}/{self.total}"
+            return self.counted
+        text = self.counted or f"{self.done}/{self.total}"
         timed = self.done - self.first_done
         if timed > 0:
             each = (self.last - self.first) / timed
+            text += f", {each_text(each, self.unit)}"
             left = each * (self.total - self.done) - (time.monotonic() - self.last)
-            text += f", {each_text(each, self.unit)}, {_left(max(left, 0))} left"
+            # What takes longer than foretold has no time left to say either.
+            if not waits and left >= 0.5:
+                text += f", {_left(left)} left"
         return text
 
 
@@ -69,16 +83,23 @@ class Display(Reporter):
     """Shows what happens while it happens.
 
     On a terminal one line moves: what is under way, for how many seconds, and how far a
-    stage is. Elsewhere that line grows by a dot every five seconds, and by words each
-    time its seconds have doubled; work that ends sooner has no line.
+    stage is. Elsewhere a line grows by a dot every five seconds, and by words each time
+    the seconds of the work have doubled. There, work that ends within five seconds of
+    the last output has no line.
 
     Args:
-        on_event: called at every step, compile and load, in the thread of the run;
-            what it raises ends the run.
+        on_event: called at every step, compile and load, in the thread of the run. An
+            error of the call ends the run.
+        words: from a line that stays to what is shown.
     """
 
-    def __init__(self, on_event: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        on_event: Callable[[], None] = lambda: None,
+        words: Callable[[str], str] = str,
+    ) -> None:
         self._on_event = on_event
+        self._words = words
         self._works: list[_Work] = []
         self._stage: _Work | None = None
         self._line: _Moving | _Growing = (
@@ -92,12 +113,13 @@ class Display(Reporter):
         self.idle()
 
     def _status(self) -> tuple[str, str]:
-        """What is under way, and what of it; another thread asks."""
+        """The outermost work, and how far the work is; another thread asks."""
         works = list(self._works)
         if not works:
             return "", ""
         outer, inner = works[0], works[-1]
-        parts = [text for work in works if (text := work.how_far())]
+        told = (work.how_far(waits=work is not inner) for work in works)
+        parts = [text for text in told if text]
         passed = f"{time.monotonic() - inner.since:.0f} s"
         if inner is not outer:
             parts.append(f"{inner.what} {passed}")
@@ -109,7 +131,12 @@ class Display(Reporter):
             self._line.start()
 
     def _end(self, work: _Work, said: str, line: str = "") -> None:
-        """End a work; ``line`` stays where the work was part of no other."""
+        """End a work and all that is part of the work.
+
+        Args:
+            said: ends the line of an outermost work that has a line.
+            line: stays where an outermost work had no line.
+        """
         if work in self._works:
             del self._works[self._works.index(work) :]
             if not self._works:
@@ -117,14 +144,14 @@ class Display(Reporter):
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._line.say(text)
+        self._line.say(self._words(text))
 
     def began(self, what: str) -> None:
         """Work begins, maybe as part of other work."""
         self._begin(_Work(what, time.monotonic()))
 
     def ended(self, what: str, seconds: float) -> None:
-        """It ended."""
+        """Work ended, well or not: the last one of this name."""
         for work in reversed(self._works):
             if work.what == what:
                 self._end(work, f"{seconds:.1f} s")
@@ -142,7 +169,7 @@ class Display(Reporter):
         """Files come from the hub."""
         for work in self._works:
             if work.what == f"downloading {name}":
-                work.frames = (
+                work.counted = (
                     f"{files[0]} of {plural(files[1], 'file')}, "
                     f"{bytes_text(size[0])} of {bytes_text(size[1])}"
                 )
@@ -154,7 +181,11 @@ class Display(Reporter):
         self._begin(self._stage)
 
     def _doing(self, what: str) -> None:
-        """What the stage does before its next call; nothing ends what it did."""
+        """The stage does something before its next call, in place of what it did.
+
+        Args:
+            what: empty for nothing.
+        """
         self._on_event()
         if self._stage in self._works:
             del self._works[self._works.index(self._stage) + 1 :]
@@ -170,7 +201,7 @@ class Display(Reporter):
         self._doing(f"compiling {program}")
 
     def compiled(self, report: CompileReport) -> None:
-        """It was."""
+        """A program is compiled."""
         self._doing("")
 
     def advanced(self, stage: str, done: int, total: int) -> None:
@@ -182,7 +213,7 @@ class Display(Reporter):
     def delivered(self, stage: str, frames: int, total: int) -> None:
         """Frames are finished."""
         if self._stage is not None:
-            self._stage.frames = f"{frames} of {plural(total, 'frame')}"
+            self._stage.counted = f"{frames} of {plural(total, 'frame')}"
 
     def stage_finished(self, report: StageReport) -> None:
         """A stage ended: its line stays."""
@@ -190,8 +221,8 @@ class Display(Reporter):
         if work is None:
             return
         count = plural(work.total, work.unit)
-        if work.frames:
-            count = work.frames.rpartition(" of ")[2]
+        if work.counted:
+            count = work.counted.rpartition(" of ")[2]
         said = f"{count} in {report.total_seconds:.1f} s"
         if report.backend != Backend.TPUPORT:
             said += f" by {report.backend}"
@@ -216,7 +247,7 @@ def _can_move() -> bool:
 
 
 def _put(text: str) -> None:
-    """Write to stderr; a run goes on where nobody reads any more."""
+    """Write to stderr. A run goes on where nobody reads stderr any more."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -262,7 +293,7 @@ class _Moving:
 
 
 class _Growing:
-    """The line where there is no terminal: it is written piece by piece."""
+    """The line where there is no terminal, written piece by piece."""
 
     def __init__(self, status: Callable[[], tuple[str, str]]) -> None:
         self._status = status
@@ -281,9 +312,10 @@ class _Growing:
 
     def start(self) -> None:
         with self._lock:
-            self._began = self._last = time.monotonic()
+            # Not ``_last``: short works in a row must not add up to silence.
+            self._began = time.monotonic()
             self._words_after = BEAT
-            if self._first:  # who has typed a command sees at once that it runs
+            if self._first:  # a command shows at once that it runs
                 self._write(f"{self._status()[0]} ...")
             self._stop = threading.Event()
             threading.Thread(target=self._grow, args=(self._stop,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""What run.json and sidecars say of stages and videos: the forms, and their readers."""
+"""The forms of what run.json and sidecars say of stages and videos, and two readers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from tpuport.core.enums import Backend, Blocks, Dtype, Place, Tiling
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
+from tpuport.core.spec.tiling import Tiled
 
 
 class FileRecord(TypedDict):
-    """The initial latents of a run."""
+    """The file of initial latents of a run."""
 
     file: str
     sha256: str
 
 
 class NoiseRecord(FileRecord):
-    """The initial latents of a video: its place in the file."""
+    """The initial latents of a video; ``index`` is the place in the file."""
 
     index: int
 
@@ -34,7 +35,7 @@ class SourceRecord(TypedDict):
 
 
 class Note(TypedDict, total=False):
-    """What run.json keeps of how a stage was asked for."""
+    """How a stage was asked for, in run.json."""
 
     backend: Backend
     attention: str
@@ -47,20 +48,14 @@ class Note(TypedDict, total=False):
 
 
 class Compile(TypedDict):
-    """Of a program made ready: where it came from."""
+    """Where a program came from: loaded from a file, or from jax's own cache."""
 
     loaded: bool
     cached: bool
 
 
-class Tiled(TypedDict):
-    """Of how decode ran."""
-
-    tiled: bool
-
-
 class Ran(TypedDict):
-    """What a sidecar and run.json both say of a stage."""
+    """How a stage ran, in sidecars and in run.json."""
 
     backend: Backend
     dtype: Dtype
@@ -77,7 +72,7 @@ class Ran(TypedDict):
 
 
 class Report(Ran):
-    """Of the report of a stage in run.json, what is read again."""
+    """The part of a stage's report in run.json that is read again."""
 
     compiles: list[Compile]
     tiling: Tiled | None
@@ -86,7 +81,7 @@ class Report(Ran):
 
 
 class HowStage(Ran):
-    """How a stage of a video was run."""
+    """How a stage ran, in sidecars alone."""
 
     attention: str
     versions: dict[str, str | None]
@@ -94,19 +89,19 @@ class HowStage(Ran):
 
 
 class HowEncode(HowStage):
-    """And where the encoder ran."""
+    """How encode ran."""
 
     encode_on: Place
 
 
 class HowDecode(HowStage):
-    """And whether in tiles."""
+    """How decode ran."""
 
     vae_tiling: Tiling
 
 
 class Stages(TypedDict):
-    """Of each stage."""
+    """How each stage ran."""
 
     encode: HowEncode
     denoise: HowStage
@@ -114,7 +109,7 @@ class Stages(TypedDict):
 
 
 class Weights(TypedDict):
-    """Where the weights came from, and their fingerprints by component."""
+    """Where the weights came from, and the fingerprint of each component."""
 
     source: str
     fingerprints: dict[str, str | None]
@@ -130,7 +125,7 @@ class Output(TypedDict):
 
 
 class Sidecar(TypedDict):
-    """The JSON beside a video; ``video`` is its place in the batch of ``request``."""
+    """The JSON beside a video; ``video`` is the video's place in the request."""
 
     model: str
     variant: str
@@ -151,7 +146,7 @@ def read(file: Path) -> Sidecar:
     """A sidecar with all that a replay needs.
 
     Raises:
-        ArtifactError: it is not usable.
+        ArtifactError: the file is no such sidecar.
     """
     return checked(Sidecar, read_sidecar(file), file, "it cannot be replayed")
 

@@ -14,6 +14,7 @@ from tpuport.core.files.video_file import check_length
 from tpuport.core.reports import RunReport
 from tpuport.core.run.sidecar import Origin
 from tpuport.core.spec.request import Request
+from tpuport.core.spec.run_settings import python_words
 from tpuport.errors import UsageError
 
 
@@ -37,6 +38,7 @@ class Result:
     request: Request
     origin: Origin
 
+    @python_words()
     def save(self, out: str | Path, *, overwrite: bool = False) -> list[Path]:
         """Write the videos, each with the JSON that ``tpuport replay`` reads.
 

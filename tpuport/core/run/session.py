@@ -31,7 +31,12 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request, check_given
 from tpuport.core.spec.requests import Requests, read_source, recorded_request
 from tpuport.core.spec.rules import Known
-from tpuport.core.spec.run_settings import Asked, RunSettings, defaults_of
+from tpuport.core.spec.run_settings import (
+    Asked,
+    RunSettings,
+    defaults_of,
+    python_words,
+)
 from tpuport.core.spec.stage import Stage
 from tpuport.core.spec.stage_work import not_finite
 from tpuport.core.spec.tiling import DoesNotFitError
@@ -170,6 +175,7 @@ class Session:
 
     # ---------------------------------------------------------------- generate
 
+    @python_words()
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -440,6 +446,7 @@ class Session:
         name: str,
         *,
         source: Source | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
         note: Mapping[str, Any] | None = None,
         pixels: str = Pixels.FLOAT32,
@@ -451,6 +458,7 @@ class Session:
             run: opened by :meth:`open_run` or :meth:`RunDirectory.open`.
             name: of the stage.
             source: what encode starts from, where the run has one.
+            inputs: of the stage, where they were read before; see :meth:`read_inputs`.
             extra: tensors written beside the stage's own, such as initial latents.
             note: JSON kept with the stage's report in run.json, as ``"note"``.
             pixels, on_frames: of decode; see :meth:`Session.generate`.
@@ -460,23 +468,23 @@ class Session:
             ``on_frames`` they are not returned.
 
         Raises:
-            ArtifactError: an input is missing, altered or of other weights.
+            ArtifactError: an input is missing, altered or of other weights, or a file
+                that this run did not make is where the stage's own goes.
             VideoError: latents or frames are not finite, constant or black.
         """
         request = recorded_request(self.port, run.settings, run.file)
         self.check(request)
         run.check_request(model=self.port.name, variant=self.variant.name)
         stage = self.port.stage(name)
+        if stage.writes:
+            run.check_place(name)
         for folder in (*stage.components_for(request), *stage.files):
             if self.checkpoint.has(folder):
                 run.check_weights(folder, self.checkpoint.fingerprint(folder))
-        place = list(StageName).index(StageName(name))
-        if place:
-            written = self.port.stages[place - 1].writes
-            before = self.port.stages[place - 1].name
-            inputs = run.read_stage(before, written, self._sizes(request))
-        else:
+        if name == StageName.ENCODE:
             inputs = self._source_pixels(request, source)
+        elif inputs is None:
+            inputs = self.read_inputs(run, name)
         delivery = Delivery(pixels, on_frames)
         tensors, report = self.run_stage(name, request, inputs, delivery=delivery)
         if stage.writes:
@@ -494,6 +502,16 @@ class Session:
         else:
             delivery.check()
         return tensors, report
+
+    def read_inputs(self, run: RunDirectory, name: str) -> dict[str, torch.Tensor]:
+        """The tensors that a stage after encode reads in a run directory.
+
+        Raises:
+            ArtifactError: the stage before is not finished, or its file not usable.
+        """
+        request = recorded_request(self.port, run.settings, run.file)
+        before = self.port.stages[list(StageName).index(StageName(name)) - 1]
+        return run.read_stage(before.name, before.writes, self._sizes(request))
 
     def _sizes(self, request: Request) -> dict[str, int]:
         """Named sizes of the tensors that stages hand on, by the request and configs.

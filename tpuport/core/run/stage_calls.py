@@ -153,7 +153,7 @@ class StageRun:
             flight.wait(called, first)
         flight.pause()
         self.done += work.total
-        if work.frames is not None:
+        if work.to_frames is not None:
             return {**work.finish(flight.carry, []), **self.delivery.collected()}
         finished = work.finish(flight.carry, flight.outputs)
         flight.outputs.clear()
@@ -315,7 +315,7 @@ class _Flight:
         self._pending.append(call)
         timing = self.run.timing
         timing.in_flight = max(timing.in_flight, len(self._pending))
-        self.outputs.append(None if self.work.frames is not None else call.output)
+        self.outputs.append(None if self.work.to_frames is not None else call.output)
 
     def wait(self, called: float, first: bool) -> None:
         """Wait for the calls before, as far as the limit asks for.
@@ -359,9 +359,9 @@ class _Flight:
                 run.memory.ended(self.stage.name, number, ended.program, ended.ready)
             if work.watch is not None:
                 work.watch(ended.number, ended.output)
-            if work.frames is not None:
+            if work.to_frames is not None:
                 fetched = jax.device_get(ended.output)
-                made = work.frames(ended.number, fetched)
+                made = work.to_frames(ended.number, fetched)
                 if made is not None:
                     run.take(self.stage, self.first_video, made, fetched)
             elif work.to_host:

@@ -148,7 +148,7 @@ def _make(port: ModelPort, variant: str, folder: Path) -> None:
                 raise
     except (OSError, SafetensorError) as error:
         raise WeightsError(
-            f"{cannot_write(folder, error)}; choose another folder with --cache-dir"
+            f"{cannot_write(folder, error)}; --cache-dir names another folder"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

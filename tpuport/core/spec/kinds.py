@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tpuport.core.arrays import dtype_name
 from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling, Word
 from tpuport.core.files import sources
+from tpuport.core.files.typed import read_text
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.errors import UsageError
@@ -45,19 +46,19 @@ def path(value: Any) -> Path:
         return value.expanduser()
     if not text(value):
         raise ValueError("is empty")
-    return Path(value).expanduser()
+    return Path(sources.here(value)).expanduser()
 
 
 def weights(value: Any) -> str | Path:
     """A hub id or a folder."""
-    return value if isinstance(value, Path) else text(value)
+    return value if isinstance(value, Path) else sources.here(text(value))
 
 
 def media(value: Any) -> str:
     """The name of a file that a run starts from."""
     if not text(value):
         raise ValueError("is empty; give a file")
-    return str(value)
+    return sources.here(value)
 
 
 def texts(value: Any) -> tuple[str, ...]:
@@ -199,3 +200,19 @@ def attention(value: Any) -> AttentionChoice:
     if isinstance(value, AttentionChoice):
         return value
     return AttentionChoice.parse(text(value))
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The prompts of a file, one a line.
+
+    Raises:
+        UsageError: it cannot be read, or holds none.
+    """
+    lines = [line.strip() for line in read_text(path, "prompt file").splitlines()]
+    prompts = tuple(line for line in lines if line and not line.startswith("#"))
+    if not prompts:
+        raise UsageError(
+            f"prompt file {path} holds no prompt; write one on each line (blank lines "
+            "and lines that start with # are skipped)"
+        )
+    return prompts

@@ -156,7 +156,7 @@ class Requests:
                 checkpoint=self.checkpoint,
                 devices=self.mesh.spec if self.mesh is not None else None,
                 latents=latents,
-                room=host_memory() if self.here else None,
+                room=host_memory(total=True) if self.here else None,
             )
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tpuport.core.enums import Backend, Task
+from tpuport.core.enums import Backend, StageName, Task
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import bytes_text
 from tpuport.core.spec.choices import check_chosen, with_chosen
@@ -59,7 +59,7 @@ class Known:
         devices: the mesh over them.
         latents: the initial noise that was given.
         executables: those that the settings name, opened.
-        room: bytes of memory that this machine has left, where it will run.
+        room: bytes of memory that this machine has in all, where the run will be.
     """
 
     settings: RunSettings | None = None
@@ -107,6 +107,18 @@ def _inspection(settings: RunSettings) -> None:
         raise UsageError("--profile-calls goes with --profile only")
     if settings.profile is not None:
         check_folder("--profile", settings.profile)
+        _check_profiles(settings.profile)
+
+
+def _check_profiles(folder: Path) -> None:
+    """Refuse a folder in which there is anything but the profiles of stages."""
+    for path in sorted(folder.glob("*")):
+        held = {inside.name for inside in path.glob("*")}
+        if path.name not in list(StageName) or not path.is_dir() or held - {"plugins"}:
+            raise UsageError(
+                f"--profile {folder}: holds {path.name}, which is no profile of a "
+                "stage; name another folder"
+            )
 
 
 @rule
@@ -266,12 +278,14 @@ def _host_memory(
     room: int,
 ) -> None:
     shape = port.latent_shape(request, checkpoint)
-    needed = 4 * LATENT_COPIES * math.prod(shape) * request.batches
+    latents = 4 * LATENT_COPIES * math.prod(shape) * request.batches
+    pixels = request.num_frames * request.height * request.width
+    needed = latents + 3 * pixels * len(request.prompts)  # frames as bytes
     if needed > room:
         raise UsageError(
             f"{request.num_frames} frames of {request.width}x{request.height} asked "
-            f"for; their latents alone take {bytes_text(needed)} of this machine's "
-            f"memory, which has {bytes_text(room)} left; "
+            f"for; latents and frames take {bytes_text(needed)}, and this machine has "
+            f"{bytes_text(room)} of memory; "
             + what_fits(request, variant, room / needed)
         )
 

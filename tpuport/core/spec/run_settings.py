@@ -6,20 +6,21 @@ names, a key of their YAML files, and a keyword of Python. To add a flag, add a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling
-from tpuport.core.files.typed import LIMIT_BYTES
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec import kinds
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
-from tpuport.errors import UsageError, did_you_mean, quoted
+from tpuport.errors import TpuportError, UsageError, did_you_mean, quoted
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: The commands by their letters, as docs/cli.md has them.
@@ -164,7 +165,7 @@ class Asked:
     prompt: tuple[str, ...] = what(
         kinds.texts,
         "--prompt TEXT",
-        "May be repeated: a video of each.",
+        "What to show; may be repeated for several videos.",
         panel=None,
         default=(),
         commands="GEPC",
@@ -172,8 +173,8 @@ class Asked:
     prompt_file: None = what(
         kinds.path,
         "--prompt-file FILE",
-        "One prompt a line; # begins a comment.",
-        becomes=lambda path: {"prompt": read_prompts(path)},
+        "Prompts, one a line; # begins a comment.",
+        becomes=lambda path: {"prompt": kinds.read_prompts(path)},
         commands="GEC",
     )
     negative_prompt: str | None = what(
@@ -185,7 +186,7 @@ class Asked:
     size: None = what(
         kinds.size,
         "--size WxH",
-        "Such as 720x480.",
+        "Pixels, such as 720x480.",
         panel=None,
         becomes=lambda size: {"width": size[0], "height": size[1]},
     )
@@ -194,14 +195,17 @@ class Asked:
     num_frames: int | None = what(
         kinds.positive,
         "--frames --num-frames",
-        "4n+1, 8n+1 or 16n+1 by model.",
+        "Number of frames: 4n+1, 8n+1 or 16n+1 by model.",
         panel=None,
     )
     fps: float | None = what(
-        kinds.number, "--fps", "Of the written file.", commands="GE"
+        kinds.number, "--fps", "Frames per second of the written file.", commands="GE"
     )
     num_inference_steps: int | None = what(
-        kinds.positive, "--steps --num-inference-steps", "Denoising steps.", panel=None
+        kinds.positive,
+        "--steps --num-inference-steps",
+        "Number of denoising steps.",
+        panel=None,
     )
     guidance_scale: float | None = what(
         kinds.number,
@@ -227,17 +231,19 @@ class Asked:
         kinds.text, "--resolution NAME", "Size class such as 480p, in place of --size."
     )
     aspect_ratio: tuple[float, float] | None = what(
-        kinds.aspect_ratio, "--aspect-ratio W:H", "Such as 16:9, within the size class."
+        kinds.aspect_ratio,
+        "--aspect-ratio W:H",
+        "Shape within the size class, such as 16:9.",
     )
     step_cache: StepCache | None = what(
         kinds.step_cache,
         "--cache METHOD[:OPTIONS]",
-        "deepcache or taylorseer: faster, not exact.",
+        "deepcache or taylorseer: faster, but not exact.",
     )
     options: Mapping[str, Any] = what(
         kinds.options,
         "--option -o NAME=VALUE",
-        "A setting only this model has; may be repeated.",
+        "A setting that only this model has; may be repeated.",
         default=dict,
     )
 
@@ -267,31 +273,31 @@ class RunSettings:
     variant: str | None = setting(
         kinds.text,
         "--variant NAME",
-        "A size of the model, such as 5b; see `tpuport models`.",
+        "A published version, such as 5b; see `tpuport models`.",
         commands="GEPCB",
     )
     weights: str | Path | None = setting(
         kinds.weights,
         "--weights ID|FOLDER",
-        "Hub id or diffusers folder. (default: a tiny demo)",
+        "Hub id or folder. (default: the demo, or the run's)",
         commands="GENDRPCB",
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,
         "--mesh MESH",
-        "Devices for batches (dp), tokens (sp) and weights (tp), as dp=2,tp=4. "
-        "(default: one CPU, or all chips)",
+        "Devices to split batches (dp), tokens (sp) and weights (tp) over, such as "
+        "dp=2,tp=4. (default: one CPU, or all chips)",
         commands="GENDCB",
     )
     dtype: Dtype | None = how(
         kinds.dtype,
         "--dtype NAME",
-        "Of the weights: float32 or bfloat16. (default: float32 on CPUs)",
+        "Weights in float32 or bfloat16. (default: float32 on CPUs)",
     )
     attention: AttentionChoice = how(
         kinds.attention,
         "--attention NAME[:OPTIONS]",
-        "auto, reference or blockwise; on TPUs splash too.",
+        "auto, reference or blockwise; on TPUs also splash.",
         default=AttentionChoice(),
     )
     sharding: str = how(
@@ -315,8 +321,8 @@ class RunSettings:
     vae_tiling: Tiling = how(
         kinds.tiling,
         "--vae-tiling auto|on|off",
-        "Decode in tiles, which is another video, a little; auto where it must. "
-        "(default: auto)",
+        "Decode in tiles: less memory, and a slightly different video. auto does so "
+        "only if the video does not fit whole. (default: auto)",
         default=Tiling.AUTO,
         commands="GDPC",
     )
@@ -352,24 +358,24 @@ class RunSettings:
     executables: Path | None = file(
         kinds.path,
         "--executables FOLDER",
-        "Programs that `tpuport compile` put there.",
+        "Run the programs that `tpuport compile` made.",
         commands="GENDB",
     )
     memory_report: bool = inside(
         kinds.flag,
         "--memory-report",
-        "Bytes on each device, for every call.",
+        "Show the bytes on each device for every call.",
         default=False,
     )
     profile: Path | None = inside(
         kinds.path,
         "--profile FOLDER",
-        "A trace of steady calls, for XProf or Perfetto.",
+        "Record steady calls, for XProf or Perfetto.",
     )
     profile_calls: int | None = inside(
         kinds.positive,
         "--profile-calls N",
-        f"Calls of each stage in it. (default: {PROFILED_CALLS})",
+        f"Calls of each stage to record. (default: {PROFILED_CALLS})",
     )
     no_jit: tuple[StageName, ...] = inside(
         kinds.stages,
@@ -451,6 +457,44 @@ def settings_of(cls: Any) -> dict[str, Setting]:
     return dict(sorted(found.items(), key=lambda item: PANELS.index(item[1].panel)))
 
 
+#: Words of diffusers and of the command line -> what ``generate`` takes instead.
+_INSTEAD = {
+    "generator": "give seed, a number",
+    "num_videos_per_prompt": "give prompt as a list",
+    "output_type": "the result has frames and latents; pixels is float32 or uint8",
+    "size": "give height and width",
+}
+
+
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+
+
+@contextlib.contextmanager
+def python_words() -> Iterator[None]:
+    """Let errors in the block call settings by the keywords of Python, not by flags."""
+    try:
+        yield
+    except TpuportError as error:
+        error.args = (in_python(str(error)),)
+        raise
+
+
+def in_python(text: str) -> str:
+    """A message with keywords for flags; commands, in backticks, keep their flags."""
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(_keyword, part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    key = _key(flag[1])
+    for cls in (RunSettings, Asked):
+        for name, setting in settings_of(cls).items():
+            if key in setting.keys:
+                return name
+    return key
+
+
 def meant(name: str, others: Iterable[str], otherwise: str) -> str:
     """The end of an error about a keyword of Python that there is not.
 
@@ -467,6 +511,8 @@ def meant(name: str, others: Iterable[str], otherwise: str) -> str:
             for key in setting.keys
             if field in of_python
         }
+    if name in _INSTEAD:
+        return _INSTEAD[name]
     if name in defaults_of(Asked):
         return f"{name} is an argument of generate"
     hint = did_you_mean(name, known, otherwise)
@@ -481,39 +527,3 @@ def defaults_of(cls: Any) -> dict[str, Any]:
         for f in fields(cls)
         if f.init
     }
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """The prompts of a file, one a line.
-
-    Raises:
-        UsageError: it cannot be read, or holds none.
-    """
-    lines = [line.strip() for line in read_text(path, "prompt file").splitlines()]
-    prompts = tuple(line for line in lines if line and not line.startswith("#"))
-    if not prompts:
-        raise UsageError(
-            f"prompt file {path} holds no prompt; write one on each line (blank lines "
-            "and lines that start with # are skipped)"
-        )
-    return prompts
-
-
-def read_text(path: Path, what: str) -> str:
-    """The text of a file that the user named.
-
-    Raises:
-        UsageError: it does not exist, cannot be read, is too large, or is not UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LIMIT_BYTES + 1)
-        if len(raw) > LIMIT_BYTES:
-            raise UsageError(f"{what} {path} is larger than {LIMIT_BYTES >> 20} MiB")
-        return raw.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"{what} {path} does not exist") from None
-    except OSError as error:
-        raise UsageError(f"{what} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise UsageError(f"{what} {path} is not UTF-8 text") from None

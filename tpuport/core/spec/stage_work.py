@@ -55,12 +55,13 @@ class Work:
             inputs; for a stage that changes programs on the way.
         to_host: fetch each output as its call completes, so that the device does not
             hold them all; ``finish`` gets NumPy arrays.
-        frames: of a stage that makes videos: ``frames(index, output)`` are the frames
-            that call ``index`` completes, or ``None``. Each output is fetched as its
-            call completes, given to this as NumPy arrays, and let go; ``finish`` gets
-            no outputs. Frames are an array [B, F, Y, X, 3] in the order of the video;
-            an output of :func:`tpuport.core.files.frames.encode_pixels` tells the
-            statistics of what :func:`tpuport.core.files.frames.as_frames` makes of it,
+        to_frames: of a stage that makes videos: ``to_frames(index, output)`` gives the
+            frames that call ``index`` completes, or ``None``. Each output is fetched as
+            its call completes, given to this function as NumPy arrays, and let go;
+            ``finish`` gets no outputs. Frames are an array [B, F, Y, X, 3] in the order
+            of the video. An output of
+            :func:`tpuport.core.files.frames.encode_pixels` tells the statistics of what
+            :func:`tpuport.core.files.frames.as_frames` makes of it,
             and a mapping with ``frames`` tells its own. Otherwise the host takes the
             statistics of float frames.
     """
@@ -73,13 +74,13 @@ class Work:
     watch: Callable[[int, Tree], None] | None = None
     programs: tuple[str, ...] = ()
     to_host: bool = False
-    frames: (
+    to_frames: (
         Callable[[int, Tree], np.ndarray | Mapping[str, np.ndarray] | None] | None
     ) = None
 
     def __post_init__(self) -> None:
         """Frames are made of outputs on the host."""
-        self.to_host = self.to_host or self.frames is not None
+        self.to_host = self.to_host or self.to_frames is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from tpuport.core.enums import Tiling
 from tpuport.core.reports import bytes_text
 from tpuport.errors import TpuportError
+
+
+class Tiled(TypedDict):
+    """What is read again of how a stage ran, or of how its programs run."""
+
+    tiled: bool
 
 
 class DoesNotFitError(TpuportError):

@@ -22,7 +22,7 @@ from tpuport.core.files.typed import read_json
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.configs import check_config
 from tpuport.core.weights.hub import fetch
-from tpuport.errors import MissingWeightsError, WeightsError
+from tpuport.errors import MissingWeightsError, WeightsError, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +158,22 @@ class Checkpoint:
             raise WeightsError(
                 f"{self.source}: {name} is missing{others}; the checkpoint is "
                 "incomplete"
+            )
+
+    def expect(self, component: str, field: str, value: Any) -> None:
+        """Refuse a config whose field, if given, has another value.
+
+        For what a port takes for granted and no stored tensor tells.
+
+        Raises:
+            WeightsError: the value, and the one that is needed.
+        """
+        found = self.config(component).get(field, value)
+        if found != value:
+            raise WeightsError(
+                f"{self.named(component, 'config.json')}: {field} is {quoted(found)}: "
+                f"only {value} is ported, which the published weights have; download "
+                "the file again"
             )
 
     def _stored_tensors(self, component: str) -> int | None:

@@ -8,6 +8,7 @@ value may be is told by the constructor itself, by its annotations and defaults.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import re
@@ -25,6 +26,8 @@ _DEEPEST = 1000
 #: A number may be this many times its default, or the least bound.
 _TIMES, _LEAST, _UNKNOWN = 64, 4096, 1 << 20
 _LONGEST_LIST = 1024
+#: Fields of configs of transformers that name an activation function.
+_ACTIVATIONS = ("hidden_act", "feed_forward_proj")
 
 
 def check_config(
@@ -37,13 +40,15 @@ def check_config(
     Args:
         cls: of diffusers, or a model of transformers.
         file: what the config was read from, for messages.
-        stored: how many tensors the component has in files, if that is known.
+        stored: how many tensors the component has in files, if that is known; called
+            once, if at all.
 
     Raises:
         WeightsError: a value of another type, an empty list, a number that is not
-            finite, not positive or far beyond its default, or more layers than the
-            files hold tensors.
+            finite, not positive or far beyond its default, more layers than the
+            files hold tensors, or an activation function that there is not.
     """
+    stored = functools.cache(stored)
     owner = cls if hasattr(cls, "from_config") else getattr(cls, "config_class", cls)
     for name, parameter in inspect.signature(owner.__init__).parameters.items():
         if name not in config:
@@ -58,6 +63,7 @@ def check_config(
                 )
                 problem = f"more than {limit}"
         problem = problem or _range_problem(name, value, parameter.default)
+        problem = problem or _activation_problem(name, value)
         if problem:
             raise WeightsError(
                 f"{file}: {name} is {quoted(value)}: {problem}; {cls.__name__} cannot "
@@ -78,7 +84,9 @@ def building(what: str, file: str) -> Iterator[None]:
         raise
     except Exception as error:
         words = f"{type(error).__name__}: {one_line(error)[:120]}"
-        raise WeightsError(f"{file} does not build a {what}: {words}") from error
+        raise WeightsError(
+            f"{file} does not build a {what} ({words}); download it again"
+        ) from error
 
 
 def _kinds(annotation: Any) -> set[type] | None:
@@ -175,3 +183,12 @@ def _range_problem(name: str, value: Any, default: Any) -> str:
         if abs(value) > limit:
             return f"at most {limit} is possible"
     return ""
+
+
+def _activation_problem(name: str, value: Any) -> str:
+    if name not in _ACTIVATIONS:
+        return ""
+    from transformers.activations import ACT2FN
+
+    known = str(value).removeprefix("gated-") in ACT2FN
+    return "" if known else "transformers has no such activation function"

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
+from tpuport.core.files.typed import checked, read_json
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import building
 from tpuport.errors import WeightsError, quoted
 
+_REMEDY = "download it again"
 _LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
 
 
@@ -38,8 +43,9 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     """A tokenizer of a checkpoint; loaded once.
 
     Raises:
-        WeightsError: as :func:`load_processor`; or a file with a vocabulary is damaged:
-            the message names the file; or a special token is not in the vocabulary.
+        WeightsError: as :func:`load_processor`; or a file is damaged: the message
+            names the file; or a special token is not in the vocabulary.
+        ArtifactError: a field of a file has another type than transformers reads.
     """
     key = (folder, class_name)
     return checkpoint.kept(key, lambda: _load(checkpoint, folder, class_name))
@@ -49,6 +55,9 @@ def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     path = checkpoint.folder / folder
     holds = []
     for file in sorted(path.iterdir()):
+        if kind := _TYPES.get(file.name):
+            found = read_json(file, WeightsError, _REMEDY)
+            checked(kind, found, file, _REMEDY, extra="ignore")
         read = _READERS.get(file.name)
         if read is not None:
             with building("vocabulary", checkpoint.named(folder, file.name)):
@@ -73,11 +82,39 @@ def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     return tokenizer
 
 
+_Token = str | dict[str, Any] | None
+
+
+class _Tokens(TypedDict, total=False):
+    """The special tokens, as a text or as the fields of an ``AddedToken``."""
+
+    bos_token: _Token
+    cls_token: _Token
+    eos_token: _Token
+    mask_token: _Token
+    pad_token: _Token
+    sep_token: _Token
+    unk_token: _Token
+    additional_special_tokens: list[str | dict[str, Any]] | None
+
+
+#: What transformers takes each file of a tokenizer for, and does not check.
+_TYPES: dict[str, Any] = {
+    "added_tokens.json": dict[str, int],
+    "special_tokens_map.json": _Tokens,
+    "tokenizer_config.json": _Tokens,
+    "vocab.json": dict[str, int],
+}
+
+
 def _read_sentencepiece(file: str) -> Callable[[str], bool]:
-    from sentencepiece import SentencePieceProcessor
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     read = SentencePieceProcessor()
     read.LoadFromFile(file)
+    # The parser of transformers is stricter.
+    proto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+    proto.FromString(Path(file).read_bytes())
     return lambda token: read.IdToPiece(read.PieceToId(token)) == token
 
 

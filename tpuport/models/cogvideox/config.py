@@ -243,7 +243,9 @@ def check(request: Request, variant: Variant, checkpoint: Checkpoint) -> None:
         UsageError: a variant of another form than the checkpoint, a task or a size that
             its transformer is not made for, or a number of steps that its schedule does
             not have.
+        WeightsError: an autoencoder that compresses time by another ratio.
     """
+    checkpoint.expect("vae", "temporal_compression_ratio", 4)
     config = checkpoint.config("transformer")
     form = architecture(config)
     if variant.name in [known.name for known in PUBLISHED]:

@@ -43,7 +43,7 @@ def require_tokenizer(checkpoint: Checkpoint) -> None:
     transformers would fall back to one of special tokens alone, and encode any prompt.
 
     Raises:
-        WeightsError: the file is missing or damaged.
+        WeightsError, ArtifactError: a file is missing or damaged.
     """
     checkpoint.upstream_class("tokenizer")
     checkpoint.require("tokenizer/spiece.model", "tokenizer/tokenizer.json")

@@ -381,8 +381,10 @@ def check_13b(request: Request, variant: Variant, checkpoint: Checkpoint) -> Non
     Raises:
         UsageError: more steps than the schedule has; true guidance without a negative
             prompt.
+        WeightsError: an autoencoder that compresses space by another ratio.
     """
     _check_common(request, checkpoint)
+    checkpoint.expect("vae", "spatial_compression_ratio", 8)
     # Without prompts there are embeddings, negative ones included.
     lacking = any(request.prompts) and not all(request.negative_prompts)
     if guided_13b(request) and lacking:

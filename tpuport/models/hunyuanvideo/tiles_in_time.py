@@ -171,7 +171,9 @@ def in_time_work(z: torch.Tensor, plan: TilePlan, pixels: str) -> Work:
             }
             yield Call(f"tile {pixels}", given)
 
-    def frames(index: int, output: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    def to_frames(
+        index: int, output: Mapping[str, Any]
+    ) -> dict[str, np.ndarray] | None:
         if not index:
             return None
         drop = time.spans[index - 1].drop
@@ -187,5 +189,5 @@ def in_time_work(z: torch.Tensor, plan: TilePlan, pixels: str) -> Work:
         constants=None,
         calls=calls(),
         total=1 + len(plan.tiles),
-        frames=frames,
+        to_frames=to_frames,
     )

@@ -106,15 +106,15 @@ def run(tiles: TilePlan, pixels: str) -> Iterator[dict[str, np.ndarray]]:
         if not index:
             assert call.program == "seam"
             carry, output = tiles_in_time.first_seam(model, carry, None, given)
-            assert work.frames is not None
-            assert work.frames(index, output) is None
+            assert work.to_frames is not None
+            assert work.to_frames(index, output) is None
             continue
         assert call.program == f"tile {pixels}"
         carry, output = tiles_in_time.tile_frames(
             lambda *_: jnp.asarray(next(made)), pixels, model, carry, None, given
         )
-        assert work.frames is not None
-        frames: Any = work.frames(index, jax.device_get(output))
+        assert work.to_frames is not None
+        frames: Any = work.to_frames(index, jax.device_get(output))
         yield frames
 
 

@@ -1,0 +1,38 @@
+"""The end of a run: a report that cannot be written hides nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpuport.cli.shown.output import show_results
+from tpuport.core.reports import RunReport
+from tpuport.errors import WriteError
+
+
+def test_the_result_is_told_before_the_report_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = RunReport(
+        model="toy",
+        variant="small",
+        weights="demo",
+        platform="cpu",
+        mesh="dp=1",
+        devices=1,
+        dtype="float32",
+        blocks="native",
+        stages=(),
+        total_seconds=1.5,
+        peak_host_bytes=None,
+        peak_device_bytes=None,
+    )
+    (tmp_path / "file").touch()
+    file = tmp_path / "file" / "report.json"
+    with pytest.raises(WriteError):
+        show_results({"a": 1}, report, [Path("v.gif")], as_json=True, file=file)
+    said = capsys.readouterr()
+    assert "1.5 s" in said.err
+    assert said.err.endswith("wrote v.gif\n")
+    assert said.out == '{\n  "a": 1\n}\n'
