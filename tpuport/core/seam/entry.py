@@ -577,7 +577,7 @@ def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
 
 def _may_keep(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether a language model of transformers keeps keys and values by default."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if "past_key_values" not in inspect.signature(forward).parameters:
         return False
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
