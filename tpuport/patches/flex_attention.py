@@ -25,17 +25,17 @@ def flex_attention(
     block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
+    **asked: Any,
 ) -> torch.Tensor:
     """``torch.nn.attention.flex_attention.flex_attention``: [B, H, Lq, D].
+
+    Args:
+        asked: for other results, which are refused, and of torch's own kernel.
 
     Raises:
         NotImplementedError: more than the result is asked for.
     """
-    if return_lse or return_aux is not None:
+    if asked.get("return_lse") or asked.get("return_aux") is not None:
         raise NotImplementedError("flex_attention with its sums (return_lse)")
     batch, heads, queries, _ = query.shape
     grid = _grid(batch, heads, queries, key.shape[2], query.device)
