@@ -124,14 +124,20 @@ def shard_map(run: Any, **kwargs: Any) -> Any:
     import functools
 
     import jax
-    from jax._src.config import eager_constant_folding
 
     @functools.wraps(run)
     def traced(*arrays: Any) -> Any:
-        with eager_constant_folding(False):
+        with without_folding():
             return run(*arrays)
 
     return jax.shard_map(traced, check_vma=False, **kwargs)
+
+
+def without_folding() -> Any:
+    """A context in which constants stay operations of the program that is traced."""
+    from jax._src.config import eager_constant_folding
+
+    return eager_constant_folding(False)
 
 
 def compiler_flags() -> tuple[str, ...]:

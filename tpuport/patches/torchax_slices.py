@@ -130,3 +130,25 @@ SLICE_ASSIGNMENT = tuple(
     )
 )
 """For any model that assigns to slices inside ``forward``."""
+
+
+def _with_array(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A view's own array, where torchax takes the view for a tensor."""
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        return self.jax() if name == "_elem" else original(self, name)
+
+    return __getattribute__
+
+
+VIEW_ARRAY = Patch(
+    name="torchax-view-array",
+    target="torchax.view:View.__getattribute__",
+    replacement=_with_array,
+    wraps=True,
+    reason="`x[1:][[0, -1]]` ends in an AttributeError: torchax reads `_elem` of the "
+    "slice, which tensors have and slices have not",
+    upstream="torchax==0.0.13",
+    link="https://github.com/google/torchax",
+)
+"""For any model that indexes a slice with a list or a tensor."""

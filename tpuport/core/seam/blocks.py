@@ -31,7 +31,7 @@ def alike_blocks(module: torch.nn.Module) -> tuple[StackedBlocks, ...]:
         if None in blocks._modules.values():  # a place that is left empty
             continue
         first, count = _longest_run(list(blocks))
-        run = list(blocks)[first : first + count]
+        run = [b for b in list(blocks)[first : first + count] if b is not None]
         held = sum(p.numel() for block in run for p in block.parameters())
         if count >= 2 and held >= SMALLEST_SHARE * total:
             found.append(
@@ -56,13 +56,18 @@ def usable_stacks(
     return tuple(usable)
 
 
-def _longest_run(blocks: Sequence[torch.nn.Module]) -> tuple[int, int]:
+def _longest_run(blocks: Sequence[torch.nn.Module | None]) -> tuple[int, int]:
     """Where the longest run of alike blocks begins, and its length."""
     best = (0, 1)
     first = 0
     for index in range(1, len(blocks) + 1):
-        if index == len(blocks) or unlike(blocks[first], blocks[index], NUMBERS):
+        if index == len(blocks) or _apart(blocks[first], blocks[index]):
             if index - first > best[1]:
                 best = (first, index - first)
             first = index
     return best
+
+
+def _apart(one: torch.nn.Module | None, other: torch.nn.Module | None) -> bool:
+    """Whether two entries of a list are unlike; an empty one is like no other."""
+    return one is None or other is None or bool(unlike(one, other, NUMBERS))

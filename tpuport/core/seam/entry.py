@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 import traceback
 import weakref
@@ -222,6 +223,7 @@ class Entry:
         self._forward = forward
         self._uploads = uploads
         self._attributes = Attributes(module)
+        self._may_keep = _may_keep(module, forward)
         self._tensors: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
         self._blocks: tuple[StackedBlocks, ...] | None = None
@@ -244,6 +246,9 @@ class Entry:
     def _called(self, args: Any, kwargs: Any) -> Any:
         leaves: list[torch.Tensor] = []
         containers: list[Any] = []
+        if self._may_keep and not {"use_cache", "past_key_values"} & kwargs.keys():
+            # Nobody asked for the keys and values of all layers.
+            kwargs = {**kwargs, "use_cache": False}
         form = take_apart((args, kwargs), leaves, containers)
         self._refresh()
         state = self._attributes.state()
@@ -363,11 +368,7 @@ class Entry:
         tensors: Sequence[torch.Tensor],
         constant: frozenset[int],
     ) -> tuple[Program, frozenset[int]]:
-        whole = frozenset(
-            i
-            for i, t in enumerate(tensors)
-            if not t.is_floating_point() and not t.is_complex()
-        )
+        stages = iter(_readable(tensors))
         while True:
             try:
                 traced, out, used = self._traced(form, state, tensors, constant)
@@ -379,9 +380,10 @@ class Entry:
                 self._rebuild(kept)
                 continue
             except _ASKS_FOR_VALUES as error:
-                if not whole - constant:
+                more = next((s for s in stages if s - constant), None)
+                if more is None:
                     raise self._refused(error) from error
-                constant = whole
+                constant |= more
                 continue
             except TpuportError:
                 raise
@@ -553,6 +555,33 @@ def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
                     kind = (number, name), (tuple(tensor.shape), tensor.dtype)
                     version = 0 if tensor.is_inference() else tensor._version
                     yield *kind, id(tensor), version
+
+
+def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
+    """Which inputs may become constants for Python to read: integers, then masks.
+
+    A mask in floats has rows of zeros and ones alone; a vector may be of timesteps.
+    """
+    whole = {
+        i
+        for i, t in enumerate(tensors)
+        if not t.is_floating_point() and not t.is_complex()
+    }
+    masks = {
+        i
+        for i, t in enumerate(tensors)
+        if t.is_floating_point() and t.ndim == 2 and bool(((t == 0) | (t == 1)).all())
+    }
+    return frozenset(whole), frozenset(masks)
+
+
+def _may_keep(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a language model of transformers keeps keys and values by default."""
+    config: Any = getattr(module, "config", None)
+    if "past_key_values" not in inspect.signature(forward).parameters:
+        return False
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return bool(getattr(text, "use_cache", False))
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ equal forms and tensors of equal shapes run the same program.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,10 @@ class Form:
 
     Attributes:
         kind: ``"tensor"``, ``"plain"``, ``"same"`` (told apart by identity),
-            ``"list"``, ``"tuple"``, ``"dict"`` or ``"object"``.
-        value: of a plain value or one told by identity; the class of other values.
-        keys: of a dict, or the names of an object's attributes.
+            ``"list"``, ``"tuple"``, ``"dict"``, ``"object"`` or ``"function"``.
+        value: of a plain value or one told by identity; the globals of a function; the
+            class of other values.
+        keys: of a dict, the names of an object's attributes, or a function's code.
         parts: the forms inside.
     """
 
@@ -107,6 +109,11 @@ def put_together(
             made[key] = put_together(part, leaves, containers)
         return made
     parts = [put_together(part, leaves, containers) for part in form.parts]
+    if form.kind == "function":
+        cells = tuple(types.CellType(part) for part in parts)
+        return types.FunctionType(
+            form.keys[0], form.value.value, form.keys[1], None, cells
+        )
     if form.kind == "tuple":
         named = hasattr(form.value, "_fields")
         return form.value(*parts) if named else form.value(parts)
@@ -139,6 +146,9 @@ class _Taking:
                 self.containers.append(value)
             keys = tuple(value)
             return Form("dict", kind, keys, self._each(value.values(), depth))
+        if isinstance(value, types.FunctionType) and _holds_tensors(_bound(value), 2):
+            made = _Same(value.__globals__), (value.__code__, value.__name__)
+            return Form("function", *made, self._each(_bound(value), depth))
         if depth < _DEEPEST and _holds_tensors(value, _DEEPEST - depth):
             parts = vars(value)
             return Form("object", kind, tuple(parts), self._each(parts.values(), depth))
@@ -146,6 +156,11 @@ class _Taking:
 
     def _each(self, values: Any, depth: int) -> tuple[Form, ...]:
         return tuple(self.form(value, depth + 1) for value in values)
+
+
+def _bound(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function takes from where it was made."""
+    return tuple(cell.cell_contents for cell in function.__closure__ or ())
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
@@ -158,6 +173,8 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return any(_holds_tensors(part, depth - 1) for part in value.values())
     if isinstance(value, Sequence):
         return any(_holds_tensors(part, depth - 1) for part in value)
+    if isinstance(value, types.FunctionType):
+        return _holds_tensors(_bound(value), depth - 1)
     if callable(value) or not hasattr(value, "__dict__"):
         return False
     return any(_holds_tensors(part, depth - 1) for part in vars(value).values())

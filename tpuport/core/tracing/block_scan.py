@@ -25,6 +25,7 @@ import torch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as torch_pytree
 
+from tpuport.core import compat
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 
@@ -157,11 +158,15 @@ class _Chain:
                 for leaf, is_array in zip(self.leaves, self._is_array, strict=True)
             ]
             args, kwargs = torch_pytree.tree_unflatten(leaves, self.tree)
+            held = list(_tensors_in(self.leaves))
             with _reparametrize_module(block, self._env.j2t_iso(dict(layer))):
                 out = self.forward(*args, **kwargs)
             after, tree = torch_pytree.tree_flatten((args, kwargs))
             if tree != self.tree or not all(map(_same, after, leaves)):
                 raise self._error(self.start, "changes a list or dict that it is given")
+            still = list(_tensors_in(self.leaves))
+            if len(still) != len(held) or not all(map(_same, still, held)):
+                raise self._error(self.start, "keeps tensors in what it is given")
             for tensor, array in zip(tensors, arrays, strict=True):
                 if tensor.jax() is not array:
                     raise self._error(self.start, "writes to its arguments in place")
@@ -318,7 +323,8 @@ class _Chain:
         constrain = jax.lax.with_sharding_constraint
         whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
         flat = jax.tree.leaves(({**layer, **whole}, arrays))
-        out: list[Any] = jax.extend.core.jaxpr_as_fun(self._traced)(*flat)
+        with compat.without_folding():  # a block may ask for its place on the mesh
+            out: list[Any] = jax.extend.core.jaxpr_as_fun(self._traced)(*flat)
         return out
 
     def _check_state(self, index: int, state: Mapping[int, int]) -> None:
@@ -371,6 +377,18 @@ def _same(one: Any, other: Any) -> bool:
         return True
     plain = bool | int | float | str | None
     return isinstance(one, plain) and type(one) is type(other) and bool(one == other)
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors that an object holds, a cache of keys and values say."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not callable(value):
+        inside = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping | list | tuple):
+            inside = getattr(value, "__dict__", {}).values()
+        for part in inside:
+            yield from _tensors_in(part, depth - 1)
 
 
 def _text(value: Any) -> str:
