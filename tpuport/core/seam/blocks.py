@@ -28,8 +28,6 @@ def alike_blocks(module: torch.nn.Module) -> tuple[StackedBlocks, ...]:
         inside = any(path.startswith(f"{stack.path}.") for stack in found)
         if inside or not isinstance(blocks, torch.nn.ModuleList) or len(blocks) < 2:
             continue
-        if None in blocks._modules.values():  # a place that is left empty
-            continue
         first, count = _longest_run(list(blocks))
         run = [b for b in list(blocks)[first : first + count] if b is not None]
         held = sum(p.numel() for block in run for p in block.parameters())
