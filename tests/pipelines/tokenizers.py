@@ -16,3 +16,14 @@ def t5_tokenizer() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / "tokenizer")
         return transformers.AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
+
+
+def gemma_tokenizer() -> Any:
+    """For Gemma: one token a letter, and bytes for the rest."""
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    letters = [chr(code) for code in range(33, 127)]
+    others = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = (*special, "▁", *letters, *others)
+    return transformers.GemmaTokenizer(
+        vocab={token: number for number, token in enumerate(tokens)}, merges=[]
+    )
