@@ -8,11 +8,11 @@ from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
+from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT
 from tpuport.patches.torchax_types import TYPE_AS
 
-PATCHES = (*SLICE_ASSIGNMENT, TYPE_AS, *TIMESTEP_EMBEDDING)
-"""Slices and types that torchax gets wrong, and timesteps in float32."""
+PATCHES = (*SLICE_ASSIGNMENT, IN_PLACE, TYPE_AS, *TIMESTEP_EMBEDDING)
+"""Slices, views and types that torchax gets wrong, and timesteps in float32."""
 
 OVERRIDES = (*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION, PADDING)
 """Norms, activations, resizing, convolutions and padding."""
