@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tpuport.models.cogvideox.demo import write_tokenizer
+from tpuport.models.hunyuanvideo.demo_tokenizers import (
+    CHAT_TEMPLATE,
+    write_clip_tokenizer,
+)
 
 
 def t5_tokenizer() -> Any:
@@ -27,3 +33,31 @@ def gemma_tokenizer() -> Any:
     return transformers.GemmaTokenizer(
         vocab={token: number for number, token in enumerate(tokens)}, merges=[]
     )
+
+
+def qwen_tokenizer(*sentences: str) -> Any:
+    """For Qwen: bytes, and one token for each word of the ``sentences``."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = transformers.Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    learner = trainers.BpeTrainer(
+        vocab_size=4096,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    words.train_from_iterator(sentences, learner)
+    learnt = json.loads(words.to_str())["model"]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=learnt["vocab"], merges=[tuple(pair) for pair in learnt["merges"]]
+    )
+    marks = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+    pads = ("<|image_pad|>", "<|video_pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks, *pads]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def clip_tokenizer() -> Any:
+    """For CLIP: lower-case letters and a few words."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_clip_tokenizer(Path(folder) / "tokenizer")
+        return transformers.CLIPTokenizer.from_pretrained(Path(folder) / "tokenizer")
