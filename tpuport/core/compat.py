@@ -124,14 +124,20 @@ def shard_map(run: Any, **kwargs: Any) -> Any:
     import functools
 
     import jax
-    from jax._src.config import eager_constant_folding
 
     @functools.wraps(run)
     def traced(*arrays: Any) -> Any:
-        with eager_constant_folding(False):
+        with no_early_values():
             return run(*arrays)
 
     return jax.shard_map(traced, check_vma=False, **kwargs)
+
+
+def no_early_values() -> Any:
+    """A context without what ``jax.ensure_compile_time_eval`` does around it."""
+    from jax._src.config import eager_constant_folding
+
+    return eager_constant_folding(False)
 
 
 def compiler_flags() -> tuple[str, ...]:

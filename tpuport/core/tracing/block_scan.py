@@ -25,6 +25,7 @@ import torch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as torch_pytree
 
+from tpuport.core import compat
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 
@@ -329,7 +330,8 @@ class _Chain:
         constrain = jax.lax.with_sharding_constraint
         whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
         flat = jax.tree.leaves(({**layer, **whole}, arrays))
-        out: list[Any] = jax.extend.core.jaxpr_as_fun(self._traced)(*flat)
+        with compat.no_early_values():
+            out: list[Any] = jax.extend.core.jaxpr_as_fun(self._traced)(*flat)
         return out
 
     def _check_state(self, index: int, state: Mapping[int, int]) -> None:
