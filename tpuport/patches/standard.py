@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
 from tpuport.patches.conv import CONVOLUTION
+from tpuport.patches.flex_attention import FLEX_ATTENTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.resize import NEAREST_RESIZE
@@ -11,8 +12,14 @@ from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT
 from tpuport.patches.torchax_types import TYPE_AS
 
-PATCHES = (*SLICE_ASSIGNMENT, IN_PLACE, TYPE_AS, *TIMESTEP_EMBEDDING)
-"""Slices, views and types that torchax gets wrong, and timesteps in float32."""
+PATCHES = (
+    *SLICE_ASSIGNMENT,
+    IN_PLACE,
+    TYPE_AS,
+    *TIMESTEP_EMBEDDING,
+    *FLEX_ATTENTION,
+)
+"""Slices, views and types that torchax gets wrong, timesteps in float32, masks by functions."""
 
 OVERRIDES = (*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION, PADDING)
 """Norms, activations, resizing, convolutions and padding."""

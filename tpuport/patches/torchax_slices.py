@@ -118,12 +118,18 @@ def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_op_or_decomp(self: Any, func: Any) -> Any:
         from torchax.ops.op_base import InplaceOp
         from torchax.ops.ops_registry import Operator
+        from torchax.tensor import OperatorNotFound
 
-        found = original(self, func)
         name = getattr(func, "__name__", "").partition(".")[0]
         functional = getattr(torch.ops.aten, name[:-1], None)
-        if found.is_view_op or not name.endswith("_") or functional is None:
-            return found
+        in_place = name.endswith("_") and functional is not None
+        try:
+            found = original(self, func)
+            if found.is_view_op or not in_place:
+                return found
+        except OperatorNotFound:
+            if not in_place:
+                raise
         return Operator(
             torch_op=func,
             func=InplaceOp(
@@ -146,7 +152,8 @@ IN_PLACE = Patch(
     wraps=True,
     reason="operators in place that torchax knows by decomposition alone, such as "
     "addcmul_, change a copy where they are called on a view: x[..., :1].addcmul_(a, b) "
-    "leaves x as it was. LTX-2 rotates its queries this way",
+    "leaves x as it was. LTX-2 rotates its queries this way. Others, such as cumsum_, "
+    "it does not know",
     upstream="torchax==0.0.13",
     link="https://github.com/google/torchax",
 )
