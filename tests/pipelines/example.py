@@ -16,12 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import flex_attention
 
 Made = tuple[Any, dict[str, Any]]
 """A pipeline, and the keywords of its call, a generator left out."""
 
 FAMILIES = (
     "wan",
+    "ltx",
+    "kandinsky",
+    "sana",
+    "modular",
 )
 """The files of this folder that hold examples."""
 
@@ -75,10 +80,13 @@ def made(one: Example) -> Made:
     torch.manual_seed(0)
     pipeline, call = one.make()
     _leave_prompts()
+    # Torch's compiler takes seconds, and fails once torchax is imported.
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.eval().float()
-    pipeline.set_progress_bar_config(disable=True)
+    if hasattr(pipeline, "set_progress_bar_config"):
+        pipeline.set_progress_bar_config(disable=True)
     return pipeline, call
 
 

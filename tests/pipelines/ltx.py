@@ -371,10 +371,10 @@ def ltx_2_upsample() -> Made:
     }
 
 
-@example("LTX2VideoDiffusionDecodePipeline", kind="a decoder with local attention")
-def ltx_2_decode() -> Made:
-    decoder = diffusers.LTX2VideoDiffusionDecoderModel(
-        latent_channels=8,
+def diffusion_decoder(channels: int) -> Any:
+    """LTX-2.5's decoder, which is a diffusion model itself."""
+    return diffusers.LTX2VideoDiffusionDecoderModel(
+        latent_channels=channels,
         patch_size=2,
         decoder_head_dim=16,
         decoder_stage_channels=(64, 32, 16, 16, 16),
@@ -387,6 +387,11 @@ def ltx_2_decode() -> Made:
         spatial_compression_ratio=16,
         temporal_compression_ratio=8,
     )
+
+
+@example("LTX2VideoDiffusionDecodePipeline", kind="a decoder with local attention")
+def ltx_2_decode() -> Made:
+    decoder = diffusion_decoder(8)
     with torch.no_grad():
         decoder.latents_std.mul_(0.5)
     made = diffusers.LTX2VideoDiffusionDecodePipeline(

@@ -13,7 +13,9 @@ def picture(seed: int, width: int = 32, height: int = 16) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def clip(seed: int, frames: int, width: int = 32, height: int = 16) -> list[Image.Image]:
+def clip(
+    seed: int, frames: int, width: int = 32, height: int = 16
+) -> list[Image.Image]:
     """As many pictures, all different."""
     return [picture(seed + frame, width, height) for frame in range(frames)]
 
@@ -25,7 +27,9 @@ def clip_processor(size: int) -> transformers.CLIPImageProcessor:
     )
 
 
-def clip_encoder(size: int, width: int = 8) -> transformers.CLIPVisionModelWithProjection:
+def clip_encoder(
+    size: int, width: int = 8
+) -> transformers.CLIPVisionModelWithProjection:
     """Encodes squares of ``size`` pixels in two layers."""
     return transformers.CLIPVisionModelWithProjection(
         transformers.CLIPVisionConfig(

@@ -195,6 +195,4 @@ def motif_video() -> Made:
 @example("MotifVideoImage2VideoPipeline", kind="guidance by projection, a picture")
 def motif_image() -> Made:
     made = motif(diffusers.MotifVideoImage2VideoPipeline, image_embed_dim=8)
-    return made, call(
-        image=picture(1), num_frames=9, height=16, guidance_scale=None
-    )
+    return made, call(image=picture(1), num_frames=9, height=16, guidance_scale=None)

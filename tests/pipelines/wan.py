@@ -183,17 +183,18 @@ def video_to_video() -> Made:
     return made, call(video=clip(1, 9), num_inference_steps=4, num_frames=None)
 
 
+def vace_transformer() -> Any:
+    return transformer(
+        diffusers.WanVACETransformer3DModel,
+        num_layers=3,
+        vace_layers=[0, 2],
+        vace_in_channels=96,
+    )
+
+
 @example("WanVACEPipeline", kind="control by a video and a mask")
 def vace() -> Made:
-    made = pipeline(
-        diffusers.WanVACEPipeline,
-        transformer=transformer(
-            diffusers.WanVACETransformer3DModel,
-            num_layers=3,
-            vace_layers=[0, 2],
-            vace_in_channels=96,
-        ),
-    )
+    made = pipeline(diffusers.WanVACEPipeline, transformer=vace_transformer())
     masks = [one.convert("L") for one in clip(20, 9)]
     return made, call(video=clip(1, 9), mask=masks, reference_images=[picture(40)])
 
@@ -231,9 +232,7 @@ def animate() -> Made:
 
 @example("LucyEditPipeline", kind="edits a video")
 def lucy_edit() -> Made:
-    made = pipeline(
-        diffusers.LucyEditPipeline, transformer=transformer(in_channels=32)
-    )
+    made = pipeline(diffusers.LucyEditPipeline, transformer=transformer(in_channels=32))
     return made, call(video=clip(1, 9))
 
 

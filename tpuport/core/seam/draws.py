@@ -65,18 +65,14 @@ def recorded(env: Any, given: Sequence[Any]) -> Iterator[list[Draw]]:
         return env.j2t_iso(jnp.zeros(tuple(shape), array_dtype(host)))
 
     def plain(function: Any) -> Any:
-        def draw(
-            *size: Any, generator: Any = None, dtype: Any = None, **_: Any
-        ) -> Any:
+        def draw(*size: Any, generator: Any = None, dtype: Any = None, **_: Any) -> Any:
             shape = size if not size or isinstance(size[0], int) else size[0]
             return drawn(function, shape, dtype, generator)
 
         return draw
 
     def alike(function: Any) -> Any:
-        def draw(
-            x: Any, *, dtype: Any = None, generator: Any = None, **_: Any
-        ) -> Any:
+        def draw(x: Any, *, dtype: Any = None, generator: Any = None, **_: Any) -> Any:
             return drawn(function, x.shape, dtype or x.dtype, generator)
 
         return draw
