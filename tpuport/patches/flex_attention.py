@@ -123,6 +123,11 @@ def flex_attention(
     return scores.softmax(-1) @ value
 
 
+_REPLACED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("flex_attention", flex_attention),
+    ("create_block_mask", create_block_mask),
+    ("BlockMask.from_kv_blocks", from_kv_blocks),
+)
 FLEX_ATTENTION = tuple(
     Patch(
         name=f"flex-attention-{target.rpartition('.')[2].rpartition(':')[2]}",
@@ -133,10 +138,6 @@ FLEX_ATTENTION = tuple(
         upstream="",
         link="https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html",
     )
-    for target, replacement in (
-        ("flex_attention", flex_attention),
-        ("create_block_mask", create_block_mask),
-        ("BlockMask.from_kv_blocks", classmethod(from_kv_blocks)),
-    )
+    for target, replacement in _REPLACED
 )
 """For any model that masks by functions of positions."""

@@ -121,7 +121,7 @@ def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
         from torchax.tensor import OperatorNotFound
 
         name = getattr(func, "__name__", "").partition(".")[0]
-        functional = getattr(torch.ops.aten, name[:-1], None)
+        functional: Any = getattr(torch.ops.aten, name[:-1], None)
         in_place = name.endswith("_") and functional is not None
         try:
             found = original(self, func)
@@ -151,7 +151,7 @@ IN_PLACE = Patch(
     replacement=_look_up,
     wraps=True,
     reason="operators in place that torchax knows by decomposition alone, such as "
-    "addcmul_, change a copy where they are called on a view: x[..., :1].addcmul_(a, b) "
+    "addcmul_, change a copy if they are called on a view: x[..., :1].addcmul_(a, b) "
     "leaves x as it was. LTX-2 rotates its queries this way. Others, such as cumsum_, "
     "it does not know",
     upstream="torchax==0.0.13",
