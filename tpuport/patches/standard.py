@@ -19,7 +19,7 @@ PATCHES = (
     *TIMESTEP_EMBEDDING,
     *FLEX_ATTENTION,
 )
-"""Slices, views and types that torchax gets wrong, float32 timesteps, flexible masks."""
+"""Slices, views and types that torchax gets wrong; float32 timesteps; masks."""
 
 OVERRIDES = (*FLOAT32_NORMS, GELU_ROUNDED_ONCE, NEAREST_RESIZE, CONVOLUTION, PADDING)
 """Norms, activations, resizing, convolutions and padding."""
