@@ -20,7 +20,7 @@ from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches import standard
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, write_slice
+from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, write_slice
 
 SHAPE = (4, 5, 6)
 
@@ -92,6 +92,23 @@ def test_what_is_no_box_is_left_alone(name: str) -> None:
     assert write_slice(jnp.zeros(SHAPE), OTHERS[name], 1.0) is None
     mask = jnp.zeros(SHAPE, bool)
     assert write_slice(jnp.zeros(SHAPE), mask, 1.0) is None
+
+
+@pytest.mark.parametrize("name", ["addcmul_", "addcdiv_", "cumsum_", "add_"])
+def test_operators_in_place_change_what_a_view_shows(name: str) -> None:
+    def change(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        x = x + 0
+        view = x[..., :1]
+        others = {"cumsum_": (0,), "add_": (value,)}.get(name, (value, value))
+        getattr(view, name)(*others)
+        return x
+
+    value = torch.full((4, 5, 1), 2.0)
+    runtime = model_runtime(mesh=None, platform="cpu", patches=(IN_PLACE,))
+    with runtime.tracing() as env:
+        arrays = [jnp.asarray(each.numpy()) for each in (start(), value)]
+        found = env.t2j_iso(change(*env.j2t_iso(arrays)))
+    assert torch.equal(to_torch(found), change(start(), value))
 
 
 @pytest.mark.parametrize("key", [*BOXES.values(), *OTHERS.values()], ids=str)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import flex_attention
 
 Made = tuple[Any, dict[str, Any]]
 """A pipeline, and the keywords of its call, a generator left out."""
@@ -25,7 +26,11 @@ FAMILIES = (
     "cogvideox",
     "cosmos",
     "hunyuan",
+    "kandinsky",
+    "ltx",
+    "modular",
     "others",
+    "sana",
     "wan",
 )
 """The files of this folder that hold examples."""
@@ -80,10 +85,13 @@ def made(one: Example) -> Made:
     torch.manual_seed(0)
     pipeline, call = one.make()
     _leave_prompts()
+    # Torch's compiler takes seconds, and fails once torchax is imported.
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.eval().float()
-    pipeline.set_progress_bar_config(disable=True)
+    if hasattr(pipeline, "set_progress_bar_config"):
+        pipeline.set_progress_bar_config(disable=True)
     return pipeline, call
 
 

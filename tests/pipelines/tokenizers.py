@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tpuport.models.cogvideox.demo import write_tokenizer
 from tpuport.models.hunyuanvideo import demo_tokenizers
@@ -45,3 +47,35 @@ def _read(write: Callable[[Path], None]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "tokenizer")
         return transformers.AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
+
+
+def gemma_tokenizer() -> Any:
+    """For Gemma: one token a letter, and bytes for the rest."""
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    letters = [chr(code) for code in range(33, 127)]
+    others = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = (*special, "▁", *letters, *others)
+    return transformers.GemmaTokenizer(
+        vocab={token: number for number, token in enumerate(tokens)}, merges=[]
+    )
+
+
+def qwen_words_tokenizer(*sentences: str) -> Any:
+    """For Qwen: bytes, and one token for each word of the ``sentences``."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = transformers.Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    learner = trainers.BpeTrainer(
+        vocab_size=4096,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    words.train_from_iterator(sentences, learner)
+    learnt = json.loads(words.to_str())["model"]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=learnt["vocab"], merges=[tuple(pair) for pair in learnt["merges"]]
+    )
+    marks = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+    pads = ("<|image_pad|>", "<|video_pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks, *pads]})
+    tokenizer.chat_template = demo_tokenizers.CHAT_TEMPLATE
+    return tokenizer

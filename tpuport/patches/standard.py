@@ -10,12 +10,13 @@ from tpuport.patches.padding import PADDING
 from tpuport.patches.reductions import REDUCTIONS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY
+from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, VIEW_ARRAY
 from tpuport.patches.torchax_types import TYPE_AS
 
 PATCHES = (
     *SLICE_ASSIGNMENT,
     VIEW_ARRAY,
+    IN_PLACE,
     TYPE_AS,
     *FLEX_ATTENTION,
     *TIMESTEP_EMBEDDING,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from tpuport.core.tracing.patching import Patch
 
@@ -110,6 +111,53 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
 
     return __setitem__
 
+
+def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Which implementation an operator has."""
+
+    def _get_op_or_decomp(self: Any, func: Any) -> Any:
+        from torchax.ops.op_base import InplaceOp
+        from torchax.ops.ops_registry import Operator
+        from torchax.tensor import OperatorNotFound
+
+        name = getattr(func, "__name__", "").partition(".")[0]
+        functional: Any = getattr(torch.ops.aten, name[:-1], None)
+        in_place = name.endswith("_") and functional is not None
+        try:
+            found = original(self, func)
+            if found.is_view_op or not in_place:
+                return found
+        except OperatorNotFound:
+            if not in_place:
+                raise
+        return Operator(
+            torch_op=func,
+            func=InplaceOp(
+                lambda x, *args, **kwargs: functional(x, *args, **kwargs).to(x.dtype),
+                replace=True,
+            ),
+            is_jax_function=False,
+            is_user_defined=False,
+            needs_env=False,
+            is_view_op=True,
+        )
+
+    return _get_op_or_decomp
+
+
+IN_PLACE = Patch(
+    name="torchax-in-place-on-views",
+    target="torchax.tensor:Environment._get_op_or_decomp",
+    replacement=_look_up,
+    wraps=True,
+    reason="operators in place that torchax knows by decomposition alone, such as "
+    "addcmul_, change a copy if they are called on a view: x[..., :1].addcmul_(a, b) "
+    "leaves x as it was. LTX-2 rotates its queries this way. Others, such as cumsum_, "
+    "it does not know",
+    upstream="torchax==0.0.13",
+    link="https://github.com/google/torchax",
+)
+"""For any model that calls rarer operators in place."""
 
 SLICE_ASSIGNMENT = tuple(
     Patch(

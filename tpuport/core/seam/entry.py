@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -26,6 +25,7 @@ from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
+from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.module_state import Attributes, State
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
@@ -102,11 +102,13 @@ class Program:
         run: ``run(weights, arrays) -> arrays``.
         out: how the arrays become the result; see :class:`_Out`.
         used: positions of the tensors that are inputs; the others are constants.
+        draws: random numbers that are inputs, after the tensors.
     """
 
     run: Callable[..., list[jax.Array]]
     out: _Out
     used: tuple[int, ...]
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,9 +118,11 @@ class _Out:
     Attributes:
         result: of forward, and what it changed: lists and dicts among its arguments by
             their number, tensors among its arguments by theirs, and attributes.
+        draws: the random numbers that forward took.
     """
 
     result: Form | None = None
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +266,7 @@ class Entry:
     ) -> Sequence[Any]:
         """What the program gives back for the tensors."""
         inputs = [self._uploads.array(tensors[place]) for place in program.used]
+        inputs += [self._uploads.array(draw.numbers()) for draw in program.draws]
         if self._weights is None:
             self._make_room(self)
             self._journal.reporter.loading(self.name)
@@ -369,9 +374,10 @@ class Entry:
         constant: frozenset[int],
     ) -> tuple[Program, frozenset[int]]:
         stages = iter(_readable(tensors))
+        draws: tuple[Draw, ...] = ()
         while True:
             try:
-                traced, out, used = self._traced(form, state, tensors, constant)
+                traced, out, used = self._traced(form, state, tensors, constant, draws)
             except StackError as error:
                 assert self._blocks is not None
                 kept = tuple(b for b in self._blocks if b.path != error.path)
@@ -385,12 +391,21 @@ class Entry:
                     raise self._refused(error) from error
                 constant |= more
                 continue
+            except DrawError as error:
+                raise self._refused(error) from error
             except TpuportError:
                 raise
             except Exception as error:
                 raise self._refused(error) from error
+            given = len(jax.tree.leaves(self._structs)) + len(used) + len(draws)
+            if out.draws != draws or len(traced.jaxpr.in_avals) > given:
+                # Each block draws its own numbers, and what is made in a block and
+                # kept outside cannot leave a scan.
+                draws = () if self._blocks else out.draws
+                self._rebuild(())
+                continue
             run = self._executable(traced)
-            return Program(run=run, out=out, used=used), constant
+            return Program(run=run, out=out, used=used, draws=draws), constant
 
     def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
         """What runs a traced program."""
@@ -403,6 +418,7 @@ class Entry:
         state: State,
         tensors: Sequence[torch.Tensor],
         constant: frozenset[int],
+        draws: tuple[Draw, ...],
     ) -> tuple[Any, _Out, tuple[int, ...]]:
         ported = self._port()
         used = tuple(i for i in range(len(tensors)) if i not in constant)
@@ -412,11 +428,14 @@ class Entry:
         out = _Out()
 
         def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-            given = {**dict(zip(used, arrays, strict=True)), **fixed}
+            given = {**dict(zip(used, arrays, strict=False)), **fixed}
             values = [given[i] for i in range(len(tensors))]
 
             def run(values: Any) -> Any:
-                return self._run(form, state, values, count, env, out)
+                with recorded(env, arrays[len(used) :]) as made:
+                    result = self._run(form, state, values, count, env, out)
+                out.draws = tuple(made)
+                return result
 
             return ported.call(weights, run, values)
 
@@ -434,6 +453,14 @@ class Entry:
                 sharding=self.target.replicated,
             )
             for i in used
+        ]
+        structs += [
+            jax.ShapeDtypeStruct(
+                draw.shape,
+                array_dtype(torch.empty(0, dtype=draw.dtype)),
+                sharding=self.target.replicated,
+            )
+            for draw in draws
         ]
         ported.runtime.records.clear()
         if constant:
@@ -607,8 +634,12 @@ def _same_content(one: list[Any], other: list[Any]) -> bool:
 
 def _array(leaf: Any, env: Any) -> Any:
     """The JAX array of a tensor that forward gave back."""
-    found = env.t2j_iso(leaf)
-    return jnp.asarray(np.asarray(to_numpy(leaf))) if found is leaf else found
+    from torchax.tensor import Tensor
+    from torchax.view import View
+
+    if isinstance(leaf, Tensor | View):
+        return env.t2j_iso(leaf)
+    return jnp.asarray(to_numpy(leaf.detach()))  # made on the host, such as positions
 
 
 def _upstream_frame(error: BaseException) -> str:

@@ -137,7 +137,9 @@ class _Chain:
     def __post_init__(self) -> None:
         self.last = self.start
         self._env = self.runner.env
-        self._is_array = [_is_array(leaf) for leaf in self.leaves]
+        self._is_array = [
+            _is_array(leaf) and not self._is_known(leaf) for leaf in self.leaves
+        ]
         arrays = [
             _strong(self._env.t2j_iso(leaf))
             for leaf, is_array in zip(self.leaves, self._is_array, strict=True)
@@ -187,6 +189,15 @@ class _Chain:
             layer, arrays
         )
         self._out_leaves, self._out_tree = found["leaves"], found["tree"]
+
+    def _is_known(self, leaf: Any) -> bool:
+        """Whether a tensor's values are known while tracing: a mask, an index.
+
+        The first block's code may ask for these values, and so may the scan.
+        """
+        array = self._env.t2j_iso(leaf)
+        known = not isinstance(array, jax.core.Tracer)
+        return known and not jnp.issubdtype(array.dtype, jnp.inexact)
 
     @property
     def done(self) -> bool:
