@@ -401,6 +401,9 @@ class Entry:
             if out.draws != draws or len(traced.jaxpr.in_avals) > given:
                 # Each block draws its own numbers, and what is made in a block and
                 # kept outside cannot leave a scan.
+                if not self._blocks and out.draws == draws:
+                    lost = "what a loop of the program made cannot leave the loop"
+                    raise self._refused(RuntimeError(lost))
                 draws = () if self._blocks else out.draws
                 self._rebuild(())
                 continue
