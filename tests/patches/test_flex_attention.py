@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention
 
 import tpuport
 from tests.tolerances import TOLERANCES
+from tpuport.patches.flex_attention import FLEX_ATTENTION
 
 TOKENS, BLOCK = 20, 8
 #: Blocks of keys for the first, second and third block of queries, and how many count.
@@ -62,6 +63,14 @@ class Attention(torch.nn.Module):
 
 def distance(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return score - 0.1 * (h + 1) * (q - k).abs()
+
+
+def test_the_names_that_reports_have() -> None:
+    assert {patch.name for patch in FLEX_ATTENTION} == {
+        "torch-flex-attention",
+        "torch-create-mask",
+        "torch-ordered-to-dense",
+    }
 
 
 @pytest.mark.parametrize("kind", ["mask", "score"])

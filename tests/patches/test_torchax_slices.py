@@ -96,6 +96,8 @@ def test_what_is_no_box_is_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["addcmul_", "addcdiv_", "cumsum_", "add_"])
 def test_operators_in_place_change_what_a_view_shows(name: str) -> None:
+    assert IN_PLACE.name == "torchax-in-place-on-views"
+
     def change(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         x = x + 0
         view = x[..., :1]
