@@ -189,6 +189,8 @@ def port(
     sharding: str | None = None,
     blocks: str | None = None,
     on_host: Sequence[str] = (),
+    progress: bool = True,
+    reporter: Reporter | None = None,
 ) -> Any:
     """Upstream's pipeline or module on a mesh, with upstream's own code in charge.
 
@@ -200,6 +202,7 @@ def port(
         mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
         attention, sharding, blocks: as for :func:`load`.
         on_host: components of a pipeline that stay plain upstream code.
+        progress, reporter: as for :func:`load`, for a pipeline.
 
     Returns:
         For a pipeline, that very pipeline; :func:`unport` gives upstream's back. For a
@@ -227,7 +230,10 @@ def port(
                 f"port() takes a pipeline of diffusers or a torch module, not a "
                 f"{type(target).__name__}"
             )
-        return port_pipeline(target, general_target(placed, settings), on_host)
+        if reporter is None:
+            reporter = Display() if progress else Reporter()
+        wanted = claimed_target(type(target).__name__, placed, settings, reporter)
+        return port_pipeline(target, wanted, on_host, reporter)
     name = model or reader_of_class(type(target))
     if name is None:
         return port_module(target, general_target(placed, settings))
@@ -293,6 +299,36 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
         patches=PATCHES,
         overrides=OVERRIDES,
         implementation=settings.attention,
+    )
+
+
+def claimed_target(
+    pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
+) -> Target:
+    """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
+    from tpuport.core.layers.model_runtime import EVERYWHERE
+    from tpuport.core.seam.entry import Claim
+
+    general = general_target(placed, settings)
+    model = reader_of(pipeline)
+    if model is None:
+        return general
+    form = with_blocks(get_port(model), settings.blocks).form_of_pipeline(pipeline)
+    reporter.say(
+        f"{pipeline}: with the patches, sharding rules and {form.blocks} blocks of the "
+        f"plugin of {model}"
+    )
+    return replace(
+        general,
+        patches=tuple(form.patches),
+        overrides=tuple(form.overrides),
+        attention=form.attention,
+        everywhere=EVERYWHERE,
+        claims={
+            name: Claim(port=form, component=name, layout=settings.sharding)
+            for name in form.components
+        },
+        general=general,
     )
 
 

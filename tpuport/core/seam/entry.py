@@ -28,6 +28,8 @@ from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.module_state import Attributes, State
 from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.spec.component import Component
+from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
 from tpuport.core.tracing.context import AttentionPolicy
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -37,7 +39,8 @@ from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
-from tpuport.errors import TpuportError, UsageError
+from tpuport.core.weights.transforms import transformer
+from tpuport.errors import ShardingError, TpuportError, UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
 
 #: Programs of one forward that differ in the values of their masks, at most.
@@ -58,6 +61,34 @@ class PortError(TpuportError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Claim:
+    """What a plugin knows of a component.
+
+    Attributes:
+        port: the form of the model, with its blocks in place.
+        component: the name of the component there.
+        layout: of the sharding rules.
+    """
+
+    port: ModelPort
+    component: str
+    layout: str
+
+    def plan(self, stored: Mapping[str, Any], mesh: Mapping[str, int]) -> ShardingPlan:
+        """Where the weights go.
+
+        Raises:
+            ShardingError: the weights are not those that the rules are for.
+        """
+        return self.port.sharding_plan(self.component, self.layout, stored, mesh)
+
+    @property
+    def about(self) -> Component:
+        """The component as the plugin declares it."""
+        return self.port.components[self.component]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Target:
     """What programs are made for.
 
@@ -67,11 +98,17 @@ class Target:
         overrides: of torch operators.
         attention: how attention is split over the mesh.
         implementation: of attention.
+        everywhere: the op overrides of attention.
+        claims: what a plugin knows of components, by name.
+        general: for a component that is not as the plugin knows it.
     """
 
     mesh: jax.sharding.Mesh
     patches: tuple[Patch, ...] = ()
     overrides: tuple[OpOverride, ...] = ()
+    everywhere: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION, LENGTH_ATTENTION)
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    general: Target | None = None
     attention: AttentionPolicy = AttentionPolicy()
     implementation: AttentionChoice = AttentionChoice()
 
@@ -87,7 +124,7 @@ class Target:
             platform=str(self.mesh.devices.flat[0].platform),
             patches=self.patches,
             overrides=self.overrides,
-            everywhere=(EXCHANGED_ATTENTION, LENGTH_ATTENTION),
+            everywhere=self.everywhere,
             attention=self.attention,
             attention_implementation=self.implementation,
             matmul_precision="highest" if exact else None,
@@ -232,6 +269,7 @@ class Entry:
         self._weights: Mapping[str, jax.Array] | None = None
         self._blocks: tuple[StackedBlocks, ...] | None = None
         self._ported: PortedModule | None = None
+        self._claim: Claim | None = None
         self._structs: Mapping[str, Any] = {}
         self.plan: ShardingPlan | None = None
         self._programs: dict[Any, Program] = {}
@@ -522,12 +560,42 @@ class Entry:
 
     def _port(self) -> PortedModule:
         if self._ported is None:
-            names = PortedModule(self.module, self._runtime()).names
-            self._rebuild(
-                usable_stacks(self.module, alike_blocks(self.module), names.tied)
-            )
+            self._claim = self._fitting()
+            if self._claim is None:
+                names = PortedModule(self.module, self._runtime()).names
+                alike = alike_blocks(self.module)
+                self._rebuild(usable_stacks(self.module, alike, names.tied))
+            else:
+                stacked = self._claim.about.stacked
+                self._rebuild(tuple(map(StackedBlocks.of, stacked)))
         assert self._ported is not None
         return self._ported
+
+    def _fitting(self) -> Claim | None:
+        """What the plugin knows of this module, if the module is as the plugin knows.
+
+        An adapter makes it another module: native blocks would pass the adapter over.
+        """
+        claim = self.target.claims.get(self.name)
+        if claim is None:
+            return None
+        try:
+            claim.plan(self._stored(), dict(self.target.mesh.shape))
+        except ShardingError:
+            assert self.target.general is not None
+            self.target = self.target.general
+            self._journal.reporter.say(
+                f"{self.name} has other weights than the plugin of {claim.port.name} "
+                "knows, adapters say: it runs as any module, without the plugin"
+            )
+            return None
+        return claim
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint holds, by name."""
+        ported = PortedModule(self.module, self._runtime())
+        tensors = ported.tensors()
+        return {name: tensors[name] for name in ported.names.stored}
 
     def _runtime(self) -> Runtime:
         floats = {t.dtype for t in _named_tensors(self.module).values()}
@@ -543,7 +611,11 @@ class Entry:
         tensors = ported.tensors()
         stored = {name: tensors[name] for name in ported.names.stored}
         mesh = self.target.mesh
-        whole = plan_sharding(WHOLE, stored, dict(mesh.shape), component=self.name)
+        shape = dict(mesh.shape)
+        if self._claim is None:
+            whole = plan_sharding(WHOLE, stored, shape, component=self.name)
+        else:
+            whole = self._claim.plan(stored, shape)
         room = room_for_weights(mesh.devices.flat)
         self.plan = gathered(whole, ported, stored, room=room)
         self._structs = abstract_weights(
@@ -555,10 +627,13 @@ class Entry:
         ported = self._port()
         tensors = ported.tensors()
         names = (*ported.names.stored, *ported.names.computed)
+        transforms = () if self._claim is None else self._claim.about.transforms
+        config = getattr(self.module, "config", {})
+        transform = transformer(transforms, config, ported.names.stored)
         return place_weights(
             ported,
             self._structs,
-            ((name, to_numpy(tensors[name].detach())) for name in names),
+            ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names),
         )
 
     def _refresh(self) -> None:

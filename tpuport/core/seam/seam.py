@@ -97,12 +97,18 @@ class Seam:
     def _stand_at(self, name: str, module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
             return
-        original = module.forward
+        own, kind = vars(module).get("forward"), type(module)
+
+        # Of its class at the time of a call: a patch may stand there while tracing.
+        def original(*args: Any, **kwargs: Any) -> Any:
+            found = kind.forward.__get__(module) if own is None else own
+            return found(*args, **kwargs)
+
         entries, journal = self.entries, self.journal
         target, uploads = self.target, self._uploads
         make, room = self._entry, self._make_room
 
-        @functools.wraps(original)
+        @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if tracing_now() or _has_hooks_inside(module):
                 return original(*args, **kwargs)
@@ -114,7 +120,7 @@ class Seam:
             return entry(*args, **kwargs)
 
         forward.__dict__[_MARK] = True
-        self._held.append((module, vars(module).get("forward")))
+        self._held.append((module, own))
         module.__dict__["forward"] = forward
 
 
