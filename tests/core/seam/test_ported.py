@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from peft import LoraConfig
 import tpuport
 from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
-from tpuport.core.seam.ported import modules_of, seam_of
+from tpuport import api
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.ported import modules_of, port_module, seam_of
+from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.tracing.patching import Patch
 from tpuport.errors import UsageError
 
 
@@ -181,3 +186,61 @@ def test_upstreams_caches_are_honoured(which: int, upstream: torch.Tensor) -> No
     tpuport.port(mine)
     mine.transformer.enable_cache(caching(mine)[which])
     assert near(latents(mine, call), expected)
+
+
+class Told(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
+    pipeline, call = pipeline_of("CogVideoXPipeline")
+    expected = latents(pipeline, call)
+    told = Told()
+    tpuport.port(pipeline, mesh="sp=2", reporter=told)
+    assert near(latents(pipeline, call), expected)
+    assert "native blocks of the plugin of cogvideox" in told.lines[0]
+    seam = seam_of(pipeline)
+    applied = {p["name"] for p in seam.patches() if p["state"] == "applied"}
+    assert any("native" in name for name in applied), applied
+    entry = seam.entries["transformer"]
+    assert entry.plan is not None
+    assert len(entry.plan.rules) > 1
+
+
+def test_an_adapter_is_not_passed_over_by_native_blocks() -> None:
+    theirs, call = pipeline_of("CogVideoXPipeline")
+    plain = latents(theirs, call)
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    theirs.transformer.add_adapter(config)
+    expected = latents(theirs, call)
+    assert not near(expected, plain)
+    told = Told()
+    tpuport.port(theirs, reporter=told)
+    assert near(latents(theirs, call), expected)
+    assert "without the plugin" in told.lines[-1]
+
+
+def test_a_patch_on_a_forward_is_in_force() -> None:
+    """Of a module within, where the seam stands too."""
+    inner = torch.nn.Linear(4, 4)
+    module = torch.nn.Sequential(inner, torch.nn.Tanh())
+    patch = Patch(
+        name="twice",
+        target="torch.nn:Linear.forward",
+        replacement=lambda self, x: 2 * torch.nn.functional.linear(x, self.weight),
+        reason="a test",
+        upstream="",
+    )
+    target = api.general_target(api.place_for_port(None), RunSettings())
+    ported = port_module(module, replace(target, patches=(patch,)))
+    x = torch.linspace(-1, 1, 4)[None]
+    expected = torch.tanh(2 * x @ inner.weight.T)
+    assert torch.allclose(ported(x), expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(module(x), expected, rtol=0, atol=1e-3)
