@@ -189,6 +189,7 @@ def port(
     sharding: str | None = None,
     blocks: str | None = None,
     on_host: Sequence[str] = (),
+    cache_dir: str | Path | None = None,
     progress: bool = True,
     reporter: Reporter | None = None,
 ) -> Any:
@@ -202,6 +203,7 @@ def port(
         mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
         attention, sharding, blocks: as for :func:`load`.
         on_host: components of a pipeline that stay plain upstream code.
+        cache_dir: where compiled programs are kept; without it none are.
         progress, reporter: as for :func:`load`, for a pipeline.
 
     Returns:
@@ -219,10 +221,9 @@ def port(
     from tpuport.core.run.ported_program import PortedProgram, component_of
     from tpuport.core.seam.ported import port_module, port_pipeline
 
-    settings = RunSettings.read(
-        {"mesh": mesh, "attention": attention, "sharding": sharding, "blocks": blocks},
-        named=str,
-    )
+    given: dict[str, Any] = {"mesh": mesh, "attention": attention}
+    given |= {"sharding": sharding, "blocks": blocks, "cache_dir": cache_dir}
+    settings = RunSettings.read(given, named=str)
     placed = place_for_port(settings.mesh)
     if not isinstance(target, torch.nn.Module):
         if not isinstance(getattr(target, "components", None), dict):
@@ -291,14 +292,17 @@ def place_for_port(mesh: MeshSpec | None) -> PlacedMesh:
 
 def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
     """What the general port makes programs for: the standard patches and overrides."""
+    from tpuport.core.programs.jax_cache import XLA_FOLDER
     from tpuport.core.seam.entry import Target
-    from tpuport.patches.standard import OVERRIDES, PATCHES
+    from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
 
+    folder = settings.compiled_dir
     return Target(
         mesh=placed.mesh,
         patches=PATCHES,
-        overrides=OVERRIDES,
+        overrides=ANY_OVERRIDES,
         implementation=settings.attention,
+        cache=folder and folder / XLA_FOLDER,
     )
 
 

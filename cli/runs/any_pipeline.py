@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import api
+from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
 from tpuport.cli.asked.settings import TABLE, Settings
 from tpuport.cli.shown import signals
@@ -215,6 +216,7 @@ class _Run:
             on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
             dtype = Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16
             settings = replace(settings, dtype=dtype)
+        settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         folder = folder.fetched(reporter)
         folder.check_components()
         inputs = {name: _digest(Path(name)) for name in _files(settings)}

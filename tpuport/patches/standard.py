@@ -7,6 +7,7 @@ from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.flex_attention import FLEX_ATTENTION
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
+from tpuport.patches.pairs import PAIRS
 from tpuport.patches.reductions import REDUCTIONS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
@@ -32,3 +33,6 @@ OVERRIDES = (
     *REDUCTIONS,
 )
 """Norms, activations, resizing, convolutions, padding and sums."""
+
+ANY_OVERRIDES = (*OVERRIDES, *PAIRS)
+"""And pairs of lanes: native blocks hold no pairs."""

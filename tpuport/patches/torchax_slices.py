@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tpuport.core.tracing.context import current, tracing_now
 from tpuport.core.tracing.patching import Patch
+from tpuport.patches.pairs import on_lanes, put_together, taken_apart
 
 
 def _slice_start_and_size(
@@ -78,9 +80,12 @@ def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
         first, step = every
         # By a dim of their own: the compiler sees through a part that is replaced.
         apart = x.reshape(*x.shape[:-1], -1, step)
-        parts = [apart[..., i] for i in range(step)]
+        platform = current().context.platform if tracing_now() else ""
+        quick = on_lanes(platform, apart.shape, x.dtype)
+        parts = taken_apart(apart) if quick else [apart[..., i] for i in range(step)]
         parts[first] = jnp.broadcast_to(value, parts[first].shape).astype(x.dtype)
-        return jnp.stack(parts, axis=-1).reshape(x.shape)
+        joined = put_together(parts) if quick else jnp.stack(parts, axis=-1)
+        return joined.reshape(x.shape)
     box = _slice_start_and_size(key, x.shape)
     if box is None or 0 in box[1]:
         return None

@@ -180,7 +180,7 @@ def test_other_methods_by_name() -> None:
 
 def test_a_module_of_no_component_class_is_refused() -> None:
     with pytest.raises(tpuport.TpuportError, match="no component of class Linear"):
-        tpuport.port(torch.nn.Linear(2, 2))
+        tpuport.port(torch.nn.Linear(2, 2), "cogvideox")
 
 
 def test_the_callers_module_is_left_as_it_was() -> None:

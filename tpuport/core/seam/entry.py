@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.draws import Draw, DrawError, recorded
@@ -101,6 +103,7 @@ class Target:
         everywhere: the op overrides of attention.
         claims: what a plugin knows of components, by name.
         general: for a component that is not as the plugin knows it.
+        cache: a folder where jax keeps compiled programs; ``None`` keeps none.
     """
 
     mesh: jax.sharding.Mesh
@@ -109,6 +112,7 @@ class Target:
     everywhere: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION, LENGTH_ATTENTION)
     claims: Mapping[str, Claim] = field(default_factory=dict)
     general: Target | None = None
+    cache: Path | None = None
     attention: AttentionPolicy = AttentionPolicy()
     implementation: AttentionChoice = AttentionChoice()
 
@@ -382,7 +386,7 @@ class Entry:
             return found
         component, _, path = self.name.partition(".")
         self._journal.reporter.compiling(component, self.name)
-        started = time.perf_counter()
+        started, hits = time.perf_counter(), cache_hits()
         program, constant = self._compiled(form, state, tensors, constant)
         self._constant[key] = constant
         values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
@@ -392,7 +396,7 @@ class Entry:
             program=path or "forward",
             trace_seconds=0.0,
             compile_seconds=time.perf_counter() - started,
-            cached=False,
+            cached=cache_hits() > hits,
         )
         self._journal.reporter.compiled(self._made)
         kinds = sum(1 for other, _ in self._programs if other == key)
@@ -450,7 +454,8 @@ class Entry:
 
     def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
         """What runs a traced program."""
-        run: Callable[..., Any] = traced.lower().compile()
+        with persistent_cache(self.target.cache):
+            run: Callable[..., Any] = traced.lower().compile()
         return run
 
     def _traced(

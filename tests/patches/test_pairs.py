@@ -1,0 +1,58 @@
+"""Pairs of neighbours are moved exactly, by products of zeros and ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tpuport.core.arrays import to_torch
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.patches.pairs import MOST, PAIRS, on_lanes, put_together, taken_apart
+
+
+def pairs(dtype: Any) -> jax.Array:
+    # As many digits as the dtype has.
+    return jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 2)), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_move_pairs_bit_for_bit(dtype: str) -> None:
+    x = pairs(dtype)
+    first, second = taken_apart(x)
+    assert (first == x[..., 0]).all()
+    assert (second == x[..., 1]).all()
+    assert (put_together([first, second]) == x).all()
+    assert first.dtype == x.dtype
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_torch_code_gets_what_torch_gives(platform: str) -> None:
+    """Also what is no pair: other dims, three parts, integers."""
+
+    def rotate(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = x.unflatten(-1, (-1, 2)).unbind(-1)
+        rows = torch.stack(x.unbind(0), dim=1)
+        three = torch.stack([one, one, other], dim=-1)
+        even, _ = ids.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([-other, one], dim=-1).flatten(2), rows, three, even
+
+    x, ids = torch.randn(2, 3, 8), torch.arange(8).reshape(1, 1, 8)
+    runtime = model_runtime(mesh=None, platform=platform, overrides=PAIRS)
+    with runtime.tracing() as env:
+        given = env.j2t_iso((jnp.asarray(x.numpy()), jnp.arange(8).reshape(1, 1, 8)))
+        found = env.t2j_iso(rotate(*given))
+    for one, other in zip(found, rotate(x, ids), strict=True):
+        assert torch.equal(to_torch(one).to(other.dtype), other)
+
+
+def test_products_are_for_pairs_on_a_tpu() -> None:
+    assert on_lanes("tpu", (4, 64, 2), jnp.bfloat16)
+    assert not on_lanes("cpu", (4, 64, 2), jnp.bfloat16)
+    assert not on_lanes("tpu", (4, 64, 3), jnp.bfloat16)
+    assert not on_lanes("tpu", (4, MOST + 1, 2), jnp.bfloat16)
+    assert not on_lanes("tpu", (4, 64, 2), jnp.int32)
