@@ -11,7 +11,10 @@ import torch
 
 from tpuport.core.tracing.context import current, tracing_now
 from tpuport.core.tracing.patching import Patch
-from tpuport.patches.pairs import on_lanes, put_together, taken_apart
+from tpuport.patches.pairs import on_lanes, put_together
+
+#: Where a tensor keeps the parts that it was put together from.
+_PARTS = "_tpuport_parts"
 
 
 def _slice_start_and_size(
@@ -75,22 +78,44 @@ def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
         key: what stands in the brackets.
         value: broadcasts to the shape of ``x[key]``, as in torch.
     """
-    every = _every_nth(key, x.ndim)
-    if every is not None and x.shape[-1] % every[1] == 0:
-        first, step = every
-        # By a dim of their own: the compiler sees through a part that is replaced.
-        apart = x.reshape(*x.shape[:-1], -1, step)
-        platform = current().context.platform if tracing_now() else ""
-        quick = on_lanes(platform, apart.shape, x.dtype)
-        parts = taken_apart(apart) if quick else [apart[..., i] for i in range(step)]
-        parts[first] = jnp.broadcast_to(value, parts[first].shape).astype(x.dtype)
-        joined = put_together(parts) if quick else jnp.stack(parts, axis=-1)
-        return joined.reshape(x.shape)
+    if parts := _parts_written(x, key, value):
+        return _joined(parts, x.shape)
     box = _slice_start_and_size(key, x.shape)
     if box is None or 0 in box[1]:
         return None
     starts, sizes = box
     return _write_box(x, jnp.broadcast_to(value, sizes).astype(x.dtype), starts)
+
+
+def _parts_written(
+    x: jax.Array, key: Any, value: Any, known: Sequence[jax.Array] | None = None
+) -> list[jax.Array]:
+    """The parts ``x[..., i::n]`` once ``x[..., first::n] = value`` is done.
+
+    Args:
+        known: the parts before, if they are known.
+
+    Returns:
+        nothing for another key, or if n does not divide the last dim.
+    """
+    every = _every_nth(key, x.ndim)
+    if every is None or x.shape[-1] % every[1]:
+        return []
+    first, step = every
+    # By a dim of their own: the compiler sees through a part that is replaced.
+    apart = x.reshape(*x.shape[:-1], -1, step)
+    parts = list(known or (apart[..., i] for i in range(step)))
+    parts[first] = jnp.broadcast_to(value, parts[first].shape).astype(x.dtype)
+    return parts
+
+
+def _joined(parts: Sequence[jax.Array], shape: Sequence[int]) -> jax.Array:
+    """The array that consists of the parts ``x[..., i::n]``."""
+    platform = current().context.platform if tracing_now() else ""
+    apart = (*parts[0].shape, len(parts))
+    quick = on_lanes(platform, apart, parts[0].dtype)
+    joined = put_together(parts) if quick else jnp.stack(parts, axis=-1)
+    return joined.reshape(shape)
 
 
 def _update_view(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +133,14 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __setitem__(self: Any, key: Any, val: Any) -> None:
         value = val.jax() if hasattr(val, "jax") else val
+        # Part after part is written: what was put together need not come apart again.
+        array, known = vars(self).get(_PARTS, (None, None))
+        known = known if array is self._elem else None
+        parts = _parts_written(self._elem, key, value, known)
+        if parts:
+            self._elem = _joined(parts, self._elem.shape)
+            setattr(self, _PARTS, (self._elem, parts))
+            return
         written = write_slice(self._elem, key, value)
         if written is None:
             original(self, key, val)
