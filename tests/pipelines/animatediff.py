@@ -106,7 +106,7 @@ def parts() -> dict[str, Any]:
     }
 
 
-@example("AnimateDiffPipeline", kind="a UNet with layers over frames", gate=True)
+@example("AnimateDiffPipeline", kind="a UNet with layers over frames")
 def animatediff() -> Made:
     pipeline = diffusers.AnimateDiffPipeline(**parts())
     return pipeline, {**CALL, **SIZE, "num_frames": 5}

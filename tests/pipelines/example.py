@@ -115,13 +115,18 @@ def run(pipeline: Any, call: dict[str, Any]) -> list[np.ndarray]:
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """The largest absolute difference; NaN and another shape count as infinite."""
+    """The largest difference; NaN and another shape count as infinite.
+
+    Of arrays beyond [-1, 1], such as frames in linear light, a share of the largest
+    value.
+    """
     assert len(found) == len(expected)
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         if one.shape != other.shape or not np.isfinite(other).all():
             return float("inf")
-        worst = max(worst, float(np.abs(one - other).max()))
+        scale = max(1.0, float(np.abs(other).max()))
+        worst = max(worst, float(np.abs(one - other).max()) / scale)
     return worst if worst == worst else float("inf")
 
 

@@ -129,7 +129,7 @@ def image_to_video() -> Made:
     return made, call(image=picture(1, 32, 32), num_frames=17)
 
 
-@example("Kandinsky6TI2VAPipeline", kind="a picture, video with sound", gate=True)
+@example("Kandinsky6TI2VAPipeline", kind="a picture, video with sound")
 def sound() -> Made:
     made = pipeline(
         diffusers.Kandinsky6TI2VAPipeline,

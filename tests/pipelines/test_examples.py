@@ -1,4 +1,7 @@
-"""Every pipeline that runs makes upstream's video: same weights, prompt and seed."""
+"""Every pipeline that runs makes upstream's video: same weights, prompt and seed.
+
+An example compiles all modules of a pipeline, so some take more than 10 s.
+"""
 
 from __future__ import annotations
 
