@@ -292,16 +292,9 @@ CALL_15: dict[str, Any] = {
 }
 
 
-PICTURE_OR_NOT = (
-    "the transformer asks whether image_embeds are all zeros and branches on the "
-    "answer (transformer_hunyuan_video15.py); the hunyuanvideo plugin runs both"
-)
-
-
 @example(
     "HunyuanVideo15Pipeline",
     kind="text in two forms, a guider",
-    refused=PICTURE_OR_NOT,
 )
 def hunyuan_15() -> Made:
     pipeline = diffusers.HunyuanVideo15Pipeline(**parts_15("t2v"))
@@ -311,7 +304,6 @@ def hunyuan_15() -> Made:
 @example(
     "HunyuanVideo15ImageToVideoPipeline",
     kind="text and picture",
-    refused=PICTURE_OR_NOT,
 )
 def hunyuan_15_picture() -> Made:
     pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline(
