@@ -274,6 +274,24 @@ def test_what_has_no_effect_is_said(hunyuanvideo_folders: dict[str, Path]) -> No
         assert "negative prompt has no effect" in said[0]
 
 
+@pytest.mark.parametrize("form", ["1.5", "1.5 of an image", "13b"])
+def test_upstreams_denoise_stage_is_the_ports(form: str, load: Load) -> None:
+    name, _, image = form.partition(" of an ")
+    source = read_image(picture()) if image else None
+    asked: dict[str, Any] = {"source": source, "num_frames": 5} if source else SHAPE
+    with load(name) as session:
+        request = session.request(prompt=SHORT, num_inference_steps=2, seed=3, **asked)
+        pixels = {"image": source.for_videos(1)} if source else {}
+        embeds, _ = session.run_stage("encode", request, pixels)
+        ours, _ = session.run_stage("denoise", request, embeds)
+        theirs, report = session.run_stage(
+            "denoise", request, embeds, backend="diffusers"
+        )
+    assert report.backend == "diffusers"
+    difference = (ours["latents"] - theirs["latents"]).abs().max()
+    assert float(difference) <= TOLERANCES["video float32"]
+
+
 def test_upstreams_code_has_no_step_cache(load: Load) -> None:
     with load() as session:
         request = session.request(prompt="a", step_cache="deepcache", **SHAPE)

@@ -205,9 +205,13 @@ def decode(ctx: StageContext) -> dict[str, Any]:
     return upstream_decode(ctx, unscaled_latents(ctx), each=1)
 
 
-def _sizes_of(vae: Any) -> Any:
+class _Sizes(SimpleNamespace):
+    """A class of our own: diffusers asks a part for its ``__module__``."""
+
+
+def _sizes_of(vae: Any) -> _Sizes:
     """What a pipeline reads of an autoencoder that it does not run."""
-    return SimpleNamespace(
+    return _Sizes(
         temporal_compression_ratio=vae.temporal_compression_ratio,
         spatial_compression_ratio=vae.spatial_compression_ratio,
         config=vae.config,
