@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from tests.core.files.runs import (
     EMBEDDINGS,
@@ -356,6 +357,27 @@ def test_a_file_that_the_run_did_not_make_is_never_replaced(
     assert not run.finished("denoise")
     denoise(RunDirectory.open(run.path))
     assert run.finished("denoise")
+
+
+def test_of_a_finished_stage_damage_is_replaced_and_tensors_of_the_user_are_not(
+    run: RunDirectory,
+) -> None:
+    encode(run)
+    denoise(run)
+    denoise(run)
+    file = run.path / STAGE_FILES["denoise"]
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole + b"\0", b"", b"\xff" * 40):
+        file.write_bytes(damaged)
+        denoise(run)
+        assert file.read_bytes() == whole
+    mine = save({"latents": torch.ones(2, 2, 3)})
+    assert len(mine) == len(whole)
+    file.write_bytes(mine)
+    message = refusal(denoise, run)
+    assert message.startswith(f"{file}: is there and was not made by this run; move ")
+    assert file.read_bytes() == mine
+    assert "move it away and run" in refusal(run.read_stage, "denoise", LATENTS)
 
 
 def test_no_file_that_stays_as_it_is_is_hashed_twice(

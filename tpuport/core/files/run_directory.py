@@ -241,11 +241,14 @@ class RunDirectory:
     def check_place(self, stage: str) -> None:
         """Refuse a stage whose file is there, and was not made by this run.
 
+        A finished stage may replace a file that is no whole safetensors file: the
+        stage is run again to mend a damaged file.
+
         Raises:
             ArtifactError: the file, and what to do.
         """
         run, path = self._read(), self.path / STAGE_FILES[stage]
-        if stage in run["stages"] or not os.path.lexists(path):
+        if not os.path.lexists(path) or (stage in run["stages"] and not _whole(path)):
             return
         if self._describe(path)["sha256"] not in run["made"]:
             raise ArtifactError(
@@ -487,7 +490,7 @@ class RunDirectory:
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ArtifactError(
                 f"{path}: is not the file {RUN_FILE} records (its sha256 differs); copy"
-                f" it again, or {self._rerun(stage)} again"
+                f" it again, or move it away and {self._rerun(stage)} again"
             )
         if now is not None:
             self._known[path] = now, as_recorded
@@ -514,6 +517,17 @@ class RunDirectory:
         except OSError:
             return False
         return look == (entry["sha256"], entry["bytes"])
+
+
+def _whole(path: Path) -> bool:
+    """Whether a file is a safetensors file of the length that its header tells."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def _listing(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
