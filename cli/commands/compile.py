@@ -33,11 +33,11 @@ from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import Dtype, Place
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.programs.folder_place import check_place
 from tpuport.core.reports import Reporter, bytes_text, plural
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import choices, with_chosen
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.rules import check_folder
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _compile(
     if not settings.out:
         raise UsageError("--out is missing; name the folder for the executables")
     folder = Path(settings.out).expanduser()
-    check_folder("--out", folder)
+    check_place(folder)
     known = check_early(settings)
     if topology is not None and settings.mesh is not None:
         settings.mesh.resolve(topology.devices)
@@ -133,9 +133,8 @@ def _compile(
     ):
         from tpuport.core.plan.abstract_programs import abstract_programs
         from tpuport.core.plan.build_ahead import build
-        from tpuport.core.programs.built_folder import check_place, write_manifest
+        from tpuport.core.programs.built_folder import write_manifest
 
-        check_place(folder)
         source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))

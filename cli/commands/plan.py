@@ -27,8 +27,8 @@ from tpuport.cli.shown import plan_text, signals
 from tpuport.cli.shown.output import give_out
 from tpuport.core.enums import Dtype, Task
 from tpuport.core.files.run_record import STAGES
+from tpuport.core.plan.dump_folder import check_dump
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.rules import check_folder
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _checked(
     if settings.image is None and known.variant and Task.TEXT in known.variant.tasks:
         check_run_early(known, settings)
     if dump is not None:
-        check_folder("--dump", Path(dump).expanduser())
+        check_dump(Path(dump).expanduser())
     return stages, prompts
 
 

@@ -20,8 +20,8 @@ from tpuport.core.enums import Backend
 from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.programs import built_folder
-from tpuport.core.programs.built_folder import MANIFEST, MANIFEST_SCHEMA
 from tpuport.core.programs.executable_files import read_entry
+from tpuport.core.programs.folder_place import MANIFEST, MANIFEST_SCHEMA
 from tpuport.errors import ArtifactError
 
 PROMPTS = ("--prompt", "a panda", "--prompt", "a fox", "--seed", "7")
@@ -252,8 +252,15 @@ def test_what_cannot_be_compiled_is_refused(
     assert not Path("x").exists()
 
 
-def test_a_file_in_the_place_of_the_folder(cli: Cli) -> None:
+def test_a_file_in_the_place_of_the_folder(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Said before torch and jax are imported.
+    monkeypatch.setattr("tpuport.cli.commands.compile._session", None)
     Path("file").touch()
+    ran = cli("compile", *SMALL, "--out", ".")
+    assert ran.code == 2
+    assert ran.last.startswith("error: --out .: holds file, which `tpuport compile` ")
     ran = cli("compile", *SMALL, "--stage", "encode", "--out", "file")
     assert ran.code == 2
     assert ran.last == "error: --out file: file is not a folder"

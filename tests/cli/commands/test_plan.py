@@ -19,6 +19,7 @@ from tpuport.cli.commands.plan import _final
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import choose_flags
 from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.dump_folder import check_dump
 from tpuport.core.plan.planner import Planner
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,6 +121,7 @@ def test_what_is_planned_is_what_would_run(planned: Any) -> None:
 def test_the_sum_can_be_redone_from_the_dump(planned: Any) -> None:
     found, dump, _ = planned
     assert {p.name for p in dump.iterdir()} == set(found["files"])
+    check_dump(dump)
     (path,) = dump.glob("*.account.json")
     account = json.loads(path.read_text())
     assert sum(r["seconds"] for r in account["rows"]) == pytest.approx(
@@ -300,6 +302,7 @@ def test_a_plan_says_which_chips_stay_unused(
         ),
         ((), "--topology"),
         (("--topology", "v6e-8", "--dump", __file__), "test_plan.py is not a folder"),
+        (("--topology", "v6e-8", "--dump", str(ROOT / "docs")), "no earlier --dump wr"),
         (
             ("--topology", "v6e-8", "--resolution", "480p"),
             "resolution '480p': variant demo has no size classes; use --size",
@@ -308,8 +311,10 @@ def test_a_plan_says_which_chips_stay_unused(
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    cli: Cli, args: tuple[str, ...], said: str
+    cli: Cli, args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Said before torch and jax are imported.
+    monkeypatch.setattr("tpuport.cli.commands.plan.import_libraries", None)
     ran = cli("plan", *args)
     assert ran.code == 2
     assert ran.err.count("\n") == 1

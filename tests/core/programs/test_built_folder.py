@@ -25,19 +25,21 @@ from tpuport.core.plan.build_ahead import CompileError, build
 from tpuport.core.programs import built_folder
 from tpuport.core.programs import executable_files as executables
 from tpuport.core.programs.built_folder import (
-    MANIFEST,
-    MANIFEST_SCHEMA,
     BuiltFolder,
-    check_place,
     write_manifest,
 )
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import read_entry
+from tpuport.core.programs.folder_place import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    check_place,
+)
 from tpuport.core.reports import bytes_text
 from tpuport.core.run import executor as executors
 from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.spec.tiling import TilingDecision
-from tpuport.errors import ArtifactError, OutputError
+from tpuport.errors import ArtifactError, UsageError
 
 ASKED: dict[str, Any] = {"prompt": ["a cat", "a dog"], "seed": [1, 2]}
 MESH = "dp=2,tp=4"
@@ -445,5 +447,5 @@ def test_a_folder_with_files_of_others_is_refused(
     if not mine:
         check_place(tmp_path)
         return
-    with pytest.raises(OutputError, match=f"holds {name}, which"):
+    with pytest.raises(UsageError, match=f"holds {name}, which"):
         check_place(tmp_path)

@@ -22,7 +22,8 @@ from typing import Any
 
 from tpuport.errors import UsageError, WriteError
 
-_TEMPORARY = ".tpuport-"
+#: How the names of temporary files and folders begin.
+TEMPORARY = ".tpuport-"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,7 +36,7 @@ def temporary_beside(path: Path, suffix: str = "") -> Path:
     _remove_once(folder, os.getpid())
     # Not made from the target's name, which may already be as long as names can be.
     own = f"{_host()}-{os.getpid()}-{_began(os.getpid())}"
-    return folder / f"{_TEMPORARY}{own}-{secrets.token_hex(8)}{suffix}"
+    return folder / f"{TEMPORARY}{own}-{secrets.token_hex(8)}{suffix}"
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -44,8 +45,8 @@ def remove_leftovers(folder: Path) -> None:
     Those of living processes and of other hosts stay, and so does what may not be
     removed. A folder that is not there has none.
     """
-    for left in folder.glob(f"{_TEMPORARY}*-*-*-*"):
-        host, pid, began, _ = left.name.removeprefix(_TEMPORARY).split("-", 3)
+    for left in folder.glob(f"{TEMPORARY}*-*-*-*"):
+        host, pid, began, _ = left.name.removeprefix(TEMPORARY).split("-", 3)
         if host != _host() or not pid.isdecimal():
             continue
         if _began(int(pid)) not in ("", began):

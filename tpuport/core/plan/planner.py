@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.cost.kernel_cycles import KernelsMet, keep_schedules
+from tpuport.core.files.atomic import atomic_write_bytes
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
@@ -16,6 +17,7 @@ from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
+from tpuport.core.plan.dump_folder import ACCOUNT, HLO
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
@@ -318,8 +320,8 @@ def _write(
     name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
     written = []
     if measured.hlo:
-        (dump / f"{name}.hlo.txt").write_text(measured.hlo)
-        written.append(f"{name}.hlo.txt")
+        atomic_write_bytes(dump / f"{name}{HLO}", measured.hlo.encode())
+        written.append(f"{name}{HLO}")
     if measured.account is not None:
         document = {
             "stage": measured.stage,
@@ -329,7 +331,7 @@ def _write(
             "seconds": measured.account.seconds,
             "rows": [row.as_dict() for row in measured.account.rows],
         }
-        path = dump / f"{name}.account.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        path = dump / f"{name}{ACCOUNT}"
+        atomic_write_bytes(path, json.dumps(document, indent=1).encode() + b"\n")
         written.append(path.name)
     return written

@@ -23,11 +23,11 @@ from tpuport.core.files.sealed_json import read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.core.programs.components import Components
 from tpuport.core.programs.executable_files import (
-    SUFFIX,
     Entry,
     read_entry,
     read_payload,
 )
+from tpuport.core.programs.folder_place import MANIFEST, MANIFEST_SCHEMA
 from tpuport.core.programs.key_differences import request_differences
 from tpuport.core.programs.program_key import (
     ProgramKey,
@@ -40,16 +40,13 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.tiling import Tiled, TilingDecision
-from tpuport.errors import ArtifactError, MissingArtifactError, OutputError
+from tpuport.errors import ArtifactError, MissingArtifactError
 
 #: Differences that a message names: it is one line.
 _NAMED = 3
 
 #: What a manifest says of single stages.
 _TILING = "tiling"
-
-MANIFEST = "manifest.json"
-MANIFEST_SCHEMA = "tpuport.executables"
 
 _REMEDY = "make the folder with `tpuport compile`"
 _AGAIN = "compile again with `tpuport compile`, or leave --executables out"
@@ -255,25 +252,6 @@ def _manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     found = read_document(file, MANIFEST_SCHEMA, _REMEDY)
     return checked(Manifest, found, file, _REMEDY, extra="allow")
-
-
-def check_place(folder: Path) -> None:
-    """Refuse a folder in which there is anything that no folder of executables has.
-
-    Raises:
-        OutputError: what is there.
-    """
-    own = (SUFFIX, ".tmp", MANIFEST)
-    for path in sorted(folder.glob("*")):
-        foreign = not path.name.endswith(own)
-        if path.name == MANIFEST:
-            with contextlib.suppress(ValueError, OSError):
-                foreign = MANIFEST_SCHEMA not in path.read_text("utf-8")
-        if foreign:
-            raise OutputError(
-                f"--out {folder}: holds {path.name}, which `tpuport compile` did not "
-                "make; name another folder"
-            )
 
 
 def write_manifest(

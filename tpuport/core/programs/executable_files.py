@@ -29,11 +29,11 @@ from typing_extensions import TypedDict
 from tpuport.core.files.atomic import cannot_write, one_line, replacing
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.files.typed import checked
+from tpuport.core.programs.folder_place import SUFFIX
 from tpuport.core.programs.lowering import Traced
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.errors import ArtifactError
 
-SUFFIX = ".executable"
 TOO_LARGE = ".too-large"
 #: Of the key's digest, in a file's name.
 _DIGITS = 32

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tpuport.core.enums import Backend, StageName, Task
+from tpuport.core.files.atomic import TEMPORARY
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import bytes_text
 from tpuport.core.spec.choices import check_chosen, with_chosen
@@ -106,19 +107,13 @@ def _inspection(settings: RunSettings) -> None:
     if settings.profile is None and settings.profile_calls is not None:
         raise UsageError("--profile-calls goes with --profile only")
     if settings.profile is not None:
-        check_folder("--profile", settings.profile)
-        _check_profiles(settings.profile)
+        what = "is no profile of a stage"
+        check_own_folder("--profile", settings.profile, _is_profile, what)
 
 
-def _check_profiles(folder: Path) -> None:
-    """Refuse a folder in which there is anything but the profiles of stages."""
-    for path in sorted(folder.glob("*")):
-        held = {inside.name for inside in path.glob("*")}
-        if path.name not in list(StageName) or not path.is_dir() or held - {"plugins"}:
-            raise UsageError(
-                f"--profile {folder}: holds {path.name}, which is no profile of a "
-                "stage; name another folder"
-            )
+def _is_profile(path: Path) -> bool:
+    held = {inside.name for inside in path.glob("*")}
+    return path.name in list(StageName) and path.is_dir() and held <= {"plugins"}
 
 
 @rule
@@ -411,3 +406,23 @@ def check_folder(flag: str, folder: Path) -> None:
             if not os.access(path, os.W_OK | os.X_OK):
                 raise UsageError(f"{flag} {folder}: {path} may not be written")
             return
+
+
+def check_own_folder(
+    flag: str, folder: Path, own: Callable[[Path], bool], what: str
+) -> None:
+    """Refuse a folder to write to in which there is anything of others.
+
+    Args:
+        own: whether a path in the folder is of an earlier run.
+        what: the others are, in words.
+
+    Raises:
+        UsageError: what is there, or as :func:`check_folder`.
+    """
+    check_folder(flag, folder)
+    for path in sorted(folder.glob("*")):
+        if not (path.name.startswith(TEMPORARY) or own(path)):
+            raise UsageError(
+                f"{flag} {folder}: holds {path.name}, which {what}; name another folder"
+            )
