@@ -16,7 +16,6 @@ import pytest
 import tpuport
 from tests.core.spec.toys import Heard, installed_toy
 from tpuport.core.run.executor import Executor
-from tpuport.core.run.profile import SteadyTrace
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.spec.stage import Program, Stage
 from tpuport.core.spec.stage_work import Call, Work
@@ -164,6 +163,7 @@ def test_another_profile_is_not_disturbed(cache: Path, tmp_path: Path) -> None:
                 session.generate("a cat")
         finally:
             jax.profiler.stop_trace()
+        assert not (tmp_path / "ours").exists()
         # And a failed run leaves none under way.
         assert session.generate("a cat").report.stages[1].profile["calls"] == 2
 
@@ -176,21 +176,32 @@ def test_a_folder_of_others_is_refused_and_a_full_disk_named(
         with pytest.raises(UsageError, match=what):
             tpuport.load("toy", cache_dir=cache, profile=tmp_path / folder)
 
+    written = "denoise/plugins/profile/{}/vm.xplane.pb"
+    old, new = tmp_path / "old", tmp_path / "new"
+    earlier = old / written.format("earlier")
+    earlier.parent.mkdir(parents=True)
+    earlier.write_bytes(b"whole")
+
     def full(*args: Any, **kwargs: Any) -> None:
+        cut = folder / written.format("now")
+        cut.parent.mkdir(parents=True)
+        cut.write_bytes(b"cut")
         raise RuntimeError("RESOURCE_EXHAUSTED: vm.xplane.pb; No space left on device")
 
-    folder = tmp_path / "new"
-    monkeypatch.setattr(
-        SteadyTrace, "_start", lambda trace: setattr(trace, "_recording", True)
-    )
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **kwargs: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", full)
-    with (
-        tpuport.load("toy", cache_dir=cache, profile=folder) as session,
-        pytest.raises(
-            WriteError, match="denoise: cannot be written: no room"
-        ) as caught,
-    ):
-        session.generate("a cat")
-    assert caught.value.exit_code == 1
+    for folder in (old, new):
+        with (
+            tpuport.load("toy", cache_dir=cache, profile=folder) as session,
+            pytest.raises(
+                WriteError, match="denoise: cannot be written: no room"
+            ) as caught,
+        ):
+            session.generate("a cat")
+        assert caught.value.exit_code == 1
+    # What was there stays, and no more is there.
+    assert [path for path in old.rglob("*") if path.is_file()] == [earlier]
+    assert list(earlier.parents[1].iterdir()) == [earlier.parent]
+    assert not new.exists()
     with pytest.raises(UsageError, match="profile_calls: 0 is not positive"):
         tpuport.load("toy", cache_dir=cache, profile=tmp_path, profile_calls=0)

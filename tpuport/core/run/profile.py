@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tpuport.core.files.atomic import cannot_write, one_line
+from tpuport.core.files.atomic import cannot_write, missing, one_line, remove_empty
 from tpuport.errors import UsageError
 
 
@@ -36,6 +36,9 @@ class SteadyTrace:
         self._root = root
         self._folder = (root or Path()) / stage
         self._limit = 0 if root is None else limit
+        # What was there before the recording: a recording that fails leaves no more.
+        self._before: set[Path] = set()
+        self._missing: list[Path] = []
 
     def turn(self, steady: bool, pause: Callable[[], None]) -> None:
         """Begin or end the recording where the next call asks for it.
@@ -60,14 +63,17 @@ class SteadyTrace:
         options = jax.profiler.ProfileOptions()
         # Every Python call would be in it, hundreds of thousands of them.
         options.python_tracer_level = 0
+        self._before = set(self._folder.rglob("*"))
+        self._missing = missing(self._folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            self._remove()
+            if isinstance(error, OSError):
+                raise cannot_write(self._folder, error) from error
             raise UsageError(f"no profile can be recorded: {one_line(error)}") from None
         self._recording = True
 
@@ -94,7 +100,14 @@ class SteadyTrace:
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
+            self._remove()
             raise cannot_write(self._folder, error) from error
+
+    def _remove(self) -> None:
+        """Remove what the recording has written so far, such as files cut short."""
+        for path in sorted(set(self._folder.rglob("*")) - self._before, reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        remove_empty(self._missing)
 
     def result(self) -> dict[str, Any] | None:
         """``folder`` and ``calls``; ``None`` where nothing was recorded."""
