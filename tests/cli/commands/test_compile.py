@@ -256,7 +256,7 @@ def test_a_file_in_the_place_of_the_folder(cli: Cli) -> None:
     Path("file").touch()
     ran = cli("compile", *SMALL, "--stage", "encode", "--out", "file")
     assert ran.code == 2
-    assert ran.last == "error: --out file: file is not a folder"
+    assert ran.last.startswith("error: --out file: file is not a folder; move it ")
     assert "compil" not in ran.err
 
 
