@@ -86,6 +86,16 @@ class HubError(WeightsError):
     """A hub id could not be resolved to files."""
 
 
+def damaged(found: str, whole: str = "the file") -> WeightsError:
+    """The error for a checkpoint that cannot be used as it is on disk.
+
+    Args:
+        found: what is wrong, and in which file.
+        whole: what a new download mends.
+    """
+    return WeightsError(f"{found}; download {whole} again")
+
+
 class ShardingError(TpuportError):
     """Sharding rules and weights disagree."""
 

@@ -7,14 +7,20 @@ from pathlib import Path
 
 from tpuport.api import default_cache_dir
 from tpuport.core.files.atomic import cannot_write, no_room
+from tpuport.core.spec.rules import check_folder
+from tpuport.core.spec.run_settings import COMPILED, DEMO
 from tpuport.errors import OutputError
+
+#: The folders in the cache folder that commands write to.
+_FOLDERS = (COMPILED, DEMO, "runs", "kernels", "schedules")
 
 
 def cache_folder(asked: Path | None) -> Path:
     """The cache folder asked for or the user's own, made and known to be writable.
 
     Raises:
-        OutputError: it cannot be made or written.
+        OutputError: the folder cannot be made or written.
+        UsageError: a file is in the place of a folder in it.
     """
     folder = asked or default_cache_dir()
     try:
@@ -28,4 +34,6 @@ def cache_folder(asked: Path | None) -> Path:
             f"the cache folder {folder} cannot be written: {error.strerror}; choose "
             "another with --cache-dir or TPUPORT_CACHE_DIR"
         ) from error
+    for name in _FOLDERS:
+        check_folder("--cache-dir", folder / name)
     return folder

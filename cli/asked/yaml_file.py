@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.sources import here
 from tpuport.core.files.typed import read_text
+from tpuport.core.spec import kinds
+from tpuport.core.spec.run_settings import read_value
 from tpuport.errors import UsageError
 
 
@@ -43,7 +43,8 @@ def load_mapping(file: str) -> dict[Any, Any]:
                     )
             return super().construct_mapping(node, deep)
 
-    text = read_text(Path(here(file)).expanduser(), "config file")
+    path = read_value({"kind": kinds.path}, file, "--config")
+    text = read_text(path, "config file")
     try:
         data = yaml.load(text, Strict)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

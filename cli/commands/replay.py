@@ -46,7 +46,7 @@ from tpuport.core.run.records import Sidecar
 from tpuport.core.run.records import read as read_recorded
 from tpuport.core.run.sidecar import latents_digest
 from tpuport.core.spec.component import TORCHAX
-from tpuport.core.spec.requests import recorded_request
+from tpuport.core.spec.requests import recorded_request, recorded_variant
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.errors import (
     ArtifactError,
@@ -93,7 +93,7 @@ def _replay(file: Path, asked: Settings) -> dict[str, Any]:
     recorded = _recorded(file)
     video = _check_video(file, recorded)
     with _naming(file):
-        stages_as = _settings(recorded, asked)
+        stages_as = _settings(file, recorded, asked)
     port = get_port(recorded["model"])
     request = recorded_request(port, recorded["request"], file, "request")
     if not 0 <= recorded["video"] < len(request.prompts):
@@ -257,10 +257,10 @@ def _recorded(file: Path) -> Sidecar:
     return recorded
 
 
-def _settings(recorded: Sidecar, asked: Settings) -> dict[str, Settings]:
+def _settings(file: Path, recorded: Sidecar, asked: Settings) -> dict[str, Settings]:
     """The settings of each stage, with what the user gave in their place."""
     port = get_port(recorded["model"])
-    known = recorded["variant"] in port.variant_names()
+    variant = recorded_variant(port, recorded["variant"], file)
     stages: Mapping[str, Any] = recorded["stages"]
     names = ("dtype", "mesh", "attention", "backend", "sharding", "blocks")
     found: dict[str, Settings] = {}
@@ -276,7 +276,7 @@ def _settings(recorded: Sidecar, asked: Settings) -> dict[str, Settings]:
             asked,
             **{name: getattr(read, name) for name in how},
             model=recorded["model"],
-            variant=recorded["variant"] if known else None,
+            variant=variant,
             weights=asked.weights or recorded["weights"]["source"],
             encode_on=stages[STAGES[0]]["encode_on"],
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import Annotated
 
@@ -34,10 +35,13 @@ from tpuport.cli.shown.tables import columns
 from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, plural
 from tpuport.core.spec.requests import recorded_request
-from tpuport.errors import ArtifactError, UsageError, in_one_line
+from tpuport.errors import ArtifactError, UsageError
 from tpuport.plugins import get_port
 
 _HEAD = ("ID", "AGE", "MODEL", "FINISHED", "SIZE", "STATE", "PROMPT")
+
+#: Columns of a line where the output is not a terminal.
+_WIDTH = 100
 
 #: Days after which `runs clean` takes a run for forgotten.
 FORGOTTEN = 7
@@ -59,15 +63,21 @@ def runs(settings: Settings, context: typer.Context) -> None:
     if settings.json:
         print_json({"runs": [run.as_dict() for run in found]})
     elif found:
-        print("\n".join(columns([_HEAD, *map(_row, found)])))
+        head, *rows = columns([_HEAD, *map(_row, found)])
+        lines = [head]
+        for run, row in zip(found, rows, strict=True):
+            why = " ".join(run.failed.split())
+            lines += [row, f"  failed: {why}"] if why else [row]
+        width = shutil.get_terminal_size((_WIDTH, 24)).columns
+        print("\n".join(_cut(line, width) for line in lines))
     else:
         print("no run is kept")
 
 
 def _row(run: KeptRun) -> tuple[str, ...]:
     state = "can go on" if run.resumable else "cannot go on"
-    if failed := run.failed:
-        state = f"failed: {in_one_line(failed, 80)}"
+    if run.failed:
+        state = "failed"
     if run.process is not None:
         state = f"in process {run.process}"
     prompt = run.prompts[0] if run.prompts else ""
@@ -78,8 +88,12 @@ def _row(run: KeptRun) -> tuple[str, ...]:
         " ".join(run.finished) or "nothing",
         bytes_text(run.bytes),
         state,
-        in_one_line(prompt, 40),
+        " ".join(prompt.split()),
     )
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _age(seconds: float) -> str:

@@ -92,6 +92,7 @@ def is_any(settings: Settings) -> bool:
 
 def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     """The pipeline's folder; the index alone is read."""
+    cache_folder(settings.cache_dir)
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
     from tpuport.core.seam.pipelines import PipelineFolder

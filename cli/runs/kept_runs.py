@@ -73,7 +73,11 @@ class KeptRun:
     @property
     def resumable(self) -> bool:
         """Whether ``tpuport runs resume`` can go on with the run."""
-        return bool(self.finished) and (self.folder / _ASKED_FILE).exists()
+        try:
+            _read_asked(self.folder)
+        except ArtifactError:
+            return False
+        return bool(self.finished)
 
     @property
     def failed(self) -> str:
@@ -242,25 +246,34 @@ def _as_plain(value: Any) -> Any:
     return str(value.absolute() if isinstance(value, Path) else value)
 
 
+def _read_asked(folder: Path) -> tuple[Asked, RunSettings]:
+    """The content of a run's ``asked.json``, and the settings in it.
+
+    Raises:
+        ArtifactError: the file is missing or not usable.
+    """
+    file, remedy = folder / _ASKED_FILE, "make the video again"
+    asked = checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
+    try:
+        return asked, RunSettings.read(asked["settings"], named=str)
+    except (UsageError, TypeError) as error:
+        raise ArtifactError(
+            f"{file}: has no usable settings ({error}); {remedy}"
+        ) from error
+
+
 def asked_for(run: KeptRun, settings: Settings) -> Settings:
     """Settings with those that a kept run was begun with.
 
     Raises:
         ArtifactError: the run cannot go on.
     """
-    if not run.resumable:
+    if not run.finished or not (run.folder / _ASKED_FILE).exists():
         raise ArtifactError(
             f"{run.folder}: no stage is finished that the run could go on from; "
             f"`tpuport runs clean {run.folder.name}` removes it"
         )
-    file, remedy = run.folder / _ASKED_FILE, "make the video again"
-    asked = checked(Asked, read_document(file, _ASKED, remedy), file, remedy)
-    try:
-        read = RunSettings.read(asked["settings"], named=str)
-    except (UsageError, TypeError) as error:
-        raise ArtifactError(
-            f"{file}: has no usable settings ({error}); {remedy}"
-        ) from error
+    asked, read = _read_asked(run.folder)
     report = None if asked["report"] is None else Path(asked["report"])
     return replace(
         settings,

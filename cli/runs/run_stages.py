@@ -27,7 +27,7 @@ from tpuport.core.run.sidecar import stage_note
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.requests import recorded_request
+from tpuport.core.spec.requests import recorded_request, recorded_variant
 from tpuport.errors import ArtifactError, UsageError
 from tpuport.plugins import get_port
 
@@ -232,12 +232,10 @@ def open_existing(settings: Settings, stage: str) -> tuple[RunDirectory, Setting
     if weights is None:
         report = encode_report(run) if first else recorded_stage(run, STAGES[0])
         weights = report and report["weights"]
-    # A checkpoint of no published size has a variant of its own, found by looking.
-    variant = run.variant if run.variant in port.variant_names() else None
     return run, replace(
         settings,
         model=run.model,
-        variant=variant,
+        variant=recorded_variant(port, run.variant, run.file),
         weights=weights,
         # Other stages never run the text encoder: its heads need not fit the mesh.
         encode_on=settings.encode_on if first else Place.HOST,

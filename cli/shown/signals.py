@@ -3,8 +3,9 @@
 Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, but not while
 modules are imported: jaxlib and torch crash when their import is broken off. Libraries
 swallow exceptions, raise others in their place, and install handlers of their own. So
-the signal is remembered. :func:`check` raises again at the next step, :func:`ended_by`
-gives the signal whatever was raised, and the exit code is always the signal's.
+the signal is remembered. The code that imports raises after the import,
+:func:`check` raises again at the next step, :func:`ended_by` gives the signal whatever
+was raised, and the exit code is always the signal's.
 
 Only the program itself has these handlers: a call of ``main`` from Python has none.
 """
@@ -75,8 +76,12 @@ def starting(before: str = "") -> Iterator[None]:
 
     Args:
         before: written before the word for the signal, such as the end of a line.
+
+    Raises:
+        KeyboardInterrupt: a signal has asked the program to end.
     """
     global _starting, _before
+    check()
     _starting, _before = True, before
     try:
         yield
@@ -139,18 +144,35 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     if _starting:
         code, word = in_words(_received)
         _leave(code, _before + word)
-    if not _must_not_raise(frame):
+    caller = _raises(frame)
+    if caller is frame:
         raise KeyboardInterrupt
+    if caller is not None:
+        caller.f_trace = _raise_here
+        sys.settrace(_trace_nothing)
 
 
-def _must_not_raise(frame: FrameType | None) -> bool:
-    """Whether an import, a finaliser or jax's callback of the collector runs."""
+def _raises(frame: FrameType | None) -> FrameType | None:
+    """The frame that may raise: what called the outermost frame that must not.
+
+    An import, a finaliser and jax's callback of the collector must not raise.
+    """
+    found = frame
     while frame is not None:
-        code = frame.f_code
+        code, frame = frame.f_code, frame.f_back
         if "importlib" in code.co_filename or code.co_name in _FINALISERS:
-            return True
-        frame = frame.f_back
-    return False
+            found = frame
+    return found
+
+
+def _raise_here(*_: object) -> NoReturn:
+    """End the program at the next line of a frame that has this trace function."""
+    sys.settrace(None)
+    raise KeyboardInterrupt
+
+
+def _trace_nothing(*_: object) -> None:
+    """Leave new frames without a trace; those that have one are traced."""
 
 
 def _watch(seen: int) -> None:

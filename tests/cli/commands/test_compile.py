@@ -263,7 +263,7 @@ def test_a_file_in_the_place_of_the_folder(
     assert ran.last.startswith("error: --out .: holds file, which `tpuport compile` ")
     ran = cli("compile", *SMALL, "--stage", "encode", "--out", "file")
     assert ran.code == 2
-    assert ran.last == "error: --out file: file is not a folder"
+    assert ran.last.startswith("error: --out file: file is not a folder; move it ")
     assert "compil" not in ran.err
 
 

@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.tools import Cli, Made
 from tests.measure.damage import MISSING, Damage, damaged, damages, reseal, sample
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.run_stages import open_existing
 from tpuport.core.files.fingerprint import hash_output
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.run.records import read, recorded_stage
-from tpuport.core.spec.requests import recorded_request
-from tpuport.errors import TpuportError
+from tpuport.core.spec.requests import recorded_request, recorded_variant
+from tpuport.errors import ArtifactError, TpuportError
 from tpuport.plugins import get_port
 
 #: Fields that nothing reads again: they may be anything.
@@ -61,7 +63,7 @@ def read_run(file: Path) -> None:
     """All that is read of a run.json."""
     run = RunDirectory.open(file.parent)
     port = get_port(run.model)
-    port.variant(run.variant)
+    recorded_variant(port, run.variant, file)
     recorded_request(port, run.settings, run.file)
     for name in json.loads(file.read_text())["stages"]:
         recorded_stage(run, name)
@@ -71,7 +73,7 @@ def read_sidecar(file: Path) -> None:
     """All that is read of a sidecar."""
     found = read(file)
     port = get_port(found["model"])
-    port.variant(found["variant"])
+    recorded_variant(port, found["variant"], file)
     recorded_request(port, found["request"], file, "request")
 
 
@@ -85,10 +87,7 @@ def refused(file: Path, damage: Damage, read_all: Callable[[Path], None]) -> boo
         message = str(error)
         assert "\n" not in message
         assert len(message.replace(str(file), "")) <= 300
-        if not isinstance(damage.value, str) or damage.where[0] not in (
-            "model",
-            "variant",
-        ):
+        if not isinstance(damage.value, str) or damage.where[0] != "model":
             assert str(file) in message, (damage, message)
             assert damage.where[-1] in (0, "<extra>") or (
                 str(damage.where[-1]) in message
@@ -120,6 +119,15 @@ def test_each_field_is_held_to_its_type(
     file, read_all = files[kind]
     tried = sample(damages(json.loads(file.read_text()), 5), 250)
     assert sum(refused(file, damage, read_all) for damage in tried) > len(tried) / 3
+
+
+def test_a_variant_that_the_model_has_not_is_refused(
+    files: dict[str, tuple[Path, Any]],
+) -> None:
+    file, _ = files["run"]
+    reseal(file, {**json.loads(file.read_text()), "variant": "../x"})
+    with pytest.raises(ArtifactError, match=f"{file}: has no usable variant "):
+        open_existing(Settings(run_dir=file.parent), "denoise")
 
 
 @pytest.mark.slow

@@ -151,6 +151,12 @@ def test_what_is_wrong_in_a_sidecar_is_said_with_its_name(
     assert said in ran.last
 
 
+def test_a_variant_that_the_model_has_not_is_refused(cli: Cli, sidecar: Path) -> None:
+    ran = cli("replay", altered(sidecar, variant="../x"))
+    assert ran.code == 1
+    assert ran.last.startswith("error: altered.json: has no usable variant (model ")
+
+
 # --- from Python
 
 

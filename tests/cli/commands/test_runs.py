@@ -126,6 +126,7 @@ def test_an_altered_wish_is_named_by_its_field(
     with pytest.raises(ArtifactError, match=f"has no usable {field}") as caught:
         asked_for(run, Settings())
     assert str(caught.value).startswith(f"{file}: ")
+    assert not run.resumable  # nor does the list say so
 
 
 def test_runs_are_listed_with_what_is_kept(cli: Cli, kept: Path) -> None:
@@ -146,6 +147,21 @@ def test_runs_are_listed_with_what_is_kept(cli: Cli, kept: Path) -> None:
     assert "encode denoise" in row
     assert f"in process {os.getpid()}" in row
     assert row.endswith("a panda")
+
+
+def test_a_line_of_the_list_fits_the_terminal(
+    cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = kept / "runs" / "good" / RUN_FILE
+    run = json.loads(file.read_text())
+    run["settings"]["prompts"] = ["a fox in the snow " * 20]
+    reseal(file, run)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, _listed(cli, kept))) == 100
+    monkeypatch.setenv("COLUMNS", "120")
+    (row,) = (line for line in _listed(cli, kept) if line.startswith("good"))
+    assert len(row) == 120
+    assert row.endswith("...")
 
 
 def test_clean_removes_what_cannot_go_on_or_is_forgotten(cli: Cli, kept: Path) -> None:
@@ -180,9 +196,9 @@ def test_a_run_that_would_fail_again_says_why(cli: Cli, kept: Path) -> None:
     with pytest.raises(VideoError) as caught, going_on(good):
         raise wrong
     assert "Go on with" not in "".join(caught.value.__notes__)
-    (row,) = (line for line in _listed(cli, kept) if line.startswith("good"))
-    assert "failed: denoise: the latents are NaN; and" in row
-    assert len(row) < 300
+    (why,) = (line for line in _listed(cli, kept) if "failed: " in line)
+    assert why.startswith("  failed: denoise: the latents are NaN; and")
+    assert len(why) == 100
     assert kept_run(kept, "good").failed == str(wrong).strip()
 
     # What can pass replaces what the earlier try said.

@@ -70,6 +70,32 @@ for step in range(3):
     assert ended(body) == (130, "0\n", "interrupted\n")
 
 
+def test_a_swallowed_signal_ends_a_block_of_imports() -> None:
+    body = """
+try:
+    send()
+except KeyboardInterrupt:
+    pass
+with signals.starting():
+    print("imported")
+"""
+    assert ended(body) == (130, "", "interrupted\n")
+
+
+def test_an_import_that_a_function_returns_is_followed_by_nothing() -> None:
+    body = """
+import importlib
+class Sends:
+    def find_spec(*_):
+        send()
+def imported():
+    return importlib.import_module("colorsys")
+sys.meta_path.insert(0, Sends)
+imported()
+"""
+    assert ended(body) == (130, "", "interrupted\n")
+
+
 def test_a_signal_that_is_swallowed_to_the_end_gives_its_code() -> None:
     body = """
 try:
@@ -89,16 +115,18 @@ send(signal.SIGTERM)
     assert ended(body) == (143, "", "terminated\n")
 
 
-def test_an_import_is_not_broken_off(tmp_path: object) -> None:
+def test_an_import_is_not_broken_off_and_nothing_follows(tmp_path: object) -> None:
     (folder := f"{tmp_path}/slow")  # a package whose import takes a signal
     body = f"""
 os.makedirs({folder!r})
 sys.path.insert(0, {folder!r})
 with open({folder!r} + "/slow.py", "w") as file:
     file.write("import os, signal; os.kill(os.getpid(), signal.SIGINT); whole = 1")
-import slow
-print(slow.whole)
-signals.check()
+try:
+    import slow
+    print("goes on")
+finally:
+    print(sys.modules["slow"].whole)
 """
     assert ended(body) == (130, "1\n", "interrupted\n")
 

@@ -245,7 +245,8 @@ def test_a_component_of_another_class(folder: Path, load: Callable[[str], Any]) 
     edit_json(folder / "model_index.json", vae=["diffusers", "AutoencoderKL"])
     message = refusal(load, "vae")
     assert message == (
-        f"{folder}: vae is a AutoencoderKL, expected AutoencoderKLCogVideoX"
+        f"{folder}: vae is a AutoencoderKL, expected AutoencoderKLCogVideoX; name "
+        "another checkpoint with --weights"
     )
     edit_json(folder / "model_index.json", vae=[None, None])
     assert "model_index.json has no 'vae'" in refusal(load, "vae")
@@ -376,6 +377,8 @@ def test_files_that_are_wrong_are_refused_by_both_ways_in(
         message = refusal(session.components.load, "transformer")
         assert message.startswith(str(folder))
         assert expected in message
+        kept = change in (only_pickle, of_whole_numbers)
+        assert ("; download the " in message) != kept
         assert refusal(session.components.check_files, "transformer") == message
 
 
@@ -390,7 +393,9 @@ def test_a_checkpoint_without_a_component(
     folder: Path, change: Callable[[Path], None], expected: str
 ) -> None:
     change(folder)
-    assert expected in refusal(open_session, folder)
+    message = refusal(open_session, folder)
+    assert expected in message
+    assert message.endswith("; download the checkpoint again")
 
 
 def test_a_tensor_of_another_shape(folder: Path) -> None:
@@ -399,7 +404,7 @@ def test_a_tensor_of_another_shape(folder: Path) -> None:
         message = refusal(session.components.load, "transformer")
         assert message == (
             f"{folder}: transformer/ holds {SMALL} of shape (3,); its config.json asks"
-            " for (128,)"
+            " for (128,); download the folder again"
         )
         assert refusal(session.components.check_files, "transformer") == message
 

@@ -118,6 +118,7 @@ NAMED = [
     ("text_encoder/config.json", "num_heads", 2.5, "num_heads is 2.5: a whole number"),
     (SCHEDULER, "beta_schedule", "x", "one of linear, scaled_linear, squaredcos"),
     (SCHEDULER, "beta_end", 1e9, "schedule"),
+    (SCHEDULER, "prediction_type", "x", "prediction_type is 'x': one of epsilon, "),
     (SCHEDULER, "trained_betas", ["x"], "every entry must be a number"),
 ]
 
@@ -129,6 +130,8 @@ def test_a_value_that_cannot_be_is_named(
     message = outcome(folder, file, Damage((field,), value))
     assert expected in message
     assert file in message
+    assert message.endswith("; download the file again")
+    assert "UnboundLocalError" not in message
 
 
 def test_stored_tensors_are_counted_once() -> None:

@@ -67,7 +67,7 @@ def test_a_damaged_file_of_a_tokenizer_is_named(
     (folder / "tokenizer" / name).write_text(text)
     with pytest.raises(TpuportError, match=rf"tokenizer/{name}: {said}") as caught:
         require_tokenizer(Checkpoint(folder, "here"))
-    assert str(caught.value).endswith("; download it again")
+    assert str(caught.value).endswith("; download the file again")
 
 
 def alter(folder: Path, file: str, **values: object) -> None:

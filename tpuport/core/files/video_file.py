@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -145,10 +146,10 @@ def check_length(path: Path, kind: VideoKind, frames: int, fps: float) -> None:
     """
     most, seconds = LONGEST.get(kind, float("inf")), frames / fps
     if seconds > most:
+        least = Decimal(f"{1.06 * frames / most:.2g}")
         raise OutputError(
-            f"{path}: {frames} frames at {fps:g} fps last {seconds:g} s, and .{kind} "
-            f"holds {most} s; ask for --fps {1.06 * frames / most:.2g} or more, or for "
-            "PNG frames"
+            f"{path}: {frames} frames at {fps:g} fps last {seconds:.0f} s, and .{kind} "
+            f"holds {most} s; ask for --fps {least:f} or more, or for PNG frames"
         )
 
 

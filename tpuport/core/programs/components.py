@@ -38,7 +38,7 @@ from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import GATHERED, ShardingPlan, WeightInfo
 from tpuport.core.weights.skeleton import build_skeleton, is_used, match_names
 from tpuport.core.weights.transforms import transformer
-from tpuport.errors import UsageError, WeightsError
+from tpuport.errors import UsageError, WeightsError, damaged
 from tpuport.kernels.attention.choice import AttentionChoice
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -330,9 +330,10 @@ class Components:
         for weight, stored in found.items():
             (dtype, shape), tensor = shapes[stored], expected[weight]
             if shape != list(tensor.shape):
-                raise WeightsError(
+                raise damaged(
                     f"{self.checkpoint.source}: {name}/ holds {stored} of shape "
-                    f"{tuple(shape)}; its config.json asks for {tuple(tensor.shape)}"
+                    f"{tuple(shape)}; its config.json asks for {tuple(tensor.shape)}",
+                    "the folder",
                 )
             if tensor.is_floating_point() and dtype not in _FLOATS:
                 raise WeightsError(

@@ -32,7 +32,7 @@ from tpuport.core.weights.checkpoint import (
     patterns,
 )
 from tpuport.core.weights.hub import fetch
-from tpuport.errors import UsageError, WeightsError, did_you_mean, quoted
+from tpuport.errors import UsageError, WeightsError, damaged, did_you_mean, quoted
 
 INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 
@@ -236,9 +236,10 @@ class PipelineFolder:
             if isinstance(component, torch.nn.Module):
                 for path, tensor in component.state_dict().items():
                     if tensor.is_floating_point() and not all_finite(tensor):
-                        raise WeightsError(
+                        raise damaged(
                             f"{self.reference}: {name}: {path} holds NaN or infinite "
-                            "values; the weights are broken: download them again"
+                            "values",
+                            "the folder",
                         )
         return pipeline
 

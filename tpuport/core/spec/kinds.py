@@ -24,10 +24,16 @@ Kind = Callable[[Any], Any]
 T = TypeVar("T", bound=Word)
 
 
+def _other(value: Any, needed: str) -> TypeError:
+    """The error for a value of another type."""
+    found = "is a list, not" if isinstance(value, list | tuple) else "is not"
+    return TypeError(f"{found} {needed}")
+
+
 def text(value: Any) -> str:
     """A string that can be written to a file."""
     if not isinstance(value, str):
-        raise TypeError("is not text")
+        raise _other(value, "text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -70,7 +76,7 @@ def texts(value: Any) -> tuple[str, ...]:
 def integer(value: Any) -> int:
     """A whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError("is not an integer")
+        raise _other(value, "an integer")
     return value
 
 
@@ -84,7 +90,7 @@ def positive(value: Any) -> int:
 def number(value: Any) -> float:
     """A number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError("is not a number")
+        raise _other(value, "a number")
     return float(value)
 
 

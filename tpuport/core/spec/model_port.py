@@ -6,7 +6,7 @@ anything. Importing this module, or building a port, imports neither torch nor j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,8 @@ class ModelPort:
         overrides: op overrides besides attention.
         attention: how attention is split over the mesh.
         options: settings only this model has.
-        detect: the variant for a checkpoint that the user named no variant for.
+        detect: the variant for a checkpoint that the user named no variant for: one of
+            ``variants``, or one named :data:`~tpuport.core.spec.variant.CUSTOM`.
         check: raises UsageError when a request does not fit the checkpoint.
         latent_shape: of the initial noise of one batch.
         make_demo: writes the demo checkpoint of the variant of that name into an empty
@@ -206,10 +207,6 @@ class ModelPort:
             f"model {self.name!r} has no variant {name!r}; it has "
             + ", ".join(v.name for v in self.variants)
         )
-
-    def variant_names(self) -> Sequence[str]:
-        """All variant names, in order."""
-        return [v.name for v in self.variants]
 
 
 def with_blocks(port: ModelPort, blocks: str) -> ModelPort:

@@ -14,6 +14,7 @@ from tpuport.core.spec import kinds, rules
 from tpuport.core.spec.request import Request, one_per_video, seeds_by_batch
 from tpuport.core.spec.rules import Known, check_options, check_size
 from tpuport.core.spec.run_settings import Asked
+from tpuport.core.spec.variant import CUSTOM
 from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -185,6 +186,18 @@ def recorded_request(
                 raise UsageError("it is missing")
             check_options(port, {name: request.options[name]})
     return request
+
+
+def recorded_variant(port: ModelPort, name: str, file: object) -> str | None:
+    """The variant that a file records; ``None`` for a checkpoint of no published size.
+
+    Raises:
+        ArtifactError: the model has no such variant.
+    """
+    if name == CUSTOM:
+        return None
+    with recorded_in(file, "variant", "use the file as `tpuport` wrote it"):
+        return port.variant(name).name
 
 
 def read_source(image: Any, video: Any, frames: int) -> Source | None:

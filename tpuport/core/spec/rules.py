@@ -402,7 +402,10 @@ def check_folder(flag: str, folder: Path) -> None:
     for path in (folder, *folder.absolute().parents):
         if path.exists():
             if not path.is_dir():
-                raise UsageError(f"{flag} {folder}: {path} is not a folder")
+                raise UsageError(
+                    f"{flag} {folder}: {path} is not a folder; move it away, or name "
+                    f"another place with {flag}"
+                )
             if not os.access(path, os.W_OK | os.X_OK):
                 raise UsageError(f"{flag} {folder}: {path} may not be written")
             return

@@ -440,13 +440,15 @@ def read_value(about: Mapping[str, Any], value: Any, label: str) -> Any:
     Raises:
         UsageError: it is of another kind.
     """
-    kind = about["setting"].kind if "setting" in about else about["kind"]
+    setting = about.get("setting")
+    kind = setting.kind if setting else about["kind"]
     try:
         return kind(value)
     except UsageError as error:  # it says what was given
         raise type(error)(f"{label}: {error}") from None
     except (TypeError, ValueError) as error:
-        shown = value[0] if isinstance(value, list) and len(value) == 1 else value
+        many = setting and setting.takes == list[str] and isinstance(value, list)
+        shown = value[0] if many and len(value) == 1 else value
         raise UsageError(f"{label}: {quoted(shown)} {error}") from None
 
 

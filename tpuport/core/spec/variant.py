@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+#: What every model calls a checkpoint of no published size.
+CUSTOM = "custom"
+
 Configs = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By variant or form, by component."""
 

@@ -22,7 +22,7 @@ from tpuport.core.files.typed import read_json
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.configs import check_config
 from tpuport.core.weights.hub import fetch
-from tpuport.errors import MissingWeightsError, WeightsError, quoted
+from tpuport.errors import MissingWeightsError, WeightsError, damaged, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +79,10 @@ class Checkpoint:
             files = [self.folder / component / name for name in names]
             found = [file for file in files if file.is_file()]
             if not found:
-                raise WeightsError(
+                raise damaged(
                     f"{self.source}: {component}/config.json is missing; the folder is "
-                    "not a complete diffusers checkpoint"
+                    "not a complete diffusers checkpoint",
+                    "the checkpoint",
                 )
             config = _read_json(found[0])
             # A class of a plugin's own library is the plugin's to check.
@@ -117,7 +118,7 @@ class Checkpoint:
             return None
         pair = isinstance(entry, list) and len(entry) == 2
         if not pair or any(not isinstance(word, str | None) for word in entry):
-            raise WeightsError(
+            raise damaged(
                 f"{self.source}: model_index.json: {component} is {entry!r}: a list of "
                 "a library and a class is needed"
             )
@@ -138,7 +139,7 @@ class Checkpoint:
                 return getattr(importlib.import_module(library), name)
             except AttributeError:
                 pass
-        raise WeightsError(
+        raise damaged(
             f"{self.source}: model_index.json: {component} is a {name} of {library}, "
             "which the installed versions of diffusers and transformers do not have"
         )
@@ -155,9 +156,10 @@ class Checkpoint:
         """
         if not any((self.folder / path).is_file() for path in (name, *instead)):
             others = f" (and {', '.join(instead)})" if instead else ""
-            raise WeightsError(
+            raise damaged(
                 f"{self.source}: {name} is missing{others}; the checkpoint is "
-                "incomplete"
+                "incomplete",
+                "the checkpoint",
             )
 
     def expect(self, component: str, field: str, value: Any) -> None:
@@ -170,10 +172,9 @@ class Checkpoint:
         """
         found = self.config(component).get(field, value)
         if found != value:
-            raise WeightsError(
+            raise damaged(
                 f"{self.named(component, 'config.json')}: {field} is {quoted(found)}: "
-                f"only {value} is ported, which the published weights have; download "
-                "the file again"
+                f"only {value} is ported, which the published weights have"
             )
 
     def _stored_tensors(self, component: str) -> int | None:
@@ -191,14 +192,16 @@ class Checkpoint:
         """
         found = self.class_name(component)
         if found is None:
-            raise WeightsError(
+            raise damaged(
                 f"{self.source}: model_index.json has no {component!r}; the folder is "
-                "not a complete diffusers checkpoint"
+                "not a complete diffusers checkpoint",
+                "the checkpoint",
             )
         expected = class_path.partition(":")[2]
         if found != expected:
             raise WeightsError(
-                f"{self.source}: {component} is a {found}, expected {expected}"
+                f"{self.source}: {component} is a {found}, expected {expected}; name "
+                "another checkpoint with --weights"
             )
 
     def weight_files(self, component: str) -> dict[str, Path]:
@@ -210,9 +213,10 @@ class Checkpoint:
         """
         folder = self.folder / component
         if not folder.is_dir():
-            raise WeightsError(
+            raise damaged(
                 f"{self.source}: folder {component}/ is missing; the checkpoint is "
-                "incomplete"
+                "incomplete",
+                "the folder",
             )
         for stem in STEMS:
             index = folder / f"{stem}.safetensors.index.json"
@@ -230,9 +234,10 @@ class Checkpoint:
                 "pickle files can run code and are not read. Convert them with "
                 "save_pretrained(..., safe_serialization=True)"
             )
-        raise WeightsError(
+        raise damaged(
             f"{self.source}: {component}/ has no safetensors weights; the checkpoint "
-            "is incomplete"
+            "is incomplete",
+            "the folder",
         )
 
     def _sharded(self, component: str, index: Path) -> dict[str, Path]:
@@ -241,22 +246,24 @@ class Checkpoint:
         for name in _shards(index, mapping):
             shard = index.parent / name
             if not shard.is_file():
-                raise WeightsError(
+                raise damaged(
                     f"{self.source}: {component}/{name} is missing, though "
                     f"{index.name} names it; the checkpoint is incomplete"
                 )
             for key in self._keys(shard):
                 if mapping.get(key) != name:
-                    raise WeightsError(
+                    raise damaged(
                         f"{self.source}: {component}/{name} holds {key}, which "
-                        f"{index.name} does not place there"
+                        f"{index.name} does not place there",
+                        "the folder",
                     )
                 stored[key] = shard
         absent = sorted(set(mapping) - set(stored))
         if absent:
-            raise WeightsError(
+            raise damaged(
                 f"{self.source}: {component}/{mapping[absent[0]]} lacks {absent[0]}, "
-                f"which {index.name} places there"
+                f"which {index.name} places there",
+                "the folder",
             )
         return stored
 
@@ -270,9 +277,9 @@ class Checkpoint:
         try:
             return safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise WeightsError(
+            raise damaged(
                 f"{self.source}: {path.parent.name}/{path.name} is truncated or not a "
-                f"safetensors file ({error}); download it again"
+                f"safetensors file ({error})"
             ) from error
 
     def shapes(self, files: Mapping[str, Path]) -> dict[str, tuple[str, list[int]]]:
@@ -311,9 +318,9 @@ class Checkpoint:
             WeightsError: a value is NaN or infinite.
         """
         if not all_finite(tensor):
-            raise WeightsError(
+            raise damaged(
                 f"{self.named(file.parent.name, file.name)}: {name} holds NaN or "
-                "infinite values; the weights are broken: download them again"
+                "infinite values"
             )
 
     def fingerprint(self, component: str) -> str:
@@ -365,7 +372,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """
     mapping = _read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
-        raise WeightsError(f"{index} has no map")
+        raise damaged(f"{index} has no map")
     return mapping
 
 
@@ -377,23 +384,23 @@ def _shards(index: Path, mapping: Mapping[str, Any]) -> list[str]:
     """
     for tensor, name in mapping.items():
         if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise WeightsError(
+            raise damaged(
                 f"{index}: weight_map.{tensor} is {name!r}, which is no file of its "
-                "folder; the checkpoint is damaged"
+                "folder"
             )
     return sorted(set(mapping.values()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = read_json(path, WeightsError, "download it again")
+        data = read_json(path, WeightsError, "download the file again")
     except FileNotFoundError:
         raise WeightsError(
             f"{path} is missing; the folder is not a diffusers checkpoint (one has "
             "model_index.json and a folder per component)"
         ) from None
     if not isinstance(data, dict):
-        raise WeightsError(f"{path} is not a JSON object")
+        raise damaged(f"{path} is not a JSON object")
     return data
 
 

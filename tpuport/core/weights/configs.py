@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tpuport.core.files.atomic import one_line
-from tpuport.errors import TpuportError, WeightsError, quoted
+from tpuport.errors import TpuportError, damaged, quoted
 
 #: Names of fields that count modules: each module has a stored tensor.
 _DEPTH = re.compile(r"(num_.*)?(layers|blocks)(_per_block)?")
@@ -65,7 +65,7 @@ def check_config(
         problem = problem or _range_problem(name, value, parameter.default)
         problem = problem or _activation_problem(name, value)
         if problem:
-            raise WeightsError(
+            raise damaged(
                 f"{file}: {name} is {quoted(value)}: {problem}; {cls.__name__} cannot "
                 "be built from it"
             )
@@ -83,10 +83,10 @@ def building(what: str, file: str) -> Iterator[None]:
     except TpuportError:
         raise
     except Exception as error:
-        words = f"{type(error).__name__}: {one_line(error)[:120]}"
-        raise WeightsError(
-            f"{file} does not build a {what} ({words}); download it again"
-        ) from error
+        words = f" ({type(error).__name__}: {one_line(error)[:120]})"
+        if isinstance(error, NameError):  # of upstream's code, which took no branch
+            words = ": a value is none that upstream knows"
+        raise damaged(f"{file} does not build a {what}{words}") from error
 
 
 def _kinds(annotation: Any) -> set[type] | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from tpuport.core.weights.configs import building
-from tpuport.errors import WeightsError
+from tpuport.errors import damaged
 
 
 class StoredModule(Protocol):
@@ -96,14 +96,15 @@ def match_names(
         and not any(re.fullmatch(pattern, name) for pattern in component.ignored)
     ]
     if missing or extra:
-        raise WeightsError(
+        raise damaged(
             f"{source}: {component.name}/ does not fit its config.json: "
             + "; ".join(
                 f"{label} tensor {names[0]}"
                 + (f" and {len(names) - 1} more" if len(names) > 1 else "")
                 for label, names in (("missing", missing), ("extra", extra))
                 if names
-            )
+            ),
+            "the folder",
         )
     return found
 

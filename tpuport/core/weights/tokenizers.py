@@ -16,9 +16,9 @@ from typing_extensions import TypedDict
 from tpuport.core.files.typed import checked, read_json
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import building
-from tpuport.errors import WeightsError, quoted
+from tpuport.errors import WeightsError, damaged, quoted
 
-_REMEDY = "download it again"
+_REMEDY = "download the file again"
 _LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
 
 
@@ -65,9 +65,10 @@ def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
     tokenizer = load_processor(checkpoint, folder, class_name)
     for role, token in tokenizer.special_tokens_map.items():
         if holds and isinstance(token, str) and not any(has(token) for has in holds):
-            raise WeightsError(
+            raise damaged(
                 f"{checkpoint.named(folder, '')}: {role} is {quoted(token)}, which is "
-                "not in the vocabulary; a file is damaged: download the folder again"
+                "not in the vocabulary",
+                "the folder",
             )
     # A config that cannot be may be found by its first use alone.
     with building(class_name, checkpoint.named(folder, "")):
@@ -75,9 +76,9 @@ def _load(checkpoint: Checkpoint, folder: str, class_name: str) -> Any:
         unknown = all_unknown(tokenizer, tokenizer(_LETTERS).input_ids)
     if unknown:
         found = ", ".join(sorted(p.name for p in path.iterdir() if p.name in _READERS))
-        raise WeightsError(
-            f"{checkpoint.named(folder, found or '')}: the tokenizer knows no letter; "
-            "its files are damaged: download them again"
+        raise damaged(
+            f"{checkpoint.named(folder, found or '')}: the tokenizer knows no letter",
+            "the folder",
         )
     return tokenizer
 

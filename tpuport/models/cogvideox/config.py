@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request, denoising_steps
-from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
+from tpuport.core.spec.variant import CUSTOM, FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.cogvideox.published import CONFIGS
 
@@ -221,7 +221,7 @@ def detect(checkpoint: Checkpoint) -> Variant:
     height, width = sample_size(config)
     return replace(
         VARIANT_2B,
-        name="custom",
+        name=CUSTOM,
         title="a checkpoint of no published size",
         repo_id=checkpoint.source,
         height=height,

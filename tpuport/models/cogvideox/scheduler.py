@@ -24,7 +24,7 @@ import torch
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import building
-from tpuport.errors import UsageError, WeightsError
+from tpuport.errors import UsageError, damaged
 
 _SCHEDULERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
 
@@ -91,8 +91,8 @@ def request_schedule(request: Request, checkpoint: Checkpoint) -> Schedule:
         sampler = make_scheduler(checkpoint, request.options["scheduler"])
         made = make_schedule(sampler, steps, denoising_steps(request))
     if not np.isfinite(made.coefficients).all():
-        raise WeightsError(
-            f"{file}: the schedule of {steps} steps is not finite; check its betas"
+        raise damaged(
+            f"{file}: the schedule of {steps} steps is not finite; its betas are wrong"
         )
     return made
 

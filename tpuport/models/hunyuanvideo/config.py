@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.core.enums import Task
 from tpuport.core.spec.request import Request
-from tpuport.core.spec.variant import FrameRule, Option, SizeRule, Variant
+from tpuport.core.spec.variant import CUSTOM, FrameRule, Option, SizeRule, Variant
 from tpuport.errors import UsageError
 from tpuport.models.hunyuanvideo.published import CONFIGS
 
@@ -81,7 +81,7 @@ DEMO = replace(
 #: Of 1.5, a checkpoint of no published size.
 _CUSTOM_15 = replace(
     VARIANT_13B,
-    name="custom",
+    name=CUSTOM,
     title="a checkpoint of no published size",
     num_frames=121,
     configs={},
@@ -280,7 +280,7 @@ def detect_13b(checkpoint: Checkpoint) -> Variant:
         config.get(key, known[key]) == known[key]
         for key in ("num_layers", "num_single_layers", "num_attention_heads")
     )
-    name = "13b" if same else "custom"
+    name = "13b" if same else CUSTOM
     return replace(VARIANT_13B, name=name, options=options)
 
 

@@ -85,7 +85,7 @@ def require_tokenizers_15(checkpoint: Checkpoint) -> None:
     _require_bpe(checkpoint, "tokenizer")
     checkpoint.require("tokenizer/tokenizer_config.json")
     config = checkpoint.folder / "tokenizer" / "tokenizer_config.json"
-    read = read_json(config, WeightsError, "get it again")
+    read = read_json(config, WeightsError, "download the file again")
     if not isinstance(read, dict) or not read.get("chat_template"):
         checkpoint.require("tokenizer/chat_template.jinja")
     # Bytes need no vocabulary; an empty folder would still be a broken download.

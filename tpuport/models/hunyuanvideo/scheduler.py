@@ -8,7 +8,7 @@ from tpuport.core.layers.flow_match import FlowSchedule, make_flow_schedule
 from tpuport.core.spec.request import Request
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.core.weights.configs import building
-from tpuport.errors import WeightsError
+from tpuport.errors import damaged
 
 
 def request_schedule(request: Request, checkpoint: Checkpoint) -> FlowSchedule:
@@ -26,5 +26,5 @@ def request_schedule(request: Request, checkpoint: Checkpoint) -> FlowSchedule:
         shift = float(request.options["flow_shift"])
         made = make_flow_schedule(config, steps, shift)
     if not (np.isfinite(made.timesteps).all() and np.isfinite(made.deltas).all()):
-        raise WeightsError(f"{file}: the schedule of {steps} steps is not finite")
+        raise damaged(f"{file}: the schedule of {steps} steps is not finite")
     return made
