@@ -29,7 +29,7 @@ from tpuport.core.spec.run_settings import (
     python_words,
 )
 from tpuport.core.spec.variant import Variant
-from tpuport.errors import UsageError, WeightsError
+from tpuport.errors import UsageError, WeightsError, did_you_mean
 from tpuport.plugins import get_port, reader_of, reader_of_class
 
 if TYPE_CHECKING:
@@ -180,18 +180,19 @@ def open_session(
     return Session(port, chosen, checkpoint, placed, settings, reporter)
 
 
+#: The settings that :func:`port` takes.
+_HOW = frozenset({"attention", "sharding", "blocks", "cache_dir"})
+
+
 def port(
     target: Any,
     model: str | None = None,
     mesh: MeshLike = None,
     *,
-    attention: str | None = None,
-    sharding: str | None = None,
-    blocks: str | None = None,
     on_host: Sequence[str] = (),
-    cache_dir: str | Path | None = None,
     progress: bool = True,
     reporter: Reporter | None = None,
+    **how: Any,
 ) -> Any:
     """Upstream's pipeline or module on a mesh, with upstream's own code in charge.
 
@@ -201,10 +202,10 @@ def port(
         model: the model plugin whose patches, rules and native blocks are used for a
             module; by default the plugin that knows the module's class, if one does.
         mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
-        attention, sharding, blocks: as for :func:`load`.
         on_host: components of a pipeline that stay plain upstream code.
-        cache_dir: where compiled programs are kept; without it none are.
         progress, reporter: as for :func:`load`, for a pipeline.
+        how: ``attention``, ``sharding`` and ``blocks`` as for :func:`load`, and
+            ``cache_dir``, where compiled programs are kept; without it none are.
 
     Returns:
         For a pipeline, that very pipeline; :func:`unport` gives upstream's back. For a
@@ -221,9 +222,12 @@ def port(
     from tpuport.core.run.ported_program import PortedProgram, component_of
     from tpuport.core.seam.ported import port_module, port_pipeline
 
-    given: dict[str, Any] = {"mesh": mesh, "attention": attention}
-    given |= {"sharding": sharding, "blocks": blocks, "cache_dir": cache_dir}
-    settings = RunSettings.read(given, named=str)
+    for name in how.keys() - _HOW:
+        raise TypeError(
+            f"port() has no keyword {name!r}; "
+            + did_you_mean(name, _HOW, f"there are {', '.join(sorted(_HOW))}")
+        )
+    settings = RunSettings.read({"mesh": mesh, **how}, named=str)
     placed = place_for_port(settings.mesh)
     if not isinstance(target, torch.nn.Module):
         if not isinstance(getattr(target, "components", None), dict):

@@ -21,6 +21,7 @@ from tpuport.patches import standard
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, write_slice
+from tpuport.patches.torchax_types import TYPE_AS
 
 SHAPE = (4, 5, 6)
 
@@ -295,3 +296,17 @@ def test_a_rotated_transformer_is_exact_with_each_patch_and_wrong_without(
         rotated_transformer((patch, *others, *way)) < TOLERANCES["transformer float32"]
     )
     assert rotated_transformer((*others, *way)) > 1e-3
+
+
+def test_type_as_makes_a_new_tensor() -> None:
+    assert TYPE_AS.name == "torchax-type-as"
+    runtime = model_runtime(mesh=None, platform="cpu", patches=(TYPE_AS,))
+    with runtime.tracing() as env:
+        half = env.j2t_iso(jnp.ones((1, 2, 3, 3), jnp.bfloat16))
+        full = half.float()
+        found = full.type_as(half)
+        assert (full.dtype, found.dtype) == (torch.float32, torch.bfloat16)
+        # The check of torch itself, before any of torchax's own code.
+        weight = env.j2t_iso(jnp.ones((2, 2, 1, 1), jnp.bfloat16))
+        bias = env.j2t_iso(jnp.ones((2,), jnp.bfloat16))
+        assert torch.nn.functional.conv2d(found, weight, bias).dtype == torch.bfloat16
