@@ -222,10 +222,10 @@ def port(
     from tpuport.core.run.ported_program import PortedProgram, component_of
     from tpuport.core.seam.ported import port_module, port_pipeline
 
-    for name in how.keys() - _HOW:
+    for unknown in how.keys() - _HOW:
         raise TypeError(
-            f"port() has no keyword {name!r}; "
-            + did_you_mean(name, _HOW, f"there are {', '.join(sorted(_HOW))}")
+            f"port() has no keyword {unknown!r}; "
+            + did_you_mean(unknown, _HOW, f"there are {', '.join(sorted(_HOW))}")
         )
     settings = RunSettings.read({"mesh": mesh, **how}, named=str)
     placed = place_for_port(settings.mesh)

@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_pipeline(folder: Path) -> None:
 def test_the_model_that_reads_a_pipeline_is_named(folder: Path) -> None:
     edit_json(folder / "model_index.json", _class_name="HunyuanVideo15Pipeline")
     message = refusal(open_session, folder)
-    assert message.endswith(". Use --model hunyuanvideo")
+    assert message.endswith(". Use model hunyuanvideo")
 
 
 def edit_json(path: Path, **changes: Any) -> None:
@@ -258,7 +258,7 @@ def test_a_hub_id_that_cannot_be_reached() -> None:
     assert message == (
         "hub id 'nobody/no-such-model' is not in the cache and the hub cannot be "
         "reached; HF_HUB_OFFLINE is set: unset it, or download it elsewhere and pass "
-        "the folder to --weights"
+        "the folder to weights"
     )
     with pytest.raises(HubError):
         open_session("nobody/no-such-model")
