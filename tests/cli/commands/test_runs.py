@@ -190,7 +190,10 @@ def test_clean_removes_what_is_named_or_all(cli: Cli, kept: Path) -> None:
     assert "2 runs removed" in cli("runs", "clean", "--all", *cache).out
 
 
-def test_a_run_that_would_fail_again_says_why(cli: Cli, kept: Path) -> None:
+def test_a_run_that_would_fail_again_says_why(
+    cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     good = RunDirectory(kept / "runs" / "good")
     wrong = VideoError("denoise: the latents are NaN; " + "and so on " * 20)
     with pytest.raises(VideoError) as caught, going_on(good):
