@@ -90,6 +90,10 @@ def made(one: Example) -> Made:
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.eval().float()
+            # Layers that begin as zeros would hide all that comes before them.
+            for weight in component.parameters():
+                if not weight.any():
+                    torch.nn.init.normal_(weight, std=0.1)
     if hasattr(pipeline, "set_progress_bar_config"):
         pipeline.set_progress_bar_config(disable=True)
     return pipeline, call
@@ -110,7 +114,7 @@ def run(pipeline: Any, call: dict[str, Any]) -> list[np.ndarray]:
     """The arrays that a call makes: frames in [0, 1], and sound where there is some."""
     torch.manual_seed(3)  # for pipelines that draw without the generator
     generator = torch.Generator("cpu").manual_seed(3)
-    out = pipeline(**call, generator=generator, output_type="np")
+    out = pipeline(**{"output_type": "np", **call}, generator=generator)
     return [np.asarray(value) for value in out.values() if value is not None]
 
 
