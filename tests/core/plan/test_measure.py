@@ -46,14 +46,13 @@ def test_what_does_not_compile_is_told_in_a_line() -> None:
 
     kernels: Any = None
     program: Any = SimpleNamespace(
-        asked=SimpleNamespace(label="denoise/step"),
         stage="denoise",
-        program="step",
+        program_name="step",
         component="transformer",
         calls=1,
         resident=0,
         mesh=jax.make_mesh((1,), ("x",)),
-        loaded=SimpleNamespace(weights={}),
+        weights={},
         lowered=lambda: SimpleNamespace(compile=compile),
         traced=lambda: jax.jit(lambda: 1).trace(),
         attention=(),

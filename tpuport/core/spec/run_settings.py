@@ -447,8 +447,9 @@ def read_value(about: Mapping[str, Any], value: Any, label: str) -> Any:
     except UsageError as error:  # it says what was given
         raise type(error)(f"{label}: {error}") from None
     except (TypeError, ValueError) as error:
-        many = setting and setting.takes == list[str] and isinstance(value, list)
-        shown = value[0] if many and len(value) == 1 else value
+        several = setting and (setting.takes == list[str] or kind is kinds.stages)
+        alone = several and isinstance(value, list) and len(value) == 1
+        shown = value[0] if alone else value
         raise UsageError(f"{label}: {quoted(shown)} {error}") from None
 
 
@@ -468,7 +469,8 @@ _INSTEAD = {
 }
 
 
-_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+#: A flag of tpuport; those of compilers have underscores.
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)(?!\w)")
 
 
 @contextlib.contextmanager
