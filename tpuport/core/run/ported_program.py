@@ -15,6 +15,7 @@ from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.spec.component import Component
 from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights, place_weights
@@ -138,7 +139,11 @@ class PortedProgram:
         if key not in self._programs:
             self._programs[key] = self._make(method, tree, is_tensor, static)
         program, found = self._programs[key]
-        out = program(self._weights, dynamic)
+        try:
+            out = program(self._weights, dynamic)
+        except StackError as error:
+            name = type(self._ported.module).__name__
+            raise UsageError(f"{name}.{method}: {error}") from error
         results = [
             constant if i is None else _rebuilt(to_torch(out[i]), constant)
             for i, constant in found["leaves"]

@@ -168,7 +168,9 @@ class _Chain:
                 raise self._error(self.start, "changes a list or dict that it is given")
             still = list(_tensors_in(self.leaves))
             if len(still) != len(held) or not all(map(_same, still, held)):
-                raise self._error(self.start, "keeps tensors in what it is given")
+                kinds = {type(leaf).__name__ for leaf in self.leaves if _holds(leaf)}
+                what = ", ".join(sorted(kinds)) or "what it is given"
+                raise self._error(self.start, f"keeps tensors in {what}")
             for tensor, array in zip(tensors, arrays, strict=True):
                 if tensor.jax() is not array:
                     raise self._error(self.start, "writes to its arguments in place")
@@ -388,6 +390,11 @@ def _same(one: Any, other: Any) -> bool:
         return True
     plain = bool | int | float | str | None
     return isinstance(one, plain) and type(one) is type(other) and bool(one == other)
+
+
+def _holds(leaf: Any) -> bool:
+    """Whether an argument is no tensor and holds some."""
+    return not isinstance(leaf, torch.Tensor) and any(True for _ in _tensors_in(leaf))
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
