@@ -175,6 +175,9 @@ def remove(run: KeptRun) -> None:
     Raises:
         ArtifactError: a process is at work in the folder.
     """
+    lock = run.folder / LOCK_FILE
+    if lock.is_dir():  # which no process can hold
+        shutil.rmtree(lock, ignore_errors=True)
     with temporary(run.folder):
         pass
 

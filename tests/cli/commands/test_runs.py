@@ -219,6 +219,15 @@ def test_clean_removes_what_would_fail_again(cli: Cli, kept: Path) -> None:
     assert names(kept) == set()
 
 
+def test_clean_removes_a_run_whose_lock_became_a_folder(cli: Cli, kept: Path) -> None:
+    lock = kept / "runs" / "good" / LOCK_FILE
+    lock.unlink(missing_ok=True)
+    (lock / "inside").mkdir(parents=True)
+    ran = cli("runs", "clean", "--all", "--cache-dir", kept)
+    assert ran.code == 0, ran.err
+    assert not lock.parent.exists()
+
+
 def _listed(cli: Cli, cache: Path) -> list[str]:
     return cli("runs", "--cache-dir", cache).out.splitlines()
 
