@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tpuport.cli.commands.patches import Entry, examine
+from tpuport.core import compat
 from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
@@ -58,6 +59,8 @@ def place(patch: Patch) -> tuple[Any, str]:
     """The module or class of a target, and the attribute on it."""
     module, _, path = patch.target.partition(":")
     *parents, attr = path.split(".")
+    if module.startswith("torchax"):
+        compat.import_torchax()  # whichever test is the first of its process
     return functools.reduce(getattr, parents, importlib.import_module(module)), attr
 
 
