@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.run.session import Session
-    from tpuport.core.seam.entry import Target
+    from tpuport.core.seam.target import Target
     from tpuport.core.weights.checkpoint import Checkpoint
 
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
@@ -297,7 +297,7 @@ def place_for_port(mesh: MeshSpec | None) -> PlacedMesh:
 def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
     """What the general port makes programs for: the standard patches and overrides."""
     from tpuport.core.programs.jax_cache import XLA_FOLDER
-    from tpuport.core.seam.entry import Target
+    from tpuport.core.seam.target import Target
     from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
 
     folder = settings.compiled_dir
@@ -315,7 +315,7 @@ def claimed_target(
 ) -> Target:
     """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
     from tpuport.core.layers.model_runtime import EVERYWHERE
-    from tpuport.core.seam.entry import Claim
+    from tpuport.core.seam.target import Claim
 
     general = general_target(placed, settings)
     model = reader_of(pipeline)

@@ -288,7 +288,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _ported(self, pipeline: Any) -> Iterator[Any]:
-        from tpuport.core.seam.entry import Journal
+        from tpuport.core.seam.journal import Journal
         from tpuport.core.seam.ported import port_pipeline, seam_of, unport
 
         settings = self.settings

@@ -17,9 +17,9 @@ from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.entry import Target
 from tpuport.core.seam.pipelines import PipelineFolder
 from tpuport.core.seam.rehearsal import Rehearsal, rehearse, without_weights
+from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.reports import Reporter, StageReport
-from tpuport.core.seam.entry import Called, Journal
+from tpuport.core.seam.journal import Called, Journal
 
 #: How the components that denoise are called in all pipelines of diffusers.
 DENOISERS = ("transformer", "unet", "denoiser", "prior")

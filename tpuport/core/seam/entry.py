@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 import traceback
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.enums import StageName
-from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
-from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
-from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
-from tpuport.core.reports import CompileReport, Reporter
+from tpuport.core.reports import CompileReport
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.draws import Draw, DrawError, recorded
+from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State
+from tpuport.core.seam.target import Claim, Target
 from tpuport.core.seam.values import Form, put_together, take_apart
-from tpuport.core.spec.component import Component
-from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
-from tpuport.core.tracing.context import AttentionPolicy
-from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.core.tracing.patching import Patch, PatchStatus
+from tpuport.core.tracing.patching import PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.gathering import gathered, room_for_weights
 from tpuport.core.weights.placement import abstract_weights, place_weights
 from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
 from tpuport.core.weights.transforms import transformer
-from tpuport.errors import ShardingError, TpuportError, UsageError
-from tpuport.kernels.attention.choice import AttentionChoice
+from tpuport.errors import ShardingError, TpuportError
 
 #: Programs of one forward that differ in the values of their masks, at most.
 MOST_CONSTANTS = 16
@@ -60,79 +49,6 @@ WHOLE = (ShardRule(pattern=".*", spec=(), optional=True, note="whole"),)
 
 class PortError(TpuportError):
     """Upstream code that cannot become a program."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Claim:
-    """What a plugin knows of a component.
-
-    Attributes:
-        port: the form of the model, with its blocks in place.
-        component: the name of the component there.
-        layout: of the sharding rules.
-    """
-
-    port: ModelPort
-    component: str
-    layout: str
-
-    def plan(self, stored: Mapping[str, Any], mesh: Mapping[str, int]) -> ShardingPlan:
-        """Where the weights go.
-
-        Raises:
-            ShardingError: the weights are not those that the rules are for.
-        """
-        return self.port.sharding_plan(self.component, self.layout, stored, mesh)
-
-    @property
-    def about(self) -> Component:
-        """The component as the plugin declares it."""
-        return self.port.components[self.component]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Target:
-    """What programs are made for.
-
-    Attributes:
-        mesh: the devices.
-        patches: on upstream code, applied while tracing.
-        overrides: of torch operators.
-        attention: how attention is split over the mesh.
-        implementation: of attention.
-        everywhere: the op overrides of attention.
-        claims: what a plugin knows of components, by name.
-        general: for a component that is not as the plugin knows it.
-        cache: a folder where jax keeps compiled programs; ``None`` keeps none.
-    """
-
-    mesh: jax.sharding.Mesh
-    patches: tuple[Patch, ...] = ()
-    overrides: tuple[OpOverride, ...] = ()
-    everywhere: tuple[OpOverride, ...] = (EXCHANGED_ATTENTION, LENGTH_ATTENTION)
-    claims: Mapping[str, Claim] = field(default_factory=dict)
-    general: Target | None = None
-    cache: Path | None = None
-    attention: AttentionPolicy = AttentionPolicy()
-    implementation: AttentionChoice = AttentionChoice()
-
-    @functools.cached_property
-    def replicated(self) -> NamedSharding:
-        """The whole array on every device."""
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    def runtime(self, *, exact: bool) -> Runtime:
-        """A tracing environment; ``exact`` asks for float32 products in full."""
-        return model_runtime(
-            mesh=self.mesh,
-            platform=str(self.mesh.devices.flat[0].platform),
-            patches=self.patches,
-            overrides=self.overrides,
-            everywhere=self.everywhere,
-            attention=self.attention,
-            attention_implementation=self.implementation,
-            matmul_precision="highest" if exact else None,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,75 +80,6 @@ class _Out:
 
     result: Form | None = None
     draws: tuple[Draw, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Called:
-    """One call of a module by upstream's code.
-
-    Attributes:
-        name: of the module: its component, and the path within.
-        started: on the clock of :func:`time.perf_counter`.
-        seconds: until the result was on the host.
-        compiled: the program that was made for the call; ``None`` if there was one.
-    """
-
-    name: str
-    started: float
-    seconds: float
-    compiled: CompileReport | None = None
-
-    @property
-    def component(self) -> str:
-        """The component of the pipeline."""
-        return self.name.partition(".")[0]
-
-
-class Journal:
-    """The last calls of a port, and who is told of them."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
-        self.calls: deque[Called] = deque(maxlen=1 << 16)
-        self.on_call: Callable[[str], None] = lambda name: None
-
-
-@dataclass(kw_only=True, slots=True)
-class Uploads:
-    """Arrays of tensors that are on the devices already."""
-
-    sharding: NamedSharding
-    _known: dict[int, tuple[Any, int, jax.Array]] = field(default_factory=dict)
-
-    def array(self, tensor: torch.Tensor) -> jax.Array:
-        """The tensor on the devices; uploaded once if nothing writes to it."""
-        if tensor.is_inference():
-            return self._put(tensor)
-        known = self._known.get(id(tensor))
-        if known and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
-        array = self._put(tensor)
-        self.note(tensor, array)
-        return array
-
-    def note(self, tensor: torch.Tensor, array: jax.Array) -> None:
-        """``array`` is ``tensor`` on the devices."""
-        key = id(tensor)
-        known = self._known
-
-        def forget(_: Any) -> None:
-            known.pop(key, None)
-
-        known[key] = (weakref.ref(tensor, forget), tensor._version, array)
-
-    def _put(self, tensor: torch.Tensor) -> jax.Array:
-        try:
-            return jax.device_put(to_numpy(tensor), self.sharding)
-        except OverflowError as error:
-            raise UsageError(
-                f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "
-                "count in 32 bits"
-            ) from None
 
 
 class Entry:

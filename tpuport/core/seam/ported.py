@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.entry import Target
 from tpuport.core.seam.seam import Seam
+from tpuport.core.seam.target import Target
 from tpuport.errors import UsageError, did_you_mean
 
 #: Methods of a pipeline that place its weights, and what a port does in their stead.

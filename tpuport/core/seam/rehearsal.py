@@ -21,9 +21,10 @@ from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.driving import driving
-from tpuport.core.seam.entry import Entry, Program, Target
+from tpuport.core.seam.entry import Entry, Program
 from tpuport.core.seam.pipelines import PipelineFolder
 from tpuport.core.seam.seam import Seam
+from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.weights.configs import building

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.entry import Entry, Journal, Target, Uploads
+from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.journal import Journal, Uploads
+from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import tracing_now
 from tpuport.core.weights.gathering import room_for_weights
 from tpuport.errors import UsageError
