@@ -7,11 +7,13 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
 
@@ -24,6 +26,7 @@ from tpuport.core.files.frames import to_uint8
 from tpuport.core.files.sealed_json import sidecar_bytes, sidecar_path
 from tpuport.core.files.video_file import (
     LONGEST,
+    VideoKind,
     VideoWriter,
     check_length,
     check_output,
@@ -555,3 +558,42 @@ def test_no_video_goes_into_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OutputError, match="is a device or a pipe"):
         output_of(tmp_path / "pipe")
+
+
+# --- sound
+
+RATE = 16_000
+
+
+def write_sound(path: Path, kind: VideoKind, *, channels: int) -> None:
+    """A second of ten frames, with a tone of 440 Hz in each channel."""
+    writer = VideoWriter(path, kind, 10)
+    writer.append(np.random.default_rng(0).random((10, 32, 48, 3), np.float32))
+    tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    writer.add_sound(np.tile(tone.astype(np.float32), (channels, 1)), RATE)
+    writer.finish()
+    writer.publish(path, replace=False)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_video_has_its_sound(kind: VideoKind, channels: int, tmp_path: Path) -> None:
+    path = tmp_path / f"tone.{kind}"
+    write_sound(path, kind, channels=channels)
+    assert read_back(path)[:3] == (10, 32, 48)
+    raw = ("-f", "f32le", "-ac", "1", "-ar", str(RATE), "-")
+    decoded = subprocess.run(
+        [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), *raw],
+        capture_output=True,
+        check=True,
+    ).stdout
+    samples = np.frombuffer(decoded, "<f4")
+    assert abs(len(samples) / RATE - 1) < 0.1
+    loudest = np.abs(np.fft.rfft(samples)).argmax() * RATE / len(samples)
+    assert abs(loudest - 440) < 5
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_gif_holds_no_sound(tmp_path: Path) -> None:
+    with pytest.raises(VideoError, match="holds no sound"):
+        write_sound(tmp_path / "tone.gif", "gif", channels=1)

@@ -130,17 +130,28 @@ def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive
             drive.end()
 
 
-def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
-    original = scheduler.step
+class _Step:
+    """In place of a scheduler's ``step``, with upstream's signature.
 
-    # Pipelines look at the signature of step.
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        drive.stepped()
+    A pipeline may copy its scheduler, for sound say: the copy has its own ``step``.
+    """
+
+    def __init__(self, scheduler: Any, drive: Drive) -> None:
+        self._scheduler, self._drive = scheduler, drive
+        functools.update_wrapper(self, scheduler.step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = type(self._scheduler).step(self._scheduler, *args, **kwargs)
+        self._drive.stepped()
         return result
 
-    vars(scheduler)["step"] = step
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._scheduler)]
+        return functools.partial(type(copied).step, copied)
+
+
+def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
+    vars(scheduler)["step"] = _Step(scheduler, drive)
     stack.callback(vars(scheduler).pop, "step", None)
 
 

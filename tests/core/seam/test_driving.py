@@ -1,0 +1,51 @@
+"""The stages of a call are told, and a scheduler that is copied stays its own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import torch
+
+from tpuport.core.enums import Backend
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.driving import driving
+from tpuport.core.seam.journal import Journal
+
+
+def scheduler() -> Any:
+    made = diffusers.FlowMatchEulerDiscreteScheduler()
+    made.set_timesteps(3)
+    return made
+
+
+def test_steps_are_counted_and_upstreams_step_comes_back() -> None:
+    own = scheduler()
+    pipeline = SimpleNamespace(components={"scheduler": own})
+    signature = inspect.signature(own.step)
+    x = torch.ones(1, 4)
+    with driving(pipeline, Journal(Reporter()), Backend.TPUPORT) as drive:
+        assert inspect.signature(own.step) == signature
+        for timestep in own.timesteps:
+            own.step(x, timestep, x)
+    assert [report.stage for report in drive.reports] == ["encode", "denoise"]
+    assert len(drive.steps) == 3
+    assert "step" not in vars(own)
+
+
+def test_a_copied_scheduler_steps_by_itself() -> None:
+    """Pipelines with sound copy theirs: each steps as often as the other."""
+    own = scheduler()
+    pipeline = SimpleNamespace(components={"scheduler": own})
+    x = torch.ones(1, 4)
+    with driving(pipeline, Journal(Reporter()), Backend.TPUPORT) as drive:
+        sound = copy.deepcopy(own)
+        for timestep in own.timesteps:
+            (video,) = own.step(x, timestep, x, return_dict=False)
+            (found,) = sound.step(x, timestep, x, return_dict=False)
+            assert torch.equal(found, video)
+    assert own.step_index == sound.step_index == 3
+    assert len(drive.steps) == 3
