@@ -318,6 +318,7 @@ def claimed_target(
     from tpuport.core.seam.target import Claim
 
     general = general_target(placed, settings)
+    pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
     model = reader_of(pipeline)
     if model is None:
         return general

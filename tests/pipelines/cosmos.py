@@ -250,11 +250,11 @@ def transfer() -> Made:
     return pipeline, call
 
 
-@example("Cosmos3OmniPipeline", kind="one model of text and video", gate=True)
-def omni() -> Made:
+def omni_parts() -> dict[str, Any]:
+    """The components of Cosmos 3."""
     tokenizer = qwen_tokenizer()
-    pipeline = diffusers.Cosmos3OmniPipeline(
-        transformer=diffusers.Cosmos3OmniTransformer(
+    return {
+        "transformer": diffusers.Cosmos3OmniTransformer(
             head_dim=16,
             hidden_size=32,
             intermediate_size=32,
@@ -267,17 +267,24 @@ def omni() -> Made:
             rope_axes_dim=[4, 2, 2],
             vocab_size=len(tokenizer) + 8,
         ),
-        text_tokenizer=tokenizer,
-        vae=wan_vae(),
-        scheduler=diffusers.UniPCMultistepScheduler(),
-        enable_safety_checker=False,
-    )
-    call = {
-        **CALL,
-        "num_frames": 5,
-        "use_system_prompt": False,
-        "add_resolution_template": False,
-        "add_duration_template": False,
+        "text_tokenizer": tokenizer,
+        "vae": wan_vae(),
+        "scheduler": diffusers.UniPCMultistepScheduler(),
     }
-    del call["max_sequence_length"]
-    return pipeline, call
+
+
+OMNI_CALL: dict[str, Any] = {
+    **{name: value for name, value in CALL.items() if name != "max_sequence_length"},
+    "num_frames": 5,
+    "use_system_prompt": False,
+    "add_resolution_template": False,
+    "add_duration_template": False,
+}
+
+
+@example("Cosmos3OmniPipeline", kind="one model of text and video", gate=True)
+def omni() -> Made:
+    pipeline = diffusers.Cosmos3OmniPipeline(
+        **omni_parts(), enable_safety_checker=False
+    )
+    return pipeline, dict(OMNI_CALL)

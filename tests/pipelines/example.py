@@ -28,7 +28,7 @@ FAMILIES = (
     "hunyuan",
     "kandinsky",
     "ltx",
-    "modular",
+    "modular.videos",
     "others",
     "sana",
     "wan",
@@ -86,6 +86,7 @@ def made(one: Example) -> Made:
     pipeline, call = one.make()
     _leave_prompts()
     # Torch's compiler takes seconds, and fails once torchax is imported.
+    torch.compiler.set_stance("force_eager")
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):

@@ -98,15 +98,25 @@ def helios_transformer() -> Any:
     )
 
 
+def helios_steps() -> Any:
+    return diffusers.HeliosScheduler(
+        stage_range=[0, 1], stages=1, use_dynamic_shifting=True
+    )
+
+
+def pyramid_steps() -> Any:
+    return diffusers.HeliosScheduler(
+        stage_range=[0, 0.5, 1], stages=2, gamma=0.25, use_dynamic_shifting=True
+    )
+
+
 @example("HeliosPipeline", kind="chunks with a memory of those before", gate=True)
 def helios() -> Made:
     pipeline = diffusers.HeliosPipeline(
         **t5_text(),
         transformer=helios_transformer(),
         vae=wan_vae(),
-        scheduler=diffusers.HeliosScheduler(
-            stage_range=[0, 1], stages=1, use_dynamic_shifting=True
-        ),
+        scheduler=helios_steps(),
     )
     return pipeline, {**CALL, "num_latent_frames_per_chunk": 3}
 
@@ -117,9 +127,7 @@ def helios_pyramid() -> Made:
         **t5_text(),
         transformer=helios_transformer(),
         vae=wan_vae(),
-        scheduler=diffusers.HeliosScheduler(
-            stage_range=[0, 0.5, 1], stages=2, gamma=0.25, use_dynamic_shifting=True
-        ),
+        scheduler=pyramid_steps(),
     )
     call = {
         **CALL,

@@ -33,7 +33,7 @@ def llama_tokenizer() -> Any:
 def qwen_tokenizer() -> Any:
     """For Qwen 2 and 2.5: turns may be text, or lists of parts with text."""
     tokenizer = _read(demo_tokenizers.write_qwen_tokenizer)
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.chat_template = demo_tokenizers.CHAT_TEMPLATE.replace(
         "message.content",

@@ -222,6 +222,8 @@ def _with_array(original: Callable[..., Any]) -> Callable[..., Any]:
     """A view's own array, where torchax takes the view for a tensor."""
 
     def __getattribute__(self: Any, name: str) -> Any:
+        if name == "tolist":
+            return self.jax().tolist
         return self.jax() if name == "_elem" else original(self, name)
 
     return __getattribute__
@@ -233,7 +235,7 @@ VIEW_ARRAY = Patch(
     replacement=_with_array,
     wraps=True,
     reason="`x[1:][[0, -1]]` ends in an AttributeError: torchax reads `_elem` of the "
-    "slice, which tensors have and slices have not",
+    "slice, which tensors have and slices have not. `x[0].tolist()` ends in torch",
     upstream="torchax==0.0.13",
     link="https://github.com/google/torchax",
 )
