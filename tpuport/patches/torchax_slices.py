@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -218,13 +219,40 @@ SLICE_ASSIGNMENT = tuple(
 """For any model that assigns to slices inside ``forward``."""
 
 
+@dataclass(frozen=True)
+class _Reshaped:
+    """A view of other dims, in the form of torchax's own kinds of views."""
+
+    shape: tuple[int, ...]
+
+    def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
+        return jax_array.reshape(self.shape)
+
+    def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
+        return new_value.reshape(jax_array.shape)
+
+    def calculate_output_shape(self, source: jax.Array) -> tuple[int, ...]:
+        return source.reshape(self.shape).shape
+
+
 def _with_array(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A view's own array, where torchax takes the view for a tensor."""
+    """What a view lacks: an array, a list of its numbers, a view of other dims."""
 
     def __getattribute__(self: Any, name: str) -> Any:
+        if name == "_elem":
+            return self.jax()
         if name == "tolist":
             return self.jax().tolist
-        return self.jax() if name == "_elem" else original(self, name)
+        if name != "view":
+            return original(self, name)
+
+        def view(*shape: Any, **kwargs: Any) -> Any:
+            if kwargs or isinstance(shape[0], torch.dtype):
+                return original(self, name)(*shape, **kwargs)
+            dims = shape if isinstance(shape[0], int) else tuple(shape[0])
+            return self.create_sub_view(_Reshaped(dims))
+
+        return view
 
     return __getattribute__
 
@@ -235,8 +263,9 @@ VIEW_ARRAY = Patch(
     replacement=_with_array,
     wraps=True,
     reason="`x[1:][[0, -1]]` ends in an AttributeError: torchax reads `_elem` of the "
-    "slice, which tensors have and slices have not. `x[0].tolist()` ends in torch",
+    "slice, which tensors have and slices have not; `x[0].tolist()` ends in torch; "
+    "`x[:, :n].view(shape)[:, :m] = y` writes to a copy. Wan-Animate-2 does both",
     upstream="torchax==0.0.13",
     link="https://github.com/google/torchax",
 )
-"""For any model that indexes a slice with a list or a tensor."""
+"""For any model that works on a slice as on a tensor."""

@@ -211,9 +211,10 @@ class Entry:
             container = containers[number]
             if isinstance(container, list):
                 container[:] = content
-            else:
-                container.clear()
-                container.update(content)
+                continue
+            inside = container if isinstance(container, dict) else vars(container)
+            inside.clear()
+            inside.update(content if isinstance(content, dict) else vars(content))
         for number, tensor in written.items():
             leaves[number].copy_(tensor)
         self._attributes.write(attributes)
@@ -550,7 +551,10 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _content(container: Any) -> list[Any]:
-    return list(container.items() if isinstance(container, dict) else container)
+    if isinstance(container, list):
+        return list(container)
+    inside = container if isinstance(container, dict) else vars(container)
+    return list(inside.items())
 
 
 def _same_content(one: list[Any], other: list[Any]) -> bool:

@@ -80,8 +80,8 @@ def take_apart(value: Any, leaves: list[Any], containers: list[Any]) -> Form:
     Args:
         value: any Python value.
         leaves: the tensors found are added here, in order.
-        containers: the lists and dicts found are added here, in order: a module may
-            change them in place.
+        containers: the lists, dicts and objects found are added here, in order: a
+            module may change them in place.
     """
     return _Taking(leaves, containers).form(value, 0)
 
@@ -108,6 +108,13 @@ def put_together(
         for key, part in zip(form.keys, form.parts, strict=True):
             made[key] = put_together(part, leaves, containers)
         return made
+    if form.kind == "object":
+        made = form.value.__new__(form.value)
+        if containers is not None:
+            containers.append(made)
+        for name, part in zip(form.keys, form.parts, strict=True):
+            vars(made)[name] = put_together(part, leaves, containers)
+        return made
     parts = [put_together(part, leaves, containers) for part in form.parts]
     if form.kind == "function":
         cells = tuple(types.CellType(part) for part in parts)
@@ -117,11 +124,7 @@ def put_together(
     if form.kind == "tuple":
         named = hasattr(form.value, "_fields")
         return form.value(*parts) if named else form.value(parts)
-    if form.kind == "dict":
-        return form.value(**dict(zip(form.keys, parts, strict=True)))
-    made = form.value.__new__(form.value)
-    vars(made).update(zip(form.keys, parts, strict=True))
-    return made
+    return form.value(**dict(zip(form.keys, parts, strict=True)))
 
 
 @dataclass(slots=True)
@@ -149,7 +152,8 @@ class _Taking:
         if isinstance(value, types.FunctionType) and _holds_tensors(_bound(value), 2):
             made = _Same(value.__globals__), (value.__code__, value.__name__)
             return Form("function", *made, self._each(_bound(value), depth))
-        if depth < _DEEPEST and _holds_tensors(value, _DEEPEST - depth):
+        if depth < _DEEPEST and _may_hold_tensors(value, _DEEPEST - depth):
+            self.containers.append(value)
             parts = vars(value)
             return Form("object", kind, tuple(parts), self._each(parts.values(), depth))
         return Form("same", _Same(value))
@@ -178,3 +182,9 @@ def _holds_tensors(value: Any, depth: int) -> bool:
     if callable(value) or not hasattr(value, "__dict__"):
         return False
     return any(_holds_tensors(part, depth - 1) for part in vars(value).values())
+
+
+def _may_hold_tensors(value: Any, depth: int) -> bool:
+    """Whether an object holds tensors, or is a cache with places for tensors."""
+    named = "cache" in type(value).__name__.lower() and hasattr(value, "__dict__")
+    return (named and not callable(value)) or _holds_tensors(value, depth)
