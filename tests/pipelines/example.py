@@ -28,6 +28,7 @@ FAMILIES = (
     "hunyuan",
     "kandinsky",
     "ltx",
+    "modular.pictures",
     "modular.videos",
     "others",
     "sana",

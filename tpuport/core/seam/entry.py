@@ -6,6 +6,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from tpuport.core.reports import CompileReport
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.journal import Called, Journal, Uploads
-from tpuport.core.seam.module_state import Attributes, State
+from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
@@ -357,10 +358,9 @@ class Entry:
             for draw in draws
         ]
         ported.runtime.records.clear()
-        if constant:
-            with jax.ensure_compile_time_eval():
-                return jitted.trace(self._structs, structs), out, used
-        return jitted.trace(self._structs, structs), out, used
+        at_once = jax.ensure_compile_time_eval() if constant else nullcontext()
+        with at_once, forgetting(self.module):
+            return jitted.trace(self._structs, structs), out, used
 
     def _run(
         self,

@@ -8,6 +8,7 @@ program, and what forward writes to an attribute is an output.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,32 @@ class Written:
     """Attributes that a traced forward has set, by module and name."""
 
     values: dict[str, dict[str, Any]]
+
+
+@contextlib.contextmanager
+def forgetting(module: torch.nn.Module) -> Iterator[None]:
+    """Functions that keep their results keep none from before the block, or from it.
+
+    ``functools.lru_cache`` in the code of a module would hand the arrays of one trace
+    to the next trace, and to upstream.
+    """
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__}
+    owners = [*kinds, *{id(m): m for m in map(inspect.getmodule, kinds)}.values()]
+    functions = [f for owner in owners for f in vars(owner).values() if callable(f)]
+    inside = [
+        cell.cell_contents
+        for function in functions
+        if hasattr(function, "__wrapped__")
+        for cell in getattr(function, "__closure__", None) or ()
+    ]
+    kept = [f for f in (*functions, *inside) if hasattr(f, "cache_clear")]
+    for function in kept:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in kept:
+            function.cache_clear()
 
 
 def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
