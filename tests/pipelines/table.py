@@ -16,6 +16,7 @@ import multiprocessing
 import re
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def row(one: Example, found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Measure what is missing, and print the table."""
     file, examples = Path(sys.argv[1]), all_examples()
-    names = sys.argv[2:] or sorted(examples)
+    names = sys.argv[2:] or sorted(examples, key=lambda n: (not examples[n].gate, n))
     measure_all(file, [name for name in names if not examples[name].refused])
     results = read(file)
     print(
@@ -148,9 +149,12 @@ def main() -> None:
     for name in sorted(examples):
         print(row(examples[name], results.get(name, {})))
     known = {name.partition("-")[0] for name in examples}
-    for name in (*video_pipelines(), *sum(modular_families().values(), [])):
+    families = modular_families()
+    for name in (*video_pipelines(), *chain.from_iterable(families.values())):
         if name not in known:
             print(f"| {name} | | not tried | - | - | - |")
+    run = [family for family, classes in families.items() if known & {*classes}]
+    print(f"\n{len(run)} of {len(families)} modular families: {', '.join(run)}.")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-
 import transformers
 
 from tests.pipelines import cosmos, hunyuan, ltx, others, wan
