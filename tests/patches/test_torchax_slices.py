@@ -20,7 +20,12 @@ from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches import standard
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, write_slice
+from tpuport.patches.torchax_slices import (
+    IN_PLACE,
+    SLICE_ASSIGNMENT,
+    VIEW_ARRAY,
+    write_slice,
+)
 from tpuport.patches.torchax_types import TYPE_AS
 
 SHAPE = (4, 5, 6)
@@ -146,6 +151,22 @@ def test_an_update_through_a_view_reaches_the_tensor() -> None:
     with runtime.tracing() as env:
         found = to_torch(env.t2j_iso(add(env.to_xla(start()))))
     assert torch.equal(found, add(start()))
+
+
+def test_a_slice_of_other_dims_is_written_through() -> None:
+    def assign(x: torch.Tensor) -> torch.Tensor:
+        x = x + 0
+        x[:, 1:3].view(4, 2, 2, 3)[:, :, 1] = torch.full((4, 2, 3), -1.0)
+        x[0].view(-1)[:2] = 7.0
+        return x
+
+    patches = (*SLICE_ASSIGNMENT, VIEW_ARRAY)
+    runtime = model_runtime(mesh=None, platform="cpu", patches=patches)
+    with runtime.tracing() as env:
+        found = to_torch(env.t2j_iso(assign(env.to_xla(start()))))
+        numbers = env.to_xla(start())[1:, 2].tolist()
+    assert torch.equal(found, assign(start()))
+    assert numbers == start()[1:, 2].tolist()
 
 
 def test_a_bool_mask_is_written_by_torchax() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.utils.torch_utils import lru_cache_unless_export
 
 import tpuport
 from tpuport.core.seam.entry import MOST_CONSTANTS, Entry
@@ -168,6 +169,63 @@ def test_attributes_that_forward_sets_are_set() -> None:
     for call in range(3):
         assert close(ported(X + call), module(X + call))
     assert close(ported.last, module.last)
+
+
+class LayerCache:
+    key: torch.Tensor | None
+
+    def __init__(self) -> None:
+        self.key = None
+
+
+class Cache:
+    """Keeps keys, as upstream's caches do: a plain object that begins empty."""
+
+    def __init__(self) -> None:
+        self.layers = [LayerCache() for _ in range(2)]
+
+
+class Filling(torch.nn.Module):
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        for layer in cache.layers:
+            x = x + (0 if layer.key is None else layer.key)
+            layer.key = 2 * x
+        return x
+
+
+def test_an_object_that_forward_fills_is_filled() -> None:
+    module, x = Filling(), torch.arange(3.0)
+    wanted, found = Cache(), Cache()
+    ported = tpuport.port(module)
+    for _ in range(3):
+        assert torch.equal(ported(x, found), module(x, wanted))
+        for one, other in zip(found.layers, wanted.layers, strict=True):
+            assert one.key is not None
+            assert other.key is not None
+            assert torch.equal(one.key, other.key)
+
+
+class Keeping(torch.nn.Module):
+    """Keeps a table by its size; reads a value the second time it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.arange(4.0))
+
+    @lru_cache_unless_export()  # noqa: B019 (as upstream does)
+    def table(self, size: int) -> torch.Tensor:
+        return self.numbers[:size] * 2.0
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        x = x + self.table(x.shape[0])
+        return x * number[0].tolist()
+
+
+def test_a_table_that_a_function_keeps_is_of_one_trace() -> None:
+    module, x, number = Keeping(), torch.ones(3), torch.tensor([3])
+    ported = tpuport.port(module)
+    assert torch.equal(ported(x, number), torch.tensor([3.0, 9.0, 15.0]))
+    assert torch.equal(module(x, number), torch.tensor([3.0, 9.0, 15.0]))
 
 
 class InPlace(torch.nn.Module):

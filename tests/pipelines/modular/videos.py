@@ -1,4 +1,4 @@
-"""Pipelines of blocks that make videos: components are handed in, and outputs asked for by name."""
+"""Pipelines of blocks that make videos: parts go in, outputs are asked for."""
 
 from __future__ import annotations
 

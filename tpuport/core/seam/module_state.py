@@ -129,14 +129,13 @@ def forgetting(module: torch.nn.Module) -> Iterator[None]:
     """
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
     owners = [*kinds, *{id(m): m for m in map(inspect.getmodule, kinds)}.values()]
-    functions = [f for owner in owners for f in vars(owner).values() if callable(f)]
-    inside = [
-        cell.cell_contents
-        for function in functions
-        if hasattr(function, "__wrapped__")
-        for cell in getattr(function, "__closure__", None) or ()
+    kept = [
+        function
+        for owner in owners
+        for value in vars(owner).values()
+        for function in _wrapped(value)
+        if hasattr(function, "cache_clear")
     ]
-    kept = [f for f in (*functions, *inside) if hasattr(f, "cache_clear")]
     for function in kept:
         function.cache_clear()
     try:
@@ -144,6 +143,16 @@ def forgetting(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for function in kept:
             function.cache_clear()
+
+
+def _wrapped(value: Any) -> Iterator[Any]:
+    """A function, the functions that it wraps, and what they take from outside."""
+    while callable(value):
+        yield value
+        if hasattr(value, "__wrapped__"):
+            cells = getattr(value, "__closure__", None) or ()
+            yield from (cell.cell_contents for cell in cells)
+        value = vars(value).get("__wrapped__") if hasattr(value, "__dict__") else None
 
 
 def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
