@@ -1,0 +1,137 @@
+"""A steady run of a ported pipeline on the CPU beside upstream's own, in turns.
+
+    python -m tests.measure.steady [NAME ...]
+
+The examples of tests/pipelines with transformers wide enough that products take most
+of the time; one device, float32, both with all cores. For each pipeline the middle of
+the ratios of neighbouring runs, ported to upstream: 1.00 is as fast. The first run,
+which compiles, is left out. The last columns are the calls of modules in a run, and
+the time of a call in the port's own Python: what is left of a run of small modules
+whose programs do nothing is upstream's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+
+import tpuport
+from tests.pipelines.example import Example, all_examples, difference, made, run
+from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.ported import seam_of
+
+ROUNDS = 3
+#: By pipeline: what is larger in the transformer's config, and in the call.
+LARGER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "WanPipeline": (
+        {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048},
+        {"height": 64, "width": 64},
+    ),
+    "LTXPipeline": (
+        {
+            "num_attention_heads": 8,
+            "attention_head_dim": 64,
+            "cross_attention_dim": 512,
+        },
+        {"height": 128, "width": 128, "num_frames": 17},
+    ),
+    "CogVideoXPipeline": (
+        {"num_attention_heads": 8, "attention_head_dim": 64},
+        {"height": 64, "width": 64},
+    ),
+    "SanaVideoPipeline": (
+        {
+            "num_attention_heads": 8,
+            "attention_head_dim": 64,
+            "num_cross_attention_heads": 8,
+            "cross_attention_head_dim": 64,
+            "cross_attention_dim": 512,
+        },
+        {"height": 64, "width": 64},
+    ),
+    "MochiPipeline": (
+        {"num_attention_heads": 8, "attention_head_dim": 64},
+        {"height": 64, "width": 64},
+    ),
+}
+
+
+def enlarged(one: Example) -> tuple[Any, dict[str, Any]]:
+    """The example with a larger transformer, and its call."""
+    config, call = LARGER[one.name]
+    pipeline, usual = made(one)
+    small = pipeline.transformer
+    torch.manual_seed(0)
+    large = type(small).from_config({**small.config, **config}).eval()
+    pipeline.register_modules(transformer=large)
+    return pipeline, usual | call
+
+
+def seconds(pipeline: Any, call: dict[str, Any]) -> tuple[float, list[Any]]:
+    started = time.perf_counter()
+    made = run(pipeline, call)
+    return time.perf_counter() - started, made
+
+
+def on_host(pipeline: Any, call: dict[str, Any]) -> tuple[int, float]:
+    """Calls of a ported pipeline, and the seconds of one outside of its program."""
+    spent: list[float] = []
+    answer, called = Entry._answer, Entry._called
+
+    def timed_answer(self: Entry, *args: Any) -> Any:
+        started = time.perf_counter()
+        arrays = [array.block_until_ready() for array in answer(self, *args)]
+        spent[-1] -= time.perf_counter() - started
+        return arrays
+
+    def timed_call(self: Entry, *args: Any) -> Any:
+        started = time.perf_counter()
+        spent.append(0.0)
+        result = called(self, *args)
+        spent[-1] += time.perf_counter() - started
+        return result
+
+    with (
+        mock.patch.object(Entry, "_answer", timed_answer),
+        mock.patch.object(Entry, "_called", timed_call),
+    ):
+        run(pipeline, call)
+    return len(spent), statistics.median(spent)
+
+
+def row(one: Example) -> str:
+    """One line of the table."""
+    pipeline, call = enlarged(one)
+    expected = run(pipeline, call)
+    twin, _ = enlarged(one)
+    with tpuport.ported(twin, mesh="dp=1", progress=False):
+        worst = difference(run(twin, call), expected)
+        pairs = [
+            (seconds(pipeline, call)[0], seconds(twin, call)[0]) for _ in range(ROUNDS)
+        ]
+        calls, host = on_host(twin, call)
+        programs = sum(e.programs for e in seam_of(twin).entries.values())
+    ratio = statistics.median(ported / upstream for upstream, ported in pairs)
+    upstream = statistics.median(pair[0] for pair in pairs)
+    return (
+        f"| {one.name} | {upstream:.2f} | {ratio:.2f} | {worst:.0e} | {programs} | "
+        f"{calls} | {host * 1e6:.0f} |"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    examples = all_examples()
+    print("| pipeline | upstream, s | ratio | difference | programs | calls | host, us |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in sys.argv[1:] or LARGER:
+        print(row(examples[name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
