@@ -127,7 +127,9 @@ def row(one: Example) -> str:
 def main() -> None:
     """Print the table."""
     examples = all_examples()
-    print("| pipeline | upstream, s | ratio | difference | programs | calls | host, us |")
+    print(
+        "| pipeline | upstream, s | ratio | difference | programs | calls | host, us |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in sys.argv[1:] or LARGER:
         print(row(examples[name]), flush=True)

@@ -171,6 +171,17 @@ def animatediff_video_control() -> Made:
     return pipeline, {**CALL, **SIZE, **frames}
 
 
+def unet_xl() -> Any:
+    """For two text encoders, the second one pooled, and sizes of pictures."""
+    return unet(
+        cross_attention_dim=16,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + 8,
+    )
+
+
 @example("AnimateDiffSDXLPipeline", kind="two text encoders")
 def animatediff_sdxl() -> Made:
     second = clip_text(8, pooled=True)
@@ -179,13 +190,7 @@ def animatediff_sdxl() -> Made:
         text_encoder_2=second["text_encoder"],
         tokenizer_2=second["tokenizer"],
         vae=picture_vae(),
-        unet=unet(
-            cross_attention_dim=16,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 8,
-        ),
+        unet=unet_xl(),
         motion_adapter=motion(),
         scheduler=scheduler(),
     )

@@ -22,10 +22,10 @@ CALL: dict[str, Any] = {
 }
 
 
-def t5_text(width: int = 32) -> dict[str, Any]:
-    """T5's tokenizer, and its encoder of two layers."""
+def t5_text(width: int = 32, kind: str = "T5") -> dict[str, Any]:
+    """The tokenizer of T5 or UMT5, and an encoder of two layers."""
     tokenizer = t5_tokenizer()
-    config = transformers.T5Config(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
         d_model=width,
         d_kv=8,
@@ -36,7 +36,7 @@ def t5_text(width: int = 32) -> dict[str, Any]:
     )
     return {
         "tokenizer": tokenizer,
-        "text_encoder": transformers.T5EncoderModel(config),
+        "text_encoder": getattr(transformers, f"{kind}EncoderModel")(config),
     }
 
 

@@ -14,7 +14,7 @@ from diffusers.models.transformers import transformer_cosmos
 from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.example import Made, example
 from tests.pipelines.pictures import clip, picture
-from tests.pipelines.tokenizers import qwen_tokenizer
+from tests.pipelines.tokenizers import qwen_config, qwen_tokenizer
 from tests.pipelines.wan import vae as wan_vae
 
 CALL: dict[str, Any] = {
@@ -160,24 +160,8 @@ def video_to_world_2() -> Made:
 def qwen_text(width: int = 16) -> dict[str, Any]:
     """Qwen 2.5's tokenizer, and its language model of two layers that sees."""
     tokenizer = qwen_tokenizer()
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_parameters": {
-            "mrope_section": [1, 1, 2],
-            "rope_type": "default",
-            "rope_theta": 1e6,
-        },
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
     config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
+        text_config=qwen_config(tokenizer, hidden_size=width),
         vision_config={
             "depth": 2,
             "hidden_size": 16,

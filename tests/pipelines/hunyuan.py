@@ -10,7 +10,7 @@ import transformers
 from tests.pipelines.animatediff import clip_text
 from tests.pipelines.example import Made, example
 from tests.pipelines.pictures import clip_processor, picture
-from tests.pipelines.tokenizers import llama_tokenizer, qwen_tokenizer
+from tests.pipelines.tokenizers import llama_tokenizer, qwen_config, qwen_tokenizer
 
 CALL: dict[str, Any] = {
     "prompt": "a panda plays a guitar",
@@ -225,20 +225,7 @@ def parts_15(task: str) -> dict[str, Any]:
     """The components of HunyuanVideo 1.5."""
     tokenizer = qwen_tokenizer()
     text_config = transformers.Qwen2_5_VLTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        rope_parameters={
-            "mrope_section": [1, 1, 2],
-            "rope_type": "default",
-            "rope_theta": 1e6,
-        },
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **qwen_config(tokenizer, num_hidden_layers=4)
     )
     second = transformers.ByT5Tokenizer()
     return {

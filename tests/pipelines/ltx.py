@@ -11,22 +11,10 @@ from diffusers.pipelines import ltx2
 from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
+from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.example import Made, example, seeded
 from tests.pipelines.pictures import clip, picture
-from tests.pipelines.tokenizers import gemma_tokenizer, t5_tokenizer
-
-
-def text_encoder(vocabulary: int) -> Any:
-    return transformers.T5EncoderModel(
-        transformers.T5Config(
-            vocab_size=vocabulary,
-            d_model=32,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=4,
-        )
-    )
+from tests.pipelines.tokenizers import gemma_tokenizer
 
 
 def transformer() -> Any:
@@ -60,10 +48,8 @@ def vae(**changed: Any) -> Any:
 
 
 def pipeline(kind: Any, **components: Any) -> Any:
-    tokenizer = t5_tokenizer()
     usual: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "text_encoder": text_encoder(len(tokenizer)),
+        **t5_text(),
         "transformer": transformer(),
         "vae": vae(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),

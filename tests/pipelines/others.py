@@ -11,7 +11,8 @@ import transformers
 from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.example import Made, example, seeded
 from tests.pipelines.pictures import clip_encoder, clip_processor, picture
-from tests.pipelines.tokenizers import qwen_tokenizer
+from tests.pipelines.tokenizers import qwen_config, qwen_tokenizer
+from tests.pipelines.wan import SIZES
 from tests.pipelines.wan import vae as wan_vae
 
 CALL: dict[str, Any] = {
@@ -23,18 +24,6 @@ CALL: dict[str, Any] = {
     "num_inference_steps": 2,
     "guidance_scale": 5.0,
     "max_sequence_length": 16,
-}
-SIZES: dict[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 32,
-    "freq_dim": 64,
-    "ffn_dim": 32,
-    "num_layers": 2,
-    "cross_attn_norm": True,
 }
 
 
@@ -145,22 +134,7 @@ def easy_animate_parts(in_channels: int, **changed: Any) -> dict[str, Any]:
     """The components of EasyAnimate."""
     tokenizer = qwen_tokenizer()
     config = transformers.Qwen2VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_parameters": {
-                "mrope_section": [1, 1, 2],
-                "rope_type": "default",
-                "rope_theta": 1e6,
-            },
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
+        text_config=qwen_config(tokenizer, num_hidden_layers=3),
         vision_config={"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2},
         tie_word_embeddings=False,
     )

@@ -9,9 +9,10 @@ import numpy as np
 import transformers
 
 from tests.pipelines import ltx, wan
+from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.example import Made, example
 from tests.pipelines.pictures import picture
-from tests.pipelines.tokenizers import gemma_tokenizer, t5_tokenizer
+from tests.pipelines.tokenizers import gemma_tokenizer
 
 
 def call(**changed: Any) -> dict[str, Any]:
@@ -29,10 +30,8 @@ def call(**changed: Any) -> dict[str, Any]:
 
 @example("MochiPipeline", kind="text and video tokens in one attention", gate=True)
 def mochi() -> Made:
-    tokenizer = t5_tokenizer()
     made = diffusers.MochiPipeline(
-        tokenizer=tokenizer,
-        text_encoder=ltx.text_encoder(len(tokenizer)),
+        **t5_text(),
         transformer=diffusers.MochiTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=8,

@@ -43,6 +43,27 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
+def qwen_config(tokenizer: Any, **changed: Any) -> dict[str, Any]:
+    """The config of a small language model of Qwen's for the tokenizer."""
+    config: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "mrope_section": [1, 1, 2],
+            "rope_type": "default",
+            "rope_theta": 1e6,
+        },
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return config | changed
+
+
 def _read(write: Callable[[Path], None]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "tokenizer")

@@ -5,42 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import transformers
 
+from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.example import Made, example
 from tests.pipelines.pictures import clip, clip_encoder, clip_processor, picture
-from tests.pipelines.tokenizers import t5_tokenizer
 
 
-def text_encoder(vocabulary: int) -> Any:
-    return transformers.UMT5EncoderModel(
-        transformers.UMT5Config(
-            vocab_size=vocabulary,
-            d_model=32,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=4,
-        )
-    )
+def umt5_text() -> dict[str, Any]:
+    return t5_text(kind="UMT5")
+
+
+SIZES: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 32,
+    "freq_dim": 64,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+}
+"""Of a transformer like Wan's."""
 
 
 def transformer(kind: Any = diffusers.WanTransformer3DModel, **changed: Any) -> Any:
-    config: dict[str, Any] = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 32,
-        "freq_dim": 64,
-        "ffn_dim": 32,
-        "num_layers": 2,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "rope_max_seq_len": 32,
-    }
-    return kind(**config | changed)
+    norms = {"qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
+    return kind(**SIZES | norms | changed)
 
 
 def vae(**changed: Any) -> Any:
@@ -81,10 +73,8 @@ def unipc() -> Any:
 
 def pipeline(kind: Any, **components: Any) -> Any:
     """A pipeline of the class, with Wan's text encoder and autoencoder."""
-    tokenizer = t5_tokenizer()
     usual: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "text_encoder": text_encoder(len(tokenizer)),
+        **umt5_text(),
         "vae": vae(),
         "scheduler": euler(),
     }

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import transformers
 
-from tests.pipelines.animatediff import clip_text, picture_vae, unet
+from tests.pipelines.animatediff import clip_text, picture_vae, unet_xl
 from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.cosmos import qwen_text
 from tests.pipelines.example import Made, example
@@ -114,13 +114,7 @@ def stable_diffusion_xl() -> Made:
         **clip_text(8),
         **second(clip_text(8, pooled=True)),
         vae=picture_vae(),
-        unet=unet(
-            cross_attention_dim=16,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 8,
-        ),
+        unet=unet_xl(),
         scheduler=diffusers.EulerDiscreteScheduler(),
     )
     return made, CALL | {"negative_prompt": "blurry"}

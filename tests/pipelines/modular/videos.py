@@ -11,7 +11,7 @@ from tests.pipelines import cosmos, hunyuan, ltx, others, wan
 from tests.pipelines.cogvideox import t5_text
 from tests.pipelines.example import Made, example
 from tests.pipelines.pictures import clip, clip_encoder, clip_processor, picture
-from tests.pipelines.tokenizers import gemma_tokenizer, qwen_tokenizer, t5_tokenizer
+from tests.pipelines.tokenizers import gemma_tokenizer, qwen_tokenizer
 
 
 def pipeline(kind: Any, **components: Any) -> Any:
@@ -22,10 +22,8 @@ def pipeline(kind: Any, **components: Any) -> Any:
 
 
 def wan_pipeline(kind: Any, **components: Any) -> Any:
-    tokenizer = t5_tokenizer()
     usual: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "text_encoder": wan.text_encoder(len(tokenizer)),
+        **wan.umt5_text(),
         "vae": wan.vae(),
         "scheduler": wan.unipc(),
     }
@@ -86,11 +84,9 @@ def wan_vace() -> Made:
 
 @example("LTXModularPipeline", kind="blocks")
 def ltx_1() -> Made:
-    tokenizer = t5_tokenizer()
     made = pipeline(
         diffusers.LTXModularPipeline,
-        tokenizer=tokenizer,
-        text_encoder=ltx.text_encoder(len(tokenizer)),
+        **t5_text(),
         transformer=ltx.transformer(),
         vae=ltx.vae(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -246,11 +242,9 @@ def cosmos_3_distilled() -> Made:
 
 
 def animate_pipeline(kind: Any) -> Any:
-    tokenizer = t5_tokenizer()
     return pipeline(
         kind,
-        tokenizer=tokenizer,
-        text_encoder=wan.text_encoder(len(tokenizer)),
+        **wan.umt5_text(),
         vae=wan.vae(),
         scheduler=wan.euler(),
         image_encoder=clip_encoder(224, width=1280, patch=112),
