@@ -120,19 +120,25 @@ def measure_all(file: Path, names: list[str]) -> None:
 
 
 def row(one: Example, found: dict[str, dict[str, Any]]) -> str:
-    """One example: what is special, how near, on which meshes, what it cost."""
+    """One example: what is special, how near, on which meshes, what it cost.
+
+    A mesh that is not named was not tried.
+    """
     cost = "nothing"
     if (model := reader_of(one.name.partition("-")[0])) is not None:
         cost = f"the plugin of {model}"
     if one.refused:
         return f"| {one.name} | {one.kind} | no: {one.refused} | - | - | - |"
-    near = {mesh: found.get(mesh, {}).get("difference", 9.0) for mesh in MESHES}
-    exact = [mesh for mesh in MESHES if near[mesh] < TOLERANCES["video float32"]]
-    others = [mesh for mesh in MESHES if mesh not in exact]
-    told = "all" if not others else "all but " + "; ".join(others)
-    if len(exact) < len(others):
-        told = "; ".join(exact) or "none"
-    worst = f"{max(near[mesh] for mesh in exact):.0e}" if exact else "-"
+    exact = TOLERANCES["video float32"]
+    near = {
+        m: found[m]["difference"] for m in MESHES if "difference" in found.get(m, {})
+    }
+    good = [mesh for mesh, worst in near.items() if worst < exact]
+    told = "all" if len(good) == len(MESHES) else "; ".join(good)
+    for mesh, one_run in found.items():
+        if mesh not in good:
+            told += f" (not {mesh}: {one_run.get('error') or near.get(mesh)})"
+    worst = f"{max(near[mesh] for mesh in good):.0e}" if good else "-"
     return f"| {one.name} | {one.kind} | yes | {worst} | {told} | {cost} |"
 
 
