@@ -38,7 +38,7 @@ LARGER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "attention_head_dim": 64,
             "cross_attention_dim": 512,
         },
-        {"height": 128, "width": 128, "num_frames": 17},
+        {"height": 64, "width": 64},
     ),
     "CogVideoXPipeline": (
         {"num_attention_heads": 8, "attention_head_dim": 64},
