@@ -6,8 +6,8 @@ The examples of tests/pipelines with transformers wide enough that products take
 of the time; one device, float32, both with all cores. For each pipeline the middle of
 the ratios of neighbouring runs, ported to upstream: 1.00 is as fast. The first run,
 which compiles, is left out. The last columns are the calls of modules in a run, and
-the time of a call in the port's own Python: what is left of a run of small modules
-whose programs do nothing is upstream's.
+the middle of the times that a call spends outside of its program: the port's Python
+and the copies to and from the device.
 """
 
 from __future__ import annotations
