@@ -212,7 +212,7 @@ class Keeping(torch.nn.Module):
         super().__init__()
         self.register_buffer("numbers", torch.arange(4.0))
 
-    @lru_cache_unless_export()  # noqa: B019 (as upstream does)
+    @lru_cache_unless_export()
     def table(self, size: int) -> torch.Tensor:
         return self.numbers[:size] * 2.0
 
