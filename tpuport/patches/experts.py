@@ -32,6 +32,6 @@ CHOSEN_EXPERTS = diffusers_patch(
     "hidream-experts",
     "models.transformers.transformer_hidream_image:MOEFeedForwardSwiGLU.moe_infer",
     chosen_experts,
-    "how many tokens an expert gets is known when the program runs, too late for shapes",
+    "how many tokens an expert gets is known too late for shapes",
 )
 """For HiDream."""
