@@ -52,9 +52,11 @@ def _by_torch(env: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
 
     def call(device: str) -> Any:
-        given = pytree.tree_map(
-            lambda x: _own(x).to(device) if _is_tensor(x) else x, (args, kwargs)
-        )
+        def there(x: Any) -> Any:
+            own = _own(x) if _is_tensor(x) else None
+            return x if own is None else own.to(device)
+
+        given = pytree.tree_map(there, (args, kwargs))
         if func in _MAKERS or "device" in kwargs:
             given[1]["device"] = device
         return func(*given[0], **given[1])
