@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.patches.experts import chosen_experts
 from tpuport.patches.missing import MISSING
-from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_BOUNDS
+from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY, VIEW_BOUNDS
 
 X = torch.linspace(-1.0, 2.0, 48).reshape(4, 12)
 
@@ -79,3 +80,38 @@ def test_tokens_take_the_experts_that_they_chose() -> None:
         torch.testing.assert_close(
             row, sum(share * experts[i](X[token]) for i, share in pairs)
         )
+
+
+def test_a_sum_has_the_dtype_that_was_asked_for() -> None:
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    with runtime.tracing() as env:
+        x = env.j2t_iso(jnp.asarray(to_numpy(mask)))
+        for dim in (None, 1, (0, 1), -1):
+            given = {} if dim is None else {"dim": dim}
+            found = torch.sum(x, dtype=torch.float32, **given)
+            expected = torch.sum(mask, dtype=torch.float32, **given)
+            assert found.dtype == torch.float32
+            assert torch.equal(to_torch(env.t2j_iso(found)), expected)
+        halves = env.j2t_iso(jnp.full((4096,), 0.1, jnp.bfloat16))
+        total = to_torch(env.t2j_iso(halves.sum(dtype=torch.float32)))
+    expected = torch.full((4096,), 0.1).bfloat16().float().sum()
+    assert abs(float(total / expected) - 1) < TOLERANCES["module float32"]
+
+
+def test_all_true_is_known() -> None:
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
+    with runtime.tracing() as env:
+        for values in ([True, True], [True, False]):
+            x = env.j2t_iso(jnp.asarray(values))
+            found = torch.ops.aten._is_all_true(x)
+            assert bool(env.t2j_iso(found)) is all(values)
+
+
+def test_a_slice_is_indexed_by_a_list() -> None:
+    assert VIEW_ARRAY.name == "torchax-view-array"
+    runtime = model_runtime(mesh=None, platform="cpu", patches=(VIEW_ARRAY,))
+    x = torch.arange(12.0).reshape(4, 3)
+    with runtime.tracing() as env:
+        found = env.j2t_iso(jnp.asarray(x.numpy()))[1:][[0, -1]]
+        assert torch.equal(to_torch(env.t2j_iso(found)), x[1:][[0, -1]])

@@ -20,8 +20,12 @@ from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches import standard
 from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.norms import FLOAT32_NORMS
-from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, write_slice
-from tpuport.patches.torchax_types import TYPE_AS
+from tpuport.patches.torchax_slices import (
+    IN_PLACE,
+    SLICE_ASSIGNMENT,
+    TYPE_AS,
+    write_slice,
+)
 
 SHAPE = (4, 5, 6)
 

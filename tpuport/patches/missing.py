@@ -1,8 +1,8 @@
-"""Operators that torchax has not, or under other names of their arguments."""
+"""Operators that torchax has not, or not whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,22 @@ def _window(name: str) -> Callable[..., jax.Array]:
     return window
 
 
+def total(
+    self: jax.Array,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> jax.Array:
+    """``torch.sum`` over ``dim``, or over all dims; ``dtype`` is of the result."""
+    from torchax.ops.mappings import t2j_dtype
+
+    axes = (dim,) if isinstance(dim, int) else tuple(dim or range(self.ndim))
+    kind = None if dtype is None else t2j_dtype(dtype)
+    # As torch does: first the other type, and then the sum.
+    return jnp.sum(self if kind is None else self.astype(kind), axes, keepdims=keepdim)
+
+
 def _override(target: str, function: Callable[..., Any], reason: str) -> OpOverride:
     return OpOverride(
         targets=(target,),
@@ -45,6 +61,16 @@ def _override(target: str, function: Callable[..., Any], reason: str) -> OpOverr
 
 MISSING = (
     _override(
+        "torch.ops.aten.sum",
+        total,
+        "torchax leaves out the dtype that a sum is asked for",
+    ),
+    _override(
+        "torch.ops.aten._is_all_true",
+        jnp.all,
+        "torchax lacks the operator, which torch's checks of values call",
+    ),
+    _override(
         "torch.nn.functional.linear",
         linear,
         "torchax has other names for the arguments: linear(input=x) is a TypeError",
@@ -54,4 +80,4 @@ MISSING = (
         for name in ("hann_window", "hamming_window")
     ),
 )
-"""For any model; windows are for spectra of sound."""
+"""For any model: sums of masks, checks of values, spectra of sound."""

@@ -11,15 +11,14 @@ from tpuport.patches.missing import MISSING
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.pairs import PAIRS
-from tpuport.patches.reductions import REDUCTIONS
 from tpuport.patches.resize import NEAREST_RESIZE
 from tpuport.patches.torchax_slices import (
     IN_PLACE,
     SLICE_ASSIGNMENT,
+    TYPE_AS,
     VIEW_ARRAY,
     VIEW_BOUNDS,
 )
-from tpuport.patches.torchax_types import TYPE_AS
 
 PATCHES = (
     *SLICE_ASSIGNMENT,
@@ -39,7 +38,6 @@ OVERRIDES = (
     NEAREST_RESIZE,
     CONVOLUTION,
     PADDING,
-    *REDUCTIONS,
     *MISSING,
 )
 """Norms, activations, resizing, convolutions, padding and sums."""

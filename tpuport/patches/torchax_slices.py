@@ -279,3 +279,20 @@ VIEW_ARRAY = Patch(
     link="https://github.com/google/torchax",
 )
 """For any model that indexes a slice with a list or a tensor."""
+
+
+def type_as(self: Any, other: Any) -> Any:
+    """``torch.Tensor.type_as``: a new tensor; ``self`` stays what it is."""
+    return self.to(other.dtype)
+
+
+TYPE_AS = Patch(
+    name="torchax-type-as",
+    target="torchax.tensor:Tensor.type_as",
+    replacement=type_as,
+    reason="torchax converts the tensor itself and hands it back: the tensor before is "
+    "changed, and torch still takes it for the old type and refuses a convolution",
+    upstream="torchax==0.0.13",
+    link="https://github.com/google/torchax",
+)
+"""For any model that calls ``type_as``."""

@@ -364,14 +364,13 @@ class Entry(ModuleWeights):
         return [_array(leaf, env) for leaf in leaves]
 
     def _refused(self, error: BaseException) -> PortError:
-        frame = _upstream_frame(error)
-        where = f" at {frame}" if frame else ""
-        text = str(error).strip().splitlines()
+        kind, frame = type(self.module).__name__, _upstream_frame(error)
+        who = self.name if self.name == kind else f"{self.name} ({kind})"
+        text = (str(error).strip().splitlines() or [""])[0]
+        what = f"{type(error).__name__}{f' at {frame}' if frame else ''}: {text}"
         return PortError(
-            f"{self.name} ({type(self.module).__name__}) cannot become a program: "
-            f"{type(error).__name__}{where}: {text[0] if text else ''}. Run this "
-            f"component by upstream's own code (on_host="
-            f"{self.name.partition('.')[0]!r}), or patch the line"
+            f"{who[:90]} cannot become a program: {what[:120]}. Patch the line, or "
+            "leave it to upstream's own code (on_host of a pipeline)"
         )
 
 

@@ -23,8 +23,8 @@ from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.models.hunyuanvideo import sharding
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
-from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.constants import CONSTANTS
+from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
 ATOL = TOLERANCES["component float32"]

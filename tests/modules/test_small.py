@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.modules.small import CONFIGS, called, configured
 from tests.pipelines.example import Example, all_examples
-from tests.pipelines.modules import CONFIGS, called, configured
 from tests.tolerances import TOLERANCES
 
 #: With a pipeline around each; the pipelines themselves are tested in test_examples.

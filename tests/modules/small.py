@@ -1,6 +1,6 @@
 """Small modules of diffusers with random weights, for what no video pipeline has.
 
-    python -m tests.pipelines.modules > table.md
+    python -m tests.modules.small > table.md
 
 The transformers and autoencoders of the examples are there too, with the arguments of
 the first calls that upstream's pipeline makes. The command makes the table of modules:
