@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.utils import _mode_utils
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -26,7 +27,6 @@ def _window(name: str) -> Callable[..., jax.Array]:
     make = getattr(torch, name)
 
     def window(*args: Any, dtype: Any = None, **_: Any) -> jax.Array:
-        from torch.utils import _mode_utils
 
         with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             return jnp.asarray(to_numpy(make(*args, dtype=dtype, device="cpu")))
