@@ -18,15 +18,15 @@ from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.patches import standard
+from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.norms import FLOAT32_NORMS
-from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.torchax_slices import (
     IN_PLACE,
     SLICE_ASSIGNMENT,
+    TYPE_AS,
     VIEW_ARRAY,
     write_slice,
 )
-from tpuport.patches.torchax_types import TYPE_AS
 
 SHAPE = (4, 5, 6)
 
@@ -265,7 +265,7 @@ def rotated_transformer(patches: tuple[Patch, ...]) -> float:
     runtime = model_runtime(
         mesh=None,
         platform="cpu",
-        patches=(*patches, *TIMESTEP_EMBEDDING, *models_own),
+        patches=(*patches, CONSTANTS, *models_own),
         overrides=FLOAT32_NORMS,
     )
     ported = PortedModule(module, runtime)

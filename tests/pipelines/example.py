@@ -91,14 +91,21 @@ def made(one: Example) -> Made:
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
-            component.eval().float()
-            # Layers that begin as zeros would hide all that comes before them.
-            for weight in component.parameters():
-                if not weight.any():
-                    torch.nn.init.normal_(weight, std=0.1)
+            prepared(component)
     if hasattr(pipeline, "set_progress_bar_config"):
         pipeline.set_progress_bar_config(disable=True)
     return pipeline, call
+
+
+def prepared(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in float32 and evaluation mode, with no weight that is zero."""
+    # Torch's compiler takes seconds, and fails once torchax is imported.
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    # Layers that begin as zeros would hide all that comes before them.
+    for weight in module.parameters():
+        if not weight.any():
+            torch.nn.init.normal_(weight, std=0.1)
+    return module.eval().float()
 
 
 def _leave_prompts() -> None:

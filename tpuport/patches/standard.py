@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
+from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.conv import CONVOLUTION
+from tpuport.patches.experts import CHOSEN_EXPERTS
 from tpuport.patches.flex_attention import FLEX_ATTENTION
+from tpuport.patches.missing import MISSING
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.pairs import PAIRS
-from tpuport.patches.reductions import REDUCTIONS
 from tpuport.patches.resize import NEAREST_RESIZE
-from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
-from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, VIEW_ARRAY
-from tpuport.patches.torchax_types import TYPE_AS
+from tpuport.patches.torchax_slices import (
+    IN_PLACE,
+    SLICE_ASSIGNMENT,
+    TYPE_AS,
+    VIEW_ARRAY,
+    VIEW_BOUNDS,
+)
 
 PATCHES = (
     *SLICE_ASSIGNMENT,
     VIEW_ARRAY,
+    VIEW_BOUNDS,
     IN_PLACE,
     TYPE_AS,
     *FLEX_ATTENTION,
-    *TIMESTEP_EMBEDDING,
+    CONSTANTS,
+    CHOSEN_EXPERTS,
 )
-"""What torchax gets wrong or has not, and timesteps in float32."""
+"""What torchax gets wrong or has not, and constants as torch computes them."""
 
 OVERRIDES = (
     *FLOAT32_NORMS,
@@ -30,7 +38,7 @@ OVERRIDES = (
     NEAREST_RESIZE,
     CONVOLUTION,
     PADDING,
-    *REDUCTIONS,
+    *MISSING,
 )
 """Norms, activations, resizing, convolutions, padding and sums."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,10 +120,19 @@ def _joined(parts: Sequence[jax.Array], shape: Sequence[int]) -> jax.Array:
     return joined.reshape(shape)
 
 
+def _fitting(value: Any) -> Any:
+    """What is assigned, without leading dims of 1: torch lets them be, JAX does not."""
+    if not isinstance(value, jax.Array):
+        return value
+    extra = next((i for i, size in enumerate(value.shape) if size != 1), value.ndim)
+    return value.reshape(value.shape[extra:])
+
+
 def _update_view(original: Callable[..., Any]) -> Callable[..., Any]:
     """Writing through a view of a tensor."""
 
     def update_tensor(self: Any, new_value: jax.Array, jax_array: jax.Array) -> Any:
+        new_value = _fitting(new_value)
         written = write_slice(jax_array, self.slices, new_value)
         return original(self, new_value, jax_array) if written is None else written
 
@@ -133,7 +143,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     """Writing to a tensor itself."""
 
     def __setitem__(self: Any, key: Any, val: Any) -> None:
-        value = val.jax() if hasattr(val, "jax") else val
+        value = _fitting(val.jax() if hasattr(val, "jax") else val)
         # Part after part is written: what was put together need not come apart again.
         array, known = vars(self).get(_PARTS, (None, None))
         known = known if array is self._elem else None
@@ -144,7 +154,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         written = write_slice(self._elem, key, value)
         if written is None:
-            original(self, key, val)
+            original(self, key, value)
         else:
             self._elem = written
 
@@ -235,6 +245,37 @@ class _Reshaped:
         return source.reshape(self.shape).shape
 
 
+def _with_known_bounds(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A slice whose bounds are numbers at once, where they are tensors."""
+
+    def __init__(self: Any, slices: Any) -> None:
+        is_tuple = isinstance(slices, tuple)
+        found = tuple(map(_known, slices)) if is_tuple else _known(slices)
+        original(self, found)
+
+    return __init__
+
+
+def _known(key: Any) -> Any:
+    if not isinstance(key, slice):
+        return key
+    bounds = (key.start, key.stop, key.step)
+    return slice(*(None if b is None else operator.index(b) for b in bounds))
+
+
+VIEW_BOUNDS = Patch(
+    name="torchax-slice-bounds",
+    target="torchax.view:NarrowInfo.__init__",
+    replacement=_with_known_bounds,
+    wraps=True,
+    reason="`x[:, : lengths[0]]` fails where the slice is read: torchax keeps a tensor "
+    "as a bound and asks for its value when no tensor may be computed with",
+    upstream="torchax==0.0.13",
+    link="https://github.com/google/torchax",
+)
+"""For any model that cuts a tensor at a length that another tensor holds."""
+
+
 def _with_array(original: Callable[..., Any]) -> Callable[..., Any]:
     """What a view lacks: an array, a list of its numbers, a view of other dims."""
 
@@ -269,3 +310,20 @@ VIEW_ARRAY = Patch(
     link="https://github.com/google/torchax",
 )
 """For any model that works on a slice as on a tensor."""
+
+
+def type_as(self: Any, other: Any) -> Any:
+    """``torch.Tensor.type_as``: a new tensor; ``self`` stays what it is."""
+    return self.to(other.dtype)
+
+
+TYPE_AS = Patch(
+    name="torchax-type-as",
+    target="torchax.tensor:Tensor.type_as",
+    replacement=type_as,
+    reason="torchax converts the tensor itself and hands it back: the tensor before is "
+    "changed, and torch still takes it for the old type and refuses a convolution",
+    upstream="torchax==0.0.13",
+    link="https://github.com/google/torchax",
+)
+"""For any model that calls ``type_as``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,21 +19,14 @@ from tpuport.core.enums import StageName
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
 from tpuport.core.reports import CompileReport
-from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
-from tpuport.core.seam.target import Claim, Target
+from tpuport.core.seam.module_weights import ModuleWeights
+from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import Form, put_together, take_apart
-from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
-from tpuport.core.tracing.patching import PatchStatus
-from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.core.tracing.runtime import Runtime
-from tpuport.core.weights.gathering import gathered, room_for_weights
-from tpuport.core.weights.placement import abstract_weights, place_weights
-from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
-from tpuport.core.weights.transforms import transformer
-from tpuport.errors import ShardingError, TpuportError
+from tpuport.core.tracing.block_stacks import StackError
+from tpuport.errors import TpuportError
 
 #: Programs of one forward that differ in the values of their masks, at most.
 MOST_CONSTANTS = 16
@@ -45,7 +38,6 @@ _ASKS_FOR_VALUES = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-WHOLE = (ShardRule(pattern=".*", spec=(), optional=True, note="whole"),)
 
 
 class PortError(TpuportError):
@@ -83,7 +75,7 @@ class _Out:
     draws: tuple[Draw, ...] = ()
 
 
-class Entry:
+class Entry(ModuleWeights):
     """The forward of one module, as compiled programs.
 
     Weights are placed at the first call. They are placed again when something changed
@@ -108,22 +100,12 @@ class Entry:
         journal: Journal,
         make_room: Callable[[Entry], None],
     ) -> None:
+        super().__init__(module, name, target, journal)
         self._make_room = make_room
-        self.name = name
-        self.module = module
-        self.target = target
-        self._journal = journal
         self._forward = forward
         self._uploads = uploads
         self._attributes = Attributes(module)
         self._may_keep = _may_keep(module, forward)
-        self._tensors: tuple[Any, ...] = ()
-        self._weights: Mapping[str, jax.Array] | None = None
-        self._blocks: tuple[StackedBlocks, ...] | None = None
-        self._ported: PortedModule | None = None
-        self._claim: Claim | None = None
-        self._structs: Mapping[str, Any] = {}
-        self.plan: ShardingPlan | None = None
         self._programs: dict[Any, Program] = {}
         self._constant: dict[Any, frozenset[int]] = {}
 
@@ -176,27 +158,6 @@ class Entry:
         """How many programs there are."""
         return len(self._programs)
 
-    @property
-    def patches(self) -> tuple[PatchStatus, ...]:
-        """What became of each patch while the last program was traced."""
-        return () if self._ported is None else self._ported.runtime.patch_states
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes of weights that each device holds."""
-        self._port()
-        assert self.plan is not None
-        return self.plan.bytes_per_device
-
-    @property
-    def placed(self) -> bool:
-        """Whether the weights are on the devices."""
-        return self._weights is not None
-
-    def free(self) -> None:
-        """Give back the devices' memory; the next call places the weights again."""
-        self._weights = None
-
     def _given_back(
         self,
         out: _Out,
@@ -222,6 +183,11 @@ class Entry:
         return result
 
     # Programs.
+
+    def _forget(self) -> None:
+        self._programs.clear()
+        self._constant.clear()
+        self._attributes = Attributes(self.module)
 
     def _program(
         self, form: Form, state: State, tensors: Sequence[torch.Tensor]
@@ -399,120 +365,14 @@ class Entry:
         return [_array(leaf, env) for leaf in leaves]
 
     def _refused(self, error: BaseException) -> PortError:
-        frame = _upstream_frame(error)
-        where = f" at {frame}" if frame else ""
-        text = str(error).strip().splitlines()
+        kind, frame = type(self.module).__name__, _upstream_frame(error)
+        who = self.name if self.name == kind else f"{self.name} ({kind})"
+        text = (str(error).strip().splitlines() or [""])[0]
+        what = f"{type(error).__name__}{f' at {frame}' if frame else ''}: {text}"
         return PortError(
-            f"{self.name} ({type(self.module).__name__}) cannot become a program: "
-            f"{type(error).__name__}{where}: {text[0] if text else ''}. Run this "
-            f"component by upstream's own code (on_host="
-            f"{self.name.partition('.')[0]!r}), or patch the line"
+            f"{who[:90]} cannot become a program: {what[:120]}. Patch the line, or "
+            "leave it to upstream's own code (on_host of a pipeline)"
         )
-
-    # Weights.
-
-    def _port(self) -> PortedModule:
-        if self._ported is None:
-            self._claim = self._fitting()
-            if self._claim is None:
-                names = PortedModule(self.module, self._runtime()).names
-                alike = alike_blocks(self.module)
-                self._rebuild(usable_stacks(self.module, alike, names.tied))
-            else:
-                stacked = self._claim.about.stacked
-                self._rebuild(tuple(map(StackedBlocks.of, stacked)))
-        assert self._ported is not None
-        return self._ported
-
-    def _fitting(self) -> Claim | None:
-        """What the plugin knows of this module, if the module is as the plugin knows.
-
-        An adapter makes it another module: native blocks would pass the adapter over.
-        """
-        claim = self.target.claims.get(self.name)
-        if claim is None:
-            return None
-        try:
-            claim.plan(self._stored(), dict(self.target.mesh.shape))
-        except ShardingError:
-            assert self.target.general is not None
-            self.target = self.target.general
-            self._journal.reporter.say(
-                f"{self.name} has other weights than the plugin of {claim.port.name} "
-                "knows, adapters say: it runs as any module, without the plugin"
-            )
-            return None
-        return claim
-
-    def _stored(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint holds, by name."""
-        ported = PortedModule(self.module, self._runtime())
-        tensors = ported.tensors()
-        return {name: tensors[name] for name in ported.names.stored}
-
-    def _runtime(self) -> Runtime:
-        floats = {t.dtype for t in _named_tensors(self.module).values()}
-        halves = {torch.bfloat16, torch.float16}
-        return self.target.runtime(exact=not floats & halves)
-
-    def _rebuild(self, blocks: tuple[StackedBlocks, ...]) -> None:
-        """Take ``blocks`` as the stacks; programs with other stacks are gone."""
-        self._blocks = blocks
-        self._programs.clear()
-        self._weights = None
-        ported = PortedModule(self.module, self._runtime(), blocks)
-        tensors = ported.tensors()
-        stored = {name: tensors[name] for name in ported.names.stored}
-        mesh = self.target.mesh
-        shape = dict(mesh.shape)
-        if self._claim is None:
-            whole = plan_sharding(WHOLE, stored, shape, component=self.name)
-        else:
-            whole = self._claim.plan(stored, shape)
-        room = room_for_weights(mesh.devices.flat)
-        self.plan = gathered(whole, ported, stored, room=room)
-        self._structs = abstract_weights(
-            ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
-        )
-        self._ported = ported
-
-    def _place(self) -> Mapping[str, jax.Array]:
-        ported = self._port()
-        tensors = ported.tensors()
-        names = (*ported.names.stored, *ported.names.computed)
-        transforms = () if self._claim is None else self._claim.about.transforms
-        config = getattr(self.module, "config", {})
-        transform = transformer(transforms, config, ported.names.stored)
-        return place_weights(
-            ported,
-            self._structs,
-            ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names),
-        )
-
-    def _refresh(self) -> None:
-        """Take over what changed in the module's tensors since the last call."""
-        now = tuple(_identities(self.module))
-        if now == self._tensors:
-            return
-        if self._tensors:
-            self._weights = None
-            if [n[:2] for n in now] != [n[:2] for n in self._tensors]:
-                self._ported = None
-                self._programs.clear()
-                self._constant.clear()
-                self._attributes = Attributes(self.module)
-        self._tensors = now
-
-
-def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Each tensor of a module: place, kind, and what tells that it changed."""
-    for number, child in enumerate(module.modules()):
-        for tensors in (child._parameters, child._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    kind = (number, name), (tuple(tensor.shape), tensor.dtype)
-                    version = 0 if tensor.is_inference() else tensor._version
-                    yield *kind, id(tensor), version
 
 
 def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
@@ -540,10 +400,6 @@ def _may_keep(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
         return False
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     return bool(getattr(text, "use_cache", False))
-
-
-def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

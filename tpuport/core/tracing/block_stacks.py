@@ -75,7 +75,7 @@ class Stack:
 
     def name(self, tensor: str) -> str:
         """The name of the array that holds ``tensor`` of all blocks."""
-        return f"{self.path}.*.{tensor}"
+        return f"{self.path}.{self.first or ''}*.{tensor}"
 
     def members(self, tensor: str) -> tuple[str, ...]:
         """The names that ``tensor`` has in the module, one per block."""

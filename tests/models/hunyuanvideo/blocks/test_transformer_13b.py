@@ -23,12 +23,12 @@ from tpuport.kernels.attention.choice import AttentionChoice
 from tpuport.models.hunyuanvideo import sharding
 from tpuport.models.hunyuanvideo.patches_13b import TRANSFORMER_13B
 from tpuport.patches.activations import GELU_ROUNDED_ONCE
+from tpuport.patches.constants import CONSTANTS
 from tpuport.patches.norms import FLOAT32_NORMS
-from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT
 
 ATOL = TOLERANCES["component float32"]
-PATCHES = (*SLICE_ASSIGNMENT, *TIMESTEP_EMBEDDING, *TRANSFORMER_13B)
+PATCHES = (*SLICE_ASSIGNMENT, CONSTANTS, *TRANSFORMER_13B)
 
 #: One block or one refiner layer cannot show what padding does to the next.
 CONFIG: dict[str, Any] = {

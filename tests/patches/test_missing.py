@@ -1,0 +1,117 @@
+"""Operators that torchax has not; slices as torch cuts them and writes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from tests.patches.tools import traced
+from tests.tolerances import TOLERANCES
+from tpuport.core.arrays import to_numpy, to_torch
+from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.patches.experts import chosen_experts
+from tpuport.patches.missing import MISSING
+from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY, VIEW_BOUNDS
+
+X = torch.linspace(-1.0, 2.0, 48).reshape(4, 12)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.tensor([3, 5], device=x.device)
+    return x[:, : lengths[1]] @ x[:, lengths[0] : 8].mT
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros_like(x)
+    made[1, 2:5] = x[:1, :3]
+    made[2:] = x[None, :2]
+    made[:, 3:][0] = x[None, 0, 3:]
+    return made
+
+
+def keywords(x: torch.Tensor) -> torch.Tensor:
+    linear = torch.nn.functional.linear
+    return linear(input=x, weight=x, bias=x[:, 0]) + linear(x, x)
+
+
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    window = torch.hann_window(8, device=x.device, dtype=x.dtype)
+    other = torch.hamming_window(8, periodic=False, device=x.device)
+    found = torch.stft(
+        x, 8, 2, window=window * other, center=False, return_complex=True
+    )
+    return torch.view_as_real(found)
+
+
+@pytest.mark.parametrize("function", [cut, written, keywords, spectrum])
+def test_it_is_torchs(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    runtime = model_runtime(
+        mesh=None,
+        platform="cpu",
+        patches=(*SLICE_ASSIGNMENT, VIEW_BOUNDS),
+        overrides=MISSING,
+        matmul_precision="highest",
+    )
+    run = traced(runtime, function)
+    if function is cut:  # a length that is known while tracing
+        with jax.ensure_compile_time_eval():
+            found = run(to_numpy(X))
+    else:
+        found = jax.jit(run)(to_numpy(X))
+    error = (to_torch(found) - function(X)).abs().max()
+    assert error < TOLERANCES["module float32"]
+
+
+def test_tokens_take_the_experts_that_they_chose() -> None:
+    torch.manual_seed(0)
+    experts = [torch.nn.Linear(12, 12) for _ in range(3)]
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])
+    shares = torch.rand(4, 2)
+    found = chosen_experts(
+        SimpleNamespace(experts=experts), X, chosen.view(-1), shares.view(-1, 1)
+    )
+    for token, row in enumerate(found):
+        pairs = zip(chosen[token], shares[token], strict=True)
+        torch.testing.assert_close(
+            row, sum(share * experts[i](X[token]) for i, share in pairs)
+        )
+
+
+def test_a_sum_has_the_dtype_that_was_asked_for() -> None:
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    with runtime.tracing() as env:
+        x = env.j2t_iso(jnp.asarray(to_numpy(mask)))
+        for dim in (None, 1, (0, 1), -1):
+            given = {} if dim is None else {"dim": dim}
+            found = torch.sum(x, dtype=torch.float32, **given)
+            expected = torch.sum(mask, dtype=torch.float32, **given)
+            assert found.dtype == torch.float32
+            assert torch.equal(to_torch(env.t2j_iso(found)), expected)
+        halves = env.j2t_iso(jnp.full((4096,), 0.1, jnp.bfloat16))
+        total = to_torch(env.t2j_iso(halves.sum(dtype=torch.float32)))
+    expected = torch.full((4096,), 0.1).bfloat16().float().sum()
+    assert abs(float(total / expected) - 1) < TOLERANCES["module float32"]
+
+
+def test_all_true_is_known() -> None:
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
+    with runtime.tracing() as env:
+        for values in ([True, True], [True, False]):
+            x = env.j2t_iso(jnp.asarray(values))
+            found = torch.ops.aten._is_all_true(x)
+            assert bool(env.t2j_iso(found)) is all(values)
+
+
+def test_a_slice_is_indexed_by_a_list() -> None:
+    assert VIEW_ARRAY.name == "torchax-view-array"
+    runtime = model_runtime(mesh=None, platform="cpu", patches=(VIEW_ARRAY,))
+    x = torch.arange(12.0).reshape(4, 3)
+    with runtime.tracing() as env:
+        found = env.j2t_iso(jnp.asarray(x.numpy()))[1:][[0, -1]]
+        assert torch.equal(to_torch(env.t2j_iso(found)), x[1:][[0, -1]])

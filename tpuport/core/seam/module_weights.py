@@ -1,0 +1,184 @@
+"""A module's weights: which stacks they form, where they go, and when they changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.seam.blocks import alike_blocks, usable_stacks
+from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.target import Claim, Target
+from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.patching import PatchStatus
+from tpuport.core.tracing.ported_module import PortedModule
+from tpuport.core.tracing.runtime import Runtime
+from tpuport.core.weights.gathering import gathered, room_for_weights
+from tpuport.core.weights.placement import abstract_weights, place_weights
+from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
+from tpuport.core.weights.transforms import transformer
+from tpuport.errors import ShardingError
+
+WHOLE = (ShardRule(pattern=".*", spec=(), optional=True, note="whole"),)
+
+
+class ModuleWeights:
+    """The weights of one module, for programs that run it.
+
+    Args:
+        module: upstream's.
+        name: for messages.
+        target: what programs are made for.
+        journal: of the port.
+
+    Attributes:
+        plan: where the weights go, once that is known.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, name: str, target: Target, journal: Journal
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.target = target
+        self.plan: ShardingPlan | None = None
+        self._journal = journal
+        self._tensors: tuple[Any, ...] = ()
+        self._weights: Mapping[str, jax.Array] | None = None
+        self._blocks: tuple[StackedBlocks, ...] | None = None
+        self._ported: PortedModule | None = None
+        self._claim: Claim | None = None
+        self._structs: Mapping[str, Any] = {}
+
+    @property
+    def patches(self) -> tuple[PatchStatus, ...]:
+        """What became of each patch while the last program was traced."""
+        return () if self._ported is None else self._ported.runtime.patch_states
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of weights that each device holds."""
+        self._port()
+        assert self.plan is not None
+        return self.plan.bytes_per_device
+
+    @property
+    def placed(self) -> bool:
+        """Whether the weights are on the devices."""
+        return self._weights is not None
+
+    def free(self) -> None:
+        """Give back the devices' memory; the next call places the weights again."""
+        self._weights = None
+
+    def _port(self) -> PortedModule:
+        if self._ported is None:
+            self._claim = self._fitting()
+            if self._claim is None:
+                names = PortedModule(self.module, self._runtime()).names
+                alike = alike_blocks(self.module)
+                self._rebuild(usable_stacks(self.module, alike, names.tied))
+            else:
+                stacked = self._claim.about.stacked
+                self._rebuild(tuple(map(StackedBlocks.of, stacked)))
+        assert self._ported is not None
+        return self._ported
+
+    def _fitting(self) -> Claim | None:
+        """What the plugin knows of this module, if the module is as the plugin knows.
+
+        An adapter makes it another module: native blocks would pass the adapter over.
+        """
+        claim = self.target.claims.get(self.name)
+        if claim is None:
+            return None
+        try:
+            claim.plan(self._stored(), dict(self.target.mesh.shape))
+        except ShardingError:
+            assert self.target.general is not None
+            self.target = self.target.general
+            self._journal.reporter.say(
+                f"{self.name} has other weights than the plugin of {claim.port.name} "
+                "knows, adapters say: it runs as any module, without the plugin"
+            )
+            return None
+        return claim
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint holds, by name."""
+        ported = PortedModule(self.module, self._runtime())
+        tensors = ported.tensors()
+        return {name: tensors[name] for name in ported.names.stored}
+
+    def _runtime(self) -> Runtime:
+        floats = {t.dtype for t in _named_tensors(self.module).values()}
+        halves = {torch.bfloat16, torch.float16}
+        return self.target.runtime(exact=not floats & halves)
+
+    def _rebuild(self, blocks: tuple[StackedBlocks, ...]) -> None:
+        """Take ``blocks`` as the stacks; programs with other stacks are gone."""
+        self._blocks = blocks
+        self._forget()
+        self._weights = None
+        ported = PortedModule(self.module, self._runtime(), blocks)
+        tensors = ported.tensors()
+        stored = {name: tensors[name] for name in ported.names.stored}
+        mesh = self.target.mesh
+        shape = dict(mesh.shape)
+        if self._claim is None:
+            whole = plan_sharding(WHOLE, stored, shape, component=self.name)
+        else:
+            whole = self._claim.plan(stored, shape)
+        room = room_for_weights(mesh.devices.flat)
+        self.plan = gathered(whole, ported, stored, room=room)
+        self._structs = abstract_weights(
+            ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
+        )
+        self._ported = ported
+
+    def _place(self) -> Mapping[str, jax.Array]:
+        ported = self._port()
+        tensors = ported.tensors()
+        names = (*ported.names.stored, *ported.names.computed)
+        transforms = () if self._claim is None else self._claim.about.transforms
+        config = getattr(self.module, "config", {})
+        transform = transformer(transforms, config, ported.names.stored)
+        return place_weights(
+            ported,
+            self._structs,
+            ((n, to_numpy(transform(n, tensors[n].detach()))) for n in names),
+        )
+
+    def _refresh(self) -> None:
+        """Take over what changed in the module's tensors since the last call."""
+        now = tuple(_identities(self.module))
+        if now == self._tensors:
+            return
+        if self._tensors:
+            self._weights = None
+            if [n[:2] for n in now] != [n[:2] for n in self._tensors]:
+                self._ported = None
+                self._forget()
+        self._tensors = now
+
+    def _forget(self) -> None:
+        """The weights have other shapes or stacks: no program fits them any more."""
+        raise NotImplementedError
+
+
+def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Each tensor of a module: place, kind, and what tells that it changed."""
+    for number, child in enumerate(module.modules()):
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    kind = (number, name), (tuple(tensor.shape), tensor.dtype)
+                    version = 0 if tensor.is_inference() else tensor._version
+                    yield *kind, id(tensor), version
+
+
+def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

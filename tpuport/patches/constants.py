@@ -1,0 +1,109 @@
+"""Small expressions of constants, computed by torch itself while a program is traced.
+
+Frequencies of timesteps and positions are such: an exponential or a power of numbers
+that no input changes. XLA rounds their last bit otherwise, and a position or a timestep
+of thousands multiplies it. The results are literals of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _mode_utils
+from torch.utils import _pytree as pytree
+
+from tpuport.core.arrays import to_numpy
+from tpuport.core.tracing.patching import Patch
+
+#: Where a tensor keeps torch's own, and the array that was made of torch's.
+_OWN = "_tpuport_constant"
+#: Elements of a constant, at most; a program computes larger ones.
+MOST = 1 << 14
+_MAKERS = (torch.arange, torch.linspace, torch.tensor)
+#: Operators whose values decide what comes of them: no more than a constant's elements.
+_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Every call of a torch operator."""
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
+        with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            found = _by_torch(self, func, args, kwargs)
+        if found is None:
+            return original(self, func, types, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: _kept(self, t), found)
+
+    return dispatch
+
+
+def _by_torch(env: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What torch makes of constants; ``None`` for other calls, and large results."""
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)]
+    if func in _MAKERS:
+        if inputs or not env._should_use_torchax_tensor(kwargs.get("device")):
+            return None
+    elif not inputs or not _is_pure(func) or any(_own(x) is None for x in inputs):
+        return None
+
+    def call(device: str) -> Any:
+        def there(x: Any) -> Any:
+            own = _own(x) if _is_tensor(x) else None
+            return x if own is None else own.to(device)
+
+        given = pytree.tree_map(there, (args, kwargs))
+        if func in _MAKERS or "device" in kwargs:
+            given[1]["device"] = device
+        return func(*given[0], **given[1])
+
+    if func in _MAKERS or not _READING & {*func.tags}:
+        made = [x for x in pytree.tree_leaves(call("meta")) if _is_tensor(x)]
+        if any(x.numel() > MOST for x in made):
+            return None
+    return call("cpu")
+
+
+def _is_pure(func: Any) -> bool:
+    """Whether an operator of torch draws nothing, and neither changes nor shares."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    schema = func._schema
+    return not any(x.alias_info for x in (*schema.arguments, *schema.returns))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _own(tensor: Any) -> torch.Tensor | None:
+    """Torch's tensor of a constant, if nothing was written to it since."""
+    own, array = vars(tensor).get(_OWN, (None, None))
+    return own if own is not None and tensor._elem is array else None
+
+
+def _kept(env: Any, own: torch.Tensor) -> Any:
+    with jax.ensure_compile_time_eval():
+        array = jnp.asarray(to_numpy(own))
+    tensor = env.j2t_iso(array)
+    setattr(tensor, _OWN, (own, array))
+    return tensor
+
+
+CONSTANTS = Patch(
+    name="torch-constants",
+    target="torchax.tensor:Environment.dispatch",
+    replacement=_computed,
+    wraps=True,
+    reason="the last bit of an exponential depends on the compiler: a timestep of 1000 "
+    "makes 2e-5 of it, and an embedded guidance of 6000 2e-4",
+    upstream="torchax==0.0.13",
+    link="https://github.com/google/torchax",
+)
+"""For any model."""

@@ -1,0 +1,83 @@
+"""Operators that torchax has not, or not whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _mode_utils
+
+from tpuport.core.arrays import to_numpy
+from tpuport.core.tracing.op_overrides import OpOverride
+
+
+def linear(
+    input: jax.Array, weight: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
+    """``torch.nn.functional.linear``: [..., in], [out, in], [out] -> [..., out]."""
+    product = jnp.einsum("...a,ba->...b", input, weight)
+    return product if bias is None else product + bias
+
+
+def _window(name: str) -> Callable[..., jax.Array]:
+    """A window of signals: [length], made by torch on the host."""
+    make = getattr(torch, name)
+
+    def window(*args: Any, dtype: Any = None, **_: Any) -> jax.Array:
+
+        with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            return jnp.asarray(to_numpy(make(*args, dtype=dtype, device="cpu")))
+
+    return window
+
+
+def total(
+    self: jax.Array,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> jax.Array:
+    """``torch.sum`` over ``dim``, or over all dims; ``dtype`` is of the result."""
+    from torchax.ops.mappings import t2j_dtype
+
+    axes = (dim,) if isinstance(dim, int) else tuple(dim or range(self.ndim))
+    kind = None if dtype is None else t2j_dtype(dtype)
+    # As torch does: first the other type, and then the sum.
+    return jnp.sum(self if kind is None else self.astype(kind), axes, keepdims=keepdim)
+
+
+def _override(target: str, function: Callable[..., Any], reason: str) -> OpOverride:
+    return OpOverride(
+        targets=(target,),
+        make=lambda context: function,
+        owner="tpuport.patches.missing",
+        reason=reason,
+    )
+
+
+MISSING = (
+    _override(
+        "torch.ops.aten.sum",
+        total,
+        "torchax leaves out the dtype that a sum is asked for",
+    ),
+    _override(
+        "torch.ops.aten._is_all_true",
+        jnp.all,
+        "torchax lacks the operator, which torch's checks of values call",
+    ),
+    _override(
+        "torch.nn.functional.linear",
+        linear,
+        "torchax has other names for the arguments: linear(input=x) is a TypeError",
+    ),
+    *(
+        _override(f"torch.ops.aten.{name}", _window(name), "torchax lacks the operator")
+        for name in ("hann_window", "hamming_window")
+    ),
+)
+"""For any model: sums of masks, checks of values, spectra of sound."""
