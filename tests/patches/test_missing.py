@@ -14,7 +14,7 @@ from tests.patches.tools import traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.patches.experts import chosen_experts
+from tpuport.patches.experts import CHOSEN_EXPERTS, chosen_experts
 from tpuport.patches.missing import MISSING
 from tpuport.patches.torchax_slices import SLICE_ASSIGNMENT, VIEW_ARRAY, VIEW_BOUNDS
 
@@ -23,7 +23,7 @@ X = torch.linspace(-1.0, 2.0, 48).reshape(4, 12)
 
 def cut(x: torch.Tensor) -> torch.Tensor:
     lengths = torch.tensor([3, 5], device=x.device)
-    return x[:, : lengths[1]] @ x[:, lengths[0] : 8].mT
+    return x[:, : lengths[1]].exp() @ x[:, lengths[0] : 8].mT
 
 
 def written(x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +60,22 @@ def test_it_is_torchs(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     run = traced(runtime, function)
     if function is cut:  # a length that is known while tracing
         with jax.ensure_compile_time_eval():
-            found = run(to_numpy(X))
+            found = run(jnp.asarray(to_numpy(X)))
     else:
         found = jax.jit(run)(to_numpy(X))
     error = (to_torch(found) - function(X)).abs().max()
     assert error < TOLERANCES["module float32"]
 
 
+def test_a_bound_is_asked_for_too_late_by_torchax() -> None:
+    """What torchax-slice-bounds cures."""
+    run = traced(model_runtime(mesh=None, platform="cpu"), cut)
+    with jax.ensure_compile_time_eval(), pytest.raises(AssertionError, match="torchax"):
+        run(jnp.asarray(to_numpy(X)))
+
+
 def test_tokens_take_the_experts_that_they_chose() -> None:
+    assert CHOSEN_EXPERTS.name == "hidream-experts"
     torch.manual_seed(0)
     experts = [torch.nn.Linear(12, 12) for _ in range(3)]
     chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])

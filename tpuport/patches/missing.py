@@ -76,7 +76,11 @@ MISSING = (
         "torchax has other names for the arguments: linear(input=x) is a TypeError",
     ),
     *(
-        _override(f"torch.ops.aten.{name}", _window(name), "torchax lacks the operator")
+        _override(
+            f"torch.ops.aten.{name}",
+            _window(name),
+            "torchax lacks the window of a spectrum",
+        )
         for name in ("hann_window", "hamming_window")
     ),
 )
