@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import textwrap
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -30,18 +31,12 @@ from tpuport.core.reports import (
 )
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.errors import (
-    ArtifactError,
-    ReplayError,
-    TpuportError,
-    UsageError,
-    WeightsError,
-)
+from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
-    from tpuport.core.seam.pipelines import Made, PipelineFolder
-    from tpuport.core.seam.sidecar import Sidecar
+    from tpuport.core.seam.call_arguments import Made
+    from tpuport.core.seam.pipelines import PipelineFolder
 
 #: Settings that mean the same whatever runs. Others are for models with a plugin.
 _SHARED = frozenset(
@@ -98,7 +93,8 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     from tpuport.core.seam.pipelines import PipelineFolder
 
     assert settings.weights is not None
-    return PipelineFolder.find(settings.weights, reporter)
+    folder = PipelineFolder.find(settings.weights, reporter)
+    return replace(folder, guidance=settings.guidance_scale)
 
 
 def generate_any(settings: Settings, started: float) -> None:
@@ -110,7 +106,7 @@ def generate_any(settings: Settings, started: float) -> None:
         TpuportError: the run failed.
     """
     with Display(signals.check) as display:
-        run = _Run.prepared(settings, find(settings, display), display)
+        run = AnyRun.prepared(settings, find(settings, display), display)
         name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}{_seed(run)}"
         outputs = run.outputs(f"{name}.mp4")
         videos, report = run.make(outputs, started)
@@ -128,49 +124,8 @@ def generate_any(settings: Settings, started: float) -> None:
     show_results(document, report, written, as_json=settings.json, file=settings.report)
 
 
-def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
-    """Make the video of a sidecar again; the document of ``tpuport replay``.
-
-    Raises:
-        ArtifactError: the sidecar, or a file that the video was made from, is not
-            usable.
-        WeightsError: the weights are others.
-        ReplayError: the frames are others.
-    """
-    from tpuport.core.seam import sidecar
-
-    started = time.perf_counter()
-    recorded = sidecar.read(file)
-    settings = _recorded(recorded, asked)
-    prompt = textwrap.shorten("".join(recorded["request"]["prompts"]), 80)
-    say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
-    with Display(signals.check) as display:
-        run = _Run.prepared(settings, find(settings, display), display)
-        _check_same(file, recorded, run)
-        outputs = run.outputs("") if asked.out is not None else None
-        videos, report = run.make(outputs, started)
-    same = run.digests == [recorded["frames_sha256"]]
-    for made in videos:
-        say(f"wrote {made.path}")
-    document = {
-        "command": "replay",
-        "sidecar": str(file),
-        "same": same,
-        "frames_sha256": run.digests[0],
-        "videos": [video.as_dict() for video in videos],
-        "settings": recorded["request"],
-        "report": report.as_dict(),
-    }
-    if not same:
-        raise ReplayError(
-            f"{file}: the frames are not the recorded ones: recorded "
-            f"{recorded['frames_sha256']}, now {run.digests[0]}"
-        )
-    return document
-
-
 @dataclass
-class _Run:
+class AnyRun:
     """One pipeline, what it is asked for, and what it made.
 
     Attributes:
@@ -193,19 +148,21 @@ class _Run:
     @classmethod
     def prepared(
         cls, settings: Settings, folder: PipelineFolder, reporter: Reporter
-    ) -> _Run:
+    ) -> AnyRun:
         """Everything checked that needs no weights.
 
         Raises:
             UsageError, WeightsError, MeshError: what is wrong.
         """
+        from tpuport.core.seam.call_arguments import arguments_of
+
         refuse_flags(settings, folder.class_name)
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
         if settings.report is not None:
             check_report(settings.report, settings.inputs())
         check_attention_here(settings)
-        arguments = folder.arguments(settings)
+        arguments = arguments_of(folder, settings)
         components = folder.components()
         for name in settings.on_host:
             if name not in components:
@@ -218,6 +175,7 @@ class _Run:
             dtype = Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16
             settings = replace(settings, dtype=dtype)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
+        folder.check_packages(arguments)
         folder = folder.fetched(reporter)
         folder.check_components()
         inputs = {name: _digest(Path(name)) for name in _files(settings)}
@@ -238,9 +196,9 @@ class _Run:
     @property
     def fps(self) -> float:
         """Of the files."""
-        from tpuport.core.seam.pipelines import FPS
+        from tpuport.core.seam.call_arguments import FPS, default_of
 
-        return float(self.settings.fps or self.folder.default("fps") or FPS)
+        return float(self.settings.fps or default_of(self.folder, "fps") or FPS)
 
     def videos(self) -> list[tuple[str | None, int]]:
         """Prompt and seed of each video."""
@@ -249,8 +207,10 @@ class _Run:
 
     def outputs(self, name: str) -> Outputs:
         """Where the videos go; creates nothing."""
+        from tpuport.core.seam.call_arguments import default_of
+
         outputs = outputs_of(self.settings, name, len(self.videos()))
-        frames = self.settings.num_frames or self.folder.default("num_frames") or 1
+        frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
         for remark in outputs.remarks():
@@ -318,8 +278,8 @@ class _Run:
         import torch
 
         from tpuport.core.files.frames import FrameChecks, measure
+        from tpuport.core.seam.call_arguments import FRAMES, RATE, SOUNDS, made_of
         from tpuport.core.seam.driving import driving
-        from tpuport.core.seam.pipelines import made_of
         from tpuport.core.seam.sidecar import frames_digest
 
         given = dict(self.arguments)
@@ -327,11 +287,14 @@ class _Run:
             given["prompt"] = prompt
         if "output_type" in self.folder.all_parameters:
             given["output_type"] = "np"
+        if self.folder.blocks is not None:
+            known = self.folder.blocks.output_names
+            given["output"] = [n for n in (*FRAMES, *SOUNDS, RATE) if n in known]
         if "generator" in self.folder.all_parameters:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
         with (
             driving(pipeline, journal, self.settings.backend) as drive,
-            _upstreams_errors(self.folder.class_name),
+            upstreams_errors(self.folder.class_name),
         ):
             output = pipeline(**given)
         made: Made = made_of(output, pipeline)
@@ -392,7 +355,10 @@ class _Run:
 
     def _in_words(self) -> str:
         """What will be made; what is not said is upstream's default."""
-        settings, default = self.settings, self.folder.default
+        from tpuport.core.seam.call_arguments import default_of
+
+        settings = self.settings
+        default = functools.partial(default_of, self.folder)
         width = settings.width or default("width")
         height = settings.height or default("height")
         frames = settings.num_frames or default("num_frames")
@@ -409,17 +375,27 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _upstreams_errors(pipeline: str) -> Iterator[None]:
+def upstreams_errors(pipeline: str) -> Iterator[None]:
     """What upstream's code raises, as errors of one line.
 
     Raises:
         UsageError: upstream refuses what was asked for.
         TpuportError: upstream fails otherwise.
     """
+    # Blocks log a traceback of what they raise.
+    blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+    level = blocks.level
+    blocks.setLevel(logging.CRITICAL)
     try:
         yield
     except TpuportError:
         raise
+    except (NameError, ImportError) as error:
+        from tpuport.core.weights.absent_packages import absent_of
+
+        package = absent_of(error)
+        needed = f"; it needs a package: pip install {package}" if package else ""
+        raise TpuportError(f"{pipeline} failed: {one_line(error)}{needed}") from error
     except (ValueError, TypeError) as error:
         raise UsageError(f"{pipeline} refuses this: {one_line(error)}") from error
     except Exception as error:
@@ -427,6 +403,8 @@ def _upstreams_errors(pipeline: str) -> Iterator[None]:
             f"{pipeline} failed: {type(error).__name__}: {one_line(error)}; --debug "
             "shows where"
         ) from error
+    finally:
+        blocks.setLevel(level)
 
 
 def refuse_flags(settings: Settings, pipeline: str) -> None:
@@ -457,58 +435,6 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.expanduser().read_bytes()).hexdigest()
 
 
-def _seed(run: _Run) -> str:
+def _seed(run: AnyRun) -> str:
     seeds = set(run.settings.seed)
     return f"-seed{next(iter(seeds))}" if len(seeds) == 1 else ""
-
-
-def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
-    """The settings of a recorded run; where the user gave some, those."""
-    from tpuport.core.spec.run_settings import RunSettings
-
-    request, how = recorded["request"], recorded["how"]
-    read = RunSettings.read(
-        {name: how[name] for name in ("backend", "dtype", "mesh", "attention")},
-        named=str,
-    )
-    return replace(
-        asked,
-        model=None,
-        weights=asked.weights or recorded["weights"]["source"],
-        backend=read.backend,
-        dtype=read.dtype,
-        mesh=read.mesh,
-        attention=read.attention,
-        on_host=tuple(how["on_host"]),
-        prompt=tuple(filter(None, request["prompts"])),
-        negative_prompt=request["negative_prompts"][0] or None,
-        seed=tuple(request["seeds"][0]),
-        options=request["options"],
-        **request["flags"],
-    )
-
-
-def _check_same(file: Path, recorded: Sidecar, run: _Run) -> None:
-    """Refuse other weights or other images than the recorded ones, before the work.
-
-    Raises:
-        WeightsError, ArtifactError: what differs.
-    """
-    if run.folder.class_name != recorded["pipeline"]:
-        raise WeightsError(
-            f"{run.folder.reference}: is of {run.folder.class_name}, and {file} was "
-            f"made by {recorded['pipeline']}; name the same checkpoint with --weights"
-        )
-    for name, wanted in recorded["weights"]["fingerprints"].items():
-        found = run.folder.checkpoint.fingerprints([name]).get(name, "none")
-        if found != wanted:
-            raise WeightsError(
-                f"{run.folder.reference}: {name} is not what {file} was made with "
-                f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
-                "checkpoint with --weights"
-            )
-    if run.inputs != recorded["inputs"]:
-        differing = set(run.inputs.items()) ^ set(recorded["inputs"].items())
-        raise ArtifactError(
-            f"{sorted(differing)[0][0]}: is not the file that {file} records"
-        )

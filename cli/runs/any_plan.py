@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_pipeline import find, refuse_flags
+from tpuport.cli.runs.any_pipeline import find, refuse_flags, upstreams_errors
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.errors import MeshError
@@ -43,12 +43,16 @@ def plan_any(
         UsageError, WeightsError, MeshError: what is wrong.
     """
     folder = find(settings, reporter)
+    from tpuport.core.seam.call_arguments import arguments_of
+
     refuse_flags(settings, folder.class_name)
-    arguments = folder.arguments(settings)
+    arguments = arguments_of(folder, settings)
     if "prompt" in folder.parameters:
         arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
-    if "output_type" in folder.all_parameters and stages == [StageName.DENOISE]:
+    latent = folder.blocks is None and "output_type" in folder.all_parameters
+    if latent and stages == [StageName.DENOISE]:
         arguments["output_type"] = "latent"
+    folder.check_packages(arguments)
     folder = folder.fetched(reporter, weights=False)
     settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
     one = _One(settings, folder, topology, arguments, stages, reporter)
@@ -79,7 +83,8 @@ class _One:
         placed = topology_mesh(self.topology, spec)
         target = api.general_target(placed, self.settings)
         dtype = str(self.settings.dtype)
-        return rehearsed(self.folder, target, dtype, self.arguments, self.reporter)
+        with upstreams_errors(self.folder.class_name):
+            return rehearsed(self.folder, target, dtype, self.arguments, self.reporter)
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""

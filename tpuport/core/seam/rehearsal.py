@@ -179,15 +179,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
         if hasattr(module, "tie_weights"):
             module.tie_weights()
         parts[name] = _weightless(module, dtype)
-    parameters = folder.init_parameters
-    absent = {n: None for n in folder.index if n in parameters and n not in parts}
-    settings = {
-        name: value
-        for name, value in folder.index.items()
-        if name in parameters and name not in parts and not isinstance(value, list)
-    }
-    with building(folder.class_name, "model_index.json"):
-        return folder.pipeline_class(**{**absent, **parts, **settings})
+    return folder.put_together(parts)
 
 
 def _is_module(cls: Any) -> bool:
