@@ -31,10 +31,11 @@ from tpuport.core.reports import (
 )
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.errors import TpuportError, UsageError
+from tpuport.errors import TpuportError, UsageError, did_you_mean
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
+    from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.seam.call_arguments import Made
     from tpuport.core.seam.pipelines import PipelineFolder
 
@@ -53,7 +54,7 @@ _SHARED = frozenset(
         ),
         *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
         *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
-        *("seed", "image", "video", "strength", "options", "search"),
+        *("seed", "image", "video", "strength", "options", "search", "executables"),
     }
 )
 #: Of a request, what a sidecar keeps to ask again.
@@ -163,18 +164,14 @@ class AnyRun:
             check_report(settings.report, settings.inputs())
         check_attention_here(settings)
         arguments = arguments_of(folder, settings)
-        components = folder.components()
-        for name in settings.on_host:
-            if name not in components:
-                raise UsageError(
-                    f"--on-host {name}: {folder.class_name} has {', '.join(components)}"
-                )
+        check_on_host(settings, folder)
         placed = api.place_for_port(settings.mesh)
-        if settings.dtype is None:
-            on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
-            dtype = Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16
-            settings = replace(settings, dtype=dtype)
+        settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
+        if settings.executables is not None:
+            if settings.backend == Backend.DIFFUSERS:
+                raise UsageError("--executables: with --backend tpuport only")
+            api.executables_for(folder.class_name, placed, settings, reporter)
         folder.check_packages(arguments)
         folder = folder.fetched(reporter)
         folder.check_components()
@@ -257,6 +254,10 @@ class AnyRun:
             return
         placed = api.place_for_port(settings.mesh)
         target = api.general_target(placed, settings)
+        built = api.executables_for(
+            self.folder.class_name, placed, settings, self.reporter
+        )
+        target = replace(target, built=built)
         port_pipeline(pipeline, target, settings.on_host, self.reporter)
         seam = seam_of(pipeline)
         try:
@@ -405,6 +406,28 @@ def upstreams_errors(pipeline: str) -> Iterator[None]:
         ) from error
     finally:
         blocks.setLevel(level)
+
+
+def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
+    """Refuse a name for --on-host that is no component.
+
+    Raises:
+        UsageError: which one.
+    """
+    components = folder.components()
+    for name in settings.on_host:
+        if name not in components:
+            known = f"{folder.class_name} has {', '.join(components)}"
+            hint = did_you_mean(name, components, known)
+            raise UsageError(f"--on-host {name}: is no component; {hint}")
+
+
+def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:
+    """The settings with a dtype: float32 on CPUs, else bfloat16."""
+    if settings.dtype is not None:
+        return settings
+    on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
+    return replace(settings, dtype=Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16)
 
 
 def refuse_flags(settings: Settings, pipeline: str) -> None:

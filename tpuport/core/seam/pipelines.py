@@ -241,7 +241,7 @@ class PipelineFolder:
             if issubclass(cls, diffusers.ModularPipeline):
                 made = cls(modular_config_dict=dict(self.index))
                 made.update_components(**parts)
-                for block in _all_blocks(made.blocks):
+                for block in _all_blocks(made._blocks):
                     block._progress_bar_config = {"disable": True}
                 for name, guider in made.components.items():
                     if name.startswith("guider") and self.guidance is not None:
