@@ -242,6 +242,8 @@ def port(
         pipeline = type(target).__name__
         wanted = claimed_target(pipeline, placed, settings, reporter)
         built = executables_for(pipeline, placed, settings, reporter)
+        if built is not None:
+            built.check_modules(target.components)
         wanted = replace(wanted, built=built)
         return port_pipeline(target, wanted, on_host, reporter)
     name = model or reader_of_class(type(target))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import upstreams_errors, with_dtype
+from tpuport.cli.runs.any_checks import upstreams_errors, with_dtype
 from tpuport.cli.runs.any_plan import prepared
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say

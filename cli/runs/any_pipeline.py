@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
-from tpuport.cli.asked.settings import TABLE, Settings
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.any_checks import (
+    check_executables,
+    check_mesh,
+    check_on_host,
+    refuse_flags,
+    upstreams_errors,
+    with_dtype,
+)
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say, show_results
-from tpuport.core.enums import Backend, Dtype
-from tpuport.core.files.atomic import one_line
+from tpuport.core.enums import Backend
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
@@ -31,32 +37,13 @@ from tpuport.core.reports import (
 )
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.errors import TpuportError, UsageError, did_you_mean
+from tpuport.errors import UsageError
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
-    from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.seam.call_arguments import Made
     from tpuport.core.seam.pipelines import PipelineFolder
 
-#: Settings that mean the same whatever runs. Others are for models with a plugin.
-_SHARED = frozenset(
-    {
-        *("model", "weights", "mesh", "dtype", "attention", "backend", "cache_dir"),
-        *(
-            "compile_cache",
-            "keep_loaded",
-            "out",
-            "overwrite",
-            "report",
-            "json",
-            "debug",
-        ),
-        *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
-        *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
-        *("seed", "image", "video", "strength", "options", "search", "executables"),
-    }
-)
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
     *("height", "width", "num_frames", "fps", "num_inference_steps"),
@@ -72,13 +59,22 @@ def with_model(settings: Settings) -> Settings:
         HubError: the hub cannot be reached.
     """
     if settings.model is not None or settings.weights in (None, "", DEMO):
-        return settings
+        return _without_on_host(settings)
     with Display(signals.check) as display:
         folder = find(settings, display)
     model = reader_of(folder.class_name)
     if model is not None:
         say(f"{folder.class_name}: run by the plugin of {model}")
-    return settings if model is None else replace(settings, model=model)
+    return settings if model is None else _without_on_host(settings, model)
+
+
+def _without_on_host(settings: Settings, model: str | None = None) -> Settings:
+    if settings.on_host:
+        raise UsageError(
+            "--on-host: is for pipelines without a plugin; --encode-on host runs the "
+            "text encoder of a model with one on the CPU"
+        )
+    return replace(settings, model=model or settings.model)
 
 
 def is_any(settings: Settings) -> bool:
@@ -168,13 +164,12 @@ class AnyRun:
         placed = api.place_for_port(settings.mesh)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
-        if settings.executables is not None:
-            if settings.backend == Backend.DIFFUSERS:
-                raise UsageError("--executables: with --backend tpuport only")
-            api.executables_for(folder.class_name, placed, settings, reporter)
         folder.check_packages(arguments)
         folder = folder.fetched(reporter)
         folder.check_components()
+        check_mesh(settings, folder, placed, arguments, reporter)
+        if settings.executables is not None:
+            check_executables(settings, folder, placed, reporter)
         inputs = {name: _digest(Path(name)) for name in _files(settings)}
         return cls(settings, folder, reporter, arguments, inputs, [], [], {})
 
@@ -373,79 +368,6 @@ class AnyRun:
         count = plural(len(self.videos()), "video")
         said = ", ".join(filter(None, parts))
         return f"making {count} by {self.folder.class_name}: {said}"
-
-
-@contextlib.contextmanager
-def upstreams_errors(pipeline: str) -> Iterator[None]:
-    """What upstream's code raises, as errors of one line.
-
-    Raises:
-        UsageError: upstream refuses what was asked for.
-        TpuportError: upstream fails otherwise.
-    """
-    # Blocks log a traceback of what they raise.
-    blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
-    level = blocks.level
-    blocks.setLevel(logging.CRITICAL)
-    try:
-        yield
-    except TpuportError:
-        raise
-    except (NameError, ImportError) as error:
-        from tpuport.core.weights.absent_packages import absent_of
-
-        package = absent_of(error)
-        needed = f"; it needs a package: pip install {package}" if package else ""
-        raise TpuportError(f"{pipeline} failed: {one_line(error)}{needed}") from error
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{pipeline} refuses this: {one_line(error)}") from error
-    except Exception as error:
-        raise TpuportError(
-            f"{pipeline} failed: {type(error).__name__}: {one_line(error)}; --debug "
-            "shows where"
-        ) from error
-    finally:
-        blocks.setLevel(level)
-
-
-def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
-    """Refuse a name for --on-host that is no component.
-
-    Raises:
-        UsageError: which one.
-    """
-    components = folder.components()
-    for name in settings.on_host:
-        if name not in components:
-            known = f"{folder.class_name} has {', '.join(components)}"
-            hint = did_you_mean(name, components, known)
-            raise UsageError(f"--on-host {name}: is no component; {hint}")
-
-
-def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:
-    """The settings with a dtype: float32 on CPUs, else bfloat16."""
-    if settings.dtype is not None:
-        return settings
-    on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
-    return replace(settings, dtype=Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16)
-
-
-def refuse_flags(settings: Settings, pipeline: str) -> None:
-    """Refuse settings that are for models with a plugin.
-
-    Raises:
-        UsageError: which one.
-    """
-    for field in fields(settings):
-        if field.name in _SHARED or field.name not in TABLE or not field.init:
-            continue
-        value, default = getattr(settings, field.name), field.default
-        if value != default and value:
-            flag = TABLE[field.name].flags[0]
-            raise UsageError(
-                f"{flag}: is for models with a plugin; {pipeline} has none and runs by "
-                "upstream's own code. Leave the flag out"
-            )
 
 
 def _files(settings: Settings) -> list[str]:

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_pipeline import (
-    check_on_host,
-    find,
-    refuse_flags,
-    upstreams_errors,
-)
+from tpuport.cli.runs.any_checks import check_on_host, refuse_flags, upstreams_errors
+from tpuport.cli.runs.any_pipeline import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.errors import MeshError

@@ -28,6 +28,8 @@ from tpuport.core.programs.program_key import (
 from tpuport.core.reports import Reporter
 from tpuport.errors import ArtifactError
 
+#: The program of a whole component.
+_WHOLE = "forward"
 #: Of a config, what tells of loading and not of the model.
 _LOADING = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
 
@@ -58,7 +60,7 @@ def module_key(
         model=type(module).__name__,
         form="",
         stage=component,
-        program=path or "forward",
+        program=path or _WHOLE,
         component=component,
         options={},
         config=_without(config_of(module)),
@@ -100,6 +102,22 @@ class ModulePrograms:
         for entry in self.built.entries:
             if found := replace(entry.key, **now).difference(entry.key):
                 raise self.built.refusal(entry.key.name, found)
+
+    def check_modules(self, components: Mapping[str, Any]) -> None:
+        """Refuse a folder for modules of another config.
+
+        Args:
+            components: of the pipeline; their weights do not count.
+
+        Raises:
+            ArtifactError: what differs.
+        """
+        for key in (entry.key for entry in self.built.entries):
+            path = "" if key.program == _WHOLE else key.program
+            module = components[key.component].get_submodule(path)
+            now = replace(key, config=_without(config_of(module)))
+            if found := now.difference(key):
+                raise self.built.refusal(key.name, found)
 
     def find(self, key: ProgramKey) -> files.Entry | None:
         """The executable of a key; ``None`` if no program is for these arguments.

@@ -177,7 +177,6 @@ def program_key(
     """
     named = dict(zip(("carry", "constants", "inputs"), asked.args, strict=True))
     leaves, tree = jax.tree_util.tree_flatten_with_path(named)
-    at = jax.tree_util.keystr
     known = session_fields(components, asked.stage, asked.program.component)
     # A program that is not the port's own is what step caching made of one.
     own = asked.name in components.port.stage(asked.stage).programs

@@ -17,12 +17,14 @@ import torch
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.enums import StageName
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.reports import CompileReport
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.draws import Draw, DrawError, recorded
+from tpuport.core.seam.driving import DENOISERS
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.target import Claim, Target
@@ -304,8 +306,16 @@ class Entry:
                 draws = () if self._blocks else out.draws
                 self._rebuild(())
                 continue
+            self._check_mesh()
             run = self._executable(traced)
             return Program(run=run, out=out, used=used, draws=draws), constant
+
+    def _check_mesh(self) -> None:
+        """Refuse a mesh with an axis over which a denoiser splits nothing."""
+        if self.name.startswith(DENOISERS):
+            calls = [(r.query, r.split) for r in self._port().runtime.records]
+            splits = [s.sharding.spec for s in jax.tree.leaves(self._structs)]
+            check_used(self.name, self.target.mesh.shape, calls, splits)
 
     def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
         """What runs a traced program."""
