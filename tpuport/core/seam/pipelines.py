@@ -96,6 +96,8 @@ class PipelineFolder:
     def class_name(self) -> str:
         """The pipeline's class, as the index names it."""
         found = self.index.get("_class_name")
+        if found is None:
+            raise WeightsError(f"{self._index} names no pipeline (_class_name)")
         if not isinstance(found, str):
             raise WeightsError(
                 f"{self._index} names the pipeline {quoted(found)}, which is code of "
@@ -127,7 +129,8 @@ class PipelineFolder:
                 f"install {' '.join(missing)}"
             )
         kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
-        if not inspect.isclass(found) or not issubclass(found, kinds):
+        concrete = inspect.isclass(found) and found not in kinds
+        if not concrete or not issubclass(found, kinds):
             raise WeightsError(
                 f"{self._index} names {name}, which is not a pipeline; name the "
                 "folder of a whole pipeline"
