@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import jax
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
+    from tpuport.core.programs.module_programs import ModulePrograms
     from tpuport.core.run.session import Session
     from tpuport.core.seam.target import Target
     from tpuport.core.weights.checkpoint import Checkpoint
@@ -181,7 +182,7 @@ def open_session(
 
 
 #: The settings that :func:`port` takes.
-_HOW = frozenset({"attention", "sharding", "blocks", "cache_dir"})
+_HOW = frozenset({"attention", "sharding", "blocks", "cache_dir", "executables"})
 
 
 def port(
@@ -206,6 +207,7 @@ def port(
         progress, reporter: as for :func:`load`, for a pipeline.
         how: ``attention``, ``sharding`` and ``blocks`` as for :func:`load`, and
             ``cache_dir``, where compiled programs are kept; without it none are.
+            ``executables``, for a pipeline: a folder that ``tpuport compile`` wrote.
 
     Returns:
         For a pipeline, that very pipeline; :func:`unport` gives upstream's back. For a
@@ -237,7 +239,12 @@ def port(
             )
         if reporter is None:
             reporter = Display() if progress else Reporter()
-        wanted = claimed_target(type(target).__name__, placed, settings, reporter)
+        pipeline = type(target).__name__
+        wanted = claimed_target(pipeline, placed, settings, reporter)
+        built = executables_for(pipeline, placed, settings, reporter)
+        if built is not None:
+            built.check_modules(target.components)
+        wanted = replace(wanted, built=built)
         return port_pipeline(target, wanted, on_host, reporter)
     name = model or reader_of_class(type(target))
     if name is None:
@@ -308,6 +315,28 @@ def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
         implementation=settings.attention,
         cache=folder and folder / XLA_FOLDER,
     )
+
+
+def executables_for(
+    pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
+) -> ModulePrograms | None:
+    """The executables that the settings name, found to be for this pipeline and mesh.
+
+    Raises:
+        ArtifactError: the folder is damaged, or for something else.
+    """
+    from tpuport.core.programs.built_folder import BuiltFolder
+    from tpuport.core.programs.module_programs import ModulePrograms
+
+    if settings.executables is None:
+        return None
+    built = BuiltFolder.open(Path(settings.executables), whole=False)
+    found = ModulePrograms(built=built, reporter=reporter)
+    about: dict[str, Any] = {"attention": str(settings.attention)}
+    if settings.dtype is not None:
+        about["dtype"] = str(settings.dtype)
+    found.check(placed.mesh, pipeline=pipeline, **about)
+    return found
 
 
 def claimed_target(

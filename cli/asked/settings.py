@@ -97,7 +97,7 @@ class Settings(RunSettings, Files, Asked):
         "--on-host COMPONENT",
         "Run a component by plain upstream code; may be repeated.",
         default=(),
-        commands="G",
+        commands="GPC",
         panel=WHERE,
     )
     report: Path | None = setting(

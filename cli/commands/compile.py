@@ -28,6 +28,8 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.runs.any_compile import compile_any
+from tpuport.cli.runs.any_pipeline import is_any, with_model
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import give_out, say
 from tpuport.core.enums import Dtype, Place
@@ -83,6 +85,7 @@ def compile_(
     Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """
     found = _prepare_devices(topology, debug=settings.debug)
+    settings = with_model(settings)
     document = _compile(settings, topology, found, stage)
     give_out(document, as_json=settings.json, report=settings.report)
 
@@ -117,12 +120,15 @@ def _compile(
         raise UsageError("--out is missing; name the folder for the executables")
     folder = Path(settings.out).expanduser()
     check_place(folder)
-    known = check_early(settings)
     if topology is not None and settings.mesh is not None:
         settings.mesh.resolve(topology.devices)
     for asked in stages or ():
         if asked not in STAGES:
             raise UsageError(f"--stage {asked!r}: choose one of {', '.join(STAGES)}")
+    if is_any(settings):
+        wanted = [n for n in STAGES if not stages or n in stages]
+        return compile_any(settings, name, topology, wanted, folder)
+    known = check_early(settings)
     check_run_early(known, settings)
     if not settings.prompt:
         settings = replace(settings, prompt=(PROMPT,))

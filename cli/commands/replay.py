@@ -25,7 +25,7 @@ from tpuport.cli.asked.sessions import (
     outputs_of,
 )
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import replay_any
+from tpuport.cli.runs.any_replay import replay_any
 from tpuport.cli.runs.kept_runs import new_run
 from tpuport.cli.runs.run_stages import (
     decode_videos,

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
-from tpuport.cli.asked.settings import TABLE, Settings
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.any_checks import (
+    check_executables,
+    check_mesh,
+    check_on_host,
+    refuse_flags,
+    upstreams_errors,
+    with_dtype,
+)
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say, show_results
-from tpuport.core.enums import Backend, Dtype
-from tpuport.core.files.atomic import one_line
+from tpuport.core.enums import Backend
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
@@ -30,37 +37,13 @@ from tpuport.core.reports import (
 )
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.errors import (
-    ArtifactError,
-    ReplayError,
-    TpuportError,
-    UsageError,
-    WeightsError,
-)
+from tpuport.errors import UsageError
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
-    from tpuport.core.seam.pipelines import Made, PipelineFolder
-    from tpuport.core.seam.sidecar import Sidecar
+    from tpuport.core.seam.call_arguments import Made
+    from tpuport.core.seam.pipelines import PipelineFolder
 
-#: Settings that mean the same whatever runs. Others are for models with a plugin.
-_SHARED = frozenset(
-    {
-        *("model", "weights", "mesh", "dtype", "attention", "backend", "cache_dir"),
-        *(
-            "compile_cache",
-            "keep_loaded",
-            "out",
-            "overwrite",
-            "report",
-            "json",
-            "debug",
-        ),
-        *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
-        *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
-        *("seed", "image", "video", "strength", "options", "search"),
-    }
-)
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
     *("height", "width", "num_frames", "fps", "num_inference_steps"),
@@ -76,13 +59,22 @@ def with_model(settings: Settings) -> Settings:
         HubError: the hub cannot be reached.
     """
     if settings.model is not None or settings.weights in (None, "", DEMO):
-        return settings
+        return _without_on_host(settings)
     with Display(signals.check) as display:
         folder = find(settings, display)
     model = reader_of(folder.class_name)
     if model is not None:
         say(f"{folder.class_name}: run by the plugin of {model}")
-    return settings if model is None else replace(settings, model=model)
+    return settings if model is None else _without_on_host(settings, model)
+
+
+def _without_on_host(settings: Settings, model: str | None = None) -> Settings:
+    if settings.on_host:
+        raise UsageError(
+            "--on-host: is for pipelines without a plugin; --encode-on host runs the "
+            "text encoder of a model with one on the CPU"
+        )
+    return replace(settings, model=model or settings.model)
 
 
 def is_any(settings: Settings) -> bool:
@@ -98,7 +90,8 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     from tpuport.core.seam.pipelines import PipelineFolder
 
     assert settings.weights is not None
-    return PipelineFolder.find(settings.weights, reporter)
+    folder = PipelineFolder.find(settings.weights, reporter)
+    return replace(folder, guidance=settings.guidance_scale)
 
 
 def generate_any(settings: Settings, started: float) -> None:
@@ -110,7 +103,7 @@ def generate_any(settings: Settings, started: float) -> None:
         TpuportError: the run failed.
     """
     with Display(signals.check) as display:
-        run = _Run.prepared(settings, find(settings, display), display)
+        run = AnyRun.prepared(settings, find(settings, display), display)
         name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}{_seed(run)}"
         outputs = run.outputs(f"{name}.mp4")
         videos, report = run.make(outputs, started)
@@ -128,49 +121,8 @@ def generate_any(settings: Settings, started: float) -> None:
     show_results(document, report, written, as_json=settings.json, file=settings.report)
 
 
-def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
-    """Make the video of a sidecar again; the document of ``tpuport replay``.
-
-    Raises:
-        ArtifactError: the sidecar, or a file that the video was made from, is not
-            usable.
-        WeightsError: the weights are others.
-        ReplayError: the frames are others.
-    """
-    from tpuport.core.seam import sidecar
-
-    started = time.perf_counter()
-    recorded = sidecar.read(file)
-    settings = _recorded(recorded, asked)
-    prompt = textwrap.shorten("".join(recorded["request"]["prompts"]), 80)
-    say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
-    with Display(signals.check) as display:
-        run = _Run.prepared(settings, find(settings, display), display)
-        _check_same(file, recorded, run)
-        outputs = run.outputs("") if asked.out is not None else None
-        videos, report = run.make(outputs, started)
-    same = run.digests == [recorded["frames_sha256"]]
-    for made in videos:
-        say(f"wrote {made.path}")
-    document = {
-        "command": "replay",
-        "sidecar": str(file),
-        "same": same,
-        "frames_sha256": run.digests[0],
-        "videos": [video.as_dict() for video in videos],
-        "settings": recorded["request"],
-        "report": report.as_dict(),
-    }
-    if not same:
-        raise ReplayError(
-            f"{file}: the frames are not the recorded ones: recorded "
-            f"{recorded['frames_sha256']}, now {run.digests[0]}"
-        )
-    return document
-
-
 @dataclass
-class _Run:
+class AnyRun:
     """One pipeline, what it is asked for, and what it made.
 
     Attributes:
@@ -193,33 +145,31 @@ class _Run:
     @classmethod
     def prepared(
         cls, settings: Settings, folder: PipelineFolder, reporter: Reporter
-    ) -> _Run:
+    ) -> AnyRun:
         """Everything checked that needs no weights.
 
         Raises:
             UsageError, WeightsError, MeshError: what is wrong.
         """
+        from tpuport.core.seam.call_arguments import arguments_of
+
         refuse_flags(settings, folder.class_name)
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
         if settings.report is not None:
             check_report(settings.report, settings.inputs())
         check_attention_here(settings)
-        arguments = folder.arguments(settings)
-        components = folder.components()
-        for name in settings.on_host:
-            if name not in components:
-                raise UsageError(
-                    f"--on-host {name}: {folder.class_name} has {', '.join(components)}"
-                )
+        arguments = arguments_of(folder, settings)
+        check_on_host(settings, folder)
         placed = api.place_for_port(settings.mesh)
-        if settings.dtype is None:
-            on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
-            dtype = Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16
-            settings = replace(settings, dtype=dtype)
+        settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
+        folder.check_packages(arguments)
         folder = folder.fetched(reporter)
         folder.check_components()
+        check_mesh(settings, folder, placed, arguments, reporter)
+        if settings.executables is not None:
+            check_executables(settings, folder, placed, reporter)
         inputs = {name: _digest(Path(name)) for name in _files(settings)}
         return cls(settings, folder, reporter, arguments, inputs, [], [], {})
 
@@ -238,9 +188,9 @@ class _Run:
     @property
     def fps(self) -> float:
         """Of the files."""
-        from tpuport.core.seam.pipelines import FPS
+        from tpuport.core.seam.call_arguments import FPS, default_of
 
-        return float(self.settings.fps or self.folder.default("fps") or FPS)
+        return float(self.settings.fps or default_of(self.folder, "fps") or FPS)
 
     def videos(self) -> list[tuple[str | None, int]]:
         """Prompt and seed of each video."""
@@ -249,8 +199,10 @@ class _Run:
 
     def outputs(self, name: str) -> Outputs:
         """Where the videos go; creates nothing."""
+        from tpuport.core.seam.call_arguments import default_of
+
         outputs = outputs_of(self.settings, name, len(self.videos()))
-        frames = self.settings.num_frames or self.folder.default("num_frames") or 1
+        frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
         for remark in outputs.remarks():
@@ -297,6 +249,10 @@ class _Run:
             return
         placed = api.place_for_port(settings.mesh)
         target = api.general_target(placed, settings)
+        built = api.executables_for(
+            self.folder.class_name, placed, settings, self.reporter
+        )
+        target = replace(target, built=built)
         port_pipeline(pipeline, target, settings.on_host, self.reporter)
         seam = seam_of(pipeline)
         try:
@@ -318,8 +274,8 @@ class _Run:
         import torch
 
         from tpuport.core.files.frames import FrameChecks, measure
+        from tpuport.core.seam.call_arguments import FRAMES, RATE, SOUNDS, made_of
         from tpuport.core.seam.driving import driving
-        from tpuport.core.seam.pipelines import made_of
         from tpuport.core.seam.sidecar import frames_digest
 
         given = dict(self.arguments)
@@ -327,11 +283,14 @@ class _Run:
             given["prompt"] = prompt
         if "output_type" in self.folder.all_parameters:
             given["output_type"] = "np"
+        if self.folder.blocks is not None:
+            known = self.folder.blocks.output_names
+            given["output"] = [n for n in (*FRAMES, *SOUNDS, RATE) if n in known]
         if "generator" in self.folder.all_parameters:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
         with (
             driving(pipeline, journal, self.settings.backend) as drive,
-            _upstreams_errors(self.folder.class_name),
+            upstreams_errors(self.folder.class_name),
         ):
             output = pipeline(**given)
         made: Made = made_of(output, pipeline)
@@ -392,7 +351,10 @@ class _Run:
 
     def _in_words(self) -> str:
         """What will be made; what is not said is upstream's default."""
-        settings, default = self.settings, self.folder.default
+        from tpuport.core.seam.call_arguments import default_of
+
+        settings = self.settings
+        default = functools.partial(default_of, self.folder)
         width = settings.width or default("width")
         height = settings.height or default("height")
         frames = settings.num_frames or default("num_frames")
@@ -408,45 +370,6 @@ class _Run:
         return f"making {count} by {self.folder.class_name}: {said}"
 
 
-@contextlib.contextmanager
-def _upstreams_errors(pipeline: str) -> Iterator[None]:
-    """What upstream's code raises, as errors of one line.
-
-    Raises:
-        UsageError: upstream refuses what was asked for.
-        TpuportError: upstream fails otherwise.
-    """
-    try:
-        yield
-    except TpuportError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{pipeline} refuses this: {one_line(error)}") from error
-    except Exception as error:
-        raise TpuportError(
-            f"{pipeline} failed: {type(error).__name__}: {one_line(error)}; --debug "
-            "shows where"
-        ) from error
-
-
-def refuse_flags(settings: Settings, pipeline: str) -> None:
-    """Refuse settings that are for models with a plugin.
-
-    Raises:
-        UsageError: which one.
-    """
-    for field in fields(settings):
-        if field.name in _SHARED or field.name not in TABLE or not field.init:
-            continue
-        value, default = getattr(settings, field.name), field.default
-        if value != default and value:
-            flag = TABLE[field.name].flags[0]
-            raise UsageError(
-                f"{flag}: is for models with a plugin; {pipeline} has none and runs by "
-                "upstream's own code. Leave the flag out"
-            )
-
-
 def _files(settings: Settings) -> list[str]:
     named = [settings.image, settings.video, *settings.options.values()]
     texts = [text for text in named if isinstance(text, str)]
@@ -457,58 +380,6 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.expanduser().read_bytes()).hexdigest()
 
 
-def _seed(run: _Run) -> str:
+def _seed(run: AnyRun) -> str:
     seeds = set(run.settings.seed)
     return f"-seed{next(iter(seeds))}" if len(seeds) == 1 else ""
-
-
-def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
-    """The settings of a recorded run; where the user gave some, those."""
-    from tpuport.core.spec.run_settings import RunSettings
-
-    request, how = recorded["request"], recorded["how"]
-    read = RunSettings.read(
-        {name: how[name] for name in ("backend", "dtype", "mesh", "attention")},
-        named=str,
-    )
-    return replace(
-        asked,
-        model=None,
-        weights=asked.weights or recorded["weights"]["source"],
-        backend=read.backend,
-        dtype=read.dtype,
-        mesh=read.mesh,
-        attention=read.attention,
-        on_host=tuple(how["on_host"]),
-        prompt=tuple(filter(None, request["prompts"])),
-        negative_prompt=request["negative_prompts"][0] or None,
-        seed=tuple(request["seeds"][0]),
-        options=request["options"],
-        **request["flags"],
-    )
-
-
-def _check_same(file: Path, recorded: Sidecar, run: _Run) -> None:
-    """Refuse other weights or other images than the recorded ones, before the work.
-
-    Raises:
-        WeightsError, ArtifactError: what differs.
-    """
-    if run.folder.class_name != recorded["pipeline"]:
-        raise WeightsError(
-            f"{run.folder.reference}: is of {run.folder.class_name}, and {file} was "
-            f"made by {recorded['pipeline']}; name the same checkpoint with --weights"
-        )
-    for name, wanted in recorded["weights"]["fingerprints"].items():
-        found = run.folder.checkpoint.fingerprints([name]).get(name, "none")
-        if found != wanted:
-            raise WeightsError(
-                f"{run.folder.reference}: {name} is not what {file} was made with "
-                f"(recorded {wanted[:16]}, found {found[:16]}); name the same "
-                "checkpoint with --weights"
-            )
-    if run.inputs != recorded["inputs"]:
-        differing = set(run.inputs.items()) ^ set(recorded["inputs"].items())
-        raise ArtifactError(
-            f"{sorted(differing)[0][0]}: is not the file that {file} records"
-        )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_pipeline import find, refuse_flags
+from tpuport.cli.runs.any_checks import check_on_host, refuse_flags, upstreams_errors
+from tpuport.cli.runs.any_pipeline import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.errors import MeshError
@@ -42,19 +43,35 @@ def plan_any(
     Raises:
         UsageError, WeightsError, MeshError: what is wrong.
     """
-    folder = find(settings, reporter)
-    refuse_flags(settings, folder.class_name)
-    arguments = folder.arguments(settings)
-    if "prompt" in folder.parameters:
-        arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
-    if "output_type" in folder.all_parameters and stages == [StageName.DENOISE]:
-        arguments["output_type"] = "latent"
-    folder = folder.fetched(reporter, weights=False)
+    folder, arguments = prepared(settings, stages, reporter)
     settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
     one = _One(settings, folder, topology, arguments, stages, reporter)
     if not settings.search:
         return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
     return _best(one, budget)
+
+
+def prepared(
+    settings: Settings, stages: Sequence[str], reporter: Reporter
+) -> tuple[PipelineFolder, dict[str, Any]]:
+    """The folder, of which only configs are there, and the keywords of the call.
+
+    Raises:
+        UsageError, WeightsError: what is wrong.
+    """
+    folder = find(settings, reporter)
+    from tpuport.core.seam.call_arguments import arguments_of
+
+    refuse_flags(settings, folder.class_name)
+    check_on_host(settings, folder)
+    arguments = arguments_of(folder, settings)
+    folder.check_packages(arguments)
+    if "prompt" in folder.parameters:
+        arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
+    latent = folder.blocks is None and "output_type" in folder.all_parameters
+    if latent and stages == [StageName.DENOISE]:
+        arguments["output_type"] = "latent"
+    return folder.fetched(reporter, weights=False), arguments
 
 
 class _One:
@@ -79,7 +96,15 @@ class _One:
         placed = topology_mesh(self.topology, spec)
         target = api.general_target(placed, self.settings)
         dtype = str(self.settings.dtype)
-        return rehearsed(self.folder, target, dtype, self.arguments, self.reporter)
+        with upstreams_errors(self.folder.class_name):
+            return rehearsed(
+                self.folder,
+                target,
+                dtype,
+                self.arguments,
+                self.reporter,
+                on_host=self.settings.on_host,
+            )
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""

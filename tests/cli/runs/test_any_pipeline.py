@@ -19,6 +19,7 @@ from tests.core.files.videos import read_back
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once, needs_libtpu
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
+from tpuport.core.seam import pipelines
 
 ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
@@ -91,6 +92,8 @@ WRONG = {
     "stages": (("--run-dir", "run"), "models with a plugin"),
     "a component": (("--on-host", "texts"), "text_encoder"),
     "a mesh": (("--mesh", "sp=99"), "99"),
+    "rows": (("--mesh", "dp=3"), "no rows that 3"),
+    "heads": (("--mesh", "tp=3"), "no heads that 3"),
     "a size": (("--size", "33x16"), "33"),
 }
 
@@ -111,6 +114,8 @@ def test_what_the_pipeline_does_not_take_is_refused(
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "no such class": ({"_class_name": "WanPipelin"}, "did you mean WanPipeline"),
     "its own code": ({"_class_name": ["mine", "Pipe"]}, "code of its own"),
+    "no class": ({"_class_name": None}, "names no pipeline"),
+    "a base class": ({"_class_name": "DiffusionPipeline"}, "not a pipeline"),
     "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
     "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
     "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
@@ -127,6 +132,13 @@ def test_a_folder_that_cannot_be_run_is_one_line(
     assert ran.code == 1, ran.err
     assert told in ran.last
     assert str(copied) in ran.last
+
+
+def test_a_folder_without_an_index_is_one_line(cli: Cli, copied: Path) -> None:
+    (copied / "model_index.json").unlink()
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert "model_index.json or modular_model_index.json" in ran.last
 
 
 def test_pickled_weights_are_not_read(cli: Cli, copied: Path) -> None:
@@ -152,6 +164,83 @@ def test_other_weights_and_other_frames_are_found(
     ran = cli("replay", "altered.json")
     assert ran.code == 1
     assert "not the recorded ones" in ran.last
+
+
+def test_programs_that_were_compiled_ahead_run(cli: Cli, folder: Path) -> None:
+    """Weights are not needed; nothing is compiled again; another run is refused."""
+    bare = Path(shutil.copytree(folder, "bare"))
+    for file in bare.rglob("*.safetensors"):
+        file.unlink()
+    on = ("--mesh", "sp=2")
+    made = cli("compile", "--weights", bare, *ASKED, *on, "--out", "built", "--json")
+    assert made.code == 0, made.err
+    run = ("generate", "--weights", folder, *ASKED, "--seed", "3", "--json")
+    ran = cli(*run, *on, "--executables", "built", "--out", "built.gif")
+    assert ran.code == 0, ran.err
+    report = ran.json["report"]
+    programs = [one for stage in report["stages"] for one in stage["compiles"]]
+    assert len(programs) == len(made.json["programs"])
+    assert all(one["loaded"] for one in programs)
+    config = bare / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("1e-06", "1e-05"))
+    for file in folder.rglob("*.safetensors"):
+        shutil.copy(file, bare / file.relative_to(folder))
+    other = ("--weights", bare)
+    for more, told in (
+        (("--mesh", "sp=4"), "sp=2,tp=1 -> dp=1,sp=4"),
+        ((*on, "--dtype", "bfloat16"), "dtype float32 -> bfloat16"),
+        ((*on, *other), "eps 1e-06 -> 1e-05"),
+    ):
+        ran = cli(*run, *more, "--executables", "built", "--out", "other.gif")
+        assert ran.code == 1, ran.err
+        assert told in ran.last
+
+
+def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
+    """Its guidance is a component; what a call takes are the inputs of its blocks."""
+
+    def write(folder: Path) -> None:
+        pipeline = made(all_examples()["WanModularPipeline"])[0]
+        where = str(folder / "pipeline")
+        pipeline.save_pretrained(where, overwrite_modular_index=True)
+
+    folder = once("wan-blocks", write) / "pipeline"
+    run = ("generate", "--weights", folder, *ASKED, "--guidance", "3", "--seed", "3")
+    ran = cli(*run, "--mesh", "sp=2", "--out", "frames/", "--json")
+    assert ran.code == 0, ran.err
+    upstream = diffusers.ModularPipeline.from_pretrained(folder)
+    upstream.load_components(local_files_only=True)
+    upstream.update_components(guider=type(upstream.guider)(guidance_scale=3.0))
+    (frames,) = upstream(
+        prompt="a fox runs",
+        negative_prompt="blurry",
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        generator=torch.Generator("cpu").manual_seed(3),
+        output_type="np",
+        output="videos",
+    )
+    files = sorted(Path("frames").glob("*.png"))
+    found = np.stack([np.asarray(Image.open(file)) for file in files])
+    assert np.abs(found - np.rint(np.asarray(frames) * 255)).max() <= 1
+    again = cli("replay", "frames")
+    assert again.code == 0, again.err
+    ran = cli(*run, "--option", "max_length=3")
+    assert ran.code == 2
+    assert "did you mean max_sequence_length" in ran.last
+
+
+def test_a_package_that_is_missing_is_named(
+    cli: Cli, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = pipelines.__name__ + ".absent_packages"
+    monkeypatch.setattr(called, lambda classes: ["ftfy"])
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert ran.last.endswith("pip install ftfy")
 
 
 @needs_libtpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import weakref
@@ -159,8 +160,34 @@ def test_an_adapter_is_in_the_numbers(after: bool, upstream: torch.Tensor) -> No
         adapt(mine)
         tpuport.port(mine)
     assert near(latents(mine, call), expected)
+    if after:  # peft changes a dict, then weights, in place
+        for change in (scaled, fused):
+            change(theirs), change(mine)
+            assert near(latents(mine, call), latents(theirs, call))
+        mine.unfuse_lora()
     mine.transformer.disable_adapters()
     assert near(latents(mine, call), upstream)
+
+
+def scaled(pipeline: Any) -> None:
+    pipeline.transformer.set_adapters("default", 0.5)
+
+
+def fused(pipeline: Any) -> None:
+    pipeline.fuse_lora()
+
+
+def test_a_component_that_was_replaced_is_refused() -> None:
+    """Also a deep copy: both would run what nobody ported."""
+    mine, call = pipeline_of()
+    other = mine.transformer
+    theirs, _ = pipeline_of()
+    tpuport.port(theirs)
+    with pytest.raises(UsageError, match="deepcopy"):
+        copy.deepcopy(theirs.transformer)
+    theirs.transformer = other
+    with pytest.raises(UsageError, match="transformer was replaced"):
+        latents(theirs, call)
 
 
 def caching(pipeline: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.device_mesh import place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
+from tpuport.core.plan.build_ahead import Built, build_one, caching
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
+from tpuport.core.programs.executable_files import ExecutableStore
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.pipelines import PipelineFolder
 from tpuport.core.seam.rehearsal import Rehearsal, rehearse, without_weights
@@ -29,8 +32,13 @@ def rehearsed(
     dtype: str,
     arguments: Mapping[str, Any],
     reporter: Reporter,
+    *,
+    on_host: Collection[str] = (),
 ) -> Rehearsal:
     """The run of a folder's pipeline on ``target``; only configs are read.
+
+    Args:
+        on_host: components that run by upstream's code, and so have no programs.
 
     Raises:
         WeightsError: a config does not build its class.
@@ -40,7 +48,9 @@ def rehearsed(
         pipeline = without_weights(folder, torch_dtype(dtype))
     pipeline.set_progress_bar_config(disable=True)
     with reporter.timed(f"rehearsing {folder.class_name}"):
-        return rehearse(pipeline, target, arguments, Reporter())
+        found = rehearse(pipeline, target, arguments, Reporter())
+    left = tuple(one for one in found.programs if one.component not in on_host)
+    return replace(found, programs=left)
 
 
 def plan_pipeline(
@@ -108,6 +118,40 @@ def plan_pipeline(
             for note in one.account.notes
         ],
     )
+
+
+def build_pipeline(
+    found: Rehearsal,
+    stages: Sequence[str],
+    folder: Path,
+    *,
+    attached: bool,
+    reporter: Reporter,
+) -> list[Built]:
+    """Compile every program of a rehearsed run into a folder.
+
+    Args:
+        stages: those whose programs are compiled.
+        attached: whether the devices are here; see :func:`build_ahead.build`.
+
+    Raises:
+        CompileError: a program does not compile, or cannot be serialised.
+        ArtifactError: the folder cannot be written.
+    """
+    store, made = ExecutableStore(folder), []
+    with caching(folder, attached):
+        for program in found.programs:
+            if not program.by_stage.keys() & set(stages):
+                continue
+            started = time.perf_counter()
+            key = program.key()
+            seconds = time.perf_counter() - started
+            told = program.told()
+            built = build_one(program, store, key, seconds, told, reporter)
+            program.forget()
+            made.append(built)
+            reporter.say(built.line())
+    return made
 
 
 def _measured(

@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import jax
 
 from tpuport.core.mesh.device_memory import plan_of, planned_bytes, refused_bytes
 from tpuport.core.plan.abstract_programs import AbstractProgram
@@ -35,6 +37,17 @@ class CompileError(TpuportError):
     """A program did not compile, or its executable cannot be kept."""
 
 
+class Compilable(Protocol):
+    """A program of a run."""
+
+    @property
+    def calls(self) -> int:
+        """How often the run calls it."""
+
+    def lowered(self) -> jax.stages.Lowered:
+        """What is compiled."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """One program of the folder.
@@ -53,6 +66,14 @@ class Built:
     compile_seconds: float
     memory: Mapping[str, int]
     reused: bool
+
+    def line(self) -> str:
+        """For people."""
+        what = "was there already" if self.reused else "compiled"
+        return (
+            f"{self.entry.key.name}: {what}, {self.entry.size / 2**20:.1f} MiB, trace "
+            f"{self.trace_seconds:.1f} s, compile {self.compile_seconds:.1f} s"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -107,7 +128,7 @@ def build(
         decided.append(tiling)
 
     tiled: set[str] = set()
-    with _caching(folder, attached):
+    with caching(folder, attached):
         iterator = iter(programs(decide))
         while True:
             started = time.perf_counter()
@@ -121,9 +142,10 @@ def build(
                 tiled.add(program.asked.stage)
             program.lowered()
             seconds = time.perf_counter() - started
+            told = Traced.of(program.loaded.ported.runtime)
             key = program_key(components, program.asked, request)
             try:
-                built = _one(program, store, key, seconds, reporter)
+                built = build_one(program, store, key, seconds, told, reporter)
             except CompileError as error:
                 room = None if tiling is None else tiling.room
                 program.needed = refused_bytes(str(error))
@@ -133,11 +155,7 @@ def build(
             made.append(built)
             program.needed = built.entry.needed
             program.forget()
-            what = "was there already" if built.reused else "compiled"
-            reporter.say(
-                f"{built.entry.key.name}: {what}, {built.entry.size / 2**20:.1f} MiB, "
-                f"trace {seconds:.1f} s, compile {built.compile_seconds:.1f} s"
-            )
+            reporter.say(built.line())
 
 
 def _remove(made: list[Built], stage: str) -> None:
@@ -148,13 +166,23 @@ def _remove(made: list[Built], stage: str) -> None:
             built.entry.path.unlink(missing_ok=True)
 
 
-def _one(
-    program: AbstractProgram,
+def build_one(
+    program: Compilable,
     store: ExecutableStore,
     key: ProgramKey,
     seconds: float,
+    told: Traced,
     reporter: Reporter,
 ) -> Built:
+    """The executable of a program, compiled unless it is there.
+
+    Args:
+        seconds: what tracing took.
+        told: what tracing told.
+
+    Raises:
+        CompileError: the program does not compile, or cannot be serialised.
+    """
     entry, took, memory = None, 0.0, {}
     with contextlib.suppress(ArtifactError):  # one that is damaged is written again
         entry = store.find(key)
@@ -169,7 +197,7 @@ def _one(
             entry = store.write(
                 key,
                 serialise(compiled, key.platform),
-                Traced.of(program.loaded.ported.runtime),
+                told,
                 seconds=seconds + took,
                 needed=planned_bytes(compiled),
             )
@@ -191,7 +219,8 @@ def _one(
 
 
 @contextlib.contextmanager
-def _caching(folder: Path, attached: bool) -> Iterator[None]:
+def caching(folder: Path, attached: bool) -> Iterator[None]:
+    """jax's own cache, as a folder of executables needs it; see :func:`build`."""
     with warnings.catch_warnings():
         # A compile without the chip cannot load what an earlier one wrote.
         warnings.filterwarnings("ignore", message="Error reading persistent")

@@ -150,12 +150,12 @@ class BuiltFolder:
         for entry in self.entries:
             if entry.key.component not in port.components:
                 words = f"model {entry.key.model} -> {port.name}"
-                raise self._refusal(entry.key, (words,))
+                raise self.refusal(entry.key.name, (words,))
             now = known(entry.key)
             options = {**entry.key.options, **now.pop("options")}
             found = replace(entry.key, **now, options=options).difference(entry.key)
             if found:
-                raise self._refusal(entry.key, found)
+                raise self.refusal(entry.key.name, found)
 
     def check_request(
         self,
@@ -187,11 +187,11 @@ class BuiltFolder:
             else:  # other stages have no steps that could be spared
                 methods.setdefault(str(key.options.get("step_cache", "none")), key)
             if found := request_differences(before, now):
-                raise self._refusal(key, found)
+                raise self.refusal(key.name, found)
         if methods and method not in methods:
             known = ", ".join(sorted(methods))
             key = next(iter(methods.values()))
-            raise self._refusal(key, [f"step cache {known} -> {method}"])
+            raise self.refusal(key.name, [f"step cache {known} -> {method}"])
         for tiling in tilings:
             setting = self.tiling(tiling.stage)
             if tiling.stage not in self.stages or setting in (None, tiling.setting):
@@ -232,13 +232,14 @@ class BuiltFolder:
                 f"{names}; {_AGAIN}"
             )
         differences = [key.difference(entry.key) for entry in alike]
-        raise self._refusal(key, min(differences, key=len))
+        raise self.refusal(key.name, min(differences, key=len))
 
-    def _refusal(self, key: ProgramKey, found: Sequence[str]) -> ArtifactError:
+    def refusal(self, name: str, found: Sequence[str]) -> ArtifactError:
+        """The error for a program that is of another run, and what differs."""
         if left := len(found[_NAMED:]):
             found = [*found[:_NAMED], f"{left} more"]
         return ArtifactError(
-            f"{self.folder}: {key.name} is not for this run (what it was compiled for "
+            f"{self.folder}: {name} is not for this run (what it was compiled for "
             f"-> what this run has): {'; '.join(found)}; {_AGAIN}"
         )
 

@@ -13,6 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tpuport.core.files.atomic import cannot_write
 
+#: A kernel carries the paths of the source it was traced from.
+_PATHS = {"jax_hlo_source_file_canonicalization_regex": ".*"}
 #: Small and quick programs are kept too: the decoder's many small ones are what a warm
 #: start would otherwise wait for.
 _SETTINGS = {
@@ -21,8 +23,7 @@ _SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     # By default the folder's own path is in the key, for a GPU autotuner's cache.
     "jax_persistent_cache_enable_xla_caches": "none",
-    # A kernel carries the paths of the source it was traced from.
-    "jax_hlo_source_file_canonicalization_regex": ".*",
+    **_PATHS,
 }
 
 #: jax's own cache, in the folder of the compile cache.
@@ -50,6 +51,13 @@ def persistent_cache(folder: Path | None) -> Iterator[None]:
     except OSError as error:
         raise cannot_write(folder, error) from error
     with _set({**_SETTINGS, "jax_compilation_cache_dir": str(folder)}):
+        yield
+
+
+@contextlib.contextmanager
+def lowering() -> Iterator[None]:
+    """What is lowered has no paths of source files while this holds."""
+    with _set(_PATHS):
         yield
 
 

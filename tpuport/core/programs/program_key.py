@@ -189,8 +189,10 @@ def program_key(
         stage=asked.stage,
         program=asked.name,
         **known,
-        weights={key: _array(value) for key, value in weights},
-        arguments={jax.tree_util.keystr(path): _array(leaf) for path, leaf in leaves},
+        weights={key: array_text(value) for key, value in weights},
+        arguments={
+            jax.tree_util.keystr(path): array_text(leaf) for path, leaf in leaves
+        },
         structure=str(tree),
         context=context_of(request, components.port),
     )
@@ -215,24 +217,32 @@ def session_fields(
 ) -> dict[str, Any]:
     """The fields of a key that are known before the arguments of a program are."""
     runtime = components.runtime(component)
-    devices = list(components.mesh.devices.flat)
     port = components.port
     known = settings_fields(port, component, components.settings)
     known["options"]["matmul_precision"] = runtime.matmul_precision
     return {
         **known,
-        "mesh": {axis: int(size) for axis, size in components.mesh.shape.items()},
-        "config": _config(components.skeleton(component)),
-        "platform": components.platform,
+        **device_fields(components.mesh, stage),
+        "config": config_of(components.skeleton(component)),
+        "source": {name: source_hash(name) for name in port_packages(port)},
+        "versions": _versions(components, component),
+    }
+
+
+def device_fields(mesh: jax.sharding.Mesh, stage: str) -> dict[str, Any]:
+    """The fields of a key that the devices and the compiler decide."""
+    devices = list(mesh.devices.flat)
+    platform = str(devices[0].platform)
+    flags = (*compat.compiler_flags(), *flags_for(devices[0], stage).texts)
+    return {
+        "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
+        "platform": platform,
         "chip": str(devices[0].device_kind),
         "compiler": " ".join(str(devices[0].client.platform_version).split()),
         "devices": tuple(_device(device) for device in devices),
-        "host": host_name() if components.platform == "cpu" else "",
-        "source": {name: source_hash(name) for name in port_packages(port)},
-        "versions": _versions(components, component),
-        "flags": tuple(
-            sorted((*compat.compiler_flags(), *flags_for(devices[0], stage).texts))
-        ),
+        "host": host_name() if platform == "cpu" else "",
+        "versions": _packages_of(platform),
+        "flags": tuple(sorted(flags)),
         "settings": {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS},
     }
 
@@ -267,15 +277,20 @@ def settings_fields(
 
 def _versions(components: Components, component: str) -> dict[str, str]:
     """The versions of what traces and compiles a component, Python's first."""
-    packages = list(_PACKAGES)
-    if components.platform == "tpu":
-        packages.append("libtpu")
     implementation = implementation_of(components.port, component)
-    packages += implementation.packages if implementation else ()
+    packages = implementation.packages if implementation else ()
+    return {
+        **_packages_of(components.platform),
+        **{name: version(name) or "none" for name in packages},
+        **upstream_versions(components.port),
+    }
+
+
+def _packages_of(platform: str) -> dict[str, str]:
+    packages = (*_PACKAGES, "libtpu") if platform == "tpu" else _PACKAGES
     return {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         **{name: version(name) or "none" for name in packages},
-        **upstream_versions(components.port),
     }
 
 
@@ -295,7 +310,7 @@ def host_name() -> str:
     return f"{machine.system()} {machine.machine()}, {name}, features {digest[:12]}"
 
 
-def _config(module: torch.nn.Module) -> dict[str, Any]:
+def config_of(module: torch.nn.Module) -> dict[str, Any]:
     """The config of a module with its defaults filled in, as JSON."""
     config = getattr(module, "config", None)
     if config is None:
@@ -310,7 +325,7 @@ def _config(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _array(leaf: Any) -> str:
+def array_text(leaf: Any) -> str:
     """Dtype, shape and split of an array, such as ``bfloat16[2, 226, 4096]``."""
     shape = ", ".join(map(str, leaf.shape))
     parts = list(getattr(leaf.sharding, "spec", ()))

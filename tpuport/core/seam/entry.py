@@ -17,9 +17,13 @@ import torch
 from tpuport.core.arrays import array_dtype, to_numpy, to_torch
 from tpuport.core.enums import StageName
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.mesh_use import check_used
+from tpuport.core.programs import executable_files as files
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
+from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.reports import CompileReport
 from tpuport.core.seam.draws import Draw, DrawError, recorded
+from tpuport.core.seam.driving import DENOISERS
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.module_weights import ModuleWeights
@@ -108,6 +112,7 @@ class Entry(ModuleWeights):
         self._may_keep = _may_keep(module, forward)
         self._programs: dict[Any, Program] = {}
         self._constant: dict[Any, frozenset[int]] = {}
+        self._built: files.Entry | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
@@ -201,7 +206,7 @@ class Entry(ModuleWeights):
             return found
         component, _, path = self.name.partition(".")
         self._journal.reporter.compiling(component, self.name)
-        started, hits = time.perf_counter(), cache_hits()
+        started, hits, self._built = time.perf_counter(), cache_hits(), None
         program, constant = self._compiled(form, state, tensors, constant)
         self._constant[key] = constant
         values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
@@ -211,7 +216,10 @@ class Entry(ModuleWeights):
             program=path or "forward",
             trace_seconds=0.0,
             compile_seconds=time.perf_counter() - started,
-            cached=cache_hits() > hits,
+            cached=self._built is not None or cache_hits() > hits,
+            loaded=self._built is not None,
+            executable=str(self._built.path) if self._built else "",
+            executable_bytes=self._built.size if self._built else 0,
         )
         self._journal.reporter.compiled(self._made)
         kinds = sum(1 for other, _ in self._programs if other == key)
@@ -264,13 +272,28 @@ class Entry(ModuleWeights):
                 draws = () if self._blocks else out.draws
                 self._rebuild(())
                 continue
+            self._check_mesh()
             run = self._executable(traced)
             return Program(run=run, out=out, used=used, draws=draws), constant
 
+    def _check_mesh(self) -> None:
+        """Refuse a mesh with an axis over which a denoiser splits nothing."""
+        if self.name.startswith(DENOISERS):
+            calls = [(r.query, r.split) for r in self._port().runtime.records]
+            splits = [s.sharding.spec for s in jax.tree.leaves(self._structs)]
+            check_used(self.name, self.target.mesh.shape, calls, splits)
+
     def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
         """What runs a traced program."""
+        built = self.target.built
         with persistent_cache(self.target.cache):
-            run: Callable[..., Any] = traced.lower().compile()
+            if built is None:
+                run: Callable[..., Any] = traced.lower().compile()
+                return run
+            program = lowered(traced)
+            mesh = self.target.mesh
+            key = module_key(self.name, self.module, mesh, self._structs, program)
+            run, self._built = built.ready(key, program, mesh)
         return run
 
     def _traced(

@@ -48,10 +48,12 @@ class Attributes:
     def state(self) -> State:
         """The state now; the one before if nothing was assigned since."""
         modules = list(self._module.modules())
+        own = own_attributes() | _LEFT_OUT
         seen = [
-            tuple(value) if isinstance(value, list) else value
+            _content(value)
             for module in modules
-            for value in vars(module).values()
+            for name, value in vars(module).items()
+            if name not in own
         ]
         before = self._seen
         same = (
@@ -159,6 +161,13 @@ def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if now.get(name) is not value:
             now[name] = value
+
+
+def _content(value: Any) -> Any:
+    """What a list or a dict holds now: such a value may change in place."""
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _equal(one: Any, other: Any) -> bool:

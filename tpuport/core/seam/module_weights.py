@@ -177,7 +177,12 @@ def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
                 if tensor is not None:
                     kind = (number, name), (tuple(tensor.shape), tensor.dtype)
                     version = 0 if tensor.is_inference() else tensor._version
-                    yield *kind, id(tensor), version
+                    # Module.to() assigns to ``data``, which is no new version.
+                    yield *kind, id(tensor), version, tensor.data_ptr()
+        # Adapters that peft adds to ``data`` in place, which is no new version either.
+        merged = vars(child).get("merged_adapters")
+        if merged is not None:
+            yield (number, "merged_adapters"), None, tuple(merged)
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

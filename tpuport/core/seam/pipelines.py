@@ -1,6 +1,7 @@
 """A pipeline in the layout that ``save_pretrained`` writes, with no plugin for it.
 
-``model_index.json`` names the class. The class's own signature says what it takes.
+The index names the class. The signature of the class says what a call takes. The inputs
+of its blocks say so for a modular pipeline.
 """
 
 from __future__ import annotations
@@ -14,47 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
-import pydantic
 import torch
 import transformers
-import yaml
 
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.sources import read_image, read_video, to_images
 from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.reports import Reporter
-from tpuport.core.spec.run_settings import Asked
+from tpuport.core.weights.absent_packages import absent_packages, needs_of
 from tpuport.core.weights.checkpoint import (
+    INDEXES,
     SMALL_FILES,
     Checkpoint,
     local_folder,
     patterns,
 )
+from tpuport.core.weights.configs import building
 from tpuport.core.weights.hub import fetch
-from tpuport.errors import UsageError, WeightsError, damaged, did_you_mean, quoted
+from tpuport.errors import WeightsError, damaged, did_you_mean, quoted
 
-INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
-
-#: A field of Asked -> the parameters of pipelines that stand for it, first come first.
-PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt",),
-    "negative_prompt": ("negative_prompt",),
-    "height": ("height",),
-    "width": ("width",),
-    "num_frames": ("num_frames", "video_length", "frames"),
-    "fps": ("frame_rate", "fps", "target_fps"),
-    "num_inference_steps": ("num_inference_steps",),
-    "guidance_scale": ("guidance_scale",),
-    "image": ("image", "images", "reference_images"),
-    "video": ("video",),
-    "strength": ("strength",),
-}
 #: What tpuport gives by itself.
-_OWN = ("self", "generator", "output_type", "return_dict", "latents", "kwargs")
-#: Frames a second of a file whose pipeline has no such parameter: what
-#: ``diffusers.utils.export_to_video`` takes.
-FPS = 10.0
+_OWN = frozenset(
+    ("self", "state", "output", "generator", "output_type", "return_dict", "latents")
+) | {"kwargs"}
 
 
 @dataclass(frozen=True)
@@ -64,14 +46,16 @@ class PipelineFolder:
     Attributes:
         folder: in the layout that ``save_pretrained`` writes.
         reference: what the user named.
-        index: ``model_index.json``.
+        index: ``model_index.json``, or ``modular_model_index.json``.
         checkpoint: the folder, as far as weights and fingerprints go.
+        guidance: the scale, for a pipeline whose guidance is a component.
     """
 
     folder: Path
     reference: str
     index: Mapping[str, Any]
     checkpoint: Checkpoint
+    guidance: float | None = None
 
     @classmethod
     def find(cls, weights: str | Path, reporter: Reporter) -> PipelineFolder:
@@ -87,7 +71,7 @@ class PipelineFolder:
         """
         folder = local_folder(weights)
         if folder is None:
-            folder = fetch(str(weights), [INDEX], reporter)
+            folder = fetch(str(weights), INDEXES, reporter)
         checkpoint = Checkpoint(folder, str(weights))
         return cls(folder, str(weights), checkpoint.index, checkpoint)
 
@@ -104,13 +88,20 @@ class PipelineFolder:
         )
 
     @property
+    def _index(self) -> str:
+        """The index as messages name it."""
+        return f"{self.reference}: {self.checkpoint.index_name}"
+
+    @property
     def class_name(self) -> str:
         """The pipeline's class, as the index names it."""
         found = self.index.get("_class_name")
+        if found is None:
+            raise WeightsError(f"{self._index} names no pipeline (_class_name)")
         if not isinstance(found, str):
             raise WeightsError(
-                f"{self.reference}: {INDEX} names the pipeline {quoted(found)}, which "
-                "is code of its own; tpuport runs classes of diffusers alone"
+                f"{self._index} names the pipeline {quoted(found)}, which is code of "
+                "its own; tpuport runs classes of diffusers alone"
             )
         return found
 
@@ -128,26 +119,59 @@ class PipelineFolder:
             known = [n for n in dir(diffusers) if n.endswith("Pipeline")]
             hint = did_you_mean(name, known, "install a diffusers that has the class")
             raise WeightsError(
-                f"{self.reference}: {INDEX} names the pipeline {name}, which diffusers "
-                f"{version} has not; {hint}"
+                f"{self._index} names the pipeline {name}, which diffusers {version} "
+                f"has not; {hint}"
             )
-        missing = getattr(found, "_backends", None)
+        missing = needs_of(found)
         if missing:
             raise WeightsError(
-                f"{self.reference}: {name} needs a package that is not installed; it "
-                f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
+                f"{self.reference}: {name} needs a package that is not installed: pip "
+                f"install {' '.join(missing)}"
             )
-        if not issubclass(found, diffusers.DiffusionPipeline):
+        kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+        concrete = inspect.isclass(found) and found not in kinds
+        if not concrete or not issubclass(found, kinds):
             raise WeightsError(
-                f"{self.reference}: {INDEX} names {name}, which is not a pipeline; "
-                "name the folder of a whole pipeline"
+                f"{self._index} names {name}, which is not a pipeline; name the "
+                "folder of a whole pipeline"
             )
         return found
 
     @cached_property
+    def blocks(self) -> Any:
+        """What a modular pipeline is made of; ``None`` of a classic one.
+
+        Raises:
+            WeightsError: the blocks are code of their own.
+        """
+        if not issubclass(self.pipeline_class, diffusers.ModularPipeline):
+            return None
+        name = self.index.get("_blocks_class_name")
+        if name is not None and not hasattr(diffusers, str(name)):
+            raise WeightsError(
+                f"{self._index} names the blocks {quoted(name)}, which diffusers has "
+                "not; tpuport runs no code from a checkpoint"
+            )
+        return self.put_together({}).blocks
+
+    @cached_property
     def all_parameters(self) -> Mapping[str, inspect.Parameter]:
         """What a call of the pipeline takes, by name."""
-        return inspect.signature(self.pipeline_class.__call__).parameters
+        if self.blocks is None:
+            return inspect.signature(self.pipeline_class.__call__).parameters
+        made = self.blocks.intermediate_output_names
+        return {
+            one.name: inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty
+                if one.required and one.default is None and one.name not in made
+                else one.default,
+                annotation=Any if one.type_hint is None else one.type_hint,
+            )
+            for one in self.blocks.inputs
+            if one.name is not None
+        }
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -158,6 +182,30 @@ class PipelineFolder:
             if name not in _OWN and not name.startswith("callback")
         }
 
+    @property
+    def has_guider(self) -> bool:
+        """Whether guidance is a component of the pipeline, with a scale of its own."""
+        known = () if self.blocks is None else self.blocks.component_names
+        return "guider" in known
+
+    def check_packages(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a call whose code uses a package that is not installed.
+
+        Raises:
+            WeightsError: which package.
+        """
+        classes = [self.pipeline_class]
+        if self.blocks is not None:
+            prompt = {"prompt": ""} if "prompt" in self.parameters else {}
+            chosen = self.blocks.get_execution_blocks(**{**prompt, **arguments})
+            classes = [type(block) for block in _all_blocks(chosen)]
+        missing = absent_packages(classes)
+        if missing:
+            raise WeightsError(
+                f"{self.reference}: {self.class_name} needs a package that is not "
+                f"installed: pip install {' '.join(missing)}"
+            )
+
     def check_components(self) -> None:
         """Refuse what cannot be loaded; headers of weights are read, and no weights.
 
@@ -166,6 +214,11 @@ class PipelineFolder:
                 weights are missing, cut or pickled.
         """
         for name, entry in self.components().items():
+            if not self.checkpoint.has(name):
+                raise WeightsError(
+                    f"{self.reference}: folder {name}/ is missing; write the whole "
+                    "pipeline with save_pretrained()"
+                )
             found = self.component_class(name, *entry)
             if inspect.isclass(found) and issubclass(found, torch.nn.Module):
                 self.checkpoint.weight_files(name)
@@ -180,10 +233,32 @@ class PipelineFolder:
             and None not in entry
         }
 
-    @property
-    def init_parameters(self) -> Mapping[str, inspect.Parameter]:
-        """What the pipeline's constructor takes."""
-        return inspect.signature(self.pipeline_class.__init__).parameters
+    def put_together(self, parts: Mapping[str, Any]) -> Any:
+        """The pipeline with these components.
+
+        Raises:
+            WeightsError: the index does not build the class.
+        """
+        cls: Any = self.pipeline_class
+        with building(self.class_name, self.checkpoint.index_name):
+            if issubclass(cls, diffusers.ModularPipeline):
+                made = cls(modular_config_dict=dict(self.index))
+                made.update_components(**parts)
+                for block in _all_blocks(made._blocks):
+                    block._progress_bar_config = {"disable": True}
+                for name, guider in made.components.items():
+                    if name.startswith("guider") and self.guidance is not None:
+                        scaled = {**guider.config, "guidance_scale": self.guidance}
+                        made.update_components(**{name: type(guider)(**scaled)})
+                return made
+            names = (
+                inspect.signature(cls.__init__).parameters.keys() & self.index.keys()
+            )
+            settings = {
+                name: None if isinstance(self.index[name], list) else self.index[name]
+                for name in names - parts.keys()
+            }
+            return cls(**settings, **parts)
 
     def component_class(self, name: str, library: str, class_name: str) -> Any:
         """The class of a component.
@@ -201,14 +276,17 @@ class PipelineFolder:
             module = getattr(diffusers.pipelines, library, None)
         if module is None:
             raise WeightsError(
-                f"{self.reference}: {INDEX} names {name} as {library}.{class_name}; "
-                "tpuport runs classes of diffusers and transformers alone"
+                f"{self._index} names {name} as {library}.{class_name}; tpuport runs "
+                "classes of diffusers and transformers alone"
             )
         try:
-            return getattr(module, class_name)
+            found = getattr(module, class_name)
+            if missing := needs_of(found):
+                raise ImportError(f"it needs pip install {' '.join(missing)}")
+            return found
         except (ImportError, AttributeError) as error:
             raise WeightsError(
-                f"{self.reference}: {INDEX} names {name} as {library}.{class_name}: "
+                f"{self._index} names {name} as {library}.{class_name}: "
                 f"{one_line(error)}; install the version that the folder was made with"
             ) from None
 
@@ -221,12 +299,7 @@ class PipelineFolder:
         self.check_components()
         try:
             with reporter.timed(f"loading {self.class_name}"), _without_bars():
-                pipeline = self.pipeline_class.from_pretrained(
-                    self.folder,
-                    torch_dtype=dtype,
-                    local_files_only=True,
-                    use_safetensors=True,
-                )
+                pipeline = self._loaded(torch_dtype=dtype, use_safetensors=True)
         except Exception as error:
             raise WeightsError(
                 f"{self.reference}: {self.class_name} does not load: "
@@ -243,77 +316,24 @@ class PipelineFolder:
                         )
         return pipeline
 
-    # What a user asks for.
+    def _loaded(self, **how: Any) -> Any:
+        if self.blocks is None:
+            cls: Any = self.pipeline_class
+            return cls.from_pretrained(self.folder, local_files_only=True, **how)
+        parts = {}
+        for name, entry in self.components().items():
+            found = self.component_class(name, *entry)
+            more = how if issubclass(found, torch.nn.Module) else {}
+            place = self.folder / name
+            parts[name] = found.from_pretrained(place, local_files_only=True, **more)
+        return self.put_together(parts)
 
-    def arguments(self, asked: Asked) -> dict[str, Any]:
-        """The keywords of the pipeline's call; prompts and seeds are left out.
 
-        Raises:
-            UsageError: the pipeline does not take what was asked for, or needs what
-                was not.
-        """
-        found: dict[str, Any] = {}
-        for field, names in PARAMETERS.items():
-            value = getattr(asked, field)
-            if value is None or field == "prompt":
-                continue
-            name = next((n for n in names if n in self.parameters), None)
-            if name is not None:
-                found[name] = self._media(field, value)
-            elif field != "fps":  # the file has one too
-                raise UsageError(
-                    f"--{field.replace('_', '-')}: {self.class_name} takes none; it "
-                    f"takes {', '.join(self.parameters)}"
-                )
-        for name, value in asked.options.items():
-            if name in found:
-                raise UsageError(f"--option {name}: was given by a flag too")
-            found[name] = self._option(name, value)
-        if asked.prompt and "prompt" not in self.parameters:
-            raise UsageError(f"--prompt: {self.class_name} takes none")
-        for name, parameter in self.parameters.items():
-            needed = parameter.default is inspect.Parameter.empty
-            named = parameter.kind not in (
-                inspect.Parameter.VAR_KEYWORD,
-                inspect.Parameter.VAR_POSITIONAL,
-            )
-            if needed and named and name not in (*found, "prompt"):
-                flags = [f"--{f}" for f, known in PARAMETERS.items() if name in known]
-                flag = flags[0] if flags else f"--option {name}="
-                raise UsageError(
-                    f"{self.class_name} needs {name}; add {flag} with a value"
-                )
-        return found
-
-    def default(self, field: str) -> Any:
-        """Upstream's default of what a flag stands for; ``None`` without one."""
-        for name in PARAMETERS[field]:
-            parameter = self.parameters.get(name)
-            if parameter is not None:
-                empty = parameter.default is inspect.Parameter.empty
-                return None if empty else parameter.default
-        return None
-
-    def _media(self, field: str, value: Any) -> Any:
-        if field == "image":
-            return to_images(read_image(value).pixels)[0]
-        return to_images(read_video(value).pixels[0]) if field == "video" else value
-
-    def _option(self, name: str, value: Any) -> Any:
-        parameter = self.parameters.get(name)
-        if parameter is None:
-            hint = did_you_mean(
-                name, self.parameters, f"it takes {', '.join(self.parameters)}"
-            )
-            raise UsageError(
-                f"--option {name}: {self.class_name} has no such parameter; {hint}"
-            )
-        if isinstance(value, str):
-            for field in ("image", "video"):
-                if field in name and Path(value).expanduser().exists():
-                    return self._media(field, value)
-            value = yaml.safe_load(value)
-        return _typed(name, value, parameter.annotation)
+def _all_blocks(blocks: Any) -> Iterator[Any]:
+    """Blocks, and the blocks inside."""
+    yield blocks
+    for one in (getattr(blocks, "sub_blocks", None) or {}).values():
+        yield from _all_blocks(one)
 
 
 @contextlib.contextmanager
@@ -328,77 +348,3 @@ def _without_bars() -> Iterator[None]:
     finally:
         for one in shown:
             one.enable_progress_bar()
-
-
-def _typed(name: str, value: Any, annotation: Any) -> Any:
-    """``value``, found to be of the kind that a parameter's annotation says."""
-    try:
-        config = pydantic.ConfigDict(arbitrary_types_allowed=True)
-        adapter = pydantic.TypeAdapter(annotation, config=config)
-    except (pydantic.PydanticUserError, TypeError, NameError):
-        return value  # no annotation, or one of upstream's that cannot be read
-    try:
-        adapter.validate_python(value)
-    except pydantic.ValidationError as error:
-        wanted = getattr(annotation, "__name__", str(annotation))
-        raise UsageError(
-            f"--option {name}: {quoted(value)} is no {wanted} "
-            f"({error.errors()[0]['msg']})"
-        ) from None
-    return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """What a pipeline made.
-
-    Attributes:
-        frames: float32 in [0, 1], [N, T, Y, X, 3].
-        sound: [channels, samples] in [-1, 1]; ``None`` for a silent video.
-        rate: samples a second of the sound.
-    """
-
-    frames: np.ndarray
-    sound: np.ndarray | None = None
-    rate: int = 0
-
-
-def made_of(output: Any, pipeline: Any) -> Made:
-    """The frames and the sound of a pipeline's output with ``output_type="np"``.
-
-    Raises:
-        UsageError: the pipeline made no video.
-    """
-    found = getattr(output, "frames", None)
-    if found is None:
-        found = getattr(output, "videos", getattr(output, "video", None))
-    if found is None:
-        raise UsageError(
-            f"{type(pipeline).__name__} made no video: it returns a "
-            f"{type(output).__name__}"
-        )
-    frames = np.asarray(found)
-    if frames.ndim == 4:
-        frames = frames[None]
-    if frames.ndim != 5 or frames.shape[-1] != 3:
-        raise UsageError(
-            f"{type(pipeline).__name__} made an array {list(frames.shape)}, which is "
-            "no video"
-        )
-    sound = getattr(output, "audio", None)
-    if sound is None:
-        return Made(frames=frames.astype(np.float32))
-    array = np.asarray(sound, dtype=np.float32).reshape(-1, np.shape(sound)[-1])[:2]
-    return Made(frames=frames.astype(np.float32), sound=array, rate=_rate(pipeline))
-
-
-def _rate(pipeline: Any) -> int:
-    """Samples a second of a pipeline's sound; its vocoder says."""
-    for name in ("vocoder", "audio_vae"):
-        config = getattr(getattr(pipeline, name, None), "config", {})
-        for key in ("output_sampling_rate", "sampling_rate", "sample_rate"):
-            if key in config:
-                return int(config[key])
-    raise UsageError(
-        f"{type(pipeline).__name__} made sound and no component says at which rate"
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -34,9 +35,12 @@ _MODULE_METHODS = {
     "enable_xformers_memory_efficient_attention": "attention runs as tpuport's kernels",
     "enable_layerwise_casting": "programs hold weights in their own dtype; cast the "
     "module before it is ported",
+    "cuda": _PLACED,
+    "xpu": _PLACED,
     "compile": "forward is compiled already",
     "compile_repeated_blocks": "forward is compiled already",
 }
+_COPY = "copy.deepcopy", "a copy would run the original; copy it before port()"
 #: Backends of attention that mean: whatever is best here, exact.
 _NATIVE = ("native", "_native_math", "_native_efficient", "_native_xla")
 
@@ -81,13 +85,14 @@ def port_pipeline(
             )
     taken = {name: c for name, c in components.items() if name not in on_host}
     seam = Seam(taken, target, reporter or Reporter())
+    # Weak: the pipeline and its seam go together.
+    same = functools.partial(_check_same, weakref.ref(pipeline), taken)
+    seam.journal.on_call = same
     held = _refuse(pipeline, _PIPELINE_METHODS)
     held += _set(pipeline, "to", functools.partial(_to, pipeline.to, "pipe"))
+    held += _set(pipeline, "__deepcopy__", functools.partial(_refused, *_COPY))
     for component in taken.values():
-        held += _refuse(component, _MODULE_METHODS)
-        held += _set(component, "to", functools.partial(_to, component.to, "module"))
-        if hasattr(component, "set_attention_backend"):
-            held += _set(component, "set_attention_backend", _set_attention_backend)
+        held += _guard(component)
     pipeline.__dict__[_KEPT] = seam, held
     return pipeline
 
@@ -103,7 +108,7 @@ def port_module(
     twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
     name = type(module).__name__
     seam = Seam({name: twin}, target, reporter or Reporter())
-    twin.__dict__[_KEPT] = seam, _refuse(twin, _MODULE_METHODS)
+    twin.__dict__[_KEPT] = seam, _guard(twin)
     return twin
 
 
@@ -136,6 +141,16 @@ def seam_of(ported: Any) -> Seam:
     return seam
 
 
+def _guard(module: torch.nn.Module) -> list[tuple[Any, str]]:
+    """What makes no sense on a ported module says so."""
+    held = _refuse(module, _MODULE_METHODS)
+    held += _set(module, "to", functools.partial(_to, module.to, "module"))
+    held += _set(module, "__deepcopy__", functools.partial(_refused, *_COPY))
+    if hasattr(module, "set_attention_backend"):
+        held += _set(module, "set_attention_backend", _set_attention_backend)
+    return held
+
+
 def _refuse(owner: Any, methods: Mapping[str, str]) -> list[tuple[Any, str]]:
     held = []
     for name, why in methods.items():
@@ -153,6 +168,19 @@ def _refused(name: str, why: str, *args: Any, **kwargs: Any) -> None:
     raise UsageError(
         f"{name}() on a ported object: {why}. tpuport.unport() gives upstream's back"
     )
+
+
+def _check_same(
+    pipeline: weakref.ref[Any], taken: Mapping[str, torch.nn.Module], called: str
+) -> None:
+    """Refuse a call of a pipeline whose component was replaced: nobody ported it."""
+    for name, component in taken.items():
+        now = getattr(pipeline(), name, component)
+        if now is not component:
+            raise UsageError(
+                f"{name} was replaced by a {type(now).__name__} after port(), which "
+                "would run on the host: call tpuport.unport() before, and port() after"
+            )
 
 
 def _to(original: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from accelerate import init_empty_weights
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.device_memory import array_bytes
+from tpuport.core.programs.lowering import Traced as Told
+from tpuport.core.programs.module_programs import lowered, module_key
+from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.driving import driving
 from tpuport.core.seam.entry import Entry, Program
@@ -37,6 +40,7 @@ class Rehearsed:
 
     Attributes:
         name: of the module that was called: its component, and the path within.
+        module: that one.
         weights: shapes, dtypes and places of the weights.
         inputs: dtypes and shapes, such as ``"bfloat16[1,512,4096]"``.
         resident: bytes of weights of other modules on a device beside it.
@@ -45,6 +49,7 @@ class Rehearsed:
     """
 
     name: str
+    module: torch.nn.Module = field(repr=False)
     mesh: jax.sharding.Mesh
     weights: Mapping[str, Any]
     inputs: tuple[str, ...]
@@ -53,6 +58,7 @@ class Rehearsed:
     resident: int = 0
     by_stage: Counter[StageName] = field(default_factory=Counter)
     _traced: jax.stages.Traced | None = field(default=None, repr=False)
+    _lowered: jax.stages.Lowered | None = field(default=None, repr=False)
 
     @property
     def stage(self) -> StageName:
@@ -81,11 +87,25 @@ class Rehearsed:
 
     def lowered(self) -> jax.stages.Lowered:
         """What ``.compile()`` is called on."""
-        return self.traced().lower()
+        if self._lowered is None:
+            self._lowered = lowered(self.traced())
+        return self._lowered
+
+    def key(self) -> ProgramKey:
+        """The key of its executable."""
+        program = self.lowered()
+        return module_key(self.name, self.module, self.mesh, self.weights, program)
+
+    def told(self) -> Told:
+        """What tracing it told."""
+        return Told(
+            attention=tuple(map(asdict, self.attention)),
+            convolutions=tuple(map(asdict, self.convolutions)),
+        )
 
     def forget(self) -> None:
         """Let go of what was traced, which of a whole model is large."""
-        self._traced = None
+        self._traced = self._lowered = None
 
     def __call__(self, weights: Any, inputs: Any) -> list[Any]:
         """Shapes and dtypes of the result."""
@@ -102,6 +122,7 @@ class _Answers(Entry):
         runtime = self._port().runtime
         return Rehearsed(
             name=self.name,
+            module=self.module,
             mesh=self.target.mesh,
             weights=self._structs,
             inputs=tuple(
@@ -179,15 +200,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
         if hasattr(module, "tie_weights"):
             module.tie_weights()
         parts[name] = _weightless(module, dtype)
-    parameters = folder.init_parameters
-    absent = {n: None for n in folder.index if n in parameters and n not in parts}
-    settings = {
-        name: value
-        for name, value in folder.index.items()
-        if name in parameters and name not in parts and not isinstance(value, list)
-    }
-    with building(folder.class_name, "model_index.json"):
-        return folder.pipeline_class(**{**absent, **parts, **settings})
+    return folder.put_together(parts)
 
 
 def _is_module(cls: Any) -> bool:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.programs.module_programs import ModulePrograms
 from tpuport.core.spec.component import Component
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.context import AttentionPolicy
@@ -66,6 +67,7 @@ class Target:
         claims: what a plugin knows of components, by name.
         general: for a component that is not as the plugin knows it.
         cache: a folder where jax keeps compiled programs; ``None`` keeps none.
+        built: executables that are used in place of compiling.
     """
 
     mesh: jax.sharding.Mesh
@@ -75,6 +77,7 @@ class Target:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     general: Target | None = None
     cache: Path | None = None
+    built: ModulePrograms | None = None
     attention: AttentionPolicy = AttentionPolicy()
     implementation: AttentionChoice = AttentionChoice()
 

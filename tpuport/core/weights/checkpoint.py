@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: The files that name a pipeline and its components; the second, of one made of blocks.
+INDEXES = ("model_index.json", "modular_model_index.json")
+
 #: Whose classes a checkpoint may name.
 _LIBRARIES = ("diffusers", "transformers")
 
@@ -59,7 +62,13 @@ class Checkpoint:
     def __post_init__(self) -> None:
         # Upstream's loaders could take a relative path of two parts for a hub id.
         self.folder = self.folder.absolute()
-        self.index = _read_json(self.folder / "model_index.json")
+        there = [name for name in INDEXES if (self.folder / name).is_file()]
+        self.index_name = there[0] if there else INDEXES[0]
+        index = _read_json(self.folder / self.index_name)
+        if self.index_name != INDEXES[0]:
+            # A third value tells where a component came from once.
+            index = {k: v[:2] if isinstance(v, list) else v for k, v in index.items()}
+        self.index = index
 
     @property
     def reference(self) -> str:
@@ -397,7 +406,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise WeightsError(
             f"{path} is missing; the folder is not a diffusers checkpoint (one has "
-            "model_index.json and a folder per component)"
+            f"{' or '.join(INDEXES)}, and a folder per component)"
         ) from None
     if not isinstance(data, dict):
         raise damaged(f"{path} is not a JSON object")
@@ -469,6 +478,6 @@ def resolve(
 
 
 def patterns(folders: Sequence[str], *suffixes: str) -> list[str]:
-    """Of the hub's files, those that are read of ``folders``, and the index."""
+    """Of the hub's files, those that are read of ``folders``, and the indexes."""
     read = [f"{name}/*{suffix}" for name in folders for suffix in suffixes]
-    return ["model_index.json", *read]
+    return [*INDEXES, *read]

@@ -1,0 +1,171 @@
+"""What is checked of a run of a pipeline without a plugin, before weights are read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from tpuport import api
+from tpuport.cli.asked.settings import TABLE, Settings
+from tpuport.core.enums import Backend, Dtype
+from tpuport.core.files.atomic import one_line
+from tpuport.core.reports import Reporter
+from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from tpuport.core.mesh.device_mesh import PlacedMesh
+    from tpuport.core.seam.pipelines import PipelineFolder
+
+#: Settings that mean the same whatever runs. Others are for models with a plugin.
+_SHARED = frozenset(
+    {
+        *("model", "weights", "mesh", "dtype", "attention", "backend", "cache_dir"),
+        *(
+            "compile_cache",
+            "keep_loaded",
+            "out",
+            "overwrite",
+            "report",
+            "json",
+            "debug",
+        ),
+        *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
+        *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
+        *("seed", "image", "video", "strength", "options", "search", "executables"),
+    }
+)
+
+
+def refuse_flags(settings: Settings, pipeline: str) -> None:
+    """Refuse settings that are for models with a plugin.
+
+    Raises:
+        UsageError: which one.
+    """
+    for field in fields(settings):
+        if field.name in _SHARED or field.name not in TABLE or not field.init:
+            continue
+        value, default = getattr(settings, field.name), field.default
+        if value != default and value:
+            flag = TABLE[field.name].flags[0]
+            raise UsageError(
+                f"{flag}: is for models with a plugin; {pipeline} has none and runs by "
+                "upstream's own code. Leave the flag out"
+            )
+
+
+def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
+    """Refuse a name for --on-host that is no component.
+
+    Raises:
+        UsageError: which one.
+    """
+    components = folder.components()
+    for name in settings.on_host:
+        if name not in components:
+            known = f"{folder.class_name} has {', '.join(components)}"
+            hint = did_you_mean(name, components, known)
+            raise UsageError(f"--on-host {name}: is no component; {hint}")
+
+
+def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:
+    """The settings with a dtype: float32 on CPUs, else bfloat16."""
+    if settings.dtype is not None:
+        return settings
+    on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
+    return replace(settings, dtype=Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16)
+
+
+def check_mesh(
+    settings: Settings,
+    folder: PipelineFolder,
+    placed: PlacedMesh,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> None:
+    """Refuse a mesh with an axis that the run cannot use, before weights are read.
+
+    Tokens are split among any number of devices. Rows and heads are known once the
+    denoiser is traced, which a rehearsal does.
+
+    Raises:
+        MeshError: which axis.
+    """
+    from tpuport.core.plan.any_pipeline import rehearsed
+
+    if settings.backend == Backend.DIFFUSERS:
+        return
+    if placed.mesh.shape["dp"] <= 2 and placed.mesh.shape["tp"] == 1:
+        return
+    given = dict(arguments)
+    if "prompt" in folder.parameters:
+        given["prompt"] = settings.prompt[0]
+    if folder.blocks is None and "output_type" in folder.all_parameters:
+        given["output_type"] = "latent"
+    target = api.general_target(placed, replace(settings, cache_dir=None))
+    try:
+        rehearsed(folder, target, str(settings.dtype), given, reporter)
+    except MeshError:
+        raise
+    except Exception:
+        # Made-up values are not everywhere good enough; the run checks the mesh too.
+        reporter.say(f"the mesh is checked once {folder.class_name} runs")
+
+
+def check_executables(
+    settings: Settings, folder: PipelineFolder, placed: PlacedMesh, reporter: Reporter
+) -> None:
+    """Refuse executables for something else before weights are read.
+
+    Raises:
+        UsageError, ArtifactError: what differs.
+    """
+    from tpuport.core.arrays import torch_dtype
+    from tpuport.core.seam.rehearsal import without_weights
+
+    if settings.backend == Backend.DIFFUSERS:
+        raise UsageError(
+            "--executables are not upstream's: leave them out, or use --backend tpuport"
+        )
+    built = api.executables_for(folder.class_name, placed, settings, reporter)
+    assert built is not None
+    with reporter.timed(f"building {folder.class_name} without weights"):
+        built.check_modules(
+            without_weights(folder, torch_dtype(str(settings.dtype))).components
+        )
+
+
+@contextlib.contextmanager
+def upstreams_errors(pipeline: str) -> Iterator[None]:
+    """What upstream's code raises, as errors of one line.
+
+    Raises:
+        UsageError: upstream refuses what was asked for.
+        TpuportError: upstream fails otherwise.
+    """
+    # Blocks log a traceback of what they raise.
+    blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+    level = blocks.level
+    blocks.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except TpuportError:
+        raise
+    except (NameError, ImportError) as error:
+        from tpuport.core.weights.absent_packages import absent_of
+
+        package = absent_of(error)
+        needed = f"; it needs a package: pip install {package}" if package else ""
+        raise TpuportError(f"{pipeline} failed: {one_line(error)}{needed}") from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{pipeline} refuses this: {one_line(error)}") from error
+    except Exception as error:
+        raise TpuportError(
+            f"{pipeline} failed: {type(error).__name__}: {one_line(error)}; --debug "
+            "shows where"
+        ) from error
+    finally:
+        blocks.setLevel(level)

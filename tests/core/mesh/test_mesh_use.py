@@ -1,0 +1,31 @@
+"""A mesh with an axis that a program cannot use is refused; other meshes are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpuport.core.mesh.mesh_use import check_used
+from tpuport.errors import MeshError
+
+QUERIES = (1, 2, 24, 16)
+
+
+def test_an_axis_that_splits_something_is_used() -> None:
+    mesh = {"dp": 2, "sp": 3, "tp": 4}
+    # dp=2 is for guidance; tp splits a weight.
+    check_used("transformer", mesh, [(QUERIES, (None, None, "sp", None))], [("tp",)])
+    check_used("transformer", mesh, [])
+    nested = [(("dp", "tp"), None)]
+    check_used("transformer", {"dp": 4, "tp": 4}, [(QUERIES, (None,))], nested)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"dp": 3, "sp": 2}, "dp=3: transformer has no rows.* has 1.*use sp=6"),
+        ({"dp": 1, "tp": 3}, "tp=3: transformer has no heads.* has 2.*use sp=3"),
+    ],
+)
+def test_an_axis_without_use_is_told(mesh: dict[str, int], told: str) -> None:
+    with pytest.raises(MeshError, match=told):
+        check_used("transformer", mesh, [(QUERIES, (None, None, "sp", None))])

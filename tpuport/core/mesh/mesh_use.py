@@ -1,0 +1,51 @@
+"""Whether a program has something to split over each axis of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tpuport.errors import MeshError
+
+#: What attention splits over an axis, and the dim of the queries.
+_SPLITS = {"dp": ("rows", 0), "tp": ("heads", 1), "sp": ("tokens", 2)}
+#: The rows of guidance: upstream runs them as one batch, or one after the other.
+_PAIR = 2
+
+
+def check_used(
+    name: str,
+    mesh: Mapping[str, int],
+    attention: Iterable[tuple[tuple[int, ...], tuple[Any, ...]]],
+    weights: Iterable[Any] = (),
+) -> None:
+    """Refuse an axis of ``mesh`` over which a program splits nothing.
+
+    Two devices along dp are never refused: they are for guidance, and some pipelines
+    run its two rows one after the other.
+
+    Args:
+        name: of the program, for the message.
+        attention: shape [B, H, L, D] of each call's queries, and its split.
+        weights: the split of each weight.
+
+    Raises:
+        MeshError: which axis, what it could split, and which mesh does.
+    """
+    calls = list(attention)
+    used = {axis for _, split in calls for axis in split}
+    used |= {axis for split in weights for part in split for axis in _each(part)}
+    for axis, size in mesh.items():
+        if size == 1 or axis in used or (axis == "dp" and size <= _PAIR) or not calls:
+            continue
+        what, dim = _SPLITS[axis]
+        counts = sorted({shape[dim] for shape, _ in calls})
+        raise MeshError(
+            f"mesh {axis}={size}: {name} has no {what} that {size} devices can split "
+            f"(its attention has {', '.join(map(str, counts))}); sp splits tokens "
+            f"among any number of devices: use sp={size * mesh.get('sp', 1)}"
+        )
+
+
+def _each(part: Any) -> tuple[Any, ...]:
+    return part if isinstance(part, tuple) else (part,)

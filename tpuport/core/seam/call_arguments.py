@@ -1,0 +1,194 @@
+"""What a user asks of a pipeline, as keywords of its call, and what the call made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydantic
+import yaml
+
+from tpuport.core.files.sources import read_image, read_video, to_images
+from tpuport.core.seam.pipelines import PipelineFolder
+from tpuport.core.spec.run_settings import Asked
+from tpuport.errors import UsageError, did_you_mean, quoted
+
+#: A field of Asked -> the parameters of pipelines that stand for it, first come first.
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt",),
+    "negative_prompt": ("negative_prompt",),
+    "height": ("height",),
+    "width": ("width",),
+    "num_frames": ("num_frames", "video_length", "frames"),
+    "fps": ("frame_rate", "fps", "target_fps"),
+    "num_inference_steps": ("num_inference_steps",),
+    "guidance_scale": ("guidance_scale",),
+    "image": ("image", "images", "reference_images"),
+    "video": ("video",),
+    "strength": ("strength",),
+}
+#: Frames a second of a file whose pipeline has no such parameter: what
+#: ``diffusers.utils.export_to_video`` takes.
+FPS = 10.0
+_REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+#: Outputs of pipelines, and of blocks.
+FRAMES, SOUNDS, RATE = (
+    ("frames", "videos", "video"),
+    ("audio", "sound"),
+    "sampling_rate",
+)
+
+
+def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
+    """The keywords of the pipeline's call; prompts and seeds are left out.
+
+    Raises:
+        UsageError: the pipeline does not take what was asked for, or needs what was
+            not.
+    """
+    name, takes = folder.class_name, folder.parameters
+    found: dict[str, Any] = {}
+    for field, names in PARAMETERS.items():
+        value = getattr(asked, field)
+        if value is None or field == "prompt":
+            continue
+        known = next((n for n in names if n in takes), None)
+        if known is not None:
+            found[known] = _media(field, value)
+        elif field == "guidance_scale" and folder.has_guider:
+            continue  # the component has it: see PipelineFolder
+        elif field != "fps":  # the file has one too
+            raise UsageError(
+                f"--{field.replace('_', '-')}: {name} takes none; it takes "
+                f"{', '.join(takes)}"
+            )
+    for option, value in asked.options.items():
+        if option in found:
+            raise UsageError(f"--option {option}: was given by a flag too")
+        found[option] = _option(folder, option, value)
+    if asked.prompt and "prompt" not in takes:
+        raise UsageError(f"--prompt: {name} takes none")
+    for needed, parameter in takes.items():
+        if parameter.default is not parameter.empty or parameter.kind in _REST:
+            continue
+        if needed not in (*found, "prompt"):
+            flags = [f"--{f}" for f, known in PARAMETERS.items() if needed in known]
+            flag = flags[0] if flags else f"--option {needed}="
+            raise UsageError(f"{name} needs {needed}; add {flag} with a value")
+    return found
+
+
+def default_of(folder: PipelineFolder, field: str) -> Any:
+    """Upstream's default of what a flag stands for; ``None`` without one."""
+    for name in PARAMETERS[field]:
+        parameter = folder.parameters.get(name)
+        if parameter is not None:
+            empty = parameter.default is parameter.empty
+            return None if empty else parameter.default
+    return None
+
+
+def _media(field: str, value: Any) -> Any:
+    if field == "image":
+        return to_images(read_image(value).pixels)[0]
+    return to_images(read_video(value).pixels[0]) if field == "video" else value
+
+
+def _option(folder: PipelineFolder, name: str, value: Any) -> Any:
+    takes = folder.parameters
+    if name not in takes:
+        hint = did_you_mean(name, takes, f"it takes {', '.join(takes)}")
+        raise UsageError(
+            f"--option {name}: {folder.class_name} has no such parameter; {hint}"
+        )
+    if isinstance(value, str):
+        for field in ("image", "video"):
+            if field in name and Path(value).expanduser().exists():
+                return _media(field, value)
+        value = yaml.safe_load(value)
+    return _typed(name, value, takes[name].annotation)
+
+
+def _typed(name: str, value: Any, annotation: Any) -> Any:
+    """``value``, found to be of the kind that a parameter's annotation says."""
+    try:
+        config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+        adapter = pydantic.TypeAdapter(annotation, config=config)
+    except (pydantic.PydanticUserError, TypeError, NameError):
+        return value  # no annotation, or one of upstream's that cannot be read
+    try:
+        adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        wanted = getattr(annotation, "__name__", str(annotation))
+        raise UsageError(
+            f"--option {name}: {quoted(value)} is no {wanted} "
+            f"({error.errors()[0]['msg']})"
+        ) from None
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What a pipeline made.
+
+    Attributes:
+        frames: float32 in [0, 1], [N, T, Y, X, 3].
+        sound: [channels, samples] in [-1, 1]; ``None`` for a silent video.
+        rate: samples a second of the sound.
+    """
+
+    frames: np.ndarray
+    sound: np.ndarray | None = None
+    rate: int = 0
+
+
+def made_of(output: Any, pipeline: Any) -> Made:
+    """The frames and the sound of a pipeline's output with ``output_type="np"``.
+
+    Raises:
+        UsageError: the pipeline made no video.
+    """
+    found = _named(output, *FRAMES)
+    if found is None:
+        raise UsageError(
+            f"{type(pipeline).__name__} made no video: it returns a "
+            f"{type(output).__name__}"
+        )
+    frames = np.asarray(found)
+    if frames.ndim == 4:
+        frames = frames[None]
+    if frames.ndim != 5 or frames.shape[-1] != 3:
+        raise UsageError(
+            f"{type(pipeline).__name__} made an array {list(frames.shape)}, which is "
+            "no video"
+        )
+    sound = _named(output, *SOUNDS)
+    if sound is None:
+        return Made(frames=frames.astype(np.float32))
+    rate = int(_named(output, RATE) or _rate(pipeline))
+    array = np.asarray(sound, dtype=np.float32).reshape(-1, np.shape(sound)[-1])[:2]
+    return Made(
+        frames=frames.astype(np.float32), sound=array, rate=rate or _rate(pipeline)
+    )
+
+
+def _named(output: Any, *names: str) -> Any:
+    """The first output of these names that is there; of blocks, outputs are a dict."""
+    values = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    return next((values[n] for n in names if values.get(n) is not None), None)
+
+
+def _rate(pipeline: Any) -> int:
+    """Samples a second of a pipeline's sound; its vocoder says."""
+    for name in ("vocoder", "audio_vae"):
+        config = getattr(getattr(pipeline, name, None), "config", {})
+        for key in ("output_sampling_rate", "sampling_rate", "sample_rate"):
+            if key in config:
+                return int(config[key])
+    raise UsageError(
+        f"{type(pipeline).__name__} made sound and no component says at which rate"
+    )
