@@ -1,4 +1,7 @@
-"""Three-dimensional convolution on the CPU, as a two-dimensional one.
+"""Convolutions: split over the devices, by kernels, and on the CPU over two axes.
+
+In a program of whole arrays a convolution runs on each device's part of the picture,
+with the neighbours' rows and columns around.
 
 XLA's CPU compiler is much faster at convolutions over two axes than over three. If the
 first axis has stride 1, its taps can lie side by side in the channels of a convolution
@@ -11,17 +14,20 @@ Legend: N batch, C input channels, O output channels, T frames, Y rows, X column
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT, convolve, has_kernels
+from tpuport.core.mesh.pictures import picture_of
+from tpuport.core.mesh.spatial_split import Border
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note, passed_over
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.core.tracing.ported_module import constrain
+from tpuport.core.tracing.ported_module import constrain, on_devices
 from tpuport.kernels.convolution.conv import video_convolution
 from tpuport.kernels.convolution.conv_kernel import pitch_of
 
@@ -172,6 +178,69 @@ def _beyond(
     return ", ".join(text for text, true in found.items() if true)
 
 
+def _on_parts(
+    context: OpContext,
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> jax.Array | None:
+    """A convolution of each device's part of the picture, in a program of whole arrays.
+
+    Returns:
+        ``None`` where the picture does not divide: a side by its devices times the
+        stride, or a border that is wider than a part.
+    """
+    known = context.padded.get(id(input))
+    pads = [(n, n) for n in padding[-2:]]
+    border: Border = "zeros"
+    if known is not None and (known.border == "zeros" or pads == [(0, 0)] * 2):
+        input, border = known.source, known.border
+        around = zip(known.before, known.after, strict=True)
+        pads = [
+            (one + n, other + n)
+            for (one, other), (n, _) in zip(around, pads, strict=True)
+        ]
+    picture = picture_of(context.mesh, *input.shape[-2:])
+    if picture is None:
+        return None
+    space, halo = picture.space, []
+    for at, side in ((-2, space.rows), (-1, space.columns)):
+        before, after = pads[at]
+        if side.parts > 1:
+            step = stride[at]
+            reach = dilation[at] * (weight.shape[at] - 1) + 1
+            made = (side.size + before + after - reach) // step + 1
+            after = reach - step - before
+            if (
+                side.each % step
+                or made * step != side.size
+                or not 0 <= after <= side.each >= before
+            ):
+                return None
+        halo.append((before, after))
+    around_before, around_after = zip(*halo, strict=True)
+    # On one device's part every implementation can run, kernels too.
+    run = _make(replace(context, mesh=None))
+
+    def on_part(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        dims = (x.ndim - 2, x.ndim - 1)
+        x = space.halo(x, dims, around_before, around_after, border)
+        inside = [*padding[:-2], 0, 0]
+        out: jax.Array = run(
+            x, weight, bias, stride, inside, dilation, False, (0,), groups
+        )
+        return out
+
+    axes = picture.axes(input.ndim)
+    return on_devices(
+        picture.mesh, on_part, (input, weight, bias), (axes, (), ()), axes
+    )
+
+
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
 
@@ -195,6 +264,11 @@ def _make(context: OpContext) -> Callable[..., Any]:
             for values in (padding, stride, dilation)
         )
         if pads != [0] * axes or steps != [*weight.shape[2:]]:
+            if axes > 1 and batched and not transposed:
+                given = (input, weight, bias, steps, pads, apart, groups)
+                found = _on_parts(context, *given)
+                if found is not None:
+                    return found
             # The compiler may not split a picture by itself: its exchange of rows
             # (jaxlib 0.10.2) gives wrong values for a picture of two rows.
             input = constrain(context.mesh, input)

@@ -9,7 +9,7 @@ from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.pairs import PAIRS
 from tpuport.patches.reductions import REDUCTIONS
-from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport.patches.resize import NEAREST_EXACT_RESIZE, NEAREST_RESIZE
 from tpuport.patches.timesteps import TIMESTEP_EMBEDDING
 from tpuport.patches.torchax_slices import IN_PLACE, SLICE_ASSIGNMENT, VIEW_ARRAY
 from tpuport.patches.torchax_types import TYPE_AS
@@ -28,6 +28,7 @@ OVERRIDES = (
     *FLOAT32_NORMS,
     GELU_ROUNDED_ONCE,
     NEAREST_RESIZE,
+    NEAREST_EXACT_RESIZE,
     CONVOLUTION,
     PADDING,
     *REDUCTIONS,
