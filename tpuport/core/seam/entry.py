@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import traceback
@@ -13,13 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import NamedSharding
 
-from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.arrays import array_dtype, to_numpy, to_torch, torch_dtype
 from tpuport.core.enums import StageName
 from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.pictures import picture_sharding
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
 from tpuport.core.reports import CompileReport
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
@@ -60,12 +64,14 @@ class Program:
         run: ``run(weights, arrays) -> arrays``.
         out: how the arrays become the result; see :class:`_Out`.
         used: positions of the tensors that are inputs; the others are constants.
+        places: where each of them is on the devices.
         draws: random numbers that are inputs, after the tensors.
     """
 
     run: Callable[..., list[jax.Array]]
     out: _Out
     used: tuple[int, ...]
+    places: tuple[NamedSharding, ...]
     draws: tuple[Draw, ...] = ()
 
 
@@ -117,6 +123,7 @@ class Entry:
         self._uploads = uploads
         self._attributes = Attributes(module)
         self._may_keep = _may_keep(module, forward)
+        self._convolves = _convolves(module)
         self._tensors: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
         self._blocks: tuple[StackedBlocks, ...] | None = None
@@ -148,14 +155,17 @@ class Entry:
         state = self._attributes.state()
         tensors = [*leaves, *state.tensors]
         program = self._program(form, state, tensors)
-        arrays = self._answer(program, tensors)
+        arrays = jax.block_until_ready(self._answer(program, tensors))
         return self._given_back(program.out, arrays, leaves, containers)
 
     def _answer(
         self, program: Program, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
         """What the program gives back for the tensors."""
-        inputs = [self._uploads.array(tensors[place]) for place in program.used]
+        inputs = [
+            self._uploads.array(tensors[place], sharding)
+            for place, sharding in zip(program.used, program.places, strict=True)
+        ]
         inputs += [self._uploads.array(draw.numbers()) for draw in program.draws]
         if self._weights is None:
             self._make_room(self)
@@ -165,11 +175,10 @@ class Entry:
 
     def _on_host(self, array: Any) -> torch.Tensor:
         """The tensor of an array of the result."""
-        tensor = to_torch(array)
-        if tensor.dtype == torch.int32:
-            tensor = tensor.long()  # torch's indices; programs count in 32 bits
-        self._uploads.note(tensor, array)
-        return tensor
+        dtype = torch_dtype(str(array.dtype))
+        if dtype == torch.int32:
+            dtype = torch.long  # torch's indices; programs count in 32 bits
+        return DeviceTensor(array, dtype, lambda: to_torch(array).to(dtype))
 
     @property
     def programs(self) -> int:
@@ -266,9 +275,12 @@ class Entry:
     ) -> tuple[Program, frozenset[int]]:
         stages = iter(_readable(tensors))
         draws: tuple[Draw, ...] = ()
+        place = self._place_of(tensors)
         while True:
             try:
-                traced, out, used = self._traced(form, state, tensors, constant, draws)
+                traced, out, used = self._traced(
+                    form, state, tensors, constant, draws, place
+                )
             except StackError as error:
                 assert self._blocks is not None
                 kept = tuple(b for b in self._blocks if b.path != error.path)
@@ -299,7 +311,21 @@ class Entry:
                 self._rebuild(())
                 continue
             run = self._executable(traced)
-            return Program(run=run, out=out, used=used, draws=draws), constant
+            places = tuple(place(tuple(tensors[i].shape)) for i in used)
+            made = Program(run=run, out=out, used=used, places=places, draws=draws)
+            return made, constant
+
+    def _place_of(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> Callable[[tuple[int, ...]], NamedSharding]:
+        """Where arrays of a shape go, as inputs and outputs of a program.
+
+        A module that convolves pictures and takes no tokens has pictures in parts:
+        caches of frames stay in parts on the devices from call to call.
+        """
+        if self._convolves and not any(t.ndim == 3 for t in tensors):
+            return functools.partial(picture_sharding, self.target.mesh)
+        return lambda shape: self.target.replicated
 
     def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
         """What runs a traced program."""
@@ -314,6 +340,7 @@ class Entry:
         tensors: Sequence[torch.Tensor],
         constant: frozenset[int],
         draws: tuple[Draw, ...],
+        place: Callable[[tuple[int, ...]], NamedSharding],
     ) -> tuple[Any, _Out, tuple[int, ...]]:
         ported = self._port()
         used = tuple(i for i in range(len(tensors)) if i not in constant)
@@ -332,20 +359,18 @@ class Entry:
                 out.draws = tuple(made)
                 return result
 
-            return ported.call(weights, run, values)
+            found = ported.call(weights, run, values)
+            constrain = jax.lax.with_sharding_constraint
+            return [constrain(array, place(array.shape)) for array in found]
 
         call.__name__ = self.name.replace(".", "_")
         flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
-        jitted = jax.jit(
-            call,
-            out_shardings=self.target.replicated,
-            compiler_options=flags.options or None,
-        )
+        jitted = jax.jit(call, compiler_options=flags.options or None)
         structs = [
             jax.ShapeDtypeStruct(
                 tensors[i].shape,
                 array_dtype(tensors[i]),
-                sharding=self.target.replicated,
+                sharding=place(tuple(tensors[i].shape)),
             )
             for i in used
         ]
@@ -540,6 +565,15 @@ def _may_keep(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
         return False
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     return bool(getattr(text, "use_cache", False))
+
+
+def _convolves(module: torch.nn.Module) -> bool:
+    """Whether a module has convolutions that look at the neighbours in a picture."""
+    return any(
+        isinstance(child, torch.nn.Conv2d | torch.nn.Conv3d)
+        and child.stride[-1] == 1 < child.kernel_size[-1]
+        for child in module.modules()
+    )
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

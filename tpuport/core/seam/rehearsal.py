@@ -20,6 +20,7 @@ from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.reports import Reporter
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.driving import driving
 from tpuport.core.seam.entry import Entry, Program
 from tpuport.core.seam.pipelines import PipelineFolder
@@ -126,8 +127,9 @@ class _Answers(Entry):
 
     def _on_host(self, array: Any) -> torch.Tensor:
         dtype = torch_dtype(str(array.dtype))
-        return torch.zeros(
-            array.shape, dtype=torch.long if dtype == torch.int32 else dtype
+        dtype = torch.long if dtype == torch.int32 else dtype
+        return DeviceTensor(
+            array, dtype, lambda: torch.zeros(array.shape, dtype=dtype)
         )
 
     def rehearsed(self) -> list[Rehearsed]:
