@@ -2,7 +2,7 @@
 
 A self-attention exchanges tokens for heads around the kernel, so no device needs all
 keys of all heads (``sequence_parallel.py``). Other calls gather their keys, which are
-few: text, or an image.
+few: text, or an image. A mask that is alike for all queries becomes lanes of the keys.
 
 Legend: B batch, H heads, L tokens, D head dim.
 """
@@ -10,6 +10,7 @@ Legend: B batch, H heads, L tokens, D head dim.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,6 +19,8 @@ from tpuport.core.layers.attention import ATTENTION, scaled_dot_product_attentio
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.kernels.attention.masking import masks_keys, with_mask_lanes
+from tpuport.kernels.attention.problem import resolve_scale
 
 
 def exchanged_attention(
@@ -39,7 +42,10 @@ def exchanged_attention(
     """
     ways = context.axis_size(context.attention.sequence)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
-    plain = attn_mask is None and not (dropout_p or is_causal)
+    factor = resolve_scale(scale, query.shape[-1])
+    mask = _four_dims(attn_mask)
+    plain = mask is None or masks_keys(mask.shape, key.shape[1], factor)
+    plain = plain and not (dropout_p or is_causal)
     if ways == 1 or not (alike and plain) or context.implementation.window is not None:
         return scaled_dot_product_attention(
             context,
@@ -53,6 +59,8 @@ def exchanged_attention(
             enable_gqa,
         )
     length = query.shape[2]
+    if mask is not None:
+        query, key, value = with_mask_lanes(query, key, value, mask, factor)
     padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
     out = sequence_attention(
@@ -61,10 +69,17 @@ def exchanged_attention(
         k,
         v,
         kv_len=length,
-        scale=scale,
+        scale=factor,
         feature_major=False,
     )
     return out[:, :, :length]
+
+
+def _four_dims(mask: Any) -> Any:
+    """A mask of at most four dims as [B|1, H|1, Lq|1, Lk|1]."""
+    if mask is None or mask.ndim >= 4:
+        return mask
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 EXCHANGED_ATTENTION = OpOverride(

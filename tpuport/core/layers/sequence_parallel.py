@@ -126,26 +126,27 @@ def sequence_attention(
     active: Active,
     q: Float[Array, "b h m n"],
     k: Float[Array, "b h m n"],
-    v: Float[Array, "b h m n"],
+    v: Float[Array, "b h _ _"],
     *,
     kv_len: int,
     kv_lengths: Int[Array, "b"] | None = None,
     scale: float | None = None,
     feature_major: bool,
-) -> Float[Array, "b h m n"]:
+) -> Float[Array, "b h _ _"]:
     """Attention of all tokens on the tokens that count.
 
     Args:
         active: what is being traced: its mesh, its attention policy and implementation.
         q, k, v: of shape [B, H, L, D], or [B, H, D, L] with ``feature_major``; L is
-            a multiple of S. For a key that does not count ``v`` is zero and ``k`` is
-            finite.
+            a multiple of S. ``v`` may have another D. For a key that does not count
+            ``v`` is zero and ``k`` is finite.
         kv_len: tokens from this index on do not count.
         kv_lengths: tokens of each item that count, integers [B], at most ``kv_len``.
         scale: factor of the scores; None means 1/sqrt(D).
 
     Returns:
-        of the shape and dtype of ``q``; arbitrary for tokens that do not count.
+        of the shape and dtype of ``q``, with the D of ``v``; arbitrary for tokens that
+        do not count.
 
     Raises:
         AttentionError: the implementation named in the context cannot do this call.
@@ -168,9 +169,9 @@ def sequence_attention(
     def on_device(
         q: Float[Array, "b h m n"],
         k: Float[Array, "b h m n"],
-        v: Float[Array, "b h m n"],
+        v: Float[Array, "b h _ _"],
         lengths: Int[Array, "b"] | None,
-    ) -> Float[Array, "b h m n"]:
+    ) -> Float[Array, "b h _ _"]:
         if exchange.axis is None:
             return run(q, k, v, lengths)
         place = jax.lax.axis_index(exchange.axis)
@@ -287,13 +288,13 @@ class _Exchange:
 def _kernel(
     q: Float[Array, "b h m n"],
     k: Float[Array, "b h m n"],
-    v: Float[Array, "b h m n"],
+    v: Float[Array, "b h _ _"],
     lengths: Int[Array, "b"] | None,
     *,
     kv_len: int,
     feature_major: bool,
     **options: Any,
-) -> Float[Array, "b h m n"]:
+) -> Float[Array, "b h _ _"]:
     if feature_major:
         return attention_feature_major(
             q, k, v, kv_len=kv_len, kv_lengths=lengths, hidden=True, **options
