@@ -160,6 +160,26 @@ def pointwise(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> ja
     return out.astype(input.dtype)
 
 
+def over_time(
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: int,
+    padding: int,
+    dilation: int,
+) -> jax.Array:
+    """[N, C, T, Y, X] by a kernel [O, C, K, 1, 1]: a product of K frames side by side.
+
+    As such it compiles in a fraction of the time of a convolution.
+    """
+    taps = weight.shape[2]
+    x = jnp.pad(input, ((0, 0), (0, 0), (padding, padding), (0, 0), (0, 0)))
+    last = x.shape[2] - dilation * (taps - 1)
+    frames = [x[:, :, t * dilation :][:, :, :last:stride] for t in range(taps)]
+    side_by_side = jnp.swapaxes(weight, 1, 2).reshape(weight.shape[0], -1, 1)
+    return pointwise(jnp.concatenate(frames, 1), side_by_side, bias)
+
+
 def _beyond(
     stride: Sequence[int],
     dilation: Sequence[int],
@@ -282,6 +302,14 @@ def _make(context: OpContext) -> Callable[..., Any]:
         ):
             note(context, PRODUCT)
             return pointwise(input, weight, bias)
+        if (
+            platform == "tpu"
+            and simple
+            and axes == 3
+            and [*weight.shape[3:], *steps[1:], *pads[1:]] == [1, 1, 1, 1, 0, 0]
+        ):
+            note(context, PRODUCT)
+            return over_time(input, weight, bias, steps[0], pads[0], apart[0])
         if platform == "tpu" and axes > 1:
             known = len(context.convolutions)
             try:

@@ -383,6 +383,7 @@ class Entry:
             for draw in draws
         ]
         ported.runtime.records.clear()
+        ported.runtime.convolutions.clear()
         at_once = jax.ensure_compile_time_eval() if constant else nullcontext()
         with at_once, forgetting(self.module):
             return jitted.trace(self._structs, structs), out, used

@@ -6,6 +6,7 @@ Letters: B batch, Hkv key/value heads, G query heads per key/value head, L token
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
@@ -74,9 +75,11 @@ def with_mask_lanes(
         for x in (jnp.maximum(bias, _NEVER) / scale, seen)
     )
     v = jnp.where(seen[..., None], v, 0)
-    high = bias.astype(k.dtype)
-    low = (bias - high.astype(jnp.float32)).astype(k.dtype)
-    k = jnp.concatenate([k, jnp.stack([high, low], -1)], -1)
+    info = jnp.finfo(k.dtype)
+    # A compiler takes a cast and the cast back for nothing.
+    high = jax.lax.reduce_precision(bias, info.nexp, info.nmant)
+    lanes = jnp.stack([high, bias - high], -1).astype(k.dtype)
+    k = jnp.concatenate([k, lanes], -1)
     return jnp.concatenate([q, jnp.ones_like(q[..., :MASK_LANES])], -1), k, v
 
 
