@@ -115,7 +115,9 @@ def _repeat_by_matrix(x: jax.Array, rows: int, columns: int) -> jax.Array:
     if x.dtype == jnp.float32:
         high = jax.lax.reduce_precision(x, 8, 7)
         middle = jax.lax.reduce_precision(x - high, 8, 7)
-        parts = [part.astype(jnp.bfloat16) for part in (high, middle, x - high - middle)]
+        parts = [
+            part.astype(jnp.bfloat16) for part in (high, middle, x - high - middle)
+        ]
     copies = jnp.repeat(jnp.eye(width, dtype=parts[0].dtype), columns, axis=1)
     copies = jnp.tile(copies, (len(parts), rows))
     wide = jnp.concatenate(parts, -1)

@@ -128,9 +128,7 @@ class _Answers(Entry):
     def _on_host(self, array: Any) -> torch.Tensor:
         dtype = torch_dtype(str(array.dtype))
         dtype = torch.long if dtype == torch.int32 else dtype
-        return DeviceTensor(
-            array, dtype, lambda: torch.zeros(array.shape, dtype=dtype)
-        )
+        return DeviceTensor(array, dtype, lambda: torch.zeros(array.shape, dtype=dtype))
 
     def rehearsed(self) -> list[Rehearsed]:
         """Its programs."""

@@ -28,16 +28,14 @@ _NEVER = -(2.0**100)
 
 
 def masks_keys(shape: tuple[int, ...] | None, kv_heads: int, scale: float) -> bool:
-    """Whether a mask [B|1, H|1, Lq|1, Lk|1] is alike for all queries, and no lane fails.
+    """Whether a mask [B|1, H|1, Lq|1, Lk|1] is alike for all queries.
 
     Args:
         shape: of the mask, ``None`` without one.
         kv_heads: a mask for each query head needs as many key heads.
         scale: of the scores; 0 would lose the mask.
     """
-    return bool(
-        shape and shape[2] == 1 and shape[1] in (1, kv_heads) and scale != 0
-    )
+    return bool(shape and shape[2] == 1 and shape[1] in (1, kv_heads) and scale != 0)
 
 
 def with_mask_lanes(

@@ -84,9 +84,7 @@ def splash_refusal(
         return f"splash takes up to {MOST_KEYS} keys, got {problem.kv_len}"
     limit = vmem_limit(chip)
     if blocks is not None:
-        size = vmem_bytes(
-            blocks, depth, problem.v_dim, itemsize=_itemsize(problem)
-        )
+        size = vmem_bytes(blocks, depth, problem.v_dim, itemsize=_itemsize(problem))
         if size > limit:
             return (
                 f"{blocks} take {size} bytes of VMEM at head dim {problem.head_dim}; "
@@ -128,10 +126,11 @@ def splash_attention(
             unknown chip.
     """
     if (mask := options.pop("mask", None)) is not None:
-        options["scale"] = resolve_scale(options.get("scale"), q.shape[3])
-        if not masks_keys(mask.shape, k.shape[1], options["scale"]):
+        scale = resolve_scale(options.get("scale"), q.shape[3])
+        if not masks_keys(mask.shape, k.shape[1], scale):
             raise NotImplementedError(f"splash with a mask of shape {mask.shape}")
-        q, k, v = with_mask_lanes(q, k, v, mask, options["scale"])
+        q, k, v = with_mask_lanes(q, k, v, mask, scale)
+        options["scale"] = scale
     out = splash_feature_major(
         q.swapaxes(2, 3),
         k.swapaxes(2, 3),
