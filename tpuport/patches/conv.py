@@ -261,6 +261,43 @@ def _on_parts(
     )
 
 
+def _for_tpu(
+    context: OpContext,
+    simple: bool,
+    beyond: str,
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> jax.Array | None:
+    """A convolution as a product or by the kernel; ``None`` leaves it to XLA, noted.
+
+    XLA's own takes longer to compile and to run. ``simple``: of a batch, not grouped
+    and not transposed. ``beyond`` is what no kernel has.
+    """
+    kernel = [*weight.shape[2:]]
+    if not beyond and set(kernel) == {1} and not any(padding):
+        note(context, PRODUCT)
+        return pointwise(input, weight, bias)
+    flat = [*kernel[1:], *stride[1:], *padding[1:]] == [1, 1, 1, 1, 0, 0]
+    if simple and flat:
+        note(context, PRODUCT)
+        return over_time(input, weight, bias, stride[0], padding[0], dilation[0])
+    if len(kernel) == 1:
+        note(context, "XLA")
+        return None
+    known = len(context.convolutions)
+    try:
+        if beyond:
+            raise NotImplementedError(beyond)
+        return video_kernel(context, input, weight, bias, padding)
+    except NotImplementedError as error:
+        passed_over(context, known, "convolution", "XLA", error)
+        return None
+
+
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
 
@@ -292,34 +329,13 @@ def _make(context: OpContext) -> Callable[..., Any]:
             # The compiler may not split a picture by itself: its exchange of rows
             # (jaxlib 0.10.2) gives wrong values for a picture of two rows.
             input = constrain(context.mesh, input)
-        simple = batched and groups == 1 and not transposed
-        dense = simple and set(steps) == set(apart) == {1}
-        if (
-            platform == "tpu"
-            and dense
-            and set(weight.shape[2:]) == {1}
-            and not any(pads)
-        ):
-            note(context, PRODUCT)
-            return pointwise(input, weight, bias)
-        if (
-            platform == "tpu"
-            and simple
-            and axes == 3
-            and [*weight.shape[3:], *steps[1:], *pads[1:]] == [1, 1, 1, 1, 0, 0]
-        ):
-            note(context, PRODUCT)
-            return over_time(input, weight, bias, steps[0], pads[0], apart[0])
-        if platform == "tpu" and axes > 1:
-            known = len(context.convolutions)
-            try:
-                if not dense:
-                    asked = (steps, apart, groups, transposed, batched)
-                    raise NotImplementedError(_beyond(*asked))
-                return video_kernel(context, input, weight, bias, pads)
-            except NotImplementedError as error:
-                # XLA's own can: it takes longer to compile and to run.
-                passed_over(context, known, "convolution", "XLA", error)
+        if platform == "tpu":
+            beyond = _beyond(steps, apart, groups, transposed, batched)
+            simple = batched and groups == 1 and not transposed
+            call = (input, weight, bias, steps, pads, apart)
+            found = _for_tpu(context, simple, beyond, *call)
+            if found is not None:
+                return found
         else:
             note(context, "XLA")
         if space is not None and axes > 1:

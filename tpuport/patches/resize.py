@@ -125,7 +125,7 @@ def _repeat_by_matrix(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return out.reshape(*outer, height * rows, width * columns)
 
 
-def _make(context: OpContext, exact: bool = False) -> Callable[..., jax.Array]:
+def _make(context: OpContext, exact: bool) -> Callable[..., jax.Array]:
     by_matrix = context.platform == "tpu"
     resize = functools.partial(nearest_resize, by_matrix=by_matrix, exact=exact)
 
@@ -156,7 +156,7 @@ def _make(context: OpContext, exact: bool = False) -> Callable[..., jax.Array]:
 def _override(kind: str, *, exact: bool) -> OpOverride:
     return OpOverride(
         targets=tuple(f"torch.ops.aten.{kind}{axes}d" for axes in (1, 2, 3)),
-        make=functools.partial(_make, exact=exact),
+        make=lambda context: _make(context, exact),
         owner="tpuport.patches.resize",
         reason="nearest-neighbour resizing as a broadcast instead of gathers",
     )
