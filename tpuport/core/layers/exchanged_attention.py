@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
+import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
@@ -36,14 +38,52 @@ def exchanged_attention(
 ) -> Float[Array, ...]:
     """``torch.nn.functional.scaled_dot_product_attention`` on [..., H, L, D].
 
+    Under ``jax.vmap`` the calls become items of one batch.
+
     Raises:
         AttentionError, RuntimeError, TypeError, ValueError: as
         :func:`~tpuport.core.layers.attention.scaled_dot_product_attention`.
     """
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    mask = _four_dims(attn_mask)
+    if query.ndim != 4 or (mask is not None and mask.ndim != 4):
+        return _exchanged(context, query, key, value, attn_mask, *options)
+
+    @jax.custom_batching.custom_vmap
+    def call(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+        return _exchanged(context, q, k, v, mask, *options)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *arrays: Any) -> tuple[Array, bool]:
+        items = functools.partial(_items, size)
+        out = call(*jax.tree.map(items, arrays, tuple(batched)))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
+    return call(query, key, value, mask)
+
+
+def _items(size: int, x: Shaped[Array, "..."], batched: bool) -> Shaped[Array, "..."]:
+    """``size`` calls as items of one batch."""
+    x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _exchanged(
+    context: OpContext,
+    query: Float[Array, ...],
+    key: Float[Array, ...],
+    value: Float[Array, ...],
+    mask: Shaped[Array, ...] | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Float[Array, ...]:
     ways = context.axis_size(context.attention.sequence)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
     factor = resolve_scale(scale, query.shape[-1])
-    mask = _four_dims(attn_mask)
     plain = mask is None or masks_keys(mask.shape, key.shape[1], factor)
     plain = plain and not (dropout_p or is_causal)
     if ways == 1 or not (alike and plain) or context.implementation.window is not None:
@@ -52,7 +92,7 @@ def exchanged_attention(
             query,
             key,
             value,
-            attn_mask,
+            mask,
             dropout_p,
             is_causal,
             scale,

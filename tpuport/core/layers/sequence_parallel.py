@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Int, Shaped
@@ -281,8 +282,27 @@ class _Exchange:
         self, x: Float[Array, "ulysses *rest"]
     ) -> Float[Array, "ulysses *rest"]:
         """Every device of the group gets its row of each device's [ulysses, ...]."""
+        swap = functools.partial(
+            jax.lax.all_to_all, axis_name=self.axis, split_axis=0, concat_axis=0
+        )
+        if self.degrees.ring == 1:
+            return swap(x)
         groups = self.degrees.exchanges
-        return jax.lax.all_to_all(x, self.axis, 0, 0, axis_index_groups=groups)
+        return _batched(functools.partial(swap, axis_index_groups=groups))(x)
+
+
+def _batched(swap: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """``swap`` of the first dim for ``jax.vmap``: JAX batches no swap in groups."""
+
+    @jax.custom_batching.custom_vmap
+    def swapped(x: Shaped[Array, "ulysses *rest"]) -> Shaped[Array, "ulysses *rest"]:
+        return swap(x)
+
+    @swapped.def_vmap
+    def _(size: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
+        return jnp.moveaxis(swapped(jnp.moveaxis(x, 0, 1)), 1, 0), True
+
+    return swapped
 
 
 def _kernel(

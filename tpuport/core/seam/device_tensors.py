@@ -1,7 +1,8 @@
 """Tensors of a program's results, which stay on the devices until host code reads them.
 
 A cache of frames goes from one call of a decoder to the next: upstream's loop hands
-the cache on and reads nothing. Such a tensor is never copied to the host.
+the cache on and reads nothing. Such a tensor is never copied to the host. A call may
+also wait until its result is read; see ``pairs.py``.
 """
 
 from __future__ import annotations
@@ -30,37 +31,55 @@ class DeviceTensor(torch.Tensor):
     """A tensor of the host whose numbers are copied when something asks for them.
 
     Args:
-        array: on the devices; of the shape of the tensor.
-        dtype: of the tensor.
-        read: makes the tensor on the host.
+        shape, dtype: of the tensor.
+        read: makes the tensor on the host from the array.
+        array: on the devices; ``None`` while the call waits.
+        run: makes the call that waits, which ends in :meth:`answered`.
     """
 
     _array: Any
-    _read: Callable[[], torch.Tensor]
+    _read: Callable[[Any], torch.Tensor]
+    _run: Callable[[], None]
     _host: torch.Tensor | None
 
     @staticmethod
     def __new__(
-        cls: Any, array: Any, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+        cls: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        read: Callable[[Any], torch.Tensor],
+        array: Any = None,
+        run: Callable[[], None] = lambda: None,
     ) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(array.shape), dtype=dtype, device="cpu"
+            cls, shape, dtype=dtype, device="cpu"
         )
-        made._array, made._read, made._host = array, read, None
+        made._array, made._read, made._run, made._host = array, read, run, None
         return made
+
+    def answered(self, array: Any) -> None:
+        """Take the result of the call that waited."""
+        self._array = array
+
+    def _on_devices(self) -> Any:
+        if self._array is None:
+            self._run()
+        assert self._array is not None
+        return self._array
 
     @property
     def on_devices(self) -> Any:
         """The array; ``None`` if host code may have written to the tensor since."""
         host = self._host
         if host is None or (not host.is_inference() and host._version == 0):
-            return self._array
+            return self._on_devices()
         return None
 
     def on_host(self) -> torch.Tensor:
         """The tensor as torch knows tensors; the same one at every call."""
         if self._host is None:
-            self._host = self._read()
+            self._host = self._read(self._on_devices())
         return self._host
 
     @classmethod

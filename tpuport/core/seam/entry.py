@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,9 +27,12 @@ from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
+from tpuport.core.seam.pairs import Waiting, doubled, is_denoiser, together
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import StackedBlocks, StackError
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
+from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.patching import PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
@@ -39,6 +42,9 @@ from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import ShardingError, TpuportError
 
+#: Bytes of weights that every device may hold of a component that upstream calls once
+#: a video. To bring more to every device takes longer than to gather it there.
+MOST_WHOLE = 1 << 30
 #: Programs of one forward that differ in the values of their masks, at most.
 MOST_CONSTANTS = 16
 #: What upstream code raises that asks a traced array for its value.
@@ -56,23 +62,32 @@ class PortError(TpuportError):
     """Upstream code that cannot become a program."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Program:
-    """A compiled program of one module.
+    """A program of one module; compiled when it first runs.
 
     Attributes:
-        run: ``run(weights, arrays) -> arrays``.
+        call: ``call(weights, arrays) -> arrays``, to be traced.
+        traced: what ``call`` became.
+        inputs: shapes, dtypes and places of the arrays.
         out: how the arrays become the result; see :class:`_Out`.
         used: positions of the tensors that are inputs; the others are constants.
-        places: where each of them is on the devices.
         draws: random numbers that are inputs, after the tensors.
+        attention, convolutions: what the calls in it run as.
+        trace_seconds: what tracing took.
+        runs: compiled; for two calls as one, by the inputs that differ.
     """
 
-    run: Callable[..., list[jax.Array]]
+    call: Callable[..., list[jax.Array]]
+    traced: jax.stages.Traced
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
     out: _Out
     used: tuple[int, ...]
-    places: tuple[NamedSharding, ...]
     draws: tuple[Draw, ...] = ()
+    attention: tuple[AttentionRecord, ...] = ()
+    convolutions: tuple[ConvolutionRecord, ...] = ()
+    trace_seconds: float = 0.0
+    runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,6 +148,8 @@ class Entry:
         self.plan: ShardingPlan | None = None
         self._programs: dict[Any, Program] = {}
         self._constant: dict[Any, frozenset[int]] = {}
+        self._each_step = is_denoiser(module)
+        self._waiting: Waiting | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
@@ -155,30 +172,145 @@ class Entry:
         state = self._attributes.state()
         tensors = [*leaves, *state.tensors]
         program = self._program(form, state, tensors)
-        arrays = jax.block_until_ready(self._answer(program, tensors))
-        return self._given_back(program.out, arrays, leaves, containers)
+        inputs = self._inputs(program, tensors)
+        if self._may_wait(program, state):
+            found = self._together(program, inputs)
+        else:
+            arrays = jax.block_until_ready(self._run(program, inputs))
+            found = [self._result(array, array) for array in arrays]
+        return self._given_back(program.out, found, leaves, containers)
 
-    def _answer(
+    def _inputs(
         self, program: Program, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
-        """What the program gives back for the tensors."""
-        inputs = [
-            self._uploads.array(tensors[place], sharding)
-            for place, sharding in zip(program.used, program.places, strict=True)
+        """The arrays that the program takes, on the devices."""
+        chosen = [tensors[place] for place in program.used]
+        chosen += [draw.numbers() for draw in program.draws]
+        return [
+            self._uploads.array(tensor, struct.sharding)
+            for tensor, struct in zip(chosen, program.inputs, strict=True)
         ]
-        inputs += [self._uploads.array(draw.numbers()) for draw in program.draws]
+
+    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
+        """A tensor of the result; without an array, of the call that waits."""
+        dtype = torch_dtype(str(struct.dtype))
+        if dtype == torch.int32:
+            dtype = torch.long  # torch's indices; programs count in 32 bits
+        return DeviceTensor(
+            tuple(struct.shape),
+            dtype,
+            read=lambda array: self._read(array).to(dtype),
+            array=array,
+            run=self.settle,
+        )
+
+    def _read(self, array: Any) -> torch.Tensor:
+        return to_torch(array)
+
+    def _together(
+        self, program: Program, inputs: Sequence[jax.Array]
+    ) -> Iterable[torch.Tensor]:
+        """The answer of a call, which waits for a second one, or is the second one."""
+        first = self._waiting
+        if first is None or first.program is not program:
+            self.settle()
+            # The host may write to what is being uploaded, and replace weights.
+            jax.block_until_ready((inputs, self._placed()))
+            infos = jax.tree.leaves(program.traced.out_info)
+            answers = [self._result(info) for info in infos]
+            self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
+            return answers
+        self._waiting = None
+        ours, theirs = self._run(program, first.inputs, inputs)
+        for answer, array in zip(first.answers, ours, strict=True):
+            answer.answered(array)
+        return [self._result(array, array) for array in theirs]
+
+    def settle(self) -> None:
+        """Run the call that waits, if one does."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            arrays = self._run(waiting.program, waiting.inputs)
+            for answer, array in zip(waiting.answers, arrays, strict=True):
+                answer.answered(array)
+
+    def _may_wait(self, program: Program, state: State) -> bool:
+        """Whether two calls of a program gain from running as one.
+
+        They gain if weights are gathered, or if nothing else uses the data axis.
+        """
+        if not self._each_step or self._claim is not None or program.draws:
+            return False
+        assert self.plan is not None
+        assert program.out.result is not None
+        effects = program.out.result.parts[1:]
+        if state.tensors or any(effect.parts for effect in effects):
+            return False
+        return bool(self.plan.held) or self._free_axis(program) is not None
+
+    def _free_axis(self, program: Program) -> str | None:
+        """The axis of the mesh that can take one call each of two."""
+        axis = self.target.attention.batch
+        used = any(record.split[0] is not None for record in program.attention)
+        two = dict(self.target.mesh.shape).get(axis or "") == 2
+        return axis if two and not used else None
+
+    def _run(
+        self,
+        program: Program,
+        inputs: Sequence[jax.Array],
+        others: Sequence[jax.Array] | None = None,
+    ) -> Any:
+        """What a program gives back; with ``others``, what two calls give back."""
+        differ: tuple[bool, ...] = ()
+        given: list[Any] = [inputs]
+        if others is not None:
+            pairs = list(zip(inputs, others, strict=True))
+            differ = tuple(one is not other for one, other in pairs)
+            if not any(differ):
+                arrays = self._run(program, inputs)
+                return arrays, arrays
+            given.append([other for one, other in pairs if one is not other])
+        run = program.runs.get(differ)
+        if run is None:
+            run = program.runs[differ] = self._made_of(program, differ)
+        return self._execute(run, self._placed(), given)
+
+    def _placed(self) -> Mapping[str, jax.Array]:
+        """The weights, on the devices."""
         if self._weights is None:
             self._make_room(self)
             self._journal.reporter.loading(self.name)
             self._weights = self._place()
-        return program.run(self._weights, inputs)
+        return self._weights
 
-    def _on_host(self, array: Any) -> torch.Tensor:
-        """The tensor of an array of the result."""
-        dtype = torch_dtype(str(array.dtype))
-        if dtype == torch.int32:
-            dtype = torch.long  # torch's indices; programs count in 32 bits
-        return DeviceTensor(array, dtype, lambda: to_torch(array).to(dtype))
+    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
+        return run(weights, *given)
+
+    def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
+        """``program`` compiled; two calls as one if ``differ`` names inputs."""
+        component, _, path = self.name.partition(".")
+        self._journal.reporter.compiling(component, self.name)
+        traced, tracing = program.traced, program.trace_seconds
+        started, hits = time.perf_counter(), cache_hits()
+        if differ:
+            both = together(program.call, differ, self._free_axis(program))
+            first = list(program.inputs)
+            second = [one for one, own in zip(first, differ, strict=True) if own]
+            jitted = self._jitted(both, out_shardings=self.target.replicated)
+            traced = jitted.trace(self._structs, first, second)
+            tracing = time.perf_counter() - started
+            program = replace(program, attention=doubled(program.attention))
+        run = self._executable(program, traced)
+        self._made = CompileReport(
+            stage=component,
+            program=path or "forward",
+            trace_seconds=tracing,
+            compile_seconds=time.perf_counter() - started,
+            cached=cache_hits() > hits,
+        )
+        self._journal.reporter.compiled(self._made)
+        return run
 
     @property
     def programs(self) -> int:
@@ -209,13 +341,12 @@ class Entry:
     def _given_back(
         self,
         out: _Out,
-        arrays: Sequence[jax.Array],
+        tensors: Iterable[torch.Tensor],
         leaves: Sequence[torch.Tensor],
         containers: Sequence[Any],
     ) -> Any:
-        tensors = map(self._on_host, arrays)
         assert out.result is not None
-        found = put_together(out.result, tensors)
+        found = put_together(out.result, iter(tensors))
         result, changed, written, attributes = found
         for number, content in changed.items():
             container = containers[number]
@@ -242,21 +373,13 @@ class Entry:
         found = self._programs.get((key, values))
         if found is not None:
             return found
-        component, _, path = self.name.partition(".")
+        self.settle()
+        component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
-        started, hits = time.perf_counter(), cache_hits()
         program, constant = self._compiled(form, state, tensors, constant)
         self._constant[key] = constant
         values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
         self._programs[key, values] = program
-        self._made = CompileReport(
-            stage=component,
-            program=path or "forward",
-            trace_seconds=0.0,
-            compile_seconds=time.perf_counter() - started,
-            cached=cache_hits() > hits,
-        )
-        self._journal.reporter.compiled(self._made)
         kinds = sum(1 for other, _ in self._programs if other == key)
         if kinds > MOST_CONSTANTS:
             raise PortError(
@@ -277,10 +400,9 @@ class Entry:
         draws: tuple[Draw, ...] = ()
         place = self._place_of(tensors)
         while True:
+            started = time.perf_counter()
             try:
-                traced, out, used = self._traced(
-                    form, state, tensors, constant, draws, place
-                )
+                program = self._traced(form, state, tensors, constant, draws, place)
             except StackError as error:
                 assert self._blocks is not None
                 kept = tuple(b for b in self._blocks if b.path != error.path)
@@ -300,7 +422,8 @@ class Entry:
                 raise
             except Exception as error:
                 raise self._refused(error) from error
-            given = len(jax.tree.leaves(self._structs)) + len(used) + len(draws)
+            out, traced = program.out, program.traced
+            given = len(jax.tree.leaves((self._structs, program.inputs)))
             if out.draws != draws or len(traced.jaxpr.in_avals) > given:
                 # Each block draws its own numbers, and what is made in a block and
                 # kept outside cannot leave a scan.
@@ -310,10 +433,8 @@ class Entry:
                 draws = () if self._blocks else out.draws
                 self._rebuild(())
                 continue
-            run = self._executable(traced)
-            places = tuple(place(tuple(tensors[i].shape)) for i in used)
-            made = Program(run=run, out=out, used=used, places=places, draws=draws)
-            return made, constant
+            seconds = time.perf_counter() - started
+            return replace(program, trace_seconds=seconds), constant
 
     def _place_of(
         self, tensors: Sequence[torch.Tensor]
@@ -327,8 +448,8 @@ class Entry:
             return functools.partial(picture_sharding, self.target.mesh)
         return lambda shape: self.target.replicated
 
-    def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
-        """What runs a traced program."""
+    def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
+        """What runs a program; ``traced`` is one call of it, or two as one."""
         with persistent_cache(self.target.cache):
             run: Callable[..., Any] = traced.lower().compile()
         return run
@@ -341,7 +462,7 @@ class Entry:
         constant: frozenset[int],
         draws: tuple[Draw, ...],
         place: Callable[[tuple[int, ...]], NamedSharding],
-    ) -> tuple[Any, _Out, tuple[int, ...]]:
+    ) -> Program:
         ported = self._port()
         used = tuple(i for i in range(len(tensors)) if i not in constant)
         fixed = {i: jnp.asarray(to_numpy(tensors[i])) for i in constant}
@@ -355,7 +476,7 @@ class Entry:
 
             def run(values: Any) -> Any:
                 with recorded(env, arrays[len(used) :]) as made:
-                    result = self._run(form, state, values, count, env, out)
+                    result = self._forwarded(form, state, values, count, env, out)
                 out.draws = tuple(made)
                 return result
 
@@ -364,31 +485,34 @@ class Entry:
             return [constrain(array, place(array.shape)) for array in found]
 
         call.__name__ = self.name.replace(".", "_")
-        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
-        jitted = jax.jit(call, compiler_options=flags.options or None)
-        structs = [
-            jax.ShapeDtypeStruct(
-                tensors[i].shape,
-                array_dtype(tensors[i]),
-                sharding=place(tuple(tensors[i].shape)),
-            )
-            for i in used
-        ]
+        structs = [_struct(tensors[i], place) for i in used]
         structs += [
-            jax.ShapeDtypeStruct(
-                draw.shape,
-                array_dtype(torch.empty(0, dtype=draw.dtype)),
-                sharding=self.target.replicated,
-            )
-            for draw in draws
+            _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
-        ported.runtime.records.clear()
-        ported.runtime.convolutions.clear()
-        at_once = jax.ensure_compile_time_eval() if constant else nullcontext()
-        with at_once, forgetting(self.module):
-            return jitted.trace(self._structs, structs), out, used
+        runtime = ported.runtime
+        runtime.records.clear()
+        runtime.convolutions.clear()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forgetting(self.module))
+            if constant:
+                stack.enter_context(jax.ensure_compile_time_eval())
+            traced = self._jitted(call).trace(self._structs, structs)
+        return Program(
+            call=call,
+            traced=traced,
+            inputs=tuple(structs),
+            out=out,
+            used=used,
+            draws=draws,
+            attention=tuple(runtime.records),
+            convolutions=tuple(counted(runtime.convolutions)),
+        )
 
-    def _run(
+    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
+        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
+        return jax.jit(function, compiler_options=flags.options or None, **options)
+
+    def _forwarded(
         self,
         form: Form,
         state: State,
@@ -496,6 +620,8 @@ class Entry:
         else:
             whole = self._claim.plan(stored, shape)
         room = room_for_weights(mesh.devices.flat)
+        if not self._each_step:
+            room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
         self._structs = abstract_weights(
             ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
@@ -521,6 +647,7 @@ class Entry:
         if now == self._tensors:
             return
         if self._tensors:
+            self.settle()
             self._weights = None
             if [n[:2] for n in now] != [n[:2] for n in self._tensors]:
                 self._ported = None
@@ -538,7 +665,8 @@ def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
                 if tensor is not None:
                     kind = (number, name), (tuple(tensor.shape), tensor.dtype)
                     version = 0 if tensor.is_inference() else tensor._version
-                    yield *kind, id(tensor), version
+                    place = 0 if tensor.is_meta else tensor.data_ptr()
+                    yield *kind, id(tensor), version, place
 
 
 def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
@@ -575,6 +703,13 @@ def _convolves(module: torch.nn.Module) -> bool:
         and child.stride[-1] == 1 < child.kernel_size[-1]
         for child in module.modules()
     )
+
+
+def _struct(
+    tensor: torch.Tensor, place: Callable[[tuple[int, ...]], NamedSharding]
+) -> jax.ShapeDtypeStruct:
+    shape = tuple(tensor.shape)
+    return jax.ShapeDtypeStruct(shape, array_dtype(tensor), sharding=place(shape))
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -88,7 +88,8 @@ def _moved(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def _put(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
     try:
-        return jax.device_put(to_numpy(tensor), sharding)
+        # A copy: JAX may share the memory of the host, and upstream writes to tensors.
+        return jax.device_put(to_numpy(tensor).copy(), sharding)
     except OverflowError as error:
         raise UsageError(
             f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "

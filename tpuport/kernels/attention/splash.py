@@ -10,6 +10,7 @@ its arrays are brought into the shapes that the kernel takes, and back.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Unpack
 
 import jax
@@ -21,6 +22,7 @@ from tpuport.kernels.attention.problem import (
     KeyOptions,
     Options,
     Problem,
+    describe,
     describe_feature_major,
     resolve_scale,
 )
@@ -131,6 +133,11 @@ def splash_attention(
             raise NotImplementedError(f"splash with a mask of shape {mask.shape}")
         q, k, v = with_mask_lanes(q, k, v, mask, scale)
         options["scale"] = scale
+    problem = describe(
+        q, k, v, window=window, platform=platform, interpret=interpret, **options
+    )
+    if _bounds(problem) == (None, None) and not problem.has_lengths:
+        return _token_major(problem, q, k, v, blocks=blocks, chip=chip)
     out = splash_feature_major(
         q.swapaxes(2, 3),
         k.swapaxes(2, 3),
@@ -143,6 +150,47 @@ def splash_attention(
         **options,
     )
     return out.swapaxes(2, 3)
+
+
+def _token_major(
+    problem: Problem,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
+    *,
+    blocks: SplashBlocks | None,
+    chip: str,
+) -> Float[Array, "b h lq dv"]:
+    """``splash_attention`` of all keys. Nothing is turned or padded outside of it.
+
+    Only a head dim that is no multiple of 16 is.
+    """
+    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
+        raise NotImplementedError(refusal)
+    blocks = blocks or _blocks(problem, chip)
+    q, factor = with_factor(q, problem.scale)
+    plan = splash_plan(problem, blocks, factor, chip=chip)
+    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
+    out = run(
+        replace(plan, token_major=True),
+        jnp.full((problem.batch,), problem.kv_len, jnp.int32),
+        pad_dim(q, 3, depth),
+        pad_dim(k, 3, depth),
+        pad_dim(v, 3, rows),
+        vmem_limit=vmem_limit(chip) + RESERVED,
+        interpret=problem.interpret,
+    )
+    return out[..., : problem.v_dim]
+
+
+def _blocks(problem: Problem, chip: str) -> SplashBlocks:
+    return default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        max(problem.head_dim, problem.v_dim),
+        chip=chip,
+        itemsize=_itemsize(problem),
+    )
 
 
 def splash_feature_major(
@@ -170,13 +218,7 @@ def splash_feature_major(
     )
     if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
         raise NotImplementedError(refusal)
-    blocks = blocks or default_blocks(
-        problem.q_len,
-        problem.kv_len,
-        max(problem.head_dim, problem.v_dim),
-        chip=chip,
-        itemsize=_itemsize(problem),
-    )
+    blocks = blocks or _blocks(problem, chip)
     q, factor = with_factor(q, problem.scale)
     kv_len = options.get("kv_len")
     kv_len = problem.kv_len if kv_len is None else kv_len
@@ -220,14 +262,7 @@ def splash_plan(
     partial: bool = False,
 ) -> Plan:
     """The static part of a call; see :class:`Plan`. ``kv_len`` None counts all keys."""
-    left, right = problem.window or (None, None)
-    if problem.is_causal:
-        right = 0
-    # A window that reaches over everything is none.
-    if left is not None and left >= problem.q_len - 1:
-        left = None
-    if right is not None and right >= problem.kv_len - 1:
-        right = None
+    left, right = _bounds(problem)
     kv_blocks = ceil_div(problem.kv_len, blocks.kv)
     return Plan(
         blocks=blocks,
@@ -242,6 +277,19 @@ def splash_plan(
         lag=default_lag(max(problem.head_dim, problem.v_dim), chip),
         partial=partial,
     )
+
+
+def _bounds(problem: Problem) -> tuple[int | None, int | None]:
+    """How far to the left and right of its own index a query sees; None for any."""
+    left, right = problem.window or (None, None)
+    if problem.is_causal:
+        right = 0
+    # A window that reaches over everything is none.
+    if left is not None and left >= problem.q_len - 1:
+        left = None
+    if right is not None and right >= problem.kv_len - 1:
+        right = None
+    return left, right
 
 
 def _hide_values(
