@@ -17,7 +17,7 @@ from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.seam.pipelines import PipelineFolder
+    from tpuport.core.pipelines.folder import PipelineFolder
 
 #: Settings that mean the same whatever runs. Others are for models with a plugin.
 _SHARED = frozenset(

@@ -41,8 +41,8 @@ from tpuport.errors import UsageError
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
-    from tpuport.core.seam.call_arguments import Made
-    from tpuport.core.seam.pipelines import PipelineFolder
+    from tpuport.core.pipelines.call_arguments import Made
+    from tpuport.core.pipelines.folder import PipelineFolder
 
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
@@ -87,7 +87,7 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     cache_folder(settings.cache_dir)
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
-    from tpuport.core.seam.pipelines import PipelineFolder
+    from tpuport.core.pipelines.folder import PipelineFolder
 
     assert settings.weights is not None
     folder = PipelineFolder.find(settings.weights, reporter)
@@ -151,7 +151,7 @@ class AnyRun:
         Raises:
             UsageError, WeightsError, MeshError: what is wrong.
         """
-        from tpuport.core.seam.call_arguments import arguments_of
+        from tpuport.core.pipelines.call_arguments import arguments_of
 
         refuse_flags(settings, folder.class_name)
         if "prompt" in folder.parameters and not settings.prompt:
@@ -188,7 +188,7 @@ class AnyRun:
     @property
     def fps(self) -> float:
         """Of the files."""
-        from tpuport.core.seam.call_arguments import FPS, default_of
+        from tpuport.core.pipelines.call_arguments import FPS, default_of
 
         return float(self.settings.fps or default_of(self.folder, "fps") or FPS)
 
@@ -199,7 +199,7 @@ class AnyRun:
 
     def outputs(self, name: str) -> Outputs:
         """Where the videos go; creates nothing."""
-        from tpuport.core.seam.call_arguments import default_of
+        from tpuport.core.pipelines.call_arguments import default_of
 
         outputs = outputs_of(self.settings, name, len(self.videos()))
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
@@ -274,9 +274,9 @@ class AnyRun:
         import torch
 
         from tpuport.core.files.frames import FrameChecks, measure
-        from tpuport.core.seam.call_arguments import FRAMES, RATE, SOUNDS, made_of
+        from tpuport.core.pipelines.call_arguments import FRAMES, RATE, SOUNDS, made_of
+        from tpuport.core.pipelines.sidecar import frames_digest
         from tpuport.core.seam.driving import driving
-        from tpuport.core.seam.sidecar import frames_digest
 
         given = dict(self.arguments)
         if prompt is not None:
@@ -307,7 +307,7 @@ class AnyRun:
         return drive.reports
 
     def _describer(self, report: RunReport) -> Any:
-        from tpuport.core.seam import sidecar
+        from tpuport.core.pipelines import sidecar
 
         settings = self.settings
         flags = {n: getattr(settings, n) for n in _FLAGS}
@@ -351,7 +351,7 @@ class AnyRun:
 
     def _in_words(self) -> str:
         """What will be made; what is not said is upstream's default."""
-        from tpuport.core.seam.call_arguments import default_of
+        from tpuport.core.pipelines.call_arguments import default_of
 
         settings = self.settings
         default = functools.partial(default_of, self.folder)

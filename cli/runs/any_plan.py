@@ -19,9 +19,9 @@ from tpuport.errors import MeshError
 
 if TYPE_CHECKING:
     from tpuport.core.mesh.slices import Topology
+    from tpuport.core.pipelines.folder import PipelineFolder
     from tpuport.core.plan.plan import Plan
     from tpuport.core.reports import Reporter
-    from tpuport.core.seam.pipelines import PipelineFolder
     from tpuport.core.seam.rehearsal import Rehearsal
 
 
@@ -60,7 +60,7 @@ def prepared(
         UsageError, WeightsError: what is wrong.
     """
     folder = find(settings, reporter)
-    from tpuport.core.seam.call_arguments import arguments_of
+    from tpuport.core.pipelines.call_arguments import arguments_of
 
     refuse_flags(settings, folder.class_name)
     check_on_host(settings, folder)

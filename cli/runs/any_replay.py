@@ -16,7 +16,7 @@ from tpuport.core.run.progress import Display
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 
 if TYPE_CHECKING:
-    from tpuport.core.seam.sidecar import Sidecar
+    from tpuport.core.pipelines.sidecar import Sidecar
 
 
 def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
         WeightsError: the weights are others.
         ReplayError: the frames are others.
     """
-    from tpuport.core.seam import sidecar
+    from tpuport.core.pipelines import sidecar
 
     started = time.perf_counter()
     recorded = sidecar.read(file)

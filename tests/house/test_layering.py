@@ -40,6 +40,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("weights",),
         ("spec",),
         ("programs",),
+        ("pipelines",),
         ("seam",),
         ("run",),
         ("cost",),

@@ -1,11 +1,13 @@
-"""Convolutions over three axes on the CPU against torch."""
+"""Convolutions against torch: over three axes on the CPU, and in parts on a mesh."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 
@@ -13,9 +15,12 @@ from tests.patches.tools import by_torchax, traced
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.patches.conv import CONVOLUTION
+from tpuport.patches.padding import PADDING
 
 ATOL = TOLERANCES["module float32"]
 
@@ -25,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "spatial stride and dilation": {"stride": (1, 2, 2), "dilation": (1, 1, 2)},
     "one frame of taps": {"kernel_size": (1, 3, 3)},
     "pointwise": {"kernel_size": 1},
+    "over time alone": {"kernel_size": (3, 1, 1), "padding": (1, 0, 0)},
+    "every second frame": {"kernel_size": (3, 1, 1), "stride": (2, 1, 1)},
     "temporal stride falls back": {"stride": (2, 1, 1)},
     "temporal dilation falls back": {"dilation": (2, 1, 1)},
     "groups fall back": {"groups": 2},
@@ -181,3 +188,62 @@ def test_a_mesh_without_a_split_is_left_to_the_compiler() -> None:
         jaxpr = str(jax.make_jaxpr(traced(runtime, call))(x, *arrays))
         found.append("pallas_call" in jaxpr)
     assert found == [True, False]
+
+
+#: Padding of a convolution, a border before one, and what else it has.
+SPLIT: dict[str, dict[str, Any]] = {
+    "padded": {"padding": 1},
+    "a border": {"border": (1, 1, 1, 1)},
+    "a repeated border": {"border": (1, 1, 1, 1), "mode": "replicate"},
+    "half the size": {"border": (0, 1, 0, 1), "stride": 2},
+    "half, padded": {"padding": 1, "stride": 2},
+    "each channel": {"padding": 1, "groups": 4},
+    "apart": {"padding": 2, "dilation": 2},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "a mirrored border": {"border": (1, 1, 1, 1), "mode": "reflect"},
+    "no border": {},
+}
+
+
+def pictured(case: dict[str, Any], x: Any, weight: Any) -> Any:
+    more = dict(case)
+    border, mode = more.pop("border", (0, 0)), more.pop("mode", "constant")
+    x = torch.nn.functional.pad(x, border, mode)
+    return torch.nn.functional.conv2d(
+        x, weight[:, : 4 // more.get("groups", 1)], **more
+    )
+
+
+@pytest.mark.parametrize("sides", [(12, 32), (24, 36), (3, 32)], ids=str)
+@pytest.mark.parametrize("devices", ["sp=8", "sp=3", "dp=2,sp=2,tp=2"])
+def test_a_picture_in_parts_has_torchs_values(
+    devices: str, sides: tuple[int, int]
+) -> None:
+    """All cases are one program: compiling takes most of the time."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 4, *sides), torch.randn(4, 4, 3, 3)
+
+    def call(x: Any, weight: Any) -> Any:
+        return [pictured(case, x, weight) for case in (SPLIT | WHOLE).values()]
+
+    mesh = build_mesh(MeshSpec.parse(devices))
+    overrides = [CONVOLUTION, PADDING]
+    runtime = model_runtime(mesh=mesh, platform="cpu", overrides=overrides)
+    found = jax.jit(traced(runtime, call))(x.numpy(), weight.numpy())
+    for name, one, other in zip(SPLIT | WHOLE, found, call(x, weight), strict=True):
+        scale = float(other.abs().max())
+        assert np.abs(np.asarray(one) - other.numpy()).max() <= ATOL * scale, name
+
+
+@pytest.mark.parametrize("case", SPLIT | WHOLE)
+def test_a_picture_that_divides_is_in_parts(case: str) -> None:
+    runtime = model_runtime(
+        mesh=build_mesh(MeshSpec.parse("sp=8")),
+        platform="tpu",
+        overrides=[CONVOLUTION, PADDING],
+    )
+    shapes = [(2, 4, 24, 128), (4, 4, 3, 3)]
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    call = traced(runtime, functools.partial(pictured, (SPLIT | WHOLE)[case]))
+    assert ("shard_map" in str(jax.make_jaxpr(call)(*arrays))) == (case in SPLIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,17 @@ import torch
 
 from tpuport.core.arrays import to_torch
 from tpuport.core.layers.model_runtime import model_runtime
-from tpuport.patches.pairs import MOST, PAIRS, on_lanes, put_together, taken_apart
+from tpuport.core.tracing.context import AttentionPolicy, OpContext
+from tpuport.patches.pairs import (
+    FEWEST_TOKENS,
+    MOST,
+    PAIRS,
+    are_heads,
+    heads_apart,
+    on_lanes,
+    put_together,
+    taken_apart,
+)
 
 
 def pairs(dtype: Any) -> jax.Array:
@@ -56,3 +67,23 @@ def test_products_are_for_pairs_on_a_tpu() -> None:
     assert not on_lanes("tpu", (4, 64, 3), jnp.bfloat16)
     assert not on_lanes("tpu", (4, MOST + 1, 2), jnp.bfloat16)
     assert not on_lanes("tpu", (4, 64, 2), jnp.int32)
+
+
+def test_heads_are_taken_apart_bit_for_bit() -> None:
+    x = torch.randn(2, 5, 3 * 128)
+    found = heads_apart(jnp.asarray(x.numpy()), 3)
+    assert torch.equal(to_torch(found), x.unflatten(-1, (3, 128)))
+
+
+def test_views_that_make_heads() -> None:
+    tokens = FEWEST_TOKENS
+    context = OpContext(
+        mesh=None, platform="tpu", attention=AttentionPolicy(), records=[]
+    )
+    assert are_heads(context, (1, tokens, 512), (1, tokens, 4, 128))
+    assert not are_heads(context, (1, tokens, 512), (1, tokens, 8, 64))
+    assert not are_heads(context, (1, tokens - 1, 512), (1, tokens - 1, 4, 128))
+    assert not are_heads(context, (2, tokens, 512), (1, 2 * tokens, 4, 128))
+    assert not are_heads(
+        replace(context, platform="cpu"), (1, tokens, 512), (1, tokens, 4, 128)
+    )

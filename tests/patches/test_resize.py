@@ -13,8 +13,10 @@ import torch.nn.functional as F
 
 from tests.patches.tools import by_torchax, traced
 from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.mesh.device_mesh import build_mesh
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.runtime import Runtime
-from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport.patches.resize import NEAREST_EXACT_RESIZE, NEAREST_RESIZE
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +49,31 @@ def runtime() -> Runtime:
 def test_every_element_is_torchs(
     shape: tuple[int, ...], arguments: dict[str, Any], platform: str
 ) -> None:
-    runtime = model_runtime(mesh=None, platform=platform, overrides=[NEAREST_RESIZE])
+    overrides = [NEAREST_RESIZE, NEAREST_EXACT_RESIZE]
+    runtime = model_runtime(mesh=None, platform=platform, overrides=overrides)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    with runtime.tracing() as env:
-        found = F.interpolate(env.j2t_iso(jnp.asarray(x.numpy())), **arguments)
-    expected = F.interpolate(x, **arguments)
-    assert np.array_equal(np.asarray(found.jax()), expected.numpy())
+    for mode in ("nearest", "nearest-exact"):
+        with runtime.tracing() as env:
+            array = env.j2t_iso(jnp.asarray(x.numpy()))
+            found = F.interpolate(array, mode=mode, **arguments)
+        expected = F.interpolate(x, mode=mode, **arguments)
+        assert np.array_equal(np.asarray(found.jax()), expected.numpy()), mode
+
+
+@pytest.mark.parametrize("devices", ["sp=8", "sp=3"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_picture_in_parts_is_enlarged_in_parts(platform: str, devices: str) -> None:
+    mesh = build_mesh(MeshSpec.parse(devices))
+    runtime = model_runtime(mesh=mesh, platform=platform, overrides=[NEAREST_RESIZE])
+    x = np.random.default_rng(0).normal(size=(1, 2, 3, 24, 32)).astype(np.float32)
+
+    def enlarge(x: Any) -> Any:
+        return F.interpolate(x, scale_factor=(1.0, 2.0, 3.0))
+
+    call = traced(runtime, enlarge)
+    assert "shard_map" in str(jax.make_jaxpr(call)(x))
+    expected = enlarge(torch.from_numpy(x)).numpy()
+    assert np.array_equal(np.asarray(jax.jit(call)(x)), expected)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

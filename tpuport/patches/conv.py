@@ -1,4 +1,7 @@
-"""Three-dimensional convolution on the CPU, as a two-dimensional one.
+"""Convolutions: split over the devices, by kernels, and on the CPU over two axes.
+
+In a program of whole arrays a convolution runs on each device's part of the picture,
+with the neighbours' rows and columns around.
 
 XLA's CPU compiler is much faster at convolutions over two axes than over three. If the
 first axis has stride 1, its taps can lie side by side in the channels of a convolution
@@ -11,17 +14,20 @@ Legend: N batch, C input channels, O output channels, T frames, Y rows, X column
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT, convolve, has_kernels
+from tpuport.core.mesh.pictures import picture_of
+from tpuport.core.mesh.spatial_split import Border
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note, passed_over
 from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.core.tracing.ported_module import constrain
+from tpuport.core.tracing.ported_module import constrain, on_devices
 from tpuport.kernels.convolution.conv import video_convolution
 from tpuport.kernels.convolution.conv_kernel import pitch_of
 
@@ -154,6 +160,26 @@ def pointwise(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> ja
     return out.astype(input.dtype)
 
 
+def over_time(
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: int,
+    padding: int,
+    dilation: int,
+) -> jax.Array:
+    """[N, C, T, Y, X] by a kernel [O, C, K, 1, 1]: a product of K frames side by side.
+
+    As such it compiles in a fraction of the time of a convolution.
+    """
+    taps = weight.shape[2]
+    x = jnp.pad(input, ((0, 0), (0, 0), (padding, padding), (0, 0), (0, 0)))
+    last = x.shape[2] - dilation * (taps - 1)
+    frames = [x[:, :, t * dilation :][:, :, :last:stride] for t in range(taps)]
+    side_by_side = jnp.swapaxes(weight, 1, 2).reshape(weight.shape[0], -1, 1)
+    return pointwise(jnp.concatenate(frames, 1), side_by_side, bias)
+
+
 def _beyond(
     stride: Sequence[int],
     dilation: Sequence[int],
@@ -170,6 +196,106 @@ def _beyond(
         "no batch": not batched,
     }
     return ", ".join(text for text, true in found.items() if true)
+
+
+def _on_parts(
+    context: OpContext,
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> jax.Array | None:
+    """A convolution of each device's part of the picture, in a program of whole arrays.
+
+    Returns:
+        ``None`` where the picture does not divide: a side by its devices times the
+        stride, or a border that is wider than a part.
+    """
+    known = context.padded.get(id(input))
+    pads = [(n, n) for n in padding[-2:]]
+    border: Border = "zeros"
+    if known is not None and (known.border == "zeros" or pads == [(0, 0)] * 2):
+        input, border = known.source, known.border
+        around = zip(known.before, known.after, strict=True)
+        pads = [
+            (one + n, other + n)
+            for (one, other), (n, _) in zip(around, pads, strict=True)
+        ]
+    picture = picture_of(context.mesh, *input.shape[-2:])
+    if picture is None:
+        return None
+    space, halo = picture.space, []
+    for at, side in ((-2, space.rows), (-1, space.columns)):
+        before, after = pads[at]
+        if side.parts > 1:
+            step = stride[at]
+            reach = dilation[at] * (weight.shape[at] - 1) + 1
+            made = (side.size + before + after - reach) // step + 1
+            after = reach - step - before
+            if (
+                side.each % step
+                or made * step != side.size
+                or not 0 <= after <= side.each >= before
+            ):
+                return None
+        halo.append((before, after))
+    around_before, around_after = zip(*halo, strict=True)
+    # On one device's part every implementation can run, kernels too.
+    run = _make(replace(context, mesh=None))
+
+    def on_part(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        dims = (x.ndim - 2, x.ndim - 1)
+        x = space.halo(x, dims, around_before, around_after, border)
+        inside = [*padding[:-2], 0, 0]
+        out: jax.Array = run(
+            x, weight, bias, stride, inside, dilation, False, (0,), groups
+        )
+        return out
+
+    axes = picture.axes(input.ndim)
+    return on_devices(
+        picture.mesh, on_part, (input, weight, bias), (axes, (), ()), axes
+    )
+
+
+def _for_tpu(
+    context: OpContext,
+    simple: bool,
+    beyond: str,
+    input: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> jax.Array | None:
+    """A convolution as a product or by the kernel; ``None`` leaves it to XLA, noted.
+
+    XLA's own takes longer to compile and to run. ``simple``: of a batch, not grouped
+    and not transposed. ``beyond`` is what no kernel has.
+    """
+    kernel = [*weight.shape[2:]]
+    if not beyond and set(kernel) == {1} and not any(padding):
+        note(context, PRODUCT)
+        return pointwise(input, weight, bias)
+    flat = [*kernel[1:], *stride[1:], *padding[1:]] == [1, 1, 1, 1, 0, 0]
+    if simple and flat:
+        note(context, PRODUCT)
+        return over_time(input, weight, bias, stride[0], padding[0], dilation[0])
+    if len(kernel) == 1:
+        note(context, "XLA")
+        return None
+    known = len(context.convolutions)
+    try:
+        if beyond:
+            raise NotImplementedError(beyond)
+        return video_kernel(context, input, weight, bias, padding)
+    except NotImplementedError as error:
+        passed_over(context, known, "convolution", "XLA", error)
+        return None
 
 
 def _make(context: OpContext) -> Callable[..., Any]:
@@ -195,29 +321,21 @@ def _make(context: OpContext) -> Callable[..., Any]:
             for values in (padding, stride, dilation)
         )
         if pads != [0] * axes or steps != [*weight.shape[2:]]:
+            if axes > 1 and batched and not transposed:
+                given = (input, weight, bias, steps, pads, apart, groups)
+                found = _on_parts(context, *given)
+                if found is not None:
+                    return found
             # The compiler may not split a picture by itself: its exchange of rows
             # (jaxlib 0.10.2) gives wrong values for a picture of two rows.
             input = constrain(context.mesh, input)
-        simple = batched and groups == 1 and not transposed
-        dense = simple and set(steps) == set(apart) == {1}
-        if (
-            platform == "tpu"
-            and dense
-            and set(weight.shape[2:]) == {1}
-            and not any(pads)
-        ):
-            note(context, PRODUCT)
-            return pointwise(input, weight, bias)
-        if platform == "tpu" and axes > 1:
-            known = len(context.convolutions)
-            try:
-                if not dense:
-                    asked = (steps, apart, groups, transposed, batched)
-                    raise NotImplementedError(_beyond(*asked))
-                return video_kernel(context, input, weight, bias, pads)
-            except NotImplementedError as error:
-                # XLA's own can: it takes longer to compile and to run.
-                passed_over(context, known, "convolution", "XLA", error)
+        if platform == "tpu":
+            beyond = _beyond(steps, apart, groups, transposed, batched)
+            simple = batched and groups == 1 and not transposed
+            call = (input, weight, bias, steps, pads, apart)
+            found = _for_tpu(context, simple, beyond, *call)
+            if found is not None:
+                return found
         else:
             note(context, "XLA")
         if space is not None and axes > 1:

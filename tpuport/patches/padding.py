@@ -1,7 +1,8 @@
 """Padding of pictures that are split over devices.
 
 Upstream pads a border before a convolution. Within the picture, a neighbour's row or
-column takes the place of the padding.
+column takes the place of the padding. In a program of whole arrays the border is noted,
+and the convolution that reads the array makes the border on each device's part.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.mesh.spatial_split import Border, Space
+from tpuport.core.tracing.context import Padded
 from tpuport.core.tracing.op_overrides import OpOverride
 
 _MODES = {
@@ -30,11 +32,12 @@ def pad(
     value: float | None = None,
     *,
     space: Space | None = None,
+    padded: dict[int, Padded] | None = None,
 ) -> jax.Array:
     """``torch.nn.functional.pad``.
 
     With a ``space`` the last two dims of an array of four or five are a device's rows
-    and columns of a picture.
+    and columns of a picture. A border around the picture is noted in ``padded``.
 
     Raises:
         ValueError: ``pad`` is no list of pairs, or there is no such mode.
@@ -45,12 +48,37 @@ def pad(
     pairs = [(0, 0)] * input.ndim
     for i in range(len(pad) // 2):
         pairs[-1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
-    if space is not None and input.ndim >= 4 and pairs[-2:] != [(0, 0)] * 2:
-        border = _border(mode, value, pairs[-2:])
+    around = pairs[-2:]
+    if input.ndim < 4 or around == [(0, 0)] * 2:
+        return _widened(input, pairs, mode, value)
+    before, after = zip(*around, strict=True)
+    inside = [*pairs[:-2], (0, 0), (0, 0)]
+    if space is not None:
+        border = _border(mode, value, around)
         dims = (input.ndim - 2, input.ndim - 1)
-        before, after = zip(*pairs[-2:], strict=True)
         input = space.halo(input, dims, before, after, border)
-        pairs[-2:] = [(0, 0)] * 2
+        return _widened(input, inside, mode, value)
+    try:
+        border = _border(mode, value, around)
+    except NotImplementedError:
+        padded = None
+    if padded is None:
+        return _widened(input, pairs, mode, value)
+    source = _widened(input, inside, mode, value)
+    out = _widened(source, [(0, 0)] * (input.ndim - 2) + around, mode, value)
+    padded[id(out)] = Padded(
+        array=out, source=source, before=before, after=after, border=border
+    )
+    return out
+
+
+def _widened(
+    input: jax.Array,
+    pairs: Sequence[tuple[int, int]],
+    mode: str,
+    value: float | None,
+) -> jax.Array:
+    """``input`` with so many elements more at both ends of each dim."""
     # A negative width cuts.
     cut = tuple(
         slice(max(-before, 0), size - max(-after, 0))
@@ -77,7 +105,11 @@ def _border(mode: str, value: float | None, pairs: Sequence[tuple[int, int]]) ->
 
 PADDING = OpOverride(
     targets=("torch.nn.functional.pad",),
-    make=lambda context: functools.partial(pad, space=context.space),
+    make=lambda context: functools.partial(
+        pad,
+        space=context.space,
+        padded=None if context.mesh is None else context.padded,
+    ),
     owner="tpuport.patches.padding",
     reason="split in space, a device needs its neighbours' rows and columns",
 )

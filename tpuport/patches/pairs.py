@@ -1,10 +1,14 @@
-"""Pairs of neighbours taken apart and put together, as rotary embeddings do.
+"""What models do within the last dim: pairs of neighbours, as rotary embeddings have
+them, and heads.
 
 Elements 2i and 2i + 1 lie in neighbouring lanes of a vector register, and a TPU moves
 lanes slowly. A product with zeros and ones moves them on the MXU instead, and is exact:
 each result is one element times one.
 
-Legend: N pairs.
+Heads are whole tiles of lanes. The compiler turns tokens and features around, twice,
+to make a dim of heads; slices of lanes move whole tiles.
+
+Legend: N pairs, H heads, L tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -21,20 +25,23 @@ from tpuport.core.tracing.op_overrides import OpOverride
 
 #: Pairs, at most: beyond it the product costs more than it saves.
 MOST = 256
+#: Heads, at most: each is an instruction.
+MOST_HEADS = 64
+FEWEST_TOKENS = 4096
+LANES = 128
 
 
 def taken_apart(pairs: jax.Array) -> list[jax.Array]:
     """The first and the second elements of [..., N, 2], each [..., N]."""
     flat = pairs.reshape(*pairs.shape[:-2], -1)
-    return [_product(flat, _chooser(pairs.shape[-2], place)) for place in (0, 1)]
+    return jnp.split(_product(flat, _apart(pairs.shape[-2])), 2, -1)
 
 
 def put_together(parts: Sequence[jax.Array]) -> jax.Array:
     """[..., N, 2] of the first and the second elements, each [..., N]."""
-    first, second = parts
-    size = first.shape[-1]
-    flat = _product(first, _chooser(size, 0).T) + _product(second, _chooser(size, 1).T)
-    return flat.reshape(*first.shape, 2)
+    shape = parts[0].shape
+    flat = _product(jnp.concatenate(parts, -1), _apart(shape[-1]).T)
+    return flat.reshape(*shape, 2)
 
 
 def on_lanes(platform: str, shape: Sequence[int], dtype: Any) -> bool:
@@ -43,21 +50,39 @@ def on_lanes(platform: str, shape: Sequence[int], dtype: Any) -> bool:
     return platform == "tpu" and few and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _product(x: jax.Array, chooser: np.ndarray) -> jax.Array:
+def heads_apart(x: jax.Array, heads: int) -> jax.Array:
+    """[..., L, H D] as [..., L, H, D]."""
+    return jnp.stack(jnp.split(x, heads, -1), -3).swapaxes(-2, -3)
+
+
+def are_heads(context: OpContext, before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a new shape makes heads of many tokens, each of whole tiles of lanes."""
+    *same, heads, width = after
+    return (
+        context.platform == "tpu"
+        and context.axis_size(context.attention.heads) == 1
+        and len(before) > 2
+        and tuple(same) == tuple(before[:-1])
+        and 1 < heads <= MOST_HEADS
+        and width % LANES == 0
+        and before[-2] >= FEWEST_TOKENS
+    )
+
+
+def _product(x: jax.Array, moved: np.ndarray) -> jax.Array:
     out: jax.Array = jnp.einsum(
         "...i,ij->...j",
         x,
-        chooser.astype(x.dtype),
+        moved.astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,
     )
     return out
 
 
-def _chooser(size: int, place: int) -> np.ndarray:
-    """[2 N, N]: a one at (2 i + place, i)."""
-    chosen = np.zeros((2 * size, size), np.float32)
-    chosen[np.arange(size) * 2 + place, np.arange(size)] = 1
-    return chosen
+def _apart(size: int) -> np.ndarray:
+    """[2 N, 2 N]: a one from 2 i to i, and from 2 i + 1 to N + i."""
+    moved = np.eye(2 * size, dtype=np.float32).reshape(size, 2, 2 * size)
+    return moved.swapaxes(0, 1).reshape(2 * size, 2 * size).T
 
 
 def _unbind(context: OpContext) -> Callable[..., Any]:
@@ -86,7 +111,24 @@ def _stack(context: OpContext) -> Callable[..., Any]:
     return stack
 
 
+def _view(context: OpContext) -> Callable[..., Any]:
+    def view(self: jax.Array, *size: Any) -> jax.Array:
+        given = size[0] if isinstance(size[0], Sequence) else size
+        shape = jax.eval_shape(lambda x: x.reshape(given), self).shape
+        if are_heads(context, self.shape, shape):
+            return heads_apart(self, shape[-2])
+        return self.reshape(shape)
+
+    return view
+
+
 PAIRS = (
+    OpOverride(
+        targets=("torch.ops.aten.view", "torch.ops.aten._unsafe_view"),
+        make=_view,
+        owner="tpuport.patches.pairs",
+        reason="heads are whole tiles of lanes, which a reshape turns around twice",
+    ),
     OpOverride(
         targets=("torch.Tensor.unbind", "torch.unbind"),
         make=_unbind,
@@ -100,4 +142,4 @@ PAIRS = (
         reason="a TPU moves neighbouring lanes slowly, and by a product at once",
     ),
 )
-"""For any model with rotary embeddings on pairs of neighbours."""
+"""For any model with heads, and with rotary embeddings on pairs of neighbours."""

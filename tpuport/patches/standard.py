@@ -11,7 +11,7 @@ from tpuport.patches.missing import MISSING
 from tpuport.patches.norms import FLOAT32_NORMS
 from tpuport.patches.padding import PADDING
 from tpuport.patches.pairs import PAIRS
-from tpuport.patches.resize import NEAREST_RESIZE
+from tpuport.patches.resize import NEAREST_EXACT_RESIZE, NEAREST_RESIZE
 from tpuport.patches.torchax_slices import (
     IN_PLACE,
     SLICE_ASSIGNMENT,
@@ -36,6 +36,7 @@ OVERRIDES = (
     *FLOAT32_NORMS,
     GELU_ROUNDED_ONCE,
     NEAREST_RESIZE,
+    NEAREST_EXACT_RESIZE,
     CONVOLUTION,
     PADDING,
     *MISSING,

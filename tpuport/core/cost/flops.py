@@ -73,7 +73,7 @@ def _walk(
                 total += times * parts * float(eqn.params["cost_estimate"].flops)
             elif not kernel.startswith(ELEMENTWISE):
                 # Its lengths are those of all devices together.
-                total += times * _kernel_flops(eqn, kernels)
+                total += times * _kernel_flops(eqn, kernels, parts)
         else:
             inside = parts * (_parts(eqn) if name == "shard_map" else 1)
             often = times * (eqn.params["length"] if name == "scan" else 1)
@@ -110,14 +110,16 @@ def _convolution(eqn: Any) -> float:
     return 2.0 * out * math.prod(kernel) / features
 
 
-def _kernel_flops(eqn: Any, records: Sequence[AttentionRecord]) -> float:
+def _kernel_flops(eqn: Any, records: Sequence[AttentionRecord], parts: int) -> float:
     """FLOPs of the record that fits a kernel's operands best: operands are padded.
 
-    A program has few different attention calls, of very different sizes.
+    A program has few different attention calls, of very different sizes. The operands
+    are those of a device, of which ``parts`` compute different parts.
     """
     if not records:
         return 0.0
-    size = sum(math.prod(v.aval.shape) for v in eqn.invars if v.aval.ndim > 2)
+    size = sum(math.prod(v.aval.shape) for v in eqn.invars if v.aval.ndim > 3)
+    size *= parts
 
     def misfit(record: AttentionRecord) -> float:
         both = math.prod(record.query) + 2 * math.prod(record.key)

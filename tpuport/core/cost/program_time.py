@@ -385,6 +385,9 @@ class _Walk:
             return self.run(self.program.computations[called["to_apply"][0]], times)
         operands = self._operands(instruction)
         hbm = instruction.hbm_bytes + sum(o.hbm_bytes for o in operands)
+        if instruction.opcode == "dynamic-update-slice":
+            # In place: the compiler writes a copy of its own where it needs one.
+            hbm = 2 * operands[1].hbm_bytes if len(operands) > 1 else hbm
         flops = self._flops(instruction)
         bound = ""
         if instruction.target == PALLAS:

@@ -2,7 +2,7 @@
 
 A self-attention exchanges tokens for heads around the kernel, so no device needs all
 keys of all heads (``sequence_parallel.py``). Other calls gather their keys, which are
-few: text, or an image.
+few: text, or an image. A mask that is alike for all queries becomes lanes of the keys.
 
 Legend: B batch, H heads, L tokens, D head dim.
 """
@@ -10,7 +10,10 @@ Legend: B batch, H heads, L tokens, D head dim.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import jax
+import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
@@ -18,6 +21,8 @@ from tpuport.core.layers.attention import ATTENTION, scaled_dot_product_attentio
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.kernels.attention.masking import masks_keys, with_mask_lanes
+from tpuport.kernels.attention.problem import resolve_scale
 
 
 def exchanged_attention(
@@ -33,26 +38,69 @@ def exchanged_attention(
 ) -> Float[Array, ...]:
     """``torch.nn.functional.scaled_dot_product_attention`` on [..., H, L, D].
 
+    Under ``jax.vmap`` the calls become items of one batch.
+
     Raises:
         AttentionError, RuntimeError, TypeError, ValueError: as
         :func:`~tpuport.core.layers.attention.scaled_dot_product_attention`.
     """
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    mask = _four_dims(attn_mask)
+    if query.ndim != 4 or (mask is not None and mask.ndim != 4):
+        return _exchanged(context, query, key, value, attn_mask, *options)
+
+    @jax.custom_batching.custom_vmap
+    def call(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+        return _exchanged(context, q, k, v, mask, *options)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *arrays: Any) -> tuple[Array, bool]:
+        items = functools.partial(_items, size)
+        out = call(*jax.tree.map(items, arrays, tuple(batched)))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
+    return call(query, key, value, mask)
+
+
+def _items(size: int, x: Shaped[Array, "..."], batched: bool) -> Shaped[Array, "..."]:
+    """``size`` calls as items of one batch."""
+    x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _exchanged(
+    context: OpContext,
+    query: Float[Array, ...],
+    key: Float[Array, ...],
+    value: Float[Array, ...],
+    mask: Shaped[Array, ...] | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Float[Array, ...]:
     ways = context.axis_size(context.attention.sequence)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
-    plain = attn_mask is None and not (dropout_p or is_causal)
+    factor = resolve_scale(scale, query.shape[-1])
+    plain = mask is None or masks_keys(mask.shape, key.shape[1], factor)
+    plain = plain and not (dropout_p or is_causal)
     if ways == 1 or not (alike and plain) or context.implementation.window is not None:
         return scaled_dot_product_attention(
             context,
             query,
             key,
             value,
-            attn_mask,
+            mask,
             dropout_p,
             is_causal,
             scale,
             enable_gqa,
         )
     length = query.shape[2]
+    if mask is not None:
+        query, key, value = with_mask_lanes(query, key, value, mask, factor)
     padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
     out = sequence_attention(
@@ -61,10 +109,17 @@ def exchanged_attention(
         k,
         v,
         kv_len=length,
-        scale=scale,
+        scale=factor,
         feature_major=False,
     )
     return out[:, :, :length]
+
+
+def _four_dims(mask: Any) -> Any:
+    """A mask of at most four dims as [B|1, H|1, Lq|1, Lk|1]."""
+    if mask is None or mask.ndim >= 4:
+        return mask
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 EXCHANGED_ATTENTION = OpOverride(

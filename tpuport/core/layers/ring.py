@@ -83,13 +83,13 @@ def ring_attention(
     ring: Ring,
     q: Float[Array, "h 1 d c"],
     k: Float[Array, "h 1 d c"],
-    v: Float[Array, "h 1 d c"],
+    v: Float[Array, "h 1 dv c"],
     *,
     kv_len: int,
     lengths: Int[Array, "h"] | None,
     implementation: AttentionChoice,
     **options: Any,
-) -> Float[Array, "h 1 d c"]:
+) -> Float[Array, "h 1 dv c"]:
     """Attention of a device's queries on the keys of its group, passed round.
 
     Args:
@@ -175,7 +175,7 @@ def keys_within(chunk: int, length: int, window: tuple[int, int] | None) -> int:
 
 def _smooth(
     ring: Ring, k: Float[Array, "h 1 d c"], lengths: Int[Array, "h"]
-) -> Float[Array, "h 1 d c"]:
+) -> Float[Array, "h 1 dv c"]:
     """``k`` minus the mean of all keys of the group that count.
 
     The softmax is unchanged only if all chunks lose one and the same vector.
@@ -192,13 +192,13 @@ def gathered_attention(
     ring: Ring,
     q: Float[Array, "h 1 d c"],
     k: Float[Array, "h 1 d c"],
-    v: Float[Array, "h 1 d c"],
+    v: Float[Array, "h 1 dv c"],
     *,
     kv_len: int,
     lengths: Int[Array, "h"] | None,
     implementation: AttentionChoice,
     **options: Any,
-) -> Float[Array, "h 1 d c"]:
+) -> Float[Array, "h 1 dv c"]:
     """Attention of a device's queries on all keys of its group, gathered.
 
     The arguments are those of :func:`ring_attention`. With a window only the keys
@@ -229,9 +229,9 @@ def gathered_attention(
         before: int,
         q: Float[Array, "h 1 d c"],
         k: Float[Array, "h 1 d n"],
-        v: Float[Array, "h 1 d n"],
+        v: Float[Array, "h 1 dv n"],
         lengths: Int[Array, "h"],
-    ) -> Float[Array, "h 1 d c"]:
+    ) -> Float[Array, "h 1 dv c"]:
         # Query i of the device has index i + before among the keys, before <= left.
         seen = (left - before, right + before)
         near_choice = replace(choice, window=seen)

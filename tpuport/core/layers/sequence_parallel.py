@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Int, Shaped
@@ -126,26 +127,27 @@ def sequence_attention(
     active: Active,
     q: Float[Array, "b h m n"],
     k: Float[Array, "b h m n"],
-    v: Float[Array, "b h m n"],
+    v: Float[Array, "b h _ _"],
     *,
     kv_len: int,
     kv_lengths: Int[Array, "b"] | None = None,
     scale: float | None = None,
     feature_major: bool,
-) -> Float[Array, "b h m n"]:
+) -> Float[Array, "b h _ _"]:
     """Attention of all tokens on the tokens that count.
 
     Args:
         active: what is being traced: its mesh, its attention policy and implementation.
         q, k, v: of shape [B, H, L, D], or [B, H, D, L] with ``feature_major``; L is
-            a multiple of S. For a key that does not count ``v`` is zero and ``k`` is
-            finite.
+            a multiple of S. ``v`` may have another D. For a key that does not count
+            ``v`` is zero and ``k`` is finite.
         kv_len: tokens from this index on do not count.
         kv_lengths: tokens of each item that count, integers [B], at most ``kv_len``.
         scale: factor of the scores; None means 1/sqrt(D).
 
     Returns:
-        of the shape and dtype of ``q``; arbitrary for tokens that do not count.
+        of the shape and dtype of ``q``, with the D of ``v``; arbitrary for tokens that
+        do not count.
 
     Raises:
         AttentionError: the implementation named in the context cannot do this call.
@@ -168,9 +170,9 @@ def sequence_attention(
     def on_device(
         q: Float[Array, "b h m n"],
         k: Float[Array, "b h m n"],
-        v: Float[Array, "b h m n"],
+        v: Float[Array, "b h _ _"],
         lengths: Int[Array, "b"] | None,
-    ) -> Float[Array, "b h m n"]:
+    ) -> Float[Array, "b h _ _"]:
         if exchange.axis is None:
             return run(q, k, v, lengths)
         place = jax.lax.axis_index(exchange.axis)
@@ -280,20 +282,39 @@ class _Exchange:
         self, x: Float[Array, "ulysses *rest"]
     ) -> Float[Array, "ulysses *rest"]:
         """Every device of the group gets its row of each device's [ulysses, ...]."""
+        swap = functools.partial(
+            jax.lax.all_to_all, axis_name=self.axis, split_axis=0, concat_axis=0
+        )
+        if self.degrees.ring == 1:
+            return swap(x)
         groups = self.degrees.exchanges
-        return jax.lax.all_to_all(x, self.axis, 0, 0, axis_index_groups=groups)
+        return _batched(functools.partial(swap, axis_index_groups=groups))(x)
+
+
+def _batched(swap: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """``swap`` of the first dim for ``jax.vmap``: JAX batches no swap in groups."""
+
+    @jax.custom_batching.custom_vmap
+    def swapped(x: Shaped[Array, "ulysses *rest"]) -> Shaped[Array, "ulysses *rest"]:
+        return swap(x)
+
+    @swapped.def_vmap
+    def _(size: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
+        return jnp.moveaxis(swapped(jnp.moveaxis(x, 0, 1)), 1, 0), True
+
+    return swapped
 
 
 def _kernel(
     q: Float[Array, "b h m n"],
     k: Float[Array, "b h m n"],
-    v: Float[Array, "b h m n"],
+    v: Float[Array, "b h _ _"],
     lengths: Int[Array, "b"] | None,
     *,
     kv_len: int,
     feature_major: bool,
     **options: Any,
-) -> Float[Array, "b h m n"]:
+) -> Float[Array, "b h _ _"]:
     if feature_major:
         return attention_feature_major(
             q, k, v, kv_len=kv_len, kv_lengths=lengths, hidden=True, **options

@@ -15,12 +15,12 @@ from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.device_mesh import place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.build_ahead import Built, build_one, caching
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.executable_files import ExecutableStore
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.pipelines import PipelineFolder
 from tpuport.core.seam.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings

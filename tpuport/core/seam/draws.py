@@ -37,6 +37,11 @@ class Draw:
     dtype: torch.dtype
     generator: torch.Generator | None = None
 
+    @property
+    def example(self) -> torch.Tensor:
+        """A tensor of the shape and dtype, without numbers."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
     def numbers(self) -> torch.Tensor:
         """The next numbers of the generator."""
         return self.function(self.shape, dtype=self.dtype, generator=self.generator)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import NamedSharding
 
-from tpuport.core.arrays import array_dtype, to_numpy, to_torch
+from tpuport.core.arrays import array_dtype, to_numpy, to_torch, torch_dtype
 from tpuport.core.enums import StageName
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.mesh_use import check_used
+from tpuport.core.mesh.pictures import picture_sharding
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.reports import CompileReport
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.driving import DENOISERS
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.module_weights import ModuleWeights
+from tpuport.core.seam.pairs import Waiting, doubled, together
 from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import StackError
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
+from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import TpuportError
 
 #: Programs of one forward that differ in the values of their masks, at most.
@@ -48,21 +55,32 @@ class PortError(TpuportError):
     """Upstream code that cannot become a program."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Program:
-    """A compiled program of one module.
+    """A program of one module; compiled when it first runs.
 
     Attributes:
-        run: ``run(weights, arrays) -> arrays``.
+        call: ``call(weights, arrays) -> arrays``, to be traced.
+        traced: what ``call`` became.
+        inputs: shapes, dtypes and places of the arrays.
         out: how the arrays become the result; see :class:`_Out`.
         used: positions of the tensors that are inputs; the others are constants.
         draws: random numbers that are inputs, after the tensors.
+        attention, convolutions: what the calls in it run as.
+        trace_seconds: what tracing took.
+        runs: compiled; for two calls as one, by the inputs that differ.
     """
 
-    run: Callable[..., list[jax.Array]]
+    call: Callable[..., list[jax.Array]]
+    traced: jax.stages.Traced
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
     out: _Out
     used: tuple[int, ...]
     draws: tuple[Draw, ...] = ()
+    attention: tuple[AttentionRecord, ...] = ()
+    convolutions: tuple[ConvolutionRecord, ...] = ()
+    trace_seconds: float = 0.0
+    runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,9 +128,11 @@ class Entry(ModuleWeights):
         self._uploads = uploads
         self._attributes = Attributes(module)
         self._may_keep = _may_keep(module, forward)
+        self._convolves = _convolves(module)
         self._programs: dict[Any, Program] = {}
         self._constant: dict[Any, frozenset[int]] = {}
         self._built: files.Entry | None = None
+        self._waiting: Waiting | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
@@ -135,28 +155,148 @@ class Entry(ModuleWeights):
         state = self._attributes.state()
         tensors = [*leaves, *state.tensors]
         program = self._program(form, state, tensors)
-        arrays = self._answer(program, tensors)
-        return self._given_back(program.out, arrays, leaves, containers)
+        inputs = self._inputs(program, tensors)
+        if self._may_wait(program, state):
+            found = self._together(program, inputs)
+        else:
+            arrays = jax.block_until_ready(self._run(program, inputs))
+            found = [self._result(array, array) for array in arrays]
+        return self._given_back(program.out, found, leaves, containers)
 
-    def _answer(
+    def _inputs(
         self, program: Program, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
-        """What the program gives back for the tensors."""
-        inputs = [self._uploads.array(tensors[place]) for place in program.used]
-        inputs += [self._uploads.array(draw.numbers()) for draw in program.draws]
+        """The arrays that the program takes, on the devices."""
+        chosen = [tensors[place] for place in program.used]
+        chosen += [draw.numbers() for draw in program.draws]
+        return [
+            self._uploads.array(tensor, struct.sharding)
+            for tensor, struct in zip(chosen, program.inputs, strict=True)
+        ]
+
+    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
+        """A tensor of the result; without an array, of the call that waits."""
+        dtype = torch_dtype(str(struct.dtype))
+        if dtype == torch.int32:
+            dtype = torch.long  # torch's indices; programs count in 32 bits
+        return DeviceTensor(
+            tuple(struct.shape),
+            dtype,
+            read=lambda array: self._read(array).to(dtype),
+            array=array,
+            run=self.settle,
+        )
+
+    def _read(self, array: Any) -> torch.Tensor:
+        return to_torch(array)
+
+    def _together(
+        self, program: Program, inputs: Sequence[jax.Array]
+    ) -> Iterable[torch.Tensor]:
+        """The answer of a call, which waits for a second one, or is the second one."""
+        first = self._waiting
+        if first is None or first.program is not program:
+            self.settle()
+            # The host may write to what is being uploaded, and replace weights.
+            jax.block_until_ready((inputs, self._placed()))
+            infos = jax.tree.leaves(program.traced.out_info)
+            answers = [self._result(info) for info in infos]
+            self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
+            return answers
+        self._waiting = None
+        ours, theirs = self._run(program, first.inputs, inputs)
+        for answer, array in zip(first.answers, ours, strict=True):
+            answer.answered(array)
+        return [self._result(array, array) for array in theirs]
+
+    def settle(self) -> None:
+        """Run the call that waits, if one does."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            arrays = self._run(waiting.program, waiting.inputs)
+            for answer, array in zip(waiting.answers, arrays, strict=True):
+                answer.answered(array)
+
+    def _may_wait(self, program: Program, state: State) -> bool:
+        """Whether two calls of a program gain from running as one.
+
+        They gain if weights are gathered, or if nothing else uses the data axis.
+        """
+        if not self._each_step or self._claim is not None or program.draws:
+            return False
+        assert self.plan is not None
+        assert program.out.result is not None
+        effects = program.out.result.parts[1:]
+        if state.tensors or any(effect.parts for effect in effects):
+            return False
+        return bool(self.plan.held) or self._free_axis(program) is not None
+
+    def _free_axis(self, program: Program) -> str | None:
+        """The axis of the mesh that can take one call each of two."""
+        axis = self.target.attention.batch
+        used = any(record.split[0] is not None for record in program.attention)
+        two = dict(self.target.mesh.shape).get(axis or "") == 2
+        return axis if two and not used else None
+
+    def _run(
+        self,
+        program: Program,
+        inputs: Sequence[jax.Array],
+        others: Sequence[jax.Array] | None = None,
+    ) -> Any:
+        """What a program gives back; with ``others``, what two calls give back."""
+        differ: tuple[bool, ...] = ()
+        given: list[Any] = [inputs]
+        if others is not None:
+            pairs = list(zip(inputs, others, strict=True))
+            differ = tuple(one is not other for one, other in pairs)
+            if not any(differ):
+                arrays = self._run(program, inputs)
+                return arrays, arrays
+            given.append([other for one, other in pairs if one is not other])
+        run = program.runs.get(differ)
+        if run is None:
+            run = program.runs[differ] = self._made_of(program, differ)
+        return self._execute(run, self._placed(), given)
+
+    def _placed(self) -> Mapping[str, jax.Array]:
+        """The weights, on the devices."""
         if self._weights is None:
             self._make_room(self)
             self._journal.reporter.loading(self.name)
             self._weights = self._place()
-        return program.run(self._weights, inputs)
+        return self._weights
 
-    def _on_host(self, array: Any) -> torch.Tensor:
-        """The tensor of an array of the result."""
-        tensor = to_torch(array)
-        if tensor.dtype == torch.int32:
-            tensor = tensor.long()  # torch's indices; programs count in 32 bits
-        self._uploads.note(tensor, array)
-        return tensor
+    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
+        return run(weights, *given)
+
+    def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
+        """``program`` compiled; two calls as one if ``differ`` names inputs."""
+        component, _, path = self.name.partition(".")
+        self._journal.reporter.compiling(component, self.name)
+        traced, tracing = program.traced, program.trace_seconds
+        started, hits, self._built = time.perf_counter(), cache_hits(), None
+        if differ:
+            both = together(program.call, differ, self._free_axis(program))
+            first = list(program.inputs)
+            second = [one for one, own in zip(first, differ, strict=True) if own]
+            jitted = self._jitted(both, out_shardings=self.target.replicated)
+            traced = jitted.trace(self._structs, first, second)
+            tracing = time.perf_counter() - started
+            program = replace(program, attention=doubled(program.attention))
+        run = self._executable(program, traced)
+        self._made = CompileReport(
+            stage=component,
+            program=path or "forward",
+            trace_seconds=tracing,
+            compile_seconds=time.perf_counter() - started,
+            cached=self._built is not None or cache_hits() > hits,
+            loaded=self._built is not None,
+            executable=str(self._built.path) if self._built else "",
+            executable_bytes=self._built.size if self._built else 0,
+        )
+        self._journal.reporter.compiled(self._made)
+        return run
 
     @property
     def programs(self) -> int:
@@ -166,13 +306,12 @@ class Entry(ModuleWeights):
     def _given_back(
         self,
         out: _Out,
-        arrays: Sequence[jax.Array],
+        tensors: Iterable[torch.Tensor],
         leaves: Sequence[torch.Tensor],
         containers: Sequence[Any],
     ) -> Any:
-        tensors = map(self._on_host, arrays)
         assert out.result is not None
-        found = put_together(out.result, tensors)
+        found = put_together(out.result, iter(tensors))
         result, changed, written, attributes = found
         for number, content in changed.items():
             container = containers[number]
@@ -204,24 +343,13 @@ class Entry(ModuleWeights):
         found = self._programs.get((key, values))
         if found is not None:
             return found
-        component, _, path = self.name.partition(".")
+        self.settle()
+        component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
-        started, hits, self._built = time.perf_counter(), cache_hits(), None
         program, constant = self._compiled(form, state, tensors, constant)
         self._constant[key] = constant
         values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
         self._programs[key, values] = program
-        self._made = CompileReport(
-            stage=component,
-            program=path or "forward",
-            trace_seconds=0.0,
-            compile_seconds=time.perf_counter() - started,
-            cached=self._built is not None or cache_hits() > hits,
-            loaded=self._built is not None,
-            executable=str(self._built.path) if self._built else "",
-            executable_bytes=self._built.size if self._built else 0,
-        )
-        self._journal.reporter.compiled(self._made)
         kinds = sum(1 for other, _ in self._programs if other == key)
         if kinds > MOST_CONSTANTS:
             raise PortError(
@@ -240,9 +368,11 @@ class Entry(ModuleWeights):
     ) -> tuple[Program, frozenset[int]]:
         stages = iter(_readable(tensors))
         draws: tuple[Draw, ...] = ()
+        place = self._place_of(tensors)
         while True:
+            started = time.perf_counter()
             try:
-                traced, out, used = self._traced(form, state, tensors, constant, draws)
+                program = self._traced(form, state, tensors, constant, draws, place)
             except StackError as error:
                 assert self._blocks is not None
                 kept = tuple(b for b in self._blocks if b.path != error.path)
@@ -262,7 +392,8 @@ class Entry(ModuleWeights):
                 raise
             except Exception as error:
                 raise self._refused(error) from error
-            given = len(jax.tree.leaves(self._structs)) + len(used) + len(draws)
+            out, traced = program.out, program.traced
+            given = len(jax.tree.leaves((self._structs, program.inputs)))
             if out.draws != draws or len(traced.jaxpr.in_avals) > given:
                 # Each block draws its own numbers, and what is made in a block and
                 # kept outside cannot leave a scan.
@@ -272,28 +403,40 @@ class Entry(ModuleWeights):
                 draws = () if self._blocks else out.draws
                 self._rebuild(())
                 continue
-            self._check_mesh()
-            run = self._executable(traced)
-            return Program(run=run, out=out, used=used, draws=draws), constant
+            self._check_mesh(program)
+            seconds = time.perf_counter() - started
+            return replace(program, trace_seconds=seconds), constant
 
-    def _check_mesh(self) -> None:
+    def _check_mesh(self, program: Program) -> None:
         """Refuse a mesh with an axis over which a denoiser splits nothing."""
         if self.name.startswith(DENOISERS):
-            calls = [(r.query, r.split) for r in self._port().runtime.records]
+            calls = [(r.query, r.split) for r in program.attention]
             splits = [s.sharding.spec for s in jax.tree.leaves(self._structs)]
             check_used(self.name, self.target.mesh.shape, calls, splits)
 
-    def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
-        """What runs a traced program."""
+    def _place_of(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> Callable[[tuple[int, ...]], NamedSharding]:
+        """Where arrays of a shape go, as inputs and outputs of a program.
+
+        A module that convolves pictures and takes no tokens has pictures in parts:
+        caches of frames stay in parts on the devices from call to call.
+        """
+        if self._convolves and not any(t.ndim == 3 for t in tensors):
+            return functools.partial(picture_sharding, self.target.mesh)
+        return lambda shape: self.target.replicated
+
+    def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
+        """What runs a program; ``traced`` is one call of it, or two as one."""
         built = self.target.built
         with persistent_cache(self.target.cache):
             if built is None:
                 run: Callable[..., Any] = traced.lower().compile()
                 return run
-            program = lowered(traced)
+            text = lowered(traced)
             mesh = self.target.mesh
-            key = module_key(self.name, self.module, mesh, self._structs, program)
-            run, self._built = built.ready(key, program, mesh)
+            key = module_key(self.name, self.module, mesh, self._structs, text)
+            run, self._built = built.ready(key, text, mesh)
         return run
 
     def _traced(
@@ -303,7 +446,8 @@ class Entry(ModuleWeights):
         tensors: Sequence[torch.Tensor],
         constant: frozenset[int],
         draws: tuple[Draw, ...],
-    ) -> tuple[Any, _Out, tuple[int, ...]]:
+        place: Callable[[tuple[int, ...]], NamedSharding],
+    ) -> Program:
         ported = self._port()
         used = tuple(i for i in range(len(tensors)) if i not in constant)
         fixed = {i: jnp.asarray(to_numpy(tensors[i])) for i in constant}
@@ -317,41 +461,43 @@ class Entry(ModuleWeights):
 
             def run(values: Any) -> Any:
                 with recorded(env, arrays[len(used) :]) as made:
-                    result = self._run(form, state, values, count, env, out)
+                    result = self._forwarded(form, state, values, count, env, out)
                 out.draws = tuple(made)
                 return result
 
-            return ported.call(weights, run, values)
+            found = ported.call(weights, run, values)
+            constrain = jax.lax.with_sharding_constraint
+            return [constrain(array, place(array.shape)) for array in found]
 
         call.__name__ = self.name.replace(".", "_")
-        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
-        jitted = jax.jit(
-            call,
-            out_shardings=self.target.replicated,
-            compiler_options=flags.options or None,
-        )
-        structs = [
-            jax.ShapeDtypeStruct(
-                tensors[i].shape,
-                array_dtype(tensors[i]),
-                sharding=self.target.replicated,
-            )
-            for i in used
-        ]
+        structs = [_struct(tensors[i], place) for i in used]
         structs += [
-            jax.ShapeDtypeStruct(
-                draw.shape,
-                array_dtype(torch.empty(0, dtype=draw.dtype)),
-                sharding=self.target.replicated,
-            )
-            for draw in draws
+            _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
-        ported.runtime.records.clear()
-        at_once = jax.ensure_compile_time_eval() if constant else nullcontext()
-        with at_once, forgetting(self.module):
-            return jitted.trace(self._structs, structs), out, used
+        runtime = ported.runtime
+        runtime.records.clear()
+        runtime.convolutions.clear()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forgetting(self.module))
+            if constant:
+                stack.enter_context(jax.ensure_compile_time_eval())
+            traced = self._jitted(call).trace(self._structs, structs)
+        return Program(
+            call=call,
+            traced=traced,
+            inputs=tuple(structs),
+            out=out,
+            used=used,
+            draws=draws,
+            attention=tuple(runtime.records),
+            convolutions=tuple(counted(runtime.convolutions)),
+        )
 
-    def _run(
+    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
+        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
+        return jax.jit(function, compiler_options=flags.options or None, **options)
+
+    def _forwarded(
         self,
         form: Form,
         state: State,
@@ -423,6 +569,22 @@ def _may_keep(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
         return False
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     return bool(getattr(text, "use_cache", False))
+
+
+def _convolves(module: torch.nn.Module) -> bool:
+    """Whether a module has convolutions that look at the neighbours in a picture."""
+    return any(
+        isinstance(child, torch.nn.Conv2d | torch.nn.Conv3d)
+        and child.stride[-1] == 1 < child.kernel_size[-1]
+        for child in module.modules()
+    )
+
+
+def _struct(
+    tensor: torch.Tensor, place: Callable[[tuple[int, ...]], NamedSharding]
+) -> jax.ShapeDtypeStruct:
+    shape = tuple(tensor.shape)
+    return jax.ShapeDtypeStruct(shape, array_dtype(tensor), sharding=place(shape))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

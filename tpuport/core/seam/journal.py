@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.reports import CompileReport, Reporter
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.errors import UsageError
 
 
@@ -24,7 +25,7 @@ class Called:
     Attributes:
         name: of the module: its component, and the path within.
         started: on the clock of :func:`time.perf_counter`.
-        seconds: until the result was on the host.
+        seconds: until the result was there.
         compiled: the program that was made for the call; ``None`` if there was one.
     """
 
@@ -55,32 +56,42 @@ class Uploads:
     sharding: NamedSharding
     _known: dict[int, tuple[Any, int, jax.Array]] = field(default_factory=dict)
 
-    def array(self, tensor: torch.Tensor) -> jax.Array:
+    def array(
+        self, tensor: torch.Tensor, sharding: NamedSharding | None = None
+    ) -> jax.Array:
         """The tensor on the devices; uploaded once if nothing writes to it."""
+        sharding = sharding or self.sharding
+        if isinstance(tensor, DeviceTensor):
+            if (array := tensor.on_devices) is not None:
+                return _moved(array, sharding)
+            tensor = tensor.on_host()
         if tensor.is_inference():
-            return self._put(tensor)
-        known = self._known.get(id(tensor))
-        if known and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
-        array = self._put(tensor)
-        self.note(tensor, array)
-        return array
-
-    def note(self, tensor: torch.Tensor, array: jax.Array) -> None:
-        """``array`` is ``tensor`` on the devices."""
+            return _put(tensor, sharding)
         key = id(tensor)
-        known = self._known
+        known = self._known.get(key)
+        if known and known[0]() is tensor and known[1] == tensor._version:
+            return _moved(known[2], sharding)
+        array = _put(tensor, sharding)
 
         def forget(_: Any) -> None:
-            known.pop(key, None)
+            self._known.pop(key, None)
 
-        known[key] = (weakref.ref(tensor, forget), tensor._version, array)
+        self._known[key] = (weakref.ref(tensor, forget), tensor._version, array)
+        return array
 
-    def _put(self, tensor: torch.Tensor) -> jax.Array:
-        try:
-            return jax.device_put(to_numpy(tensor), self.sharding)
-        except OverflowError as error:
-            raise UsageError(
-                f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "
-                "count in 32 bits"
-            ) from None
+
+def _moved(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    return jax.device_put(array, sharding)
+
+
+def _put(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
+    try:
+        # A copy: JAX may share the memory of the host, and upstream writes to tensors.
+        return jax.device_put(to_numpy(tensor).copy(), sharding)
+    except OverflowError as error:
+        raise UsageError(
+            f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "
+            "count in 32 bits"
+        ) from None

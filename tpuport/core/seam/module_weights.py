@@ -11,6 +11,7 @@ import torch
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.pairs import is_denoiser
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.patching import PatchStatus
@@ -22,6 +23,9 @@ from tpuport.core.weights.sharding import ShardingPlan, ShardRule, plan_sharding
 from tpuport.core.weights.transforms import transformer
 from tpuport.errors import ShardingError
 
+#: Bytes of weights that every device may hold of a component that upstream calls once
+#: a video. To bring more to every device takes longer than to gather it there.
+MOST_WHOLE = 1 << 30
 WHOLE = (ShardRule(pattern=".*", spec=(), optional=True, note="whole"),)
 
 
@@ -52,6 +56,7 @@ class ModuleWeights:
         self._ported: PortedModule | None = None
         self._claim: Claim | None = None
         self._structs: Mapping[str, Any] = {}
+        self._each_step = is_denoiser(module)
 
     @property
     def patches(self) -> tuple[PatchStatus, ...]:
@@ -133,6 +138,8 @@ class ModuleWeights:
         else:
             whole = self._claim.plan(stored, shape)
         room = room_for_weights(mesh.devices.flat)
+        if not self._each_step:
+            room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
         self._structs = abstract_weights(
             ported, self.plan, mesh, lambda name, tensor: array_dtype(tensor)
@@ -158,11 +165,16 @@ class ModuleWeights:
         if now == self._tensors:
             return
         if self._tensors:
+            self.settle()
             self._weights = None
             if [n[:2] for n in now] != [n[:2] for n in self._tensors]:
                 self._ported = None
                 self._forget()
         self._tensors = now
+
+    def settle(self) -> None:
+        """Run what still needs the weights as they were."""
+        raise NotImplementedError
 
     def _forget(self) -> None:
         """The weights have other shapes or stacks: no program fits them any more."""

@@ -19,17 +19,16 @@ from accelerate import init_empty_weights
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.device_memory import array_bytes
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.driving import driving
 from tpuport.core.seam.entry import Entry, Program
-from tpuport.core.seam.pipelines import PipelineFolder
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
-from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.sharding import ShardingPlan
 
@@ -107,19 +106,14 @@ class Rehearsed:
         """Let go of what was traced, which of a whole model is large."""
         self._traced = self._lowered = None
 
-    def __call__(self, weights: Any, inputs: Any) -> list[Any]:
-        """Shapes and dtypes of the result."""
-        found: list[Any] = jax.tree.leaves(self.traced().out_info)
-        return found
-
 
 class _Answers(Entry):
     """A module whose calls are answered with zeros."""
 
     stage: Callable[[], StageName]
 
-    def _executable(self, traced: jax.stages.Traced) -> Callable[..., Any]:
-        runtime = self._port().runtime
+    def _executable(self, program: Program, traced: jax.stages.Traced) -> Rehearsed:
+        given = traced.jaxpr.in_avals
         return Rehearsed(
             name=self.name,
             module=self.module,
@@ -127,33 +121,31 @@ class _Answers(Entry):
             weights=self._structs,
             inputs=tuple(
                 f"{one.dtype}[{','.join(map(str, one.shape))}]"
-                for one in traced.jaxpr.in_avals[len(self._structs) :]
+                for one in given[len(self._structs) :]
             ),
-            attention=tuple(runtime.records),
-            convolutions=tuple(counted(runtime.convolutions)),
+            attention=program.attention,
+            convolutions=program.convolutions,
             _traced=traced,
         )
 
-    def _answer(
+    def _place(self) -> Mapping[str, Any]:
+        return self._structs
+
+    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
+        run.by_stage[self.stage()] += 1
+        return run.traced().out_info
+
+    def _inputs(
         self, program: Program, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
-        if self._weights is None:
-            self._make_room(self)
-            self._weights = self._structs
-        run = program.run
-        assert isinstance(run, Rehearsed)
-        run.by_stage[self.stage()] += 1
-        return run(self._weights, [])
+        return [*(tensors[place] for place in program.used), *program.draws]
 
-    def _on_host(self, array: Any) -> torch.Tensor:
-        dtype = torch_dtype(str(array.dtype))
-        return torch.zeros(
-            array.shape, dtype=torch.long if dtype == torch.int32 else dtype
-        )
+    def _read(self, array: Any) -> torch.Tensor:
+        return torch.zeros(array.shape, dtype=torch_dtype(str(array.dtype)))
 
     def rehearsed(self) -> list[Rehearsed]:
         """Its programs."""
-        found = [program.run for program in self._programs.values()]
+        found = [run for one in self._programs.values() for run in one.runs.values()]
         return [run for run in found if isinstance(run, Rehearsed)]
 
 

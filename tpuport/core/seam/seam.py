@@ -64,6 +64,8 @@ class Seam:
 
     def close(self) -> None:
         """Give the modules their own forward back, and the devices their memory."""
+        for entry in self.entries.values():
+            entry.settle()
         for module, before in reversed(self._held):
             module.__dict__.pop("forward", None)
             if before is not None:

@@ -18,7 +18,7 @@ from tpuport.kernels.attention.choice import AttentionChoice
 if TYPE_CHECKING:
     import jax
 
-    from tpuport.core.mesh.spatial_split import Space
+    from tpuport.core.mesh.spatial_split import Border, Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class OpContext:
             arrays are a device's own and there is no mesh.
         records: each traced attention call appends how it runs.
         convolutions: each traced convolution appends how it runs.
+        padded: arrays that were made by padding a picture, by their id.
     """
 
     mesh: jax.sharding.Mesh | None
@@ -100,6 +101,7 @@ class OpContext:
     space: Space | None = None
     records: list[AttentionRecord]
     convolutions: list[ConvolutionRecord] = field(default_factory=list)
+    padded: dict[int, Padded] = field(default_factory=dict)
 
     def axis_size(self, name: str | None) -> int:
         """Devices along a mesh axis; 1 if the mesh has no such axis."""
@@ -111,6 +113,24 @@ class OpContext:
         """The mesh axis if it has several devices and divides all ``counts``."""
         size = self.axis_size(name)
         return name if size > 1 and all(n % size == 0 for n in counts) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padded:
+    """An array that is another one with a border around its picture.
+
+    Attributes:
+        array: with the border.
+        source: without.
+        before, after: rows and columns of the border.
+        border: what the border is.
+    """
+
+    array: jax.Array
+    source: jax.Array
+    before: tuple[int, int]
+    after: tuple[int, int]
+    border: Border
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

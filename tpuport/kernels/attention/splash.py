@@ -10,17 +10,21 @@ its arrays are brought into the shapes that the kernel takes, and back.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tpuport.kernels.attention.masking import MASK_LANES, masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import (
     KeyOptions,
     Options,
     Problem,
+    describe,
     describe_feature_major,
+    resolve_scale,
 )
 from tpuport.kernels.attention.splash_blocks import (
     RESERVED,
@@ -57,12 +61,14 @@ def splash_refusal(
             f"splash compiles for TPU only, not for {problem.platform!r} "
             "(interpret=True runs it anywhere, slowly)"
         )
-    if problem.mask_shape is not None:
+    masked = problem.mask_shape is not None
+    if masked and not masks_keys(problem.mask_shape, problem.kv_heads, problem.scale):
         kind = "bool" if problem.mask_is_bool else "float"
         return (
-            f"splash takes no mask array, got a {kind} mask of shape "
-            f"{list(problem.mask_shape)}; it takes is_causal, window and kv_lengths"
+            f"splash takes masks of keys, got a {kind} mask of shape "
+            f"{problem.mask_shape}; it takes is_causal, window and kv_lengths"
         )
+    depth = problem.head_dim + MASK_LANES * masked
     if problem.dtype not in ("bfloat16", "float32"):
         return f"splash takes bfloat16 and float32, got {problem.dtype}"
     if 0 in (
@@ -73,16 +79,14 @@ def splash_refusal(
         problem.v_dim,
     ):
         return "splash takes no empty arrays"
-    widest = max(problem.head_dim, problem.v_dim)
+    widest = max(depth, problem.v_dim)
     if widest > MOST_HEAD_DIM:
         return f"splash takes head dims up to {MOST_HEAD_DIM}, got {widest}"
     if problem.kv_len > MOST_KEYS:
         return f"splash takes up to {MOST_KEYS} keys, got {problem.kv_len}"
     limit = vmem_limit(chip)
     if blocks is not None:
-        size = vmem_bytes(
-            blocks, problem.head_dim, problem.v_dim, itemsize=_itemsize(problem)
-        )
+        size = vmem_bytes(blocks, depth, problem.v_dim, itemsize=_itemsize(problem))
         if size > limit:
             return (
                 f"{blocks} take {size} bytes of VMEM at head dim {problem.head_dim}; "
@@ -123,6 +127,17 @@ def splash_attention(
         ValueError: shapes or dtypes that do not fit together, a negative window, an
             unknown chip.
     """
+    if (mask := options.pop("mask", None)) is not None:
+        scale = resolve_scale(options.get("scale"), q.shape[3])
+        if not masks_keys(mask.shape, k.shape[1], scale):
+            raise NotImplementedError(f"splash with a mask of shape {mask.shape}")
+        q, k, v = with_mask_lanes(q, k, v, mask, scale)
+        options["scale"] = scale
+    problem = describe(
+        q, k, v, window=window, platform=platform, interpret=interpret, **options
+    )
+    if _bounds(problem) == (None, None) and not problem.has_lengths:
+        return _token_major(problem, q, k, v, blocks=blocks, chip=chip)
     out = splash_feature_major(
         q.swapaxes(2, 3),
         k.swapaxes(2, 3),
@@ -135,6 +150,47 @@ def splash_attention(
         **options,
     )
     return out.swapaxes(2, 3)
+
+
+def _token_major(
+    problem: Problem,
+    q: Float[Array, "b h lq d"],
+    k: Float[Array, "b hkv lk d"],
+    v: Float[Array, "b hkv lk dv"],
+    *,
+    blocks: SplashBlocks | None,
+    chip: str,
+) -> Float[Array, "b h lq dv"]:
+    """``splash_attention`` of all keys. Nothing is turned or padded outside of it.
+
+    Only a head dim that is no multiple of 16 is.
+    """
+    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
+        raise NotImplementedError(refusal)
+    blocks = blocks or _blocks(problem, chip)
+    q, factor = with_factor(q, problem.scale)
+    plan = splash_plan(problem, blocks, factor, chip=chip)
+    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
+    out = run(
+        replace(plan, token_major=True),
+        jnp.full((problem.batch,), problem.kv_len, jnp.int32),
+        pad_dim(q, 3, depth),
+        pad_dim(k, 3, depth),
+        pad_dim(v, 3, rows),
+        vmem_limit=vmem_limit(chip) + RESERVED,
+        interpret=problem.interpret,
+    )
+    return out[..., : problem.v_dim]
+
+
+def _blocks(problem: Problem, chip: str) -> SplashBlocks:
+    return default_blocks(
+        problem.q_len,
+        problem.kv_len,
+        max(problem.head_dim, problem.v_dim),
+        chip=chip,
+        itemsize=_itemsize(problem),
+    )
 
 
 def splash_feature_major(
@@ -162,13 +218,7 @@ def splash_feature_major(
     )
     if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
         raise NotImplementedError(refusal)
-    blocks = blocks or default_blocks(
-        problem.q_len,
-        problem.kv_len,
-        max(problem.head_dim, problem.v_dim),
-        chip=chip,
-        itemsize=_itemsize(problem),
-    )
+    blocks = blocks or _blocks(problem, chip)
     q, factor = with_factor(q, problem.scale)
     kv_len = options.get("kv_len")
     kv_len = problem.kv_len if kv_len is None else kv_len
@@ -212,14 +262,7 @@ def splash_plan(
     partial: bool = False,
 ) -> Plan:
     """The static part of a call; see :class:`Plan`. ``kv_len`` None counts all keys."""
-    left, right = problem.window or (None, None)
-    if problem.is_causal:
-        right = 0
-    # A window that reaches over everything is none.
-    if left is not None and left >= problem.q_len - 1:
-        left = None
-    if right is not None and right >= problem.kv_len - 1:
-        right = None
+    left, right = _bounds(problem)
     kv_blocks = ceil_div(problem.kv_len, blocks.kv)
     return Plan(
         blocks=blocks,
@@ -234,6 +277,19 @@ def splash_plan(
         lag=default_lag(max(problem.head_dim, problem.v_dim), chip),
         partial=partial,
     )
+
+
+def _bounds(problem: Problem) -> tuple[int | None, int | None]:
+    """How far to the left and right of its own index a query sees; None for any."""
+    left, right = problem.window or (None, None)
+    if problem.is_causal:
+        right = 0
+    # A window that reaches over everything is none.
+    if left is not None and left >= problem.q_len - 1:
+        left = None
+    if right is not None and right >= problem.kv_len - 1:
+        right = None
+    return left, right
 
 
 def _hide_values(

@@ -76,7 +76,9 @@ class Plan:
     bound. ``factor``, above 0, times a score is the exponent of 2. ``has_lengths``: how
     many of the ``kv_len`` keys count is known when the program runs. ``lag``: how many
     tiles a second product stays behind its exponentials. ``partial``: sums come in and
-    go out, see above.
+    go out, see above. ``token_major``: q, k, v and the result have tokens before
+    features, the kernel turns values in place of keys, and the last block of keys may
+    be short; without bounds, lengths and ``partial``.
     """
 
     blocks: SplashBlocks
@@ -90,6 +92,7 @@ class Plan:
     kv_blocks: int
     lag: int = 0
     partial: bool = False
+    token_major: bool = False
 
     def first_blocks(self) -> np.ndarray:
         """The first key block that each query block may see, int32 [q_blocks]."""
@@ -123,41 +126,44 @@ class Plan:
 def run(
     plan: Plan,
     lengths: Int32[Array, " b"],
-    q: Float[Array, "b h d lq"],
-    k: Float[Array, "b hkv d lk"],
-    v: Float[Array, "b hkv dv lk"],
+    q: Float[Array, "b h _ _"],
+    k: Float[Array, "b hkv _ _"],
+    v: Float[Array, "b hkv _ _"],
     *,
     state: Float32[Array, "b h sums lq"] | None = None,
     vmem_limit: int,
     interpret: bool,
-) -> Float[Array, "b h _ lq"]:
+) -> Float[Array, "b h _ _"]:
     """Attention, transposed.
 
     Args:
         plan: the static part.
         lengths: keys that count, int32 [B].
-        q, k, v: [B, H, D, Lq], [B, Hkv, D, Lk] and [B, Hkv, Dv, Lk]; ``v`` is zero
-            where a key does not count.
+        q, k, v: [B, H, D, Lq], [B, Hkv, D, Lk] and [B, Hkv, Dv, Lk], the last two dims
+            swapped if ``plan.token_major``; ``v`` is zero where a key does not count.
         state: float32 [B, H, Dv + SUM_ROWS, Lq] if ``plan.partial``: what the call on
             the keys before gave, or :func:`empty_state`.
         vmem_limit: bytes of VMEM that the program may take.
         interpret: run the program op by op, on any platform.
 
     Returns:
-        [B, H, Dv, Lq], in the dtype of ``q``; with ``plan.partial`` of the shape and
-        dtype of ``state``.
+        [B, H, Dv, Lq], or [B, H, Lq, Dv], in the dtype of ``q``; with ``plan.partial``
+        of the shape and dtype of ``state``.
     """
     blocks = plan.blocks
-    batch, heads, depth, q_len = q.shape
-    rows = v.shape[2]
+    batch, heads, *last_two = q.shape
+    depth, q_len = reversed(last_two) if plan.token_major else last_two
+    rows = v.shape[3 if plan.token_major else 2]
     first, last = _block_range(plan, lengths)
 
     def q_map(b: Any, h: Any, i: Any, j: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, 0, i
 
     kv_map = functools.partial(_kv_map, plan)
-    out = pl.BlockSpec((None, None, rows, blocks.q), q_map)
-    out_shape = jax.ShapeDtypeStruct((batch, heads, rows, q_len), q.dtype)
+    spec = _turned_spec if plan.token_major else _spec
+    out = spec(rows, blocks.q, q_map)
+    shape = (q_len, rows) if plan.token_major else (rows, q_len)
+    out_shape = jax.ShapeDtypeStruct((batch, heads, *shape), q.dtype)
     operands, aliases = [lengths, first, last, q, k, v], {}
     in_state = []
     if plan.partial:
@@ -172,13 +178,13 @@ def run(
             num_scalar_prefetch=3,
             grid=(batch, heads, plan.q_blocks, plan.steps),
             in_specs=[
-                pl.BlockSpec((None, None, depth, blocks.q), q_map),
-                pl.BlockSpec((None, None, depth, blocks.kv), kv_map),
-                pl.BlockSpec((None, None, rows, blocks.kv), kv_map),
+                spec(depth, blocks.q, q_map),
+                spec(depth, blocks.kv, kv_map),
+                spec(rows, blocks.kv, kv_map),
                 *in_state,
             ],
             out_specs=out,
-            scratch_shapes=_scratch(blocks, depth, rows, k.dtype),
+            scratch_shapes=_scratch(plan, depth, rows, k.dtype),
         ),
         out_shape=out_shape,
         input_output_aliases=aliases,
@@ -209,13 +215,26 @@ def _block_range(plan: Plan, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first.reshape(-1), last.reshape(-1)
 
 
+def _spec(features: int, tokens: int, place: Callable[..., Any]) -> pl.BlockSpec:
+    return pl.BlockSpec((None, None, features, tokens), place)
+
+
+def _turned_spec(features: int, tokens: int, place: Callable[..., Any]) -> pl.BlockSpec:
+    def turned(*args: Any) -> tuple[Any, ...]:
+        b, h, feature, token = place(*args)
+        return b, h, token, feature
+
+    return pl.BlockSpec((None, None, tokens, features), turned)
+
+
 def _cost(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> pl.CostEstimate:
     """What XLA's scheduler is told of a call's work."""
-    batch, heads, depth, q_len = q.shape
-    scores = batch * heads * q_len * plan.steps * plan.blocks.kv
+    features = 3 if plan.token_major else 2
+    depth, rows = q.shape[features], v.shape[features]
+    scores = q.size // depth * plan.steps * plan.blocks.kv
     values = 2 * q.size + (k.size + v.size) * plan.groups * plan.q_blocks
     return pl.CostEstimate(
-        flops=2 * scores * (depth + v.shape[2] + COUNT_ROWS),
+        flops=2 * scores * (depth + rows + COUNT_ROWS),
         transcendentals=scores,
         bytes_accessed=values * q.dtype.itemsize,
     )
@@ -233,8 +252,12 @@ def _kv_map(plan: Plan, *args: Any) -> tuple[Any, ...]:
     return b, head, 0, block
 
 
-def _scratch(blocks: SplashBlocks, depth: int, rows: int, dtype: Any) -> list[Any]:
-    """VMEM for sums, maxima, scores, turned keys, values with their count, one key."""
+def _scratch(plan: Plan, depth: int, rows: int, dtype: Any) -> list[Any]:
+    """VMEM for sums, maxima, scores, turned keys, values with their count, one key.
+
+    In a program on tokens before features the queries, turned, take the last place.
+    """
+    blocks = plan.blocks
     size = blocks.kv_compute
     parts = blocks.kv_step // size
     tiles = parts * (blocks.q // blocks.q_compute)
@@ -248,8 +271,17 @@ def _scratch(blocks: SplashBlocks, depth: int, rows: int, dtype: Any) -> list[An
         vmem(tiles, size, blocks.q_compute, jnp.float32),
         vmem(parts, size, depth, dtype),
         vmem(parts, rows + COUNT_ROWS, size, dtype),
-        pltpu.VMEM((depth, LANES), dtype),
+        *_one_key(plan, depth, dtype),
     ]
+
+
+def _one_key(plan: Plan, depth: int, dtype: Any) -> list[Any]:
+    if plan.token_major:
+        return [
+            pltpu.VMEM((SUBLANES, depth), dtype),
+            pltpu.VMEM((depth, plan.blocks.q), dtype),
+        ]
+    return [pltpu.VMEM((depth, LANES), dtype)]
 
 
 def empty_state(
@@ -289,7 +321,7 @@ def _kernel(
         (refs_behind[0], refs_behind[1:]) if plan.partial else (None, refs_behind)
     )
     out_ref, sums_ref, highest_refs, *scratch = refs_behind
-    scores, turned, held, stand_in = scratch
+    scores, turned, held, stand_in, *turned_q = scratch
     blocks = plan.blocks
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     at = b * plan.q_blocks + i
@@ -302,6 +334,13 @@ def _kernel(
         length=lengths_ref[b] if plan.has_lengths else plan.kv_len,
     )
     highest_ref, candidate_ref, rescale_ref = highest_refs
+    if plan.token_major:
+        q_rows, (q_ref,) = q_ref, turned_q
+
+        @pl.when(j == 0)
+        def _() -> None:
+            q_ref[...] = q_rows[...].T
+
     refs = _Refs(
         q=q_ref,
         k=k_ref,
@@ -344,8 +383,8 @@ def _kernel(
     def begin() -> None:
         if plan.may_pad:
             # Every key that does not count is this one, which does.
-            column = refs.k[:, 0:1]
-            stand_in[...] = jnp.broadcast_to(column, stand_in.shape)
+            one = refs.k[0:1] if plan.token_major else refs.k[:, 0:1]
+            stand_in[...] = jnp.broadcast_to(one, stand_in.shape)
         _turn(refs, blocks, 0, 0)
         # Masks are right everywhere, and this round is one of many.
         _round(plan, refs, 0, edges if plan.has_edges else None, weigh=False)
@@ -381,7 +420,8 @@ def _kernel(
             out_ref[highest_row : highest_row + 1] = highest_ref[:1]
             return
         inverse = _inverse(sums_ref[rows : rows + 1])
-        out_ref[...] = (sums_ref[:rows] * inverse).astype(out_ref.dtype)
+        out = (sums_ref[:rows] * inverse).astype(out_ref.dtype)
+        out_ref[...] = out.T if plan.token_major else out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -432,9 +472,9 @@ class _Edges:
             checks.append(self.first_k >= self.first_q + (blocks.q - 1 - plan.left))
         return functools.reduce(operator.and_, checks)
 
-    def counts(self, keys: Any, shape: tuple[int, int]) -> Any:
-        """Whether keys along the lanes count, bool of ``shape``."""
-        k_ids = self.first_k + keys + lax.broadcasted_iota(jnp.int32, shape, 1)
+    def counts(self, keys: Any, shape: tuple[int, int], tokens: int = 1) -> Any:
+        """Whether keys along the dim ``tokens`` count, bool of ``shape``."""
+        k_ids = self.first_k + keys + lax.broadcasted_iota(jnp.int32, shape, tokens)
         return k_ids < self.length
 
     def allowed(self, keys: Any, queries: int, shape: tuple[int, int]) -> Any:
@@ -461,21 +501,35 @@ def _turn(refs: _Refs, blocks: SplashBlocks, start: Any, part: int) -> None:
     """Turn a part of the keys of the round at ``start``, with a stand-in for some."""
     size = blocks.kv_compute
     first = start + part * size
-    keys = refs.k[:, pl.ds(first, size)]
+    token_major = refs.edges.plan.token_major
+    tokens = 0 if token_major else 1
+    keys = refs.k[pl.ds(first, size)] if token_major else refs.k[:, pl.ds(first, size)]
     if refs.edges.plan.may_pad:
-        # Registers of 32 bits: not every chip chooses among 16.
-        stand_in = jnp.concatenate([refs.stand_in[...]] * (size // LANES), 1)
-        counts = refs.edges.counts(first, keys.shape)
-        wide = jnp.where(counts, keys.astype(jnp.float32), stand_in.astype(jnp.float32))
-        keys = wide.astype(keys.dtype)
-    refs.turned[part][...] = keys.T
+        repeats = size // refs.stand_in.shape[tokens]
+        stand_in = jnp.concatenate([refs.stand_in[...]] * repeats, tokens)
+        keys = _chosen(refs.edges.counts(first, keys.shape, tokens), keys, stand_in)
+    refs.turned[part][...] = keys if token_major else keys.T
+
+
+def _chosen(counts: Any, one: Any, other: Any) -> Any:
+    """In registers of 32 bits: not every chip chooses among 16."""
+    wide = jnp.where(counts, one.astype(jnp.float32), other.astype(jnp.float32))
+    return wide.astype(one.dtype)
 
 
 def _hold(refs: _Refs, blocks: SplashBlocks, start: Any, part: int) -> None:
     """Values of a part of a round, and the rows that count its keys, for later."""
     size = blocks.kv_compute
     first = start + part * size
-    values = refs.v[:, pl.ds(first, size)]
+    if refs.edges.plan.token_major:
+        values = refs.v[pl.ds(first, size)]
+        if refs.edges.plan.may_pad:
+            # Behind the array there may be anything.
+            counts = refs.edges.counts(first, values.shape, 0)
+            values = _chosen(counts, values, jnp.zeros_like(values))
+        values = values.T
+    else:
+        values = refs.v[:, pl.ds(first, size)]
     rows = values.shape[0]
     held = refs.held[part]
     held[:rows] = values

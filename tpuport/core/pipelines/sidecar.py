@@ -15,8 +15,8 @@ from tpuport.core.enums import Backend, Dtype
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.reports import RunReport
-from tpuport.core.seam.pipelines import PipelineFolder
 
 
 class Weights(TypedDict):

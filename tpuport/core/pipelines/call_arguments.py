@@ -13,7 +13,7 @@ import pydantic
 import yaml
 
 from tpuport.core.files.sources import read_image, read_video, to_images
-from tpuport.core.seam.pipelines import PipelineFolder
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.spec.run_settings import Asked
 from tpuport.errors import UsageError, did_you_mean, quoted
 

@@ -1,0 +1,115 @@
+"""Two calls of one step as one program: when, and with which numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tpuport
+from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.ported import seam_of
+
+
+class Denoiser(torch.nn.Module):
+    """One of one item of the batch: nothing else uses the axis ``dp``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.text = torch.nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, timestep: torch.Tensor, prompt: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        mixed = self.inner(x) + self.text(prompt).mean(0) * timestep.cos()
+        return (mixed.softmax(-1),)
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+T = torch.tensor([0.3])
+PROMPT, OTHER = X * 2, X.flip(0) - 1
+
+
+@pytest.fixture
+def module() -> Denoiser:
+    torch.manual_seed(1)
+    return Denoiser()
+
+
+@pytest.fixture
+def ported(module: Denoiser) -> Iterator[torch.nn.Module]:
+    twin = tpuport.port(module, mesh="dp=2,sp=2")
+    yield twin
+    tpuport.unport(twin)
+
+
+def runs(ported: torch.nn.Module) -> list[tuple[bool, ...]]:
+    """By which inputs differ, the programs that were compiled; () is one call."""
+    (entry,) = seam_of(ported).entries.values()
+    assert isinstance(entry, Entry)
+    return [run for program in entry._programs.values() for run in program.runs]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(torch.allclose(found, expected, rtol=0, atol=1e-6))
+
+
+def test_two_calls_that_nobody_read_between_run_as_one(
+    module: Denoiser, ported: torch.nn.Module
+) -> None:
+    for _ in range(2):
+        (first,), (second,) = ported(X, T, PROMPT), ported(X, T, OTHER)
+        assert close(first, module(X, T, PROMPT)[0])
+        assert close(second, module(X, T, OTHER)[0])
+    assert runs(ported) == [(False, False, True)]
+
+
+def test_an_answer_that_is_read_at_once_is_there(
+    module: Denoiser, ported: torch.nn.Module
+) -> None:
+    first = ported(X, T, PROMPT)[0] * 1
+    second = ported(X, T, OTHER)[0]
+    assert close(first, module(X, T, PROMPT)[0])
+    assert close(second, module(X, T, OTHER)[0])
+    assert runs(ported) == [()]
+
+
+def test_equal_calls_run_once(module: Denoiser, ported: torch.nn.Module) -> None:
+    (first,), (second,) = ported(X, T, PROMPT), ported(X, T, PROMPT)
+    assert close(first, module(X, T, PROMPT)[0])
+    assert close(second, first)
+    assert runs(ported) == [()]
+
+
+def test_a_call_that_waits_has_the_numbers_of_its_time(
+    module: Denoiser, ported: torch.nn.Module
+) -> None:
+    x = X.clone()
+    expected = module(x, T, PROMPT)[0].detach()
+    (first,) = ported(x, T, PROMPT)
+    x += 1
+    (second,) = ported(x, T, OTHER)
+    assert close(first, expected)
+    assert close(second, module(x, T, OTHER)[0])
+    with torch.no_grad():
+        (third,) = ported(x, T, PROMPT)
+        expected = module(x, T, PROMPT)[0]
+        module.inner.weight.data = module.inner.weight * 2
+        (fourth,) = ported(x, T, OTHER)
+        assert close(third, expected)
+        assert close(fourth, module(x, T, OTHER)[0])
+
+
+def test_a_call_that_nobody_read_is_answered_after_unport(module: Denoiser) -> None:
+    twin = tpuport.port(module, mesh="dp=2,sp=2")
+    (first,) = twin(X, T, PROMPT)
+    tpuport.unport(twin)
+    assert close(first, module(X, T, PROMPT)[0])
+
+
+def test_calls_do_not_wait_where_two_gain_nothing(module: Denoiser) -> None:
+    twin = tpuport.port(module, mesh="sp=2")
+    twin(X, T, PROMPT), twin(X, T, OTHER)
+    assert runs(twin) == [()]
