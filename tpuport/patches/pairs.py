@@ -57,11 +57,12 @@ def heads_apart(x: jax.Array, heads: int) -> jax.Array:
 
 def are_heads(context: OpContext, before: Sequence[int], after: Sequence[int]) -> bool:
     """Whether a new shape makes heads of many tokens, each of whole tiles of lanes."""
+    if not 2 < len(before) == len(after) - 1:
+        return False
     *same, heads, width = after
     return (
         context.platform == "tpu"
         and context.axis_size(context.attention.heads) == 1
-        and len(before) > 2
         and tuple(same) == tuple(before[:-1])
         and 1 < heads <= MOST_HEADS
         and width % LANES == 0

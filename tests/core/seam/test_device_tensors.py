@@ -18,7 +18,7 @@ NUMBERS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def made() -> DeviceTensor:
-    return DeviceTensor(NUMBERS, torch.float32, lambda: torch.tensor(NUMBERS))
+    return DeviceTensor((3, 4), torch.float32, read=torch.tensor, array=NUMBERS)
 
 
 def was_read(tensor: DeviceTensor) -> bool:

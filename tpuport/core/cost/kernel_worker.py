@@ -39,7 +39,7 @@ from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.kernel_schedule import Execution, ScheduleError, read_dump
 from tpuport.core.mesh.chips import chip
 from tpuport.core.mesh.slices import smallest_of, topology_devices
-from tpuport.kernels.attention.splash import splash_attention
+from tpuport.kernels.attention.splash import splash_feature_major
 from tpuport.kernels.attention.splash_blocks import SplashBlocks
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
@@ -194,11 +194,16 @@ def build(
     )
     if case.implementation == "tpuport":
         tiles = SplashBlocks(**asdict(blocks))
-        ours = functools.partial(splash_attention, blocks=tiles, chip=case.chip)
-        return ours, [q, k, v]
+        ours = functools.partial(splash_feature_major, blocks=tiles, chip=case.chip)
+        return ours, [_turned(x) for x in (q, k, v)]
     if case.dtype != "bfloat16":
         raise NotImplementedError("of jax's splash only bfloat16 is costed")
     return functools.partial(jax_splash, blocks=blocks), [q, k, v]
+
+
+def _turned(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """With features before tokens."""
+    return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
 
 
 def jax_splash(

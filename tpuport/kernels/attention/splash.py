@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from tpuport.kernels.attention.problem import (
     Problem,
     describe,
     describe_feature_major,
-    resolve_scale,
 )
 from tpuport.kernels.attention.splash_blocks import (
     RESERVED,
@@ -66,7 +65,8 @@ def splash_refusal(
         kind = "bool" if problem.mask_is_bool else "float"
         return (
             f"splash takes masks of keys, got a {kind} mask of shape "
-            f"{problem.mask_shape}; it takes is_causal, window and kv_lengths"
+            f"{list(problem.mask_shape or ())}; it takes is_causal, window and "
+            "kv_lengths"
         )
     depth = problem.head_dim + MASK_LANES * masked
     if problem.dtype not in ("bfloat16", "float32"):
@@ -127,15 +127,14 @@ def splash_attention(
         ValueError: shapes or dtypes that do not fit together, a negative window, an
             unknown chip.
     """
+    target: Any = {"platform": platform, "interpret": interpret}
+    problem = describe(q, k, v, window=window, **target, **options)
+    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
+        raise NotImplementedError(refusal)
     if (mask := options.pop("mask", None)) is not None:
-        scale = resolve_scale(options.get("scale"), q.shape[3])
-        if not masks_keys(mask.shape, k.shape[1], scale):
-            raise NotImplementedError(f"splash with a mask of shape {mask.shape}")
-        q, k, v = with_mask_lanes(q, k, v, mask, scale)
-        options["scale"] = scale
-    problem = describe(
-        q, k, v, window=window, platform=platform, interpret=interpret, **options
-    )
+        q, k, v = with_mask_lanes(q, k, v, mask, problem.scale)
+        options["scale"] = problem.scale
+        problem = describe(q, k, v, window=window, **target, **options)
     if _bounds(problem) == (None, None) and not problem.has_lengths:
         return _token_major(problem, q, k, v, blocks=blocks, chip=chip)
     out = splash_feature_major(
