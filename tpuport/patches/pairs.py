@@ -71,13 +71,15 @@ def are_heads(context: OpContext, before: Sequence[int], after: Sequence[int]) -
 
 
 def _product(x: jax.Array, moved: np.ndarray) -> jax.Array:
+    # A product gives heads before tokens, as attention takes them.
+    turned = x.ndim > 3 and x.shape[-3] > x.shape[-2]
     out: jax.Array = jnp.einsum(
         "...i,ij->...j",
-        x,
+        x.swapaxes(-2, -3) if turned else x,
         moved.astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return out
+    return out.swapaxes(-2, -3) if turned else out
 
 
 def _apart(size: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,26 +16,17 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding
 
-from tpuport.core.arrays import array_dtype, to_numpy, to_torch, torch_dtype
-from tpuport.core.enums import StageName
-from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.mesh.pictures import picture_sharding
-from tpuport.core.programs import executable_files as files
-from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
-from tpuport.core.programs.module_programs import lowered, module_key
-from tpuport.core.reports import CompileReport
-from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.driving import DENOISERS
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
-from tpuport.core.seam.module_weights import ModuleWeights
-from tpuport.core.seam.pairs import Waiting, doubled, together
+from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
 from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import StackError
-from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import TpuportError
 
@@ -55,49 +46,7 @@ class PortError(TpuportError):
     """Upstream code that cannot become a program."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Program:
-    """A program of one module; compiled when it first runs.
-
-    Attributes:
-        call: ``call(weights, arrays) -> arrays``, to be traced.
-        traced: what ``call`` became.
-        inputs: shapes, dtypes and places of the arrays.
-        out: how the arrays become the result; see :class:`_Out`.
-        used: positions of the tensors that are inputs; the others are constants.
-        draws: random numbers that are inputs, after the tensors.
-        attention, convolutions: what the calls in it run as.
-        trace_seconds: what tracing took.
-        runs: compiled; for two calls as one, by the inputs that differ.
-    """
-
-    call: Callable[..., list[jax.Array]]
-    traced: jax.stages.Traced
-    inputs: tuple[jax.ShapeDtypeStruct, ...]
-    out: _Out
-    used: tuple[int, ...]
-    draws: tuple[Draw, ...] = ()
-    attention: tuple[AttentionRecord, ...] = ()
-    convolutions: tuple[ConvolutionRecord, ...] = ()
-    trace_seconds: float = 0.0
-    runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Out:
-    """What a traced forward gave back: forms whose tensors are the program's arrays.
-
-    Attributes:
-        result: of forward, and what it changed: lists and dicts among its arguments by
-            their number, tensors among its arguments by theirs, and attributes.
-        draws: the random numbers that forward took.
-    """
-
-    result: Form | None = None
-    draws: tuple[Draw, ...] = ()
-
-
-class Entry(ModuleWeights):
+class Entry(ProgramRuns):
     """The forward of one module, as compiled programs.
 
     Weights are placed at the first call. They are placed again when something changed
@@ -120,10 +69,9 @@ class Entry(ModuleWeights):
         target: Target,
         uploads: Uploads,
         journal: Journal,
-        make_room: Callable[[Entry], None],
+        make_room: Callable[[Any], None],
     ) -> None:
-        super().__init__(module, name, target, journal)
-        self._make_room = make_room
+        super().__init__(module, name, target, journal, make_room)
         self._forward = forward
         self._uploads = uploads
         self._attributes = Attributes(module)
@@ -131,14 +79,12 @@ class Entry(ModuleWeights):
         self._convolves = _convolves(module)
         self._programs: dict[Any, Program] = {}
         self._constant: dict[Any, frozenset[int]] = {}
-        self._built: files.Entry | None = None
-        self._waiting: Waiting | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
         self._journal.on_call(self.name)
         started = time.perf_counter()
-        self._made: CompileReport | None = None
+        self._made = None
         result = self._called(args, kwargs)
         seconds = time.perf_counter() - started
         self._journal.calls.append(Called(self.name, started, seconds, self._made))
@@ -174,130 +120,6 @@ class Entry(ModuleWeights):
             for tensor, struct in zip(chosen, program.inputs, strict=True)
         ]
 
-    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
-        """A tensor of the result; without an array, of the call that waits."""
-        dtype = torch_dtype(str(struct.dtype))
-        if dtype == torch.int32:
-            dtype = torch.long  # torch's indices; programs count in 32 bits
-        return DeviceTensor(
-            tuple(struct.shape),
-            dtype,
-            read=lambda array: self._read(array).to(dtype),
-            array=array,
-            run=self.settle,
-        )
-
-    def _read(self, array: Any) -> torch.Tensor:
-        return to_torch(array)
-
-    def _together(
-        self, program: Program, inputs: Sequence[jax.Array]
-    ) -> Iterable[torch.Tensor]:
-        """The answer of a call, which waits for a second one, or is the second one."""
-        first = self._waiting
-        if first is None or first.program is not program:
-            self.settle()
-            # The host may write to what is being uploaded, and replace weights.
-            jax.block_until_ready((inputs, self._placed()))
-            infos = jax.tree.leaves(program.traced.out_info)
-            answers = [self._result(info) for info in infos]
-            self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
-            return answers
-        self._waiting = None
-        ours, theirs = self._run(program, first.inputs, inputs)
-        for answer, array in zip(first.answers, ours, strict=True):
-            answer.answered(array)
-        return [self._result(array, array) for array in theirs]
-
-    def settle(self) -> None:
-        """Run the call that waits, if one does."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            arrays = self._run(waiting.program, waiting.inputs)
-            for answer, array in zip(waiting.answers, arrays, strict=True):
-                answer.answered(array)
-
-    def _may_wait(self, program: Program, state: State) -> bool:
-        """Whether two calls of a program gain from running as one.
-
-        They gain if weights are gathered, or if nothing else uses the data axis.
-        """
-        if not self._each_step or self._claim is not None or program.draws:
-            return False
-        assert self.plan is not None
-        assert program.out.result is not None
-        effects = program.out.result.parts[1:]
-        if state.tensors or any(effect.parts for effect in effects):
-            return False
-        return bool(self.plan.held) or self._free_axis(program) is not None
-
-    def _free_axis(self, program: Program) -> str | None:
-        """The axis of the mesh that can take one call each of two."""
-        axis = self.target.attention.batch
-        used = any(record.split[0] is not None for record in program.attention)
-        two = dict(self.target.mesh.shape).get(axis or "") == 2
-        return axis if two and not used else None
-
-    def _run(
-        self,
-        program: Program,
-        inputs: Sequence[jax.Array],
-        others: Sequence[jax.Array] | None = None,
-    ) -> Any:
-        """What a program gives back; with ``others``, what two calls give back."""
-        differ: tuple[bool, ...] = ()
-        given: list[Any] = [inputs]
-        if others is not None:
-            pairs = list(zip(inputs, others, strict=True))
-            differ = tuple(one is not other for one, other in pairs)
-            if not any(differ):
-                arrays = self._run(program, inputs)
-                return arrays, arrays
-            given.append([other for one, other in pairs if one is not other])
-        run = program.runs.get(differ)
-        if run is None:
-            run = program.runs[differ] = self._made_of(program, differ)
-        return self._execute(run, self._placed(), given)
-
-    def _placed(self) -> Mapping[str, jax.Array]:
-        """The weights, on the devices."""
-        if self._weights is None:
-            self._make_room(self)
-            self._journal.reporter.loading(self.name)
-            self._weights = self._place()
-        return self._weights
-
-    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
-        return run(weights, *given)
-
-    def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
-        """``program`` compiled; two calls as one if ``differ`` names inputs."""
-        component, _, path = self.name.partition(".")
-        self._journal.reporter.compiling(component, self.name)
-        traced, tracing = program.traced, program.trace_seconds
-        started, hits, self._built = time.perf_counter(), cache_hits(), None
-        if differ:
-            both = together(program.call, differ, self._free_axis(program))
-            first = list(program.inputs)
-            second = [one for one, own in zip(first, differ, strict=True) if own]
-            jitted = self._jitted(both, out_shardings=self.target.replicated)
-            traced = jitted.trace(self._structs, first, second)
-            tracing = time.perf_counter() - started
-            program = replace(program, attention=doubled(program.attention))
-        run = self._executable(program, traced)
-        self._made = CompileReport(
-            stage=component,
-            program=path or "forward",
-            trace_seconds=tracing,
-            compile_seconds=time.perf_counter() - started,
-            cached=self._built is not None or cache_hits() > hits,
-            loaded=self._built is not None,
-            executable=str(self._built.path) if self._built else "",
-            executable_bytes=self._built.size if self._built else 0,
-        )
-        self._journal.reporter.compiled(self._made)
-        return run
-
     @property
     def programs(self) -> int:
         """How many programs there are."""
@@ -305,7 +127,7 @@ class Entry(ModuleWeights):
 
     def _given_back(
         self,
-        out: _Out,
+        out: Out,
         tensors: Iterable[torch.Tensor],
         leaves: Sequence[torch.Tensor],
         containers: Sequence[Any],
@@ -426,19 +248,6 @@ class Entry(ModuleWeights):
             return functools.partial(picture_sharding, self.target.mesh)
         return lambda shape: self.target.replicated
 
-    def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
-        """What runs a program; ``traced`` is one call of it, or two as one."""
-        built = self.target.built
-        with persistent_cache(self.target.cache):
-            if built is None:
-                run: Callable[..., Any] = traced.lower().compile()
-                return run
-            text = lowered(traced)
-            mesh = self.target.mesh
-            key = module_key(self.name, self.module, mesh, self._structs, text)
-            run, self._built = built.ready(key, text, mesh)
-        return run
-
     def _traced(
         self,
         form: Form,
@@ -453,7 +262,7 @@ class Entry(ModuleWeights):
         fixed = {i: jnp.asarray(to_numpy(tensors[i])) for i in constant}
         env = ported.runtime.env
         count = len(tensors) - len(state.tensors)
-        out = _Out()
+        out = Out()
 
         def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
             given = {**dict(zip(used, arrays, strict=False)), **fixed}
@@ -493,10 +302,6 @@ class Entry(ModuleWeights):
             convolutions=tuple(counted(runtime.convolutions)),
         )
 
-    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
-        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
-        return jax.jit(function, compiler_options=flags.options or None, **options)
-
     def _forwarded(
         self,
         form: Form,
@@ -504,7 +309,7 @@ class Entry(ModuleWeights):
         values: Sequence[Any],
         count: int,
         env: Any,
-        out: _Out,
+        out: Out,
     ) -> list[Any]:
         """Upstream's forward on traced tensors; its effects as results."""
         containers: list[Any] = []

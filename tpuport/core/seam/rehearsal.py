@@ -25,7 +25,8 @@ from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.driving import driving
-from tpuport.core.seam.entry import Entry, Program
+from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.program_runs import Program
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord

@@ -1,0 +1,234 @@
+"""Programs of one module: compiled when they first run, two calls of a step as one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.core.arrays import to_torch, torch_dtype
+from tpuport.core.enums import StageName
+from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.programs import executable_files as files
+from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
+from tpuport.core.programs.module_programs import lowered, module_key
+from tpuport.core.reports import CompileReport
+from tpuport.core.seam.device_tensors import DeviceTensor
+from tpuport.core.seam.draws import Draw
+from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.module_state import State
+from tpuport.core.seam.module_weights import ModuleWeights
+from tpuport.core.seam.pairs import Waiting, doubled, together
+from tpuport.core.seam.target import Target
+from tpuport.core.seam.values import Form
+from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Program:
+    """A program of one module; compiled when it first runs.
+
+    Attributes:
+        call: ``call(weights, arrays) -> arrays``, to be traced.
+        traced: what ``call`` became.
+        inputs: shapes, dtypes and places of the arrays.
+        out: how the arrays become the result; see :class:`Out`.
+        used: positions of the tensors that are inputs; the others are constants.
+        draws: random numbers that are inputs, after the tensors.
+        attention, convolutions: what the calls in it run as.
+        trace_seconds: what tracing took.
+        runs: compiled; for two calls as one, by the inputs that differ.
+    """
+
+    call: Callable[..., list[jax.Array]]
+    traced: jax.stages.Traced
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    out: Out
+    used: tuple[int, ...]
+    draws: tuple[Draw, ...] = ()
+    attention: tuple[AttentionRecord, ...] = ()
+    convolutions: tuple[ConvolutionRecord, ...] = ()
+    trace_seconds: float = 0.0
+    runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Out:
+    """What a traced forward gave back: forms whose tensors are the program's arrays.
+
+    Attributes:
+        result: of forward, and what it changed: lists and dicts among its arguments by
+            their number, tensors among its arguments by theirs, and attributes.
+        draws: the random numbers that forward took.
+    """
+
+    result: Form | None = None
+    draws: tuple[Draw, ...] = ()
+
+
+class ProgramRuns(ModuleWeights):
+    """Runs the programs of one module.
+
+    Args:
+        module, name, target, journal: as of :class:`ModuleWeights`.
+        make_room: called before weights are placed; other entries may have to go.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        target: Target,
+        journal: Journal,
+        make_room: Callable[[Any], None],
+    ) -> None:
+        super().__init__(module, name, target, journal)
+        self._make_room = make_room
+        self._made: CompileReport | None = None
+        self._built: files.Entry | None = None
+        self._waiting: Waiting | None = None
+
+    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
+        """A tensor of the result; without an array, of the call that waits."""
+        dtype = torch_dtype(str(struct.dtype))
+        if dtype == torch.int32:
+            dtype = torch.long  # torch's indices; programs count in 32 bits
+        return DeviceTensor(
+            tuple(struct.shape),
+            dtype,
+            read=lambda array: self._read(array).to(dtype),
+            array=array,
+            run=self.settle,
+        )
+
+    def _read(self, array: Any) -> torch.Tensor:
+        return to_torch(array)
+
+    def _together(
+        self, program: Program, inputs: Sequence[jax.Array]
+    ) -> Iterable[torch.Tensor]:
+        """The answer of a call, which waits for a second one, or is the second one."""
+        first = self._waiting
+        if first is None or first.program is not program:
+            self.settle()
+            # The host may write to what is being uploaded, and replace weights.
+            jax.block_until_ready((inputs, self._placed()))
+            infos = jax.tree.leaves(program.traced.out_info)
+            answers = [self._result(info) for info in infos]
+            self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
+            return answers
+        self._waiting = None
+        ours, theirs = self._run(program, first.inputs, inputs)
+        for answer, array in zip(first.answers, ours, strict=True):
+            answer.answered(array)
+        return [self._result(array, array) for array in theirs]
+
+    def settle(self) -> None:
+        """Run the call that waits, if one does."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            arrays = self._run(waiting.program, waiting.inputs)
+            for answer, array in zip(waiting.answers, arrays, strict=True):
+                answer.answered(array)
+
+    def _may_wait(self, program: Program, state: State) -> bool:
+        """Whether two calls of a program gain from running as one.
+
+        They gain if weights are gathered, or if nothing else uses the data axis.
+        """
+        if not self._each_step or self._claim is not None or program.draws:
+            return False
+        assert self.plan is not None
+        assert program.out.result is not None
+        effects = program.out.result.parts[1:]
+        if state.tensors or any(effect.parts for effect in effects):
+            return False
+        return bool(self.plan.held) or self._free_axis(program) is not None
+
+    def _free_axis(self, program: Program) -> str | None:
+        """The axis of the mesh that can take one call each of two."""
+        axis = self.target.attention.batch
+        used = any(record.split[0] is not None for record in program.attention)
+        two = dict(self.target.mesh.shape).get(axis or "") == 2
+        return axis if two and not used else None
+
+    def _run(
+        self,
+        program: Program,
+        inputs: Sequence[jax.Array],
+        others: Sequence[jax.Array] | None = None,
+    ) -> Any:
+        """What a program gives back; with ``others``, what two calls give back."""
+        differ: tuple[bool, ...] = ()
+        given: list[Any] = [inputs]
+        if others is not None:
+            pairs = list(zip(inputs, others, strict=True))
+            differ = tuple(one is not other for one, other in pairs)
+            if not any(differ):
+                arrays = self._run(program, inputs)
+                return arrays, arrays
+            given.append([other for one, other in pairs if one is not other])
+        run = program.runs.get(differ)
+        if run is None:
+            run = program.runs[differ] = self._made_of(program, differ)
+        return self._execute(run, self._placed(), given)
+
+    def _placed(self) -> Mapping[str, jax.Array]:
+        """The weights, on the devices."""
+        if self._weights is None:
+            self._make_room(self)
+            self._journal.reporter.loading(self.name)
+            self._weights = self._place()
+        return self._weights
+
+    def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
+        return run(weights, *given)
+
+    def _made_of(self, program: Program, differ: tuple[bool, ...]) -> Any:
+        """``program`` compiled; two calls as one if ``differ`` names inputs."""
+        component, _, path = self.name.partition(".")
+        self._journal.reporter.compiling(component, self.name)
+        traced, tracing = program.traced, program.trace_seconds
+        started, hits, self._built = time.perf_counter(), cache_hits(), None
+        if differ:
+            both = together(program.call, differ, self._free_axis(program))
+            first = list(program.inputs)
+            second = [one for one, own in zip(first, differ, strict=True) if own]
+            jitted = self._jitted(both, out_shardings=self.target.replicated)
+            traced = jitted.trace(self._structs, first, second)
+            tracing = time.perf_counter() - started
+            program = replace(program, attention=doubled(program.attention))
+        run = self._executable(program, traced)
+        self._made = CompileReport(
+            stage=component,
+            program=path or "forward",
+            trace_seconds=tracing,
+            compile_seconds=time.perf_counter() - started,
+            cached=self._built is not None or cache_hits() > hits,
+            loaded=self._built is not None,
+            executable=str(self._built.path) if self._built else "",
+            executable_bytes=self._built.size if self._built else 0,
+        )
+        self._journal.reporter.compiled(self._made)
+        return run
+
+    def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
+        """What runs a program; ``traced`` is one call of it, or two as one."""
+        built = self.target.built
+        with persistent_cache(self.target.cache):
+            if built is None:
+                run: Callable[..., Any] = traced.lower().compile()
+                return run
+            text = lowered(traced)
+            mesh = self.target.mesh
+            key = module_key(self.name, self.module, mesh, self._structs, text)
+            run, self._built = built.ready(key, text, mesh)
+        return run
+
+    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
+        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
+        return jax.jit(function, compiler_options=flags.options or None, **options)
