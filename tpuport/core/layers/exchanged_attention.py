@@ -10,7 +10,6 @@ Legend: B batch, H heads, L tokens, D head dim.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -19,7 +18,7 @@ from tpuport.core.layers.attention import ATTENTION, scaled_dot_product_attentio
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.kernels.attention.masking import masks_keys, with_mask_lanes
+from tpuport.kernels.attention.mask_lanes import masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import resolve_scale
 
 
@@ -42,11 +41,17 @@ def exchanged_attention(
     """
     ways = context.axis_size(context.attention.sequence)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
-    factor = resolve_scale(scale, query.shape[-1])
-    mask = _four_dims(attn_mask)
-    plain = mask is None or masks_keys(mask.shape, key.shape[1], factor)
-    plain = plain and not (dropout_p or is_causal)
-    if ways == 1 or not (alike and plain) or context.implementation.window is not None:
+    alike = alike and not (dropout_p or is_causal or context.implementation.window)
+    exchanged = alike and ways > 1
+    if attn_mask is not None and (exchanged or context.platform == "tpu"):
+        factor = resolve_scale(scale, query.shape[-1])
+        mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + attn_mask.shape)
+        if masks_keys(query, key, value, mask, factor) and not (
+            context.implementation.k_smooth  # the mean of a mask would be in each key
+        ):
+            query, key, value = with_mask_lanes(query, key, value, mask, factor)
+            attn_mask, scale = None, factor
+    if not exchanged or attn_mask is not None:
         return scaled_dot_product_attention(
             context,
             query,
@@ -59,8 +64,6 @@ def exchanged_attention(
             enable_gqa,
         )
     length = query.shape[2]
-    if mask is not None:
-        query, key, value = with_mask_lanes(query, key, value, mask, factor)
     padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
     out = sequence_attention(
@@ -69,17 +72,10 @@ def exchanged_attention(
         k,
         v,
         kv_len=length,
-        scale=factor,
+        scale=scale,
         feature_major=False,
     )
     return out[:, :, :length]
-
-
-def _four_dims(mask: Any) -> Any:
-    """A mask of at most four dims as [B|1, H|1, Lq|1, Lk|1]."""
-    if mask is None or mask.ndim >= 4:
-        return mask
-    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 EXCHANGED_ATTENTION = OpOverride(

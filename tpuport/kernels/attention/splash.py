@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tpuport.kernels.attention.masking import MASK_LANES, masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import (
     KeyOptions,
     Options,
     Problem,
     describe_feature_major,
-    resolve_scale,
 )
 from tpuport.kernels.attention.splash_blocks import (
     RESERVED,
@@ -59,14 +57,12 @@ def splash_refusal(
             f"splash compiles for TPU only, not for {problem.platform!r} "
             "(interpret=True runs it anywhere, slowly)"
         )
-    masked = problem.mask_shape is not None
-    if masked and not masks_keys(problem.mask_shape, problem.kv_heads, problem.scale):
+    if problem.mask_shape is not None:
         kind = "bool" if problem.mask_is_bool else "float"
         return (
-            f"splash takes masks of keys, got a {kind} mask of shape "
-            f"{problem.mask_shape}; it takes is_causal, window and kv_lengths"
+            f"splash takes no mask array, got a {kind} mask of shape "
+            f"{list(problem.mask_shape)}; it takes is_causal, window and kv_lengths"
         )
-    depth = problem.head_dim + MASK_LANES * masked
     if problem.dtype not in ("bfloat16", "float32"):
         return f"splash takes bfloat16 and float32, got {problem.dtype}"
     if 0 in (
@@ -77,14 +73,16 @@ def splash_refusal(
         problem.v_dim,
     ):
         return "splash takes no empty arrays"
-    widest = max(depth, problem.v_dim)
+    widest = max(problem.head_dim, problem.v_dim)
     if widest > MOST_HEAD_DIM:
         return f"splash takes head dims up to {MOST_HEAD_DIM}, got {widest}"
     if problem.kv_len > MOST_KEYS:
         return f"splash takes up to {MOST_KEYS} keys, got {problem.kv_len}"
     limit = vmem_limit(chip)
     if blocks is not None:
-        size = vmem_bytes(blocks, depth, problem.v_dim, itemsize=_itemsize(problem))
+        size = vmem_bytes(
+            blocks, problem.head_dim, problem.v_dim, itemsize=_itemsize(problem)
+        )
         if size > limit:
             return (
                 f"{blocks} take {size} bytes of VMEM at head dim {problem.head_dim}; "
@@ -125,12 +123,6 @@ def splash_attention(
         ValueError: shapes or dtypes that do not fit together, a negative window, an
             unknown chip.
     """
-    if (mask := options.pop("mask", None)) is not None:
-        scale = resolve_scale(options.get("scale"), q.shape[3])
-        if not masks_keys(mask.shape, k.shape[1], scale):
-            raise NotImplementedError(f"splash with a mask of shape {mask.shape}")
-        q, k, v = with_mask_lanes(q, k, v, mask, scale)
-        options["scale"] = scale
     out = splash_feature_major(
         q.swapaxes(2, 3),
         k.swapaxes(2, 3),
