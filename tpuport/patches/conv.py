@@ -172,12 +172,17 @@ def over_time(
 
     As such it compiles in a fraction of the time of a convolution.
     """
-    taps = weight.shape[2]
-    x = jnp.pad(input, ((0, 0), (0, 0), (padding, padding), (0, 0), (0, 0)))
-    last = x.shape[2] - dilation * (taps - 1)
-    frames = [x[:, :, t * dilation :][:, :, :last:stride] for t in range(taps)]
-    side_by_side = jnp.swapaxes(weight, 1, 2).reshape(weight.shape[0], -1, 1)
-    return pointwise(jnp.concatenate(frames, 1), side_by_side, bias)
+    taps, edge = weight.shape[2], (padding, padding)
+    x = jnp.transpose(input, (0, 2, 3, 4, 1))
+    x = jnp.pad(x, ((0, 0), edge, (0, 0), (0, 0), (0, 0)))
+    last = x.shape[1] - dilation * (taps - 1)
+    frames = [x[:, t * dilation :][:, :last:stride] for t in range(taps)]
+    matrix = jnp.transpose(weight[..., 0, 0], (2, 1, 0)).reshape(-1, weight.shape[0])
+    side_by_side = jnp.concatenate(frames, -1)
+    out = jnp.matmul(side_by_side, matrix, preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return jnp.transpose(out.astype(input.dtype), (0, 4, 1, 2, 3))
 
 
 def _beyond(

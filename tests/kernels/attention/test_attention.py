@@ -88,7 +88,7 @@ def test_a_name_is_followed_where_auto_would_not() -> None:
 @pytest.mark.parametrize(
     ("platform", "changes", "why"),
     [
-        ("tpu", MASKED, "takes masks of keys, got a bool mask"),
+        ("tpu", MASKED, "takes no mask array, got a bool mask"),
         ("cpu", {}, "TPU only, not for 'cpu'"),
         ("tpu", {"v_dim": 300}, "head dims up to 256, got 300"),
         ("tpu", {"dtype": "float16"}, "got float16"),

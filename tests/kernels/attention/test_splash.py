@@ -42,10 +42,6 @@ CASES = [
     Case(q_len=127, kv_len=300, head_dim=128, heads=6, kv_heads=2),
     Case(q_len=127, kv_len=129, head_dim=256, batch=1, heads=1, kv_heads=1),
     Case(q_len=300, kv_len=300, head_dim=80, lengths=(0, 140), is_causal=True, heads=4),
-    # Masks that are alike for all queries.
-    Case(q_len=129, kv_len=300, head_dim=128, mask="bool bk", heads=4),
-    Case(q_len=129, kv_len=300, mask="float hk", scale=-0.3),
-    Case(q_len=129, kv_len=300, mask="float bk dead"),
     # Of the sizes of other tests.
     Case(q_len=129, kv_len=600),
     Case(q_len=129, kv_len=600, is_causal=True),

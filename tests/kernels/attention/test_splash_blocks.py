@@ -122,7 +122,7 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         ({"platform": "cpu", "interpret": False}, "TPU only, not for 'cpu'"),
-        ({"mask": jnp.ones((1, 1, 5, 1), bool)}, r"a bool mask of shape \[1, 1, 5, 1"),
+        ({"mask": jnp.ones((1, 1, 1, 7), bool)}, r"a bool mask of shape \[1, 1, 1, 7"),
         ({"mask": jnp.ones((1, 1, 5, 7))}, r"a float mask of shape \[1, 1, 5, 7\]"),
         (
             {"blocks": SplashBlocks(q=16384, kv=1 << 18, kv_compute=256)},

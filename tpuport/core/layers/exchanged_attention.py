@@ -21,7 +21,7 @@ from tpuport.core.layers.attention import ATTENTION, scaled_dot_product_attentio
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
-from tpuport.kernels.attention.masking import masks_keys, with_mask_lanes
+from tpuport.kernels.attention.mask_lanes import masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import resolve_scale
 
 
@@ -45,9 +45,12 @@ def exchanged_attention(
         :func:`~tpuport.core.layers.attention.scaled_dot_product_attention`.
     """
     options = (dropout_p, is_causal, scale, enable_gqa)
-    mask = _four_dims(attn_mask)
+    mask = attn_mask
+    if mask is not None and query.ndim == 4 and mask.ndim <= 4:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
     if query.ndim != 4 or (mask is not None and mask.ndim != 4):
-        return _exchanged(context, query, key, value, attn_mask, *options)
+        return _exchanged(context, query, key, value, mask, *options)
 
     @jax.custom_batching.custom_vmap
     def call(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
@@ -59,8 +62,6 @@ def exchanged_attention(
         out = call(*jax.tree.map(items, arrays, tuple(batched)))
         return out.reshape(size, -1, *out.shape[1:]), True
 
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
     return call(query, key, value, mask)
 
 
@@ -75,7 +76,7 @@ def _exchanged(
     query: Float[Array, ...],
     key: Float[Array, ...],
     value: Float[Array, ...],
-    mask: Shaped[Array, ...] | None,
+    attn_mask: Shaped[Array, ...] | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -83,24 +84,28 @@ def _exchanged(
 ) -> Float[Array, ...]:
     ways = context.axis_size(context.attention.sequence)
     alike = query.ndim == 4 and query.shape == key.shape == value.shape
-    factor = resolve_scale(scale, query.shape[-1])
-    plain = mask is None or masks_keys(mask.shape, key.shape[1], factor)
-    plain = plain and not (dropout_p or is_causal)
-    if ways == 1 or not (alike and plain) or context.implementation.window is not None:
+    alike = alike and not (dropout_p or is_causal or context.implementation.window)
+    exchanged = alike and ways > 1
+    if attn_mask is not None and (exchanged or context.platform == "tpu"):
+        factor = resolve_scale(scale, query.shape[-1])
+        if masks_keys(query, key, value, attn_mask, factor) and not (
+            context.implementation.k_smooth  # the mean of a mask would be in each key
+        ):
+            query, key, value = with_mask_lanes(query, key, value, attn_mask, factor)
+            attn_mask, scale = None, factor
+    if not exchanged or attn_mask is not None:
         return scaled_dot_product_attention(
             context,
             query,
             key,
             value,
-            mask,
+            attn_mask,
             dropout_p,
             is_causal,
             scale,
             enable_gqa,
         )
     length = query.shape[2]
-    if mask is not None:
-        query, key, value = with_mask_lanes(query, key, value, mask, factor)
     padding = ((0, 0), (0, 0), (0, -length % ways), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (query, key, value))
     out = sequence_attention(
@@ -109,17 +114,10 @@ def _exchanged(
         k,
         v,
         kv_len=length,
-        scale=factor,
+        scale=scale,
         feature_major=False,
     )
     return out[:, :, :length]
-
-
-def _four_dims(mask: Any) -> Any:
-    """A mask of at most four dims as [B|1, H|1, Lq|1, Lk|1]."""
-    if mask is None or mask.ndim >= 4:
-        return mask
-    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 EXCHANGED_ATTENTION = OpOverride(

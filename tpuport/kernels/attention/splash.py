@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tpuport.kernels.attention.masking import MASK_LANES, masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import (
     KeyOptions,
     Options,
@@ -60,15 +59,12 @@ def splash_refusal(
             f"splash compiles for TPU only, not for {problem.platform!r} "
             "(interpret=True runs it anywhere, slowly)"
         )
-    masked = problem.mask_shape is not None
-    if masked and not masks_keys(problem.mask_shape, problem.kv_heads, problem.scale):
+    if problem.mask_shape is not None:
         kind = "bool" if problem.mask_is_bool else "float"
         return (
-            f"splash takes masks of keys, got a {kind} mask of shape "
-            f"{list(problem.mask_shape or ())}; it takes is_causal, window and "
-            "kv_lengths"
+            f"splash takes no mask array, got a {kind} mask of shape "
+            f"{list(problem.mask_shape)}; it takes is_causal, window and kv_lengths"
         )
-    depth = problem.head_dim + MASK_LANES * masked
     if problem.dtype not in ("bfloat16", "float32"):
         return f"splash takes bfloat16 and float32, got {problem.dtype}"
     if 0 in (
@@ -79,14 +75,16 @@ def splash_refusal(
         problem.v_dim,
     ):
         return "splash takes no empty arrays"
-    widest = max(depth, problem.v_dim)
+    widest = max(problem.head_dim, problem.v_dim)
     if widest > MOST_HEAD_DIM:
         return f"splash takes head dims up to {MOST_HEAD_DIM}, got {widest}"
     if problem.kv_len > MOST_KEYS:
         return f"splash takes up to {MOST_KEYS} keys, got {problem.kv_len}"
     limit = vmem_limit(chip)
     if blocks is not None:
-        size = vmem_bytes(blocks, depth, problem.v_dim, itemsize=_itemsize(problem))
+        size = vmem_bytes(
+            blocks, problem.head_dim, problem.v_dim, itemsize=_itemsize(problem)
+        )
         if size > limit:
             return (
                 f"{blocks} take {size} bytes of VMEM at head dim {problem.head_dim}; "
@@ -127,14 +125,9 @@ def splash_attention(
         ValueError: shapes or dtypes that do not fit together, a negative window, an
             unknown chip.
     """
-    target: Any = {"platform": platform, "interpret": interpret}
-    problem = describe(q, k, v, window=window, **target, **options)
-    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
-        raise NotImplementedError(refusal)
-    if (mask := options.pop("mask", None)) is not None:
-        q, k, v = with_mask_lanes(q, k, v, mask, problem.scale)
-        options["scale"] = problem.scale
-        problem = describe(q, k, v, window=window, **target, **options)
+    problem = describe(
+        q, k, v, window=window, platform=platform, interpret=interpret, **options
+    )
     if _bounds(problem) == (None, None) and not problem.has_lengths:
         return _token_major(problem, q, k, v, blocks=blocks, chip=chip)
     out = splash_feature_major(
