@@ -102,3 +102,38 @@ def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:
     assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-6)
     (entry,) = seam_of(ported).entries.values()
     assert "blocks.0.linear.weight" in entry._structs
+
+
+class Widening(torch.nn.Module):
+    """In bfloat16 it returns float32, as blocks of T5 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.to(self.inner.weight.dtype)).float()
+
+
+class Tower(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Widening() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack() -> None:
+    torch.manual_seed(0)
+    module = Tower().bfloat16()
+    ported = tpuport.port(module)
+    x = torch.linspace(-1, 1, 12).reshape(3, 4).bfloat16()
+    # Each of four products is rounded to 8 bits.
+    torch.testing.assert_close(ported(x), module(x), rtol=0, atol=4 * 2**-8)
+    (entry,) = seam_of(ported).entries.values()
+    assert entry._blocks is not None
+    (stack,) = entry._blocks
+    assert (stack.first, stack.count) == (1, 3)

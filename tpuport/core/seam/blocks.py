@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -98,6 +99,22 @@ def usable_stacks(
             continue
         usable.append(one)
     return tuple(usable)
+
+
+def without(stacks: tuple[StackedBlocks, ...], path: str) -> tuple[StackedBlocks, ...]:
+    """Fewer ``stacks``: those of ``path`` leave out their first block, or go.
+
+    The first block of some models takes another dtype than it hands on: in bfloat16 the
+    blocks of T5 return float32.
+    """
+    kept = []
+    for one in stacks:
+        if one.path != path:
+            kept.append(one)
+        elif one.first == 0 and (one.count or 0) > 2:
+            count = (one.count or 0) - 1
+            kept.append(replace(one, first=1, count=count))
+    return tuple(kept)
 
 
 def _runs(

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.mesh.pictures import picture_sharding
+from tpuport.core.seam.blocks import without
 from tpuport.core.seam.draws import Draw, DrawError, recorded
 from tpuport.core.seam.driving import DENOISERS
 from tpuport.core.seam.journal import Called, Journal, Uploads
@@ -197,8 +198,8 @@ class Entry(ProgramRuns):
                 program = self._traced(form, state, tensors, constant, draws, place)
             except StackError as error:
                 assert self._blocks is not None
-                kept = tuple(b for b in self._blocks if b.path != error.path)
-                if len(kept) == len(self._blocks):
+                kept = without(self._blocks, error.path)
+                if kept == self._blocks:
                     raise
                 self._rebuild(kept)
                 continue
