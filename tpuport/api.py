@@ -204,7 +204,8 @@ def port(
             module; by default the plugin that knows the module's class, if one does.
         mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
         on_host: components of a pipeline that stay plain upstream code.
-        progress, reporter: as for :func:`load`, for a pipeline.
+        progress, reporter: as for :func:`load`; ``progress`` for a pipeline, and
+            ``reporter`` also for a module that no plugin knows.
         how: ``attention``, ``sharding`` and ``blocks`` as for :func:`load`, and
             ``cache_dir``, where compiled programs are kept; without it none are.
             ``executables``, for a pipeline: a folder that ``tpuport compile`` wrote.
@@ -248,7 +249,7 @@ def port(
         return port_pipeline(target, wanted, on_host, reporter)
     name = model or reader_of_class(type(target))
     if name is None:
-        return port_module(target, general_target(placed, settings))
+        return port_module(target, general_target(placed, settings), reporter)
     found, component = component_of(
         with_blocks(get_port(name), settings.blocks), target
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import tpuport
+from tpuport.core.reports import Reporter
+from tpuport.core.seam import program_runs
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.ported import seam_of
 
@@ -112,4 +114,26 @@ def test_a_call_that_nobody_read_is_answered_after_unport(module: Denoiser) -> N
 def test_calls_do_not_wait_where_two_gain_nothing(module: Denoiser) -> None:
     twin = tpuport.port(module, mesh="sp=2")
     twin(X, T, PROMPT), twin(X, T, OTHER)
+    assert runs(twin) == [()]
+
+
+def test_calls_that_cannot_be_one_run_one_by_one(
+    module: Denoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Callable[..., object]:
+        def both(*_: object) -> object:
+            raise NotImplementedError("no rule for a batch")
+
+        return both
+
+    monkeypatch.setattr(program_runs, "together", fails)
+    said: list[str] = []
+    reporter = Reporter()
+    monkeypatch.setattr(reporter, "say", said.append)
+    twin = tpuport.port(module, mesh="dp=2,sp=2", reporter=reporter)
+    for _ in range(2):
+        (first,), (second,) = twin(X, T, PROMPT), twin(X, T, OTHER)
+        assert close(first, module(X, T, PROMPT)[0])
+        assert close(second, module(X, T, OTHER)[0])
+    assert any("one by one (no rule for a batch)" in line for line in said), said
     assert runs(twin) == [()]

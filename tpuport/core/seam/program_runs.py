@@ -12,6 +12,7 @@ import torch
 
 from tpuport.core.arrays import to_torch, torch_dtype
 from tpuport.core.enums import StageName
+from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
@@ -19,13 +20,14 @@ from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.reports import CompileReport
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw
-from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.journal import Called, Journal
 from tpuport.core.seam.module_state import State
 from tpuport.core.seam.module_weights import ModuleWeights
 from tpuport.core.seam.pairs import Waiting, doubled, together
 from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import Form
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
+from tpuport.errors import TpuportError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -70,6 +72,10 @@ class Out:
     draws: tuple[Draw, ...] = ()
 
 
+class _ApartError(TpuportError):
+    """Two calls of a program cannot be traced as one."""
+
+
 class ProgramRuns(ModuleWeights):
     """Runs the programs of one module.
 
@@ -91,6 +97,7 @@ class ProgramRuns(ModuleWeights):
         self._made: CompileReport | None = None
         self._built: files.Entry | None = None
         self._waiting: Waiting | None = None
+        self._apart: list[Program] = []
 
     def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
         """A tensor of the result; without an array, of the call that waits."""
@@ -122,7 +129,14 @@ class ProgramRuns(ModuleWeights):
             self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
             return answers
         self._waiting = None
-        ours, theirs = self._run(program, first.inputs, inputs)
+        try:
+            ours, theirs = self._run(program, first.inputs, inputs)
+        except _ApartError as error:
+            self._apart.append(program)
+            self._journal.reporter.say(
+                f"{self.name}: the two calls of a step run one by one ({error})"
+            )
+            ours, theirs = self._run(program, first.inputs), self._run(program, inputs)
         for answer, array in zip(first.answers, ours, strict=True):
             answer.answered(array)
         return [self._result(array, array) for array in theirs]
@@ -130,10 +144,15 @@ class ProgramRuns(ModuleWeights):
     def settle(self) -> None:
         """Run the call that waits, if one does."""
         waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            arrays = self._run(waiting.program, waiting.inputs)
-            for answer, array in zip(waiting.answers, arrays, strict=True):
-                answer.answered(array)
+        if waiting is None:
+            return
+        started, self._made = time.perf_counter(), None
+        arrays = self._run(waiting.program, waiting.inputs)
+        for answer, array in zip(waiting.answers, arrays, strict=True):
+            answer.answered(array)
+        if self._made is not None:
+            seconds = time.perf_counter() - started
+            self._journal.calls.append(Called(self.name, started, seconds, self._made))
 
     def _may_wait(self, program: Program, state: State) -> bool:
         """Whether two calls of a program gain from running as one.
@@ -141,6 +160,8 @@ class ProgramRuns(ModuleWeights):
         They gain if weights are gathered, or if nothing else uses the data axis.
         """
         if not self._each_step or self._claim is not None or program.draws:
+            return False
+        if program in self._apart:
             return False
         assert self.plan is not None
         assert program.out.result is not None
@@ -199,7 +220,10 @@ class ProgramRuns(ModuleWeights):
             first = list(program.inputs)
             second = [one for one, own in zip(first, differ, strict=True) if own]
             jitted = self._jitted(both, out_shardings=self.target.replicated)
-            traced = jitted.trace(self._structs, first, second)
+            try:
+                traced = jitted.trace(self._structs, first, second)
+            except Exception as error:
+                raise _ApartError(one_line(error)) from error
             tracing = time.perf_counter() - started
             program = replace(program, attention=doubled(program.attention))
         run = self._executable(program, traced)
