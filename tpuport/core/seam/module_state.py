@@ -18,10 +18,12 @@ import torch
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import own_attributes
 
+#: Says in transformers that the hooks that collect hidden states are in place.
+_HOOKED = "_output_capturing_hooks_installed"
 #: Attributes that forward does not read.
 _LEFT_OUT = frozenset(
     {"_internal_dict", "config", "generation_config", "_diffusers_hook", "_tpuport"}
-)
+) | {_HOOKED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,12 @@ class Attributes:
     def held(self, form: Form, tensors: Iterator[Any]) -> Iterator[Written]:
         """The attributes of ``form`` stand while a program is traced.
 
-        The old attributes are put back on exit. The result tells what was written.
+        The old attributes are put back on exit, and the old hooks: a hook that every
+        trace adds would collect twice. The result tells what was written.
         """
         modules = dict(self._module.named_modules())
         saved = {path: dict(vars(module)) for path, module in modules.items()}
+        hooks = {path: [*m._forward_hooks.items()] for path, m in modules.items()}
         given: Mapping[str, Mapping[str, Any]] = put_together(form, tensors)
         written = Written({})
         try:
@@ -96,7 +100,7 @@ class Attributes:
                 changed = {
                     name: value
                     for name, value in vars(module).items()
-                    if name not in own_attributes()
+                    if name not in own_attributes() | {_HOOKED}
                     and (name not in before or before[name] is not value)
                 }
                 if changed:
@@ -107,6 +111,8 @@ class Attributes:
                 for name in now.keys() - saved[path].keys():
                     del now[name]
                 _assign(now, saved[path])
+                module._forward_hooks.clear()
+                module._forward_hooks.update(hooks[path])
 
     def write(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Set attributes as forward would have."""
