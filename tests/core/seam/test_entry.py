@@ -54,6 +54,30 @@ def test_a_plain_attribute_is_part_of_the_key() -> None:
     assert close(ported(X), first * 3)
 
 
+class Collecting(Linear):
+    """Adds a hook when first called, as transformers does for hidden states."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        collected: list[torch.Tensor] = []
+        self.__dict__["collected"] = collected
+        if not getattr(self, "_output_capturing_hooks_installed", False):
+            self.inner.register_forward_hook(
+                lambda _module, _args, out: self.collected.append(out)
+            )
+            self._output_capturing_hooks_installed = True
+        self.inner(x)
+        del self.__dict__["collected"]
+        return sum(collected) * len(collected)
+
+
+def test_a_hook_that_forward_adds_is_added_once() -> None:
+    module = Collecting()
+    ported = tpuport.port(module)
+    for x in (X, X[:2], X):
+        assert close(ported(x), module(x))
+    assert entry_of(ported).programs == 2
+
+
 def test_weights_that_change_are_placed_again() -> None:
     ported = tpuport.port(Linear())
     before = ported(X)
