@@ -19,7 +19,7 @@ from tests.core.files.videos import read_back
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once, needs_libtpu
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
-from tpuport.core.seam import pipelines
+from tpuport.core.pipelines import folder as pipelines
 
 ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
