@@ -38,7 +38,8 @@ def test_a_port_keeps_the_dtypes_of_upstreams_weights(
     pipeline.register_modules(transformer=half)
     pipeline.text_encoder.to(torch.bfloat16)
     expected = run(pipeline, call)[0]
-    with tpuport.ported(pipeline, mesh="dp=2,sp=2"):
+    # Equal embeddings: these small nets make much of the last bits of a text.
+    with tpuport.ported(pipeline, mesh="dp=2,sp=2", on_host=["text_encoder"]):
         found = run(pipeline, call)[0]
         entry = seam_of(pipeline).entries["transformer"]
         assert entry._weights is not None
