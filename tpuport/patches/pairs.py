@@ -1,9 +1,7 @@
 """What models do within the last dim: pairs of neighbours, as rotary embeddings have
 them, and heads.
 
-Elements 2i and 2i + 1 lie in neighbouring lanes of a vector register, and a TPU moves
-lanes slowly. A product with zeros and ones moves them on the MXU instead, and is exact:
-each result is one element times one.
+Pairs are moved by products (:mod:`tpuport.core.tracing.pair_rotations`).
 
 Heads are whole tiles of lanes. The compiler turns tokens and features around, twice,
 to make a dim of heads; slices of lanes move whole tiles.
@@ -18,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.pair_rotations import pairs_apart, pairs_together
 
 #: Pairs, at most: beyond it the product costs more than it saves.
 MOST = 256
@@ -33,15 +31,12 @@ LANES = 128
 
 def taken_apart(pairs: jax.Array) -> list[jax.Array]:
     """The first and the second elements of [..., N, 2], each [..., N]."""
-    flat = pairs.reshape(*pairs.shape[:-2], -1)
-    return jnp.split(_product(flat, _apart(pairs.shape[-2])), 2, -1)
+    return pairs_apart(pairs.reshape(*pairs.shape[:-2], -1))
 
 
 def put_together(parts: Sequence[jax.Array]) -> jax.Array:
     """[..., N, 2] of the first and the second elements, each [..., N]."""
-    shape = parts[0].shape
-    flat = _product(jnp.concatenate(parts, -1), _apart(shape[-1]).T)
-    return flat.reshape(*shape, 2)
+    return pairs_together(*parts).reshape(*parts[0].shape, 2)
 
 
 def on_lanes(platform: str, shape: Sequence[int], dtype: Any) -> bool:
@@ -68,24 +63,6 @@ def are_heads(context: OpContext, before: Sequence[int], after: Sequence[int]) -
         and width % LANES == 0
         and before[-2] >= FEWEST_TOKENS
     )
-
-
-def _product(x: jax.Array, moved: np.ndarray) -> jax.Array:
-    # A product gives heads before tokens, as attention takes them.
-    turned = x.ndim > 3 and x.shape[-3] > x.shape[-2]
-    out: jax.Array = jnp.einsum(
-        "...i,ij->...j",
-        x.swapaxes(-2, -3) if turned else x,
-        moved.astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    return out.swapaxes(-2, -3) if turned else out
-
-
-def _apart(size: int) -> np.ndarray:
-    """[2 N, 2 N]: a one from 2 i to i, and from 2 i + 1 to N + i."""
-    moved = np.eye(2 * size, dtype=np.float32).reshape(size, 2, 2 * size)
-    return moved.swapaxes(0, 1).reshape(2 * size, 2 * size).T
 
 
 def _unbind(context: OpContext) -> Callable[..., Any]:

@@ -82,6 +82,7 @@ def write_slice(x: jax.Array, key: Any, value: Any) -> jax.Array | None:
     """
     if parts := _parts_written(x, key, value):
         return _joined(parts, x.shape)
+    value = _fitting(value)
     box = _slice_start_and_size(key, x.shape)
     if box is None or 0 in box[1]:
         return None
@@ -107,6 +108,8 @@ def _parts_written(
     # By a dim of their own: the compiler sees through a part that is replaced.
     apart = x.reshape(*x.shape[:-1], -1, step)
     parts = list(known or (apart[..., i] for i in range(step)))
+    if getattr(value, "ndim", 0) > x.ndim:
+        value = _fitting(value)
     parts[first] = jnp.broadcast_to(value, parts[first].shape).astype(x.dtype)
     return parts
 
@@ -132,9 +135,10 @@ def _update_view(original: Callable[..., Any]) -> Callable[..., Any]:
     """Writing through a view of a tensor."""
 
     def update_tensor(self: Any, new_value: jax.Array, jax_array: jax.Array) -> Any:
-        new_value = _fitting(new_value)
         written = write_slice(jax_array, self.slices, new_value)
-        return original(self, new_value, jax_array) if written is None else written
+        if written is not None:
+            return written
+        return original(self, _fitting(new_value), jax_array)
 
     return update_tensor
 
@@ -143,7 +147,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
     """Writing to a tensor itself."""
 
     def __setitem__(self: Any, key: Any, val: Any) -> None:
-        value = _fitting(val.jax() if hasattr(val, "jax") else val)
+        value = val.jax() if hasattr(val, "jax") else val
         # Part after part is written: what was put together need not come apart again.
         array, known = vars(self).get(_PARTS, (None, None))
         known = known if array is self._elem else None
@@ -154,7 +158,7 @@ def _set_item(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         written = write_slice(self._elem, key, value)
         if written is None:
-            original(self, key, value)
+            original(self, key, _fitting(value))
         else:
             self._elem = written
 

@@ -234,6 +234,14 @@ class _Exchange:
         return self.split[2]
 
     @property
+    def heads_first(self) -> bool:
+        """Whether items of a head lie together, not heads of an item.
+
+        Heads that were slices of lanes lie so (``patches/pairs.py``).
+        """
+        return self.tokens == 2
+
+    @property
     def count(self) -> int:
         """Heads of all items of a device, before the exchange."""
         return math.prod(self.local)
@@ -245,6 +253,8 @@ class _Exchange:
 
     def to_heads(self, x: Float[Array, "b h _ _"]) -> Float[Array, "heads 1 _ _"]:
         """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
+        if self.heads_first:
+            x = x.swapaxes(0, 1)
         x = self._padded(x.reshape(self.count, 1, *x.shape[2:]))
         ways = self.degrees.ulysses
         if ways == 1:
@@ -259,13 +269,18 @@ class _Exchange:
         if ways > 1:
             parts = jnp.stack(jnp.split(x, ways, self.tokens))
             x = self._exchanged(parts).reshape(ways * self.each, 1, *parts.shape[3:])
-        return x[: self.count].reshape(*self.local, *x.shape[2:])
+        x = x[: self.count]
+        if self.heads_first:
+            return x.reshape(*self.local[::-1], *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(*self.local, *x.shape[2:])
 
     def lengths(
         self, lengths: Int[Array, "b"], place: Int[Array, ""]
     ) -> Int[Array, "heads"]:
         """The key length of each head of the device at ``place``."""
-        every = self._padded(jnp.repeat(lengths, self.local[1]))
+        each = self.local[1]
+        of_heads = jnp.tile(lengths, each) if self.heads_first else lengths.repeat(each)
+        every = self._padded(of_heads)
         start = place % self.degrees.ulysses * self.each
         return jax.lax.dynamic_slice_in_dim(every, start, self.each)
 

@@ -28,6 +28,7 @@ from torch.utils import _pytree as torch_pytree
 from tpuport.core import compat
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
+from tpuport.core.tracing.pair_rotations import rotations_joined
 
 
 @contextlib.contextmanager
@@ -187,9 +188,8 @@ class _Chain:
             name: jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
             for name, whole in self.runner.weights.items()
         }
-        self._traced, self._structs = jax.make_jaxpr(run, return_shape=True)(
-            layer, arrays
-        )
+        traced, self._structs = jax.make_jaxpr(run, return_shape=True)(layer, arrays)
+        self._traced = rotations_joined(traced)
         self._out_leaves, self._out_tree = found["leaves"], found["tree"]
 
     def _is_known(self, leaf: Any) -> bool:
