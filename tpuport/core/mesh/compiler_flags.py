@@ -102,8 +102,8 @@ FLAGS: tuple[LibtpuFlag, ...] = (
         ),
         source=(
             "set by jax's own tests of overlap on TPUs and, with more flags of its "
-            "kind, by MaxText benchmarks/xla_flags_library.py; figures and commands in "
-            "docs/log/2026-11-24-any-pipeline.md"
+            "kind, for Mixtral by MaxText, maxtext_trillium_model_configs.py; "
+            "figures and commands in docs/log/2026-11-24-any-pipeline.md"
         ),
     ),
     _vmem(

@@ -254,5 +254,7 @@ class ProgramRuns(ModuleWeights):
         return run
 
     def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
-        flags = flags_for(self.target.mesh.devices.flat[0], StageName.DENOISE)
+        # Convolutions compile four times longer with a denoiser's flags.
+        stage = StageName.DENOISE if self._each_step else StageName.DECODE
+        flags = flags_for(self.target.mesh.devices.flat[0], stage)
         return jax.jit(function, compiler_options=flags.options or None, **options)
