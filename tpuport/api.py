@@ -29,6 +29,7 @@ from tpuport.core.spec.run_settings import (
     python_words,
 )
 from tpuport.core.spec.variant import Variant
+from tpuport.core.weights.sharding import DEFAULT_LAYOUT
 from tpuport.errors import UsageError, WeightsError, did_you_mean
 from tpuport.plugins import get_port, reader_of, reader_of_class
 
@@ -216,7 +217,8 @@ def port(
         torch tensors out. The module that was handed in stays upstream's.
 
     Raises:
-        UsageError: the target is neither, is ported already, or ``blocks`` is none.
+        UsageError: the target is neither, is ported already, ``blocks`` is none, or a
+            keyword is for the other kind of target or for a plugin that there is not.
         ShardingError: the plugin's rules do not fit the module's weights and the mesh.
         MeshError: the mesh does not fit the devices or the heads.
     """
@@ -238,6 +240,8 @@ def port(
                 f"port() takes a pipeline of diffusers or a torch module, not a "
                 f"{type(target).__name__}"
             )
+        if model is not None:
+            raise UsageError("model: is for a module; a pipeline's class names its own")
         if reporter is None:
             reporter = Display() if progress else Reporter()
         pipeline = type(target).__name__
@@ -247,6 +251,8 @@ def port(
             built.check_modules(target.components)
         wanted = replace(wanted, built=built)
         return port_pipeline(target, wanted, on_host, reporter)
+    if on_host:
+        raise UsageError("on_host: is for a pipeline; a module has no components")
     name = model or reader_of_class(type(target))
     if name is None:
         return port_module(target, general_target(placed, settings), reporter)
@@ -275,8 +281,11 @@ def unport(ported: Any) -> Any:
     Raises:
         UsageError: it is not ported.
     """
+    from tpuport.core.run.ported_program import PortedProgram
     from tpuport.core.seam import ported as seams
 
+    if isinstance(ported, PortedProgram):
+        return ported.close()
     return seams.unport(ported)
 
 
@@ -351,6 +360,8 @@ def claimed_target(
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
     model = reader_of(pipeline)
     if model is None:
+        if settings.sharding != DEFAULT_LAYOUT:
+            raise UsageError(f"sharding: is for a plugin, and {pipeline} has none")
         return general
     form = with_blocks(get_port(model), settings.blocks).form_of_pipeline(pipeline)
     reporter.say(

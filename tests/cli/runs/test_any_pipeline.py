@@ -87,6 +87,8 @@ def index(folder: Path, **changes: Any) -> None:
 WRONG = {
     "an option": (("--option", "max_sequence_lenght=3"), "did you mean max_seq"),
     "a kind": (("--option", "guidance_scale_2=much"), "guidance_scale_2"),
+    "a prompt twice": (("--option", "prompt=a dog"), "was given by a flag too"),
+    "two videos a file": (("--option", "num_videos_per_prompt=2"), "--seed 1,2"),
     "an image": (("--image", "x.png"), "WanPipeline takes none"),
     "a variant": (("--variant", "5b"), "models with a plugin"),
     "stages": (("--run-dir", "run"), "models with a plugin"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import jax
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
@@ -53,3 +56,30 @@ def test_draws_within_a_program_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match="drawn once, when the program is traced"):
         program(torch.zeros(1, 3, 1, 32, 32), **options)
+
+
+def test_unport_gives_the_module_and_the_memory_back(
+    vae: AutoencoderKLHunyuanVideo15,
+) -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    with tpuport.ported(vae) as program:
+        assert program.config is vae.config
+        assert program.dtype == torch.float32
+        before = held()
+    assert before - held() >= program.plan.total_bytes
+    for again in (lambda: tpuport.unport(program), lambda: program(torch.zeros(1))):
+        with pytest.raises(UsageError, match="not ported any more"):
+            again()
+
+
+def test_a_setting_after_port_is_refused(
+    vae: AutoencoderKLHunyuanVideo15, program: PortedProgram
+) -> None:
+    """A program that was traced before would not know of the setting."""
+    before = vae.use_tiling
+    with pytest.raises(UsageError, match=r"on the module before tpuport\.port"):
+        program.enable_tiling()
+    assert vae.use_tiling == before

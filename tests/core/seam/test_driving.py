@@ -36,6 +36,21 @@ def test_steps_are_counted_and_upstreams_step_comes_back() -> None:
     assert "step" not in vars(own)
 
 
+def test_steps_that_are_left_out_are_not_waited_for() -> None:
+    """From a video, denoising begins further on, and still ends before the decode."""
+    own = scheduler()
+    own.set_begin_index(1)
+    pipeline = SimpleNamespace(components={"scheduler": own})
+    x = torch.ones(1, 4)
+    journal = Journal(Reporter())
+    with driving(pipeline, journal, Backend.TPUPORT) as drive:
+        for timestep in own.timesteps[1:]:
+            journal.on_call("transformer")
+            own.step(x, timestep, x)
+        journal.on_call("vae")
+    assert [report.stage for report in drive.reports] == ["encode", "denoise", "decode"]
+
+
 def test_a_copied_scheduler_steps_by_itself() -> None:
     """Pipelines with sound copy theirs: each steps as often as the other."""
     own = scheduler()

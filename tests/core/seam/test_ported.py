@@ -225,6 +225,18 @@ class Told(Reporter):
         self.lines.append(text)
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [{"model": "cogvideox"}, {"sharding": "fsdp"}, {"on_host": ["vae"]}],
+    ids=lambda keywords: next(iter(keywords)),
+)
+def test_a_keyword_for_another_target_is_refused(keywords: dict[str, Any]) -> None:
+    pipeline, _ = pipeline_of()
+    target = pipeline.transformer if "on_host" in keywords else pipeline
+    with pytest.raises(UsageError, match=f"{next(iter(keywords))}: is for a"):
+        tpuport.port(target, **keywords)
+
+
 def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
     pipeline, call = pipeline_of("CogVideoXPipeline")
     expected = latents(pipeline, call)

@@ -31,6 +31,8 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "video": ("video",),
     "strength": ("strength",),
 }
+#: An option with one of these words in its name takes a file.
+_FILES = ("image", "video")
 #: Frames a second of a file whose pipeline has no such parameter: what
 #: ``diffusers.utils.export_to_video`` takes.
 FPS = 10.0
@@ -67,9 +69,14 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
                 f"{', '.join(takes)}"
             )
     for option, value in asked.options.items():
-        if option in found:
+        if option in found or option == "prompt":
             raise UsageError(f"--option {option}: was given by a flag too")
         found[option] = _option(folder, option, value)
+        if option.endswith("_per_prompt") and found[option] != 1:
+            raise UsageError(
+                f"--option {option}: a file holds one video; make several with "
+                "--seed 1,2"
+            )
     if asked.prompt and "prompt" not in takes:
         raise UsageError(f"--prompt: {name} takes none")
     for needed, parameter in takes.items():
@@ -106,7 +113,7 @@ def _option(folder: PipelineFolder, name: str, value: Any) -> Any:
             f"--option {name}: {folder.class_name} has no such parameter; {hint}"
         )
     if isinstance(value, str):
-        for field in ("image", "video"):
+        for field in _FILES:
             if field in name and Path(value).expanduser().exists():
                 return _media(field, value)
         value = yaml.safe_load(value)
@@ -124,10 +131,10 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
         adapter.validate_python(value)
     except pydantic.ValidationError as error:
         wanted = getattr(annotation, "__name__", str(annotation))
-        raise UsageError(
-            f"--option {name}: {quoted(value)} is no {wanted} "
-            f"({error.errors()[0]['msg']})"
-        ) from None
+        why = f"is no {wanted} ({error.errors()[0]['msg']})"
+        if isinstance(value, str) and any(word in name for word in _FILES):
+            why = "does not exist"
+        raise UsageError(f"--option {name}: {quoted(value)} {why}") from None
     return value
 
 

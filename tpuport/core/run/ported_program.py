@@ -92,10 +92,28 @@ class PortedProgram:
     def __getattr__(self, name: str) -> Any:
         # Upstream's own methods (an autoencoder's decode), not torch's (to, train).
         module = self.__dict__["_ported"].module if "_ported" in self.__dict__ else None
+        if name in ("config", "dtype"):
+            return getattr(module, name)
         method = getattr(type(module), name, None)
         if callable(method) and not hasattr(torch.nn.Module, name):
             return functools.partial(self.call, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def close(self) -> torch.nn.Module:
+        """Give back the devices' memory, and upstream's module.
+
+        Raises:
+            UsageError: that happened before.
+        """
+        self._check_open()
+        self._weights = {}
+        self._programs.clear()
+        return self._ported.module
+
+    def _check_open(self) -> None:
+        if not self._weights:
+            name = type(self._ported.module).__name__
+            raise UsageError(f"this {name} is not ported any more; port it again")
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module as a compiled program.
@@ -110,9 +128,11 @@ class PortedProgram:
             What upstream's method returns, with torch tensors on the host.
 
         Raises:
-            UsageError: the module has no such method, it returns an object that holds
-                tensors out of reach, or it would draw random numbers.
+            UsageError: the module has no such method, it takes no tensors, it returns
+                an object that holds tensors out of reach, or it would draw random
+                numbers.
         """
+        self._check_open()
         if not callable(getattr(self._ported.module, method, None)):
             raise UsageError(
                 f"{type(self._ported.module).__name__} has no method {method!r}"
@@ -126,6 +146,11 @@ class PortedProgram:
                 "program is traced. Call .encode(x), and sample its distribution"
             )
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if not any(is_tensor):
+            raise UsageError(
+                f"{method} takes no tensors, so there is no program of it; call it on "
+                "the module before tpuport.port()"
+            )
         dynamic = [
             jax.device_put(to_numpy(leaf), self._replicated)
             for leaf, tensor in zip(leaves, is_tensor, strict=True)

@@ -50,10 +50,8 @@ class Drive:
         if self.stage is not None:
             self.end()
         self.stage, self._since = stage, time.perf_counter()
-        total = 1
-        if stage == StageName.DENOISE:
-            total = len(getattr(self.scheduler, "timesteps", ())) or 1
-        self._reporter.stage_started(stage, total, UNITS[stage])
+        total = self._planned() if stage == StageName.DENOISE else 1
+        self._reporter.stage_started(stage, total or 1, UNITS[stage])
 
     def end(self) -> None:
         """The stage under way ends."""
@@ -76,11 +74,16 @@ class Drive:
         if self.stage == StageName.ENCODE:
             self.begin(StageName.DENOISE)
         self.steps.append(time.perf_counter())
-        total = len(getattr(self.scheduler, "timesteps", ())) or len(self.steps)
+        total = self._planned() or len(self.steps)
         self._reporter.advanced(StageName.DENOISE, len(self.steps), total)
 
     def _all_steps(self) -> bool:
-        return len(self.steps) >= len(getattr(self.scheduler, "timesteps", ()))
+        return len(self.steps) >= self._planned()
+
+    def _planned(self) -> int:
+        """How many steps there are; a run from a video leaves the first ones out."""
+        left_out = getattr(self.scheduler, "begin_index", None) or 0
+        return len(getattr(self.scheduler, "timesteps", ())) - left_out
 
     def _report(self, stage: StageName, now: float) -> StageReport:
         calls = [c for c in self.journal.calls if c.started >= self._since]
