@@ -18,6 +18,7 @@ from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.seam.rehearsal import Rehearsal
 
 #: Settings that mean the same whatever runs. Others are for models with a plugin.
 _SHARED = frozenset(
@@ -52,8 +53,8 @@ def refuse_flags(settings: Settings, pipeline: str) -> None:
         if value != default and value:
             flag = TABLE[field.name].flags[0]
             raise UsageError(
-                f"{flag}: is for models with a plugin; {pipeline} has none and runs by "
-                "upstream's own code. Leave the flag out"
+                f"{flag}: is for models with a plugin that runs them; upstream's own "
+                f"code runs {pipeline}. Leave the flag out"
             )
 
 
@@ -94,8 +95,6 @@ def check_mesh(
     Raises:
         MeshError: which axis.
     """
-    from tpuport.core.plan.any_pipeline import rehearsed
-
     if settings.backend == Backend.DIFFUSERS:
         return
     if placed.mesh.shape["dp"] <= 2 and placed.mesh.shape["tp"] == 1:
@@ -105,14 +104,50 @@ def check_mesh(
         given["prompt"] = settings.prompt[0]
     if folder.blocks is None and "output_type" in folder.all_parameters:
         given["output_type"] = "latent"
-    target = api.general_target(placed, replace(settings, cache_dir=None))
     try:
-        rehearsed(folder, target, str(settings.dtype), given, reporter)
+        rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
     except MeshError:
         raise
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")
+
+
+def rehearsal_of(
+    folder: PipelineFolder,
+    placed: PlacedMesh,
+    settings: Settings,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+    *,
+    quiet: bool = False,
+) -> Rehearsal:
+    """The run as ``tpuport generate`` does it on a mesh; only configs are read.
+
+    Args:
+        settings: with a dtype.
+        quiet: leave out the line about a plugin whose patches are used.
+
+    Raises:
+        UsageError: upstream refuses what was asked for.
+        MeshError: an axis of the mesh has nothing to split.
+        WeightsError: a config does not build its class.
+        TpuportError: a module cannot become a program, or upstream fails otherwise.
+    """
+    from tpuport.core.plan.any_pipeline import rehearsed
+
+    name = folder.class_name
+    told = Reporter() if quiet else reporter
+    target = api.claimed_target(name, placed, replace(settings, cache_dir=None), told)
+    with upstreams_errors(name):
+        return rehearsed(
+            folder,
+            target,
+            str(settings.dtype),
+            arguments,
+            reporter,
+            on_host=settings.on_host,
+        )
 
 
 def check_executables(

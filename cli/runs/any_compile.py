@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import api
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_checks import upstreams_errors, with_dtype
+from tpuport.cli.runs.any_checks import rehearsal_of, with_dtype
 from tpuport.cli.runs.any_plan import prepared
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
@@ -44,11 +43,7 @@ def compile_any(
     started = time.perf_counter()
     with Display(signals.check) as display:
         folder, arguments = prepared(settings, stages, display)
-        from tpuport.core.plan.any_pipeline import (
-            build_pipeline,
-            rehearsed,
-            topology_mesh,
-        )
+        from tpuport.core.plan.any_pipeline import build_pipeline, topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
         if topology is None:
@@ -56,11 +51,7 @@ def compile_any(
         else:
             placed = topology_mesh(topology, settings.mesh)
         settings = with_dtype(settings, placed)
-        target = api.general_target(placed, replace(settings, cache_dir=None))
-        dtype = str(settings.dtype)
-        hosts = settings.on_host
-        with upstreams_errors(folder.class_name):
-            found = rehearsed(folder, target, dtype, arguments, display, on_host=hosts)
+        found = rehearsal_of(folder, placed, settings, arguments, display)
         built = build_pipeline(
             found, stages, out, attached=topology is None, reporter=display
         )
@@ -68,7 +59,7 @@ def compile_any(
             "topology": name,
             "pipeline": folder.class_name,
             "mesh": str(placed.spec),
-            "dtype": dtype,
+            "dtype": str(settings.dtype),
             "attention": str(settings.attention),
             "versions": versions(),
         }

@@ -248,10 +248,9 @@ class AnyRun:
             yield Journal(self.reporter)
             return
         placed = api.place_for_port(settings.mesh)
-        target = api.general_target(placed, settings)
-        built = api.executables_for(
-            self.folder.class_name, placed, settings, self.reporter
-        )
+        name = self.folder.class_name
+        target = api.claimed_target(name, placed, settings, self.reporter)
+        built = api.executables_for(name, placed, settings, self.reporter)
         target = replace(target, built=built)
         port_pipeline(pipeline, target, settings.on_host, self.reporter)
         seam = seam_of(pipeline)
@@ -274,18 +273,13 @@ class AnyRun:
         import torch
 
         from tpuport.core.files.frames import FrameChecks, measure
-        from tpuport.core.pipelines.call_arguments import FRAMES, RATE, SOUNDS, made_of
+        from tpuport.core.pipelines.call_arguments import as_arrays, made_of
         from tpuport.core.pipelines.sidecar import frames_digest
         from tpuport.core.seam.driving import driving
 
-        given = dict(self.arguments)
+        given = {**self.arguments, **as_arrays(self.folder)}
         if prompt is not None:
             given["prompt"] = prompt
-        if "output_type" in self.folder.all_parameters:
-            given["output_type"] = "np"
-        if self.folder.blocks is not None:
-            known = self.folder.blocks.output_names
-            given["output"] = [n for n in (*FRAMES, *SOUNDS, RATE) if n in known]
         if "generator" in self.folder.all_parameters:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
         with (

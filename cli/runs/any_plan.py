@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_checks import check_on_host, refuse_flags, upstreams_errors
+from tpuport.cli.runs.any_checks import check_on_host, refuse_flags, rehearsal_of
 from tpuport.cli.runs.any_pipeline import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
@@ -60,7 +59,7 @@ def prepared(
         UsageError, WeightsError: what is wrong.
     """
     folder = find(settings, reporter)
-    from tpuport.core.pipelines.call_arguments import arguments_of
+    from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
 
     refuse_flags(settings, folder.class_name)
     check_on_host(settings, folder)
@@ -68,6 +67,7 @@ def prepared(
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:
         arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
+    arguments |= as_arrays(folder)
     latent = folder.blocks is None and "output_type" in folder.all_parameters
     if latent and stages == [StageName.DENOISE]:
         arguments["output_type"] = "latent"
@@ -88,23 +88,18 @@ class _One:
     ) -> None:
         self.settings, self.folder, self.topology = settings, folder, topology
         self.arguments, self.stages, self.reporter = arguments, stages, reporter
+        self._again = False
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
         """The run on a mesh."""
-        from tpuport.core.plan.any_pipeline import rehearsed, topology_mesh
+        from tpuport.core.plan.any_pipeline import topology_mesh
 
-        placed = topology_mesh(self.topology, spec)
-        target = api.general_target(placed, self.settings)
-        dtype = str(self.settings.dtype)
-        with upstreams_errors(self.folder.class_name):
-            return rehearsed(
-                self.folder,
-                target,
-                dtype,
-                self.arguments,
-                self.reporter,
-                on_host=self.settings.on_host,
-            )
+        placed, again = topology_mesh(self.topology, spec), self._again
+        self._again = True
+        settings, arguments = self.settings, self.arguments
+        return rehearsal_of(
+            self.folder, placed, settings, arguments, self.reporter, quiet=again
+        )
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""

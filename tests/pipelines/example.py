@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 from torch.nn.attention import flex_attention
@@ -150,5 +151,8 @@ def seeded(seed: int, *shape: int) -> torch.Tensor:
 
 def saved(pipeline: Any, folder: Path) -> Path:
     """The folder, with the pipeline as ``save_pretrained`` writes it."""
-    pipeline.save_pretrained(folder)
+    modular = isinstance(pipeline, diffusers.ModularPipeline)
+    pipeline.save_pretrained(
+        str(folder), **{"overwrite_modular_index": True} if modular else {}
+    )
     return folder

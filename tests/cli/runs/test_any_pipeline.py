@@ -15,11 +15,12 @@ from PIL import Image
 
 from tests.cli.commands.test_plan import plan
 from tests.cli.tools import Cli
-from tests.core.files.videos import read_back
+from tests.core.files.videos import read_back, sound_of
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once, needs_libtpu
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
 from tpuport.core.pipelines import folder as pipelines
+from tpuport.core.reports import Reporter
 
 ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
@@ -130,10 +131,12 @@ def test_a_folder_that_cannot_be_run_is_one_line(
 ) -> None:
     changes, told = DAMAGED[name]
     index(copied, **changes)
-    ran = cli("generate", "--weights", copied, *ASKED)
-    assert ran.code == 1, ran.err
-    assert told in ran.last
-    assert str(copied) in ran.last
+    compiled = ("compile", "--topology", "cpu-8", "--out", "built")
+    for command in (("generate",), compiled):
+        ran = cli(*command, "--weights", copied, *ASKED)
+        assert ran.code == 1, ran.err
+        assert told in ran.last
+        assert str(copied) in ran.last
 
 
 def test_a_folder_without_an_index_is_one_line(cli: Cli, copied: Path) -> None:
@@ -202,9 +205,7 @@ def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
     """Its guidance is a component; what a call takes are the inputs of its blocks."""
 
     def write(folder: Path) -> None:
-        pipeline = made(all_examples()["WanModularPipeline"])[0]
-        where = str(folder / "pipeline")
-        pipeline.save_pretrained(where, overwrite_modular_index=True)
+        saved(made(all_examples()["WanModularPipeline"])[0], folder / "pipeline")
 
     folder = once("wan-blocks", write) / "pipeline"
     run = ("generate", "--weights", folder, *ASKED, "--guidance", "3", "--seed", "3")
@@ -233,6 +234,88 @@ def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:
     ran = cli(*run, "--option", "max_length=3")
     assert ran.code == 2
     assert "did you mean max_sequence_length" in ran.last
+
+
+def test_a_list_that_is_a_setting_of_blocks_is_whole(tmp_path: Path) -> None:
+    """Not taken for a component, and not cut as the entry of one is."""
+    levels = [1.0, 0.9, 0.7, 0.4]
+    name = "Cosmos3DistilledModularPipeline"
+    content = {"_class_name": name, "distilled_sigmas": levels}
+    content["_blocks_class_name"] = "Cosmos3DistilledBlocks"
+    (tmp_path / "modular_model_index.json").write_text(json.dumps(content))
+    found = pipelines.PipelineFolder.find(tmp_path, Reporter())
+    assert found.components() == {}
+    assert found.put_together({}).config.distilled_sigmas == levels
+
+
+def test_a_pipeline_of_blocks_makes_a_video_with_upstreams_sound(
+    cli: Cli, once: Once
+) -> None:
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["LTX2ModularPipeline"])[0], folder / "pipeline")
+
+    folder = once("ltx-2-blocks", write) / "pipeline"
+    ran = cli(
+        *("generate", "--weights", folder, "--backend", "diffusers", "--steps", "1"),
+        *("--prompt", "a fox", "--size", "32x32", "--frames", "5", "--out", "fox.mp4"),
+        *("--option", "max_sequence_length=32", "--seed", "3"),
+    )
+    assert ran.code == 0, ran.err
+    upstream = diffusers.ModularPipeline.from_pretrained(folder)
+    upstream.load_components(local_files_only=True)
+    expected = upstream(
+        prompt="a fox",
+        height=32,
+        width=32,
+        num_frames=5,
+        num_inference_steps=1,
+        max_sequence_length=32,
+        generator=torch.Generator("cpu").manual_seed(3),
+        output="audio",
+    )[0].numpy()
+    rate = upstream.vocoder.config.output_sampling_rate
+    found = sound_of(Path("fox.mp4"), rate)
+    count = expected.shape[-1]
+    assert 0 <= found.shape[1] - count <= 2048  # whole blocks of the codec
+    # What the codec keeps of noise is as loud.
+    loud = [float(np.abs(one).mean()) for one in (found[:, :count], expected)]
+    assert loud[0] == pytest.approx(loud[1], rel=0.2)
+
+
+def test_the_plugin_of_an_equal_pipeline_is_used(cli: Cli, once: Once) -> None:
+    """Its patches: without, the transformer cannot become a program.
+
+    The transformer is compiled and run, so the test may take more than 10 s.
+    """
+
+    def write(folder: Path) -> None:
+        name = "HunyuanVideo15ModularPipeline"
+        saved(made(all_examples()[name])[0], folder / "pipeline")
+
+    folder = once("hunyuan-blocks", write) / "pipeline"
+    run = ("--weights", folder, "--prompt", "a fox", "--negative-prompt", "blurry")
+    run += ("--size", "32x16", "--frames", "5", "--steps", "1")
+    ran = cli(
+        "compile",
+        *run,
+        "--stage",
+        "denoise",
+        "--topology",
+        "local",
+        "--out",
+        "built",
+        "--json",
+    )
+    assert ran.code == 0, ran.err
+    assert "blocks of the plugin of hunyuanvideo" in ran.err
+    assert len(ran.json["programs"]) == 1
+    hosts = ("text_encoder", "text_encoder_2", "vae")
+    run += tuple(word for name in hosts for word in ("--on-host", name))
+    ran = cli("generate", *run, "--executables", "built", "--out", "x.gif", "--json")
+    assert ran.code == 0, ran.err
+    stages = ran.json["report"]["stages"]
+    (used,) = (one for stage in stages for one in stage["compiles"])
+    assert used["loaded"]
 
 
 def test_a_package_that_is_missing_is_named(

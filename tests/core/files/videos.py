@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import cast
 
 import imageio.v3 as iio
+import imageio_ffmpeg
 import numpy as np
 
 from tpuport.core.files.video_file import VideoKind, VideoWriter
@@ -20,6 +22,17 @@ def write_video(path: Path, frames: np.ndarray, fps: float) -> None:
         writer.publish(path, replace=True)
     finally:
         writer.discard()
+
+
+def sound_of(path: Path, rate: int) -> np.ndarray:
+    """The sound of a video at ``rate`` samples a second, [2, samples]."""
+    raw = ("-vn", "-f", "f32le", "-ac", "2", "-ar", str(rate), "-")
+    decoded = subprocess.run(
+        [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), *raw],
+        capture_output=True,
+        check=True,
+    ).stdout
+    return np.frombuffer(decoded, "<f4").reshape(-1, 2).T
 
 
 def kind_of(path: Path) -> VideoKind:

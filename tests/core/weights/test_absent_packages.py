@@ -11,6 +11,8 @@ from diffusers.pipelines.wan import pipeline_wan_i2v
 
 from tpuport.core.weights import absent_packages as absent
 from tpuport.core.weights.absent_packages import absent_of, absent_packages, needs_of
+from tpuport.core.weights.configs import building
+from tpuport.errors import WeightsError
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def without_ftfy(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
 
     def find(name: str, *rest: Any) -> Any:
-        return None if name == "ftfy" else found(name, *rest)
+        return None if name in ("ftfy", "cosmos_guardrail") else found(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
@@ -32,6 +34,17 @@ def test_a_name_that_is_used_and_not_bound_names_its_package() -> None:
 def test_code_that_asks_for_a_package_needs_none() -> None:
     """Such as torch_xla, which all pipelines ask for."""
     assert absent_packages([diffusers.LTXPipeline]) == []
+
+
+def test_a_class_that_stands_in_and_is_made_names_its_package() -> None:
+    """The safety checker of Cosmos, which ``__init__`` makes."""
+    cosmos = diffusers.Cosmos2TextToImagePipeline
+    assert "cosmos_guardrail" in absent_packages([cosmos])
+    with (
+        pytest.raises(WeightsError, match=r"pip install cosmos_guardrail$"),
+        building("pipeline", "model_index.json"),
+    ):
+        cosmos.__init__.__globals__["CosmosSafetyChecker"]()
 
 
 def test_the_error_of_upstreams_code_names_the_package() -> None:

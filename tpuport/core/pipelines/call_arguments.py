@@ -89,6 +89,17 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
     return found
 
 
+def as_arrays(folder: PipelineFolder) -> dict[str, Any]:
+    """The keywords of a call that gives back arrays of frames, and the sound."""
+    found: dict[str, Any] = {}
+    if "output_type" in folder.all_parameters:
+        found["output_type"] = "np"
+    if folder.blocks is not None:
+        known = folder.blocks.output_names
+        found["output"] = [n for n in (*FRAMES, *SOUNDS, RATE) if n in known]
+    return found
+
+
 def default_of(folder: PipelineFolder, field: str) -> Any:
     """Upstream's default of what a flag stands for; ``None`` without one."""
     for name in PARAMETERS[field]:

@@ -224,13 +224,20 @@ class PipelineFolder:
                 self.checkpoint.weight_files(name)
 
     def components(self) -> dict[str, list[str]]:
-        """The library and the class of each component that is there, by name."""
+        """The library and the class of each component that is there, by name.
+
+        Raises:
+            WeightsError: an entry is no pair of a library and a class.
+        """
+        # Blocks have settings that are lists, such as the noise levels of few steps.
+        known = self.index if self.blocks is None else self.blocks.component_names
         return {
-            name: entry
-            for name, entry in self.index.items()
+            name: self.index[name]
+            for name in known
             if not name.startswith("_")
-            and isinstance(entry, list)
-            and None not in entry
+            and isinstance(self.index.get(name), list)
+            and None not in self.index[name]
+            and self.checkpoint.class_name(name)
         }
 
     def put_together(self, parts: Mapping[str, Any]) -> Any:

@@ -354,6 +354,7 @@ def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
     """Which inputs may become constants for Python to read: integers, then masks.
 
     A mask in floats has rows of zeros and ones alone; a vector may be of timesteps.
+    Rows of zeros alone come last: an embedding of no text is such.
     """
     whole = {
         i
@@ -365,7 +366,8 @@ def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
         for i, t in enumerate(tensors)
         if t.is_floating_point() and t.ndim == 2 and bool(((t == 0) | (t == 1)).all())
     }
-    return frozenset(whole), frozenset(masks)
+    empty = {i for i in masks if not tensors[i].any()}
+    return frozenset(whole), frozenset(masks - empty), frozenset(masks)
 
 
 def _may_keep(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:

@@ -37,22 +37,37 @@ def needs_of(cls: Any) -> list[str]:
 
 
 def absent_packages(classes: Iterable[type]) -> list[str]:
-    """What to install for calls of ``classes``, as far as their code tells.
+    """What to install to make and call ``classes``, as far as their code tells.
 
     A package counts if a function that ``__call__`` may reach uses the package under no
-    condition, and no function asks whether the package is there.
+    condition, and no function asks whether the package is there. A package counts too
+    if ``__init__`` makes an object of a class that stands in for one of the package.
     """
+    classes = list(classes)
     reached: dict[types.FunctionType, None] = {}
     for cls in classes:
         _reach(cls.__call__, cls, reached)
     asked = {name for function in reached for name in _codes_names(function)}
-    found = set()
+    found = {_to_install(package) for cls in classes for package in _stood_in(cls)}
     for function in reached:
         for name in _unbound(function):
             package, guards = _import_of(function.__module__, name)
             if package and not guards & asked and _always_used(function, name):
                 found.add(_to_install(package))
     return sorted(found)
+
+
+def _stood_in(cls: Any) -> Iterator[str]:
+    """Missing packages for whose classes ``__init__`` names a class of its module."""
+    made = inspect.unwrap(cls.__init__)
+    if not isinstance(made, types.FunctionType):
+        return
+    for name in _codes_names(made):
+        known = made.__globals__.get(name)
+        if inspect.isclass(known) and known.__module__ == made.__module__:
+            package, _ = _import_of(made.__module__, name)
+            if package:
+                yield package
 
 
 def absent_of(error: BaseException) -> str | None:

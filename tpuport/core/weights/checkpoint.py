@@ -67,7 +67,7 @@ class Checkpoint:
         index = _read_json(self.folder / self.index_name)
         if self.index_name != INDEXES[0]:
             # A third value tells where a component came from once.
-            index = {k: v[:2] if isinstance(v, list) else v for k, v in index.items()}
+            index = {name: _pair(entry) for name, entry in index.items()}
         self.index = index
 
     @property
@@ -128,8 +128,8 @@ class Checkpoint:
         pair = isinstance(entry, list) and len(entry) == 2
         if not pair or any(not isinstance(word, str | None) for word in entry):
             raise damaged(
-                f"{self.source}: model_index.json: {component} is {entry!r}: a list of "
-                "a library and a class is needed"
+                f"{self.source}: {self.index_name}: {component} is {entry!r}: a list "
+                "of a library and a class is needed"
             )
         return entry[1] or None
 
@@ -398,6 +398,12 @@ def _shards(index: Path, mapping: Mapping[str, Any]) -> list[str]:
                 "folder"
             )
     return sorted(set(mapping.values()))
+
+
+def _pair(entry: Any) -> Any:
+    """Library and class of a component; any other value of an index as it is."""
+    told = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
+    return entry[:2] if told else entry
 
 
 def _read_json(path: Path) -> dict[str, Any]:

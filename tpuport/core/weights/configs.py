@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tpuport.core.files.atomic import one_line
-from tpuport.errors import TpuportError, damaged, quoted
+from tpuport.errors import TpuportError, WeightsError, damaged, quoted
 
 #: Names of fields that count modules: each module has a stored tensor.
 _DEPTH = re.compile(r"(num_.*)?(layers|blocks)(_per_block)?")
@@ -75,6 +75,8 @@ def check_config(
 def building(what: str, file: str) -> Iterator[None]:
     """Whatever upstream raises while it builds ``what`` is a fault of ``file``.
 
+    A package that is missing is none.
+
     Raises:
         WeightsError: in place of any other exception.
     """
@@ -83,6 +85,12 @@ def building(what: str, file: str) -> Iterator[None]:
     except TpuportError:
         raise
     except Exception as error:
+        from tpuport.core.weights.absent_packages import absent_of
+
+        if package := absent_of(error):
+            raise WeightsError(
+                f"{what} needs a package that is not installed: pip install {package}"
+            ) from error
         words = f" ({type(error).__name__}: {one_line(error)[:120]})"
         if isinstance(error, NameError):  # of upstream's code, which took no branch
             words = ": a value is none that upstream knows"
