@@ -232,16 +232,11 @@ def port(
             f"port() has no keyword {unknown!r}; "
             + did_you_mean(unknown, _HOW, f"there are {', '.join(sorted(_HOW))}")
         )
+    is_module = isinstance(target, torch.nn.Module)
+    _check_kind(target, is_module, model, on_host)
     settings = RunSettings.read({"mesh": mesh, **how}, named=str)
     placed = place_for_port(settings.mesh)
-    if not isinstance(target, torch.nn.Module):
-        if not isinstance(getattr(target, "components", None), dict):
-            raise UsageError(
-                f"port() takes a pipeline of diffusers or a torch module, not a "
-                f"{type(target).__name__}"
-            )
-        if model is not None:
-            raise UsageError("model: is for a module; a pipeline's class names its own")
+    if not is_module:
         if reporter is None:
             reporter = Display() if progress else Reporter()
         pipeline = type(target).__name__
@@ -251,8 +246,6 @@ def port(
             built.check_modules(target.components)
         wanted = replace(wanted, built=built)
         return port_pipeline(target, wanted, on_host, reporter)
-    if on_host:
-        raise UsageError("on_host: is for a pipeline; a module has no components")
     name = model or reader_of_class(type(target))
     if name is None:
         return port_module(target, general_target(placed, settings), reporter)
@@ -271,6 +264,21 @@ def port(
         attention=settings.attention,
         sharding=settings.sharding,
     )
+
+
+def _check_kind(
+    target: Any, is_module: bool, model: str | None, on_host: Sequence[str]
+) -> None:
+    """Refuse what is no target of :func:`port`, and a keyword for the other kind."""
+    if not is_module and not isinstance(getattr(target, "components", None), dict):
+        raise UsageError(
+            f"port() takes a pipeline of diffusers or a torch module, not a "
+            f"{type(target).__name__}"
+        )
+    if is_module and on_host:
+        raise UsageError("on_host: is for a pipeline; a module has no components")
+    if not is_module and model is not None:
+        raise UsageError("model: is for a module; a pipeline's class names its own")
 
 
 def unport(ported: Any) -> Any:
