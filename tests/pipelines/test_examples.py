@@ -1,20 +1,75 @@
 """Every pipeline that runs makes upstream's video: same weights, prompt and seed.
 
+What is planned of a folder is what runs.
+
 An example compiles all modules of a pipeline, so some take more than 10 s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
 import pytest
+import torch
 
 import tpuport
-from tests.pipelines.example import Example, all_examples, difference, made, run
+from tests.pipelines.example import (
+    Example,
+    all_examples,
+    difference,
+    made,
+    run,
+    saved,
+)
 from tests.tolerances import TOLERANCES
+from tpuport import api
+from tpuport.core.enums import Backend, StageName
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.pipelines.call_arguments import as_arrays
+from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.plan.any_pipeline import rehearsed
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.driving import driving
+from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.ported import modules_of
+from tpuport.core.seam.program_runs import Program
+from tpuport.core.seam.seam import Seam
+from tpuport.core.seam.target import Target
+from tpuport.core.spec.run_settings import RunSettings
+
+Called = tuple[str, tuple[str, ...], dict[StageName, int]]
+"""A program: its name, its inputs, and how often each stage calls it."""
+
+NO_FOLDERS = {
+    "AllegroPipeline": "upstream decodes in tiles alone, which no config asks for",
+    "MiniMaxH3ModularPipeline": "a processor of the tests' own",
+    **dict.fromkeys(
+        [
+            "CosmosTextToWorldPipeline",
+            "CosmosVideoToWorldPipeline",
+            "Cosmos2TextToImagePipeline",
+            "Cosmos2VideoToWorldPipeline",
+            "Cosmos2_5_PredictBasePipeline",
+            "Cosmos2_5_TransferPipeline",
+        ],
+        "upstream loads no such folder without the package cosmos_guardrail",
+    ),
+}
+"""Examples that upstream cannot run from the folder that they are saved to."""
 
 RUNNING = [
     pytest.param(one, id=name, marks=() if one.gate else pytest.mark.slow)
     for name, one in all_examples().items()
     if not one.refused
+]
+GATE = ("WanPipeline", "LTX2Pipeline", "WanModularPipeline")
+REHEARSED = [
+    pytest.param(one, id=name, marks=() if name in GATE else pytest.mark.slow)
+    for name, one in all_examples().items()
+    if not one.refused and name not in NO_FOLDERS
 ]
 
 
@@ -27,3 +82,59 @@ def test_a_pipeline_makes_upstreams_video(one: Example) -> None:
     assert difference(found, expected) < TOLERANCES["video float32"]
     # The call must matter: another prompt or noise would be another video.
     assert all(array.std() > 0 for array in expected)
+
+
+@pytest.mark.parametrize("one", REHEARSED)
+def test_what_is_planned_is_what_runs(one: Example, tmp_path: Path) -> None:
+    pipeline, call = made(one)
+    folder = PipelineFolder.find(saved(pipeline, tmp_path), Reporter())
+    placed, settings = api.place_for_port(MeshSpec(dp=2, sp=2)), RunSettings()
+    target = api.claimed_target(folder.class_name, placed, settings, Reporter())
+    planned = planned_calls(folder, target, call)
+    assert planned
+    assert planned == calls_of(folder.load(torch.float32, Reporter()), target, call)
+
+
+def planned_calls(
+    folder: PipelineFolder, target: Target, call: Mapping[str, Any]
+) -> list[Called]:
+    """The programs that a plan of the folder's pipeline lists."""
+    arguments = as_arrays(folder) | call
+    found = rehearsed(folder, target, "float32", arguments, Reporter())
+    return in_order((p.name, p.inputs, dict(p.by_stage)) for p in found.programs)
+
+
+def calls_of(pipeline: Any, target: Target, call: dict[str, Any]) -> list[Called]:
+    """The programs of a run."""
+    found: list[Called] = []
+
+    class Noted(Entry):
+        """An entry whose programs note that they are called."""
+
+        def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
+            compiled = super()._executable(program, traced)
+            inputs = tuple(
+                f"{one.dtype}[{','.join(map(str, one.shape))}]"
+                for one in traced.jaxpr.in_avals[len(self._structs) :]
+            )
+            found.append((self.name, inputs, {}))
+            return compiled, found[-1][2]
+
+        def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
+            compiled, by_stage = run
+            stage = drive.stage or StageName.ENCODE
+            by_stage[stage] = by_stage.get(stage, 0) + 1
+            return super()._execute(compiled, weights, given)
+
+    seam = Seam(modules_of(pipeline), target, Reporter(), Noted)
+    try:
+        with driving(pipeline, seam.journal, Backend.TPUPORT) as drive:
+            run(pipeline, call)
+    finally:
+        seam.close()
+    return in_order(found)
+
+
+def in_order(programs: Iterable[Called]) -> list[Called]:
+    """The programs in an order that tells nothing."""
+    return sorted(programs, key=str)
