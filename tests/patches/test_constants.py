@@ -16,7 +16,7 @@ from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.ported_module import PortedModule
-from tpuport.patches.constants import CONSTANTS, MOST
+from tpuport.patches.constants import CONSTANTS, MOST, MOST_WHOLE
 
 TIMES = torch.tensor([37.0, 1000.0, 6000.0])
 
@@ -74,18 +74,44 @@ def read(x: torch.Tensor) -> torch.Tensor:
     return x * (made + 1).sum().item() + made.nonzero().shape[0]
 
 
-@pytest.mark.parametrize("function", [wide, written, viewed, read])
+def counted(x: torch.Tensor) -> torch.Tensor:
+    made = torch.arange(2 * MOST_WHOLE, device=x.device) * 3
+    far = made > 300
+    rows = x[:, None] * torch.ones(2 * MOST_WHOLE, device=x.device)
+    kept = rows[:, far].sum() * far.nonzero().sum()
+    made[2:] = 0
+    return kept * made.sum()
+
+
+@pytest.mark.parametrize("function", [wide, written, viewed, read, counted])
 def test_results_are_torchs(function: Callable[..., Any]) -> None:
     module = Calls(lambda x: function(x / 1000))
     expected = module(TIMES)
     assert error(module, CONSTANTS) <= 1e-6 * float(expected.abs().max())
 
 
-def test_a_large_constant_is_computed_by_the_program() -> None:
-    def literals(size: int) -> int:
-        module = Calls(lambda x: torch.arange(size, device=x.device).exp())
-        program = compiled(module, CONSTANTS).trace(to_numpy(TIMES)).jaxpr
-        return sum(x.size for x in program.consts)
+def literals(function: Callable[[torch.Tensor], Any]) -> int:
+    """Elements of all literals in the program of a function of positions."""
+    program = compiled(Calls(function), CONSTANTS).trace(to_numpy(TIMES)).jaxpr
+    return sum(x.size for x in program.consts)
 
-    assert literals(MOST) == MOST
-    assert literals(MOST + 1) == 0
+
+def test_a_large_constant_is_computed_by_the_program() -> None:
+    def made(x: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.arange(size, device=x.device).exp()
+
+    assert literals(lambda x: made(x, MOST)) == MOST
+    assert literals(lambda x: made(x, MOST + 1)) == 0
+
+
+def test_the_program_computes_many_whole_numbers() -> None:
+    def positions(x: torch.Tensor, size: int) -> torch.Tensor:
+        made = torch.arange(size, device=x.device) + 1
+        return (made[None, :] < x[:, None]) & (made > 3)
+
+    def frequencies(x: torch.Tensor) -> torch.Tensor:
+        return (torch.arange(2 * MOST_WHOLE, device=x.device) + 1).exp()
+
+    assert literals(lambda x: positions(x, MOST_WHOLE)) == 2 * MOST_WHOLE
+    assert literals(lambda x: positions(x, MOST_WHOLE + 1)) == 0
+    assert literals(frequencies) == 2 * MOST_WHOLE

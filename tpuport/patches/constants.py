@@ -2,7 +2,9 @@
 
 Frequencies of timesteps and positions are such: an exponential or a power of numbers
 that no input changes. XLA rounds their last bit otherwise, and a position or a timestep
-of thousands multiplies it. The results are literals of the program.
+of thousands multiplies it. The results are literals of the program. Long ones of whole
+numbers and masks, of positions say, the program computes, which is exact: they are
+literals only where an operator may need their values.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from tpuport.core.tracing.patching import Patch
 _OWN = "_tpuport_constant"
 #: Elements of a constant, at most; a program computes larger ones.
 MOST = 1 << 14
+#: Elements of a literal of whole numbers or a mask, at most.
+MOST_WHOLE = 128
 _MAKERS = (torch.arange, torch.linspace, torch.tensor)
 #: Operators whose values decide what comes of them: no more than a constant's elements.
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEX = (torch.Tensor.__getitem__, torch.ops.aten.index.Tensor)
 
 
 def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +41,18 @@ def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
         with _mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             found = _by_torch(self, func, args, kwargs)
         if found is None:
+            if _reads(func):
+                # What is indexed is not read.
+                whole, rest = (args[:1], args[1:]) if func in _INDEX else ((), args)
+                rest, kwargs = pytree.tree_map_only(
+                    torch.Tensor, lambda t: _literal(self, t), (rest, kwargs)
+                )
+                args = (*whole, *rest)
             return original(self, func, types, args, kwargs)
+        if _is_long(found) and not _reads(func):
+            result = original(self, func, types, args, kwargs)
+            setattr(result, _OWN, (found, result._elem))
+            return result
         return pytree.tree_map_only(torch.Tensor, lambda t: _kept(self, t), found)
 
     return dispatch
@@ -61,11 +77,25 @@ def _by_torch(env: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             given[1]["device"] = device
         return func(*given[0], **given[1])
 
-    if func in _MAKERS or not _READING & {*func.tags}:
+    if not _reads(func):
         made = [x for x in pytree.tree_leaves(call("meta")) if _is_tensor(x)]
         if any(x.numel() > MOST for x in made):
             return None
     return call("cpu")
+
+
+def _is_long(found: Any) -> bool:
+    """Whether torch's result is many whole numbers, or a large mask."""
+    if not _is_tensor(found) or found.is_floating_point() or found.is_complex():
+        return False
+    return found.numel() > MOST_WHOLE
+
+
+def _reads(func: Any) -> bool:
+    """Whether an operator may need values to know what it returns."""
+    if isinstance(func, torch._ops.OpOverload):
+        return bool(_READING & {*func.tags})
+    return func in _INDEX
 
 
 def _is_pure(func: Any) -> bool:
@@ -86,6 +116,12 @@ def _own(tensor: Any) -> torch.Tensor | None:
     """Torch's tensor of a constant, if nothing was written to it since."""
     own, array = vars(tensor).get(_OWN, (None, None))
     return own if own is not None and tensor._elem is array else None
+
+
+def _literal(env: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its values, if torch computed them."""
+    own = _own(tensor)
+    return tensor if own is None else _kept(env, own)
 
 
 def _kept(env: Any, own: torch.Tensor) -> Any:

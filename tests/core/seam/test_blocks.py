@@ -66,15 +66,24 @@ class Summing(Model):
 
 
 CASES = {
-    "all": ([Block(), Block(), Block()], [("blocks", 0, 3)]),
-    "numbered": ([Block(index=0), Block(index=1)], [("blocks", 0, 2)]),
-    "another first": ([Other(), Block(), Block()], [("blocks", 1, 2)]),
-    "another last": ([Block(), Block(), Block(), Other()], [("blocks", 0, 3)]),
-    "unread": ([Numbered(3), Numbered(4)], [("blocks", 0, 2)]),
+    "all": ([Block(), Block(), Block()], [(0, 3, 1)]),
+    "numbered": ([Block(index=0), Block(index=1)], [(0, 2, 1)]),
+    "another first": ([Other(), Block(), Block()], [(1, 2, 1)]),
+    "another last": ([Block(), Block(), Block(), Other()], [(0, 3, 1)]),
+    "unread": ([Numbered(3), Numbered(4)], [(0, 2, 1)]),
     "read": ([Numbered(3, 1), Numbered(4, 2)], []),
     "two kinds": (
         [Block(), Block(), Other(), Other(), Block()],
-        [("blocks", 0, 2), ("blocks", 2, 2)],
+        [(0, 2, 1), (2, 2, 1)],
+    ),
+    "in turn": ([Block(), Other(), Block(), Other()], [(0, 4, 2)]),
+    "three in turn": (
+        [Block(), Block(), Other(), Block(), Block(), Other()],
+        [(0, 6, 3)],
+    ),
+    "in turn after two": (
+        [Block(), Block(), Other(), Block(), Other(), Block()],
+        [(0, 2, 1), (2, 4, 2)],
     ),
     "one": ([Block()], []),
     "all others": ([Block(), Other()], []),
@@ -85,13 +94,14 @@ CASES = {
 def test_runs_of_alike_blocks_are_found(name: str) -> None:
     blocks, expected = CASES[name]
     model = Model(list(blocks))
-    found = [(s.path, s.first, s.count) for s in alike_blocks(model)]
+    found = [(s.first, s.count, s.period) for s in alike_blocks(model)]
     assert found == expected
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     ported = tpuport.port(model)
     assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-6)
     (entry,) = seam_of(ported).entries.values()
-    stacked = {f"blocks.{first or ''}*.linear.weight" for _, first, _ in expected}
+    firsts = {run[0] + turn for run in expected for turn in range(run[2])}
+    stacked = {f"blocks.{first or ''}*.linear.weight" for first in firsts}
     assert {name for name in entry._structs if "*.linear.weight" in name} == stacked
 
 
@@ -102,6 +112,36 @@ def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:
     assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-6)
     (entry,) = seam_of(ported).entries.values()
     assert "blocks.0.linear.weight" in entry._structs
+
+
+class Adding(Block):
+    """Takes one more argument than a block."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + y
+
+
+class Injecting(Model):
+    """Every third block is given another argument than the third before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x
+        for index, block in enumerate(self.blocks):
+            more = (start * index,) if isinstance(block, Adding) else ()
+            x = block(x, *more)
+        return x
+
+
+def test_turns_that_are_no_scan_become_runs() -> None:
+    kinds = (Block, Block, Adding) * 2
+    model = Injecting([kind() for kind in kinds])
+    assert [stack.period for stack in alike_blocks(model)] == [3]
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    ported = tpuport.port(model)
+    assert torch.allclose(ported(x), model(x), rtol=0, atol=1e-5)
+    (entry,) = seam_of(ported).entries.values()
+    assert entry._blocks is not None
+    assert [(s.first, s.count) for s in entry._blocks] == [(0, 2), (3, 2)]
 
 
 class Widening(torch.nn.Module):

@@ -54,6 +54,34 @@ def test_a_plain_attribute_is_part_of_the_key() -> None:
     assert close(ported(X), first * 3)
 
 
+class Table:
+    """A plain object that keeps what was made first, as some rotary embedders do."""
+
+    kept: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.ones(4, device=x.device) / 3
+        return self.kept
+
+
+class WithTable(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.table(x)
+
+
+def test_a_plain_object_keeps_no_tensor_of_a_trace() -> None:
+    module = WithTable()
+    ported = tpuport.port(module)
+    for rows in (3, 2):
+        assert close(ported(X[:rows]), module(X[:rows]))
+    assert ported.table.kept is None
+
+
 class Collecting(Linear):
     """Adds a hook when first called, as transformers does for hidden states."""
 

@@ -78,6 +78,17 @@ def looks_inside(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
     return plain(blocks, x, y, cond)
 
 
+def kinds_take_their_own(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    tables = (torch.cos(cond)[:, None], x.mean(1, keepdim=True))
+    other = -cond
+    for block in blocks:
+        if block.processor.factor < 0.4:
+            x, y = block(x, cond=other, y=y, gain=0.25)
+        else:
+            x, y = block(x, y, cond, tables=tables)
+    return x, y
+
+
 LOOPS: dict[str, Loop] = {
     f.__name__: f
     for f in (
@@ -112,9 +123,40 @@ LOOPS: dict[str, Loop] = {
 def test_it_is_torchs_function_and_the_unrolled_one(
     name: str, count: int, batch: int
 ) -> None:
-    module = tower(LOOPS[name], count)
+    check(tower(LOOPS[name], count), ("blocks",), batch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("period", "count"), [(2, 6), (3, 9)])
+@pytest.mark.parametrize("name", [*LOOPS, "kinds_take_their_own"])
+def test_kinds_of_blocks_that_take_turns_are_torchs_function(
+    name: str, period: int, count: int
+) -> None:
+    loop = LOOPS.get(name, kinds_take_their_own)
+    stacked = StackedBlocks(path="blocks", period=period)
+    check(turns(loop, period, count), (stacked,), 2)
+
+
+def test_kinds_that_take_turns_are_one_scan() -> None:
+    stacked = StackedBlocks(path="blocks", period=3)
+    ported, weights = port(turns(plain, 3, 12), (stacked,))
+    inputs = arrays(inputs_of())
+    assert scans(lambda w, args: ported.apply(w, *args), weights, inputs) == [4]
+    assert ported.arrays["blocks.2*.mix.weight"] == tuple(
+        f"blocks.{index}.mix.weight" for index in (2, 5, 8, 11)
+    )
+
+
+def turns(loop: Loop, period: int, count: int) -> Tower:
+    torch.manual_seed(0)
+    blocks = [Block(factor=0.2 + 0.3 * (n % period)) for n in range(count)]
+    return Tower(blocks, loop).eval()
+
+
+def check(module: torch.nn.Module, stacked: Any, batch: int) -> None:
+    """The scanned module gives what the unrolled one and torch give."""
     inputs = inputs_of(batch)
-    found = call(*port(module), *arrays(inputs))
+    found = call(*port(module, stacked), *arrays(inputs))
     unrolled = call(*port(module, ()), *arrays(inputs))
     expected = module(*inputs)
     assert len(found) == len(expected) >= 2

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,11 +21,14 @@ SMALLEST_SHARE = 0.05
 NUMBERS = frozenset({"layer_idx"})
 
 
-def alike_blocks(module: torch.nn.Module) -> tuple[StackedBlocks, ...]:
+def alike_blocks(
+    module: torch.nn.Module, turns: bool = True
+) -> tuple[StackedBlocks, ...]:
     """The lists of structurally identical blocks in ``module``, outermost first.
 
-    Every run of alike blocks of a list is a stack: the first or the last block of a
-    list is often another, and some lists have two kinds of blocks in turn.
+    Every run of alike blocks of a list is a stack, and so are kinds of blocks that take
+    turns: of all ways to part a list, the one with the fewest bodies to compile.
+    Without ``turns`` there are only runs.
     """
     total = sum(parameter.numel() for parameter in module.parameters())
     found: list[StackedBlocks] = []
@@ -34,13 +37,15 @@ def alike_blocks(module: torch.nn.Module) -> tuple[StackedBlocks, ...]:
         inside = any(path.startswith(f"{stack.path}.") for stack in found)
         if inside or not isinstance(blocks, torch.nn.ModuleList):
             continue
-        runs = list(_runs(list(blocks), differ))
-        alike = [block for first, count in runs for block in blocks[first:][:count]]
+        runs = _runs(_kinds(list(blocks), differ), turns)
+        alike = [block for first, count, _ in runs for block in blocks[first:][:count]]
         held = sum(p.numel() for block in alike for p in block.parameters())
         if held >= SMALLEST_SHARE * total:
             found += (
-                StackedBlocks(path=path, first=first, count=count, differ=differ)
-                for first, count in runs
+                StackedBlocks(
+                    path=path, first=first, count=count, period=period, differ=differ
+                )
+                for first, count, period in runs
             )
     return tuple(found)
 
@@ -101,36 +106,64 @@ def usable_stacks(
     return tuple(usable)
 
 
-def without(stacks: tuple[StackedBlocks, ...], path: str) -> tuple[StackedBlocks, ...]:
-    """Fewer ``stacks``: those of ``path`` leave out their first block, or go.
+def without(
+    module: torch.nn.Module, stacks: tuple[StackedBlocks, ...], path: str
+) -> tuple[StackedBlocks, ...]:
+    """Fewer ``stacks``, after those of ``path`` were refused.
 
-    The first block of some models takes another dtype than it hands on: in bfloat16 the
-    blocks of T5 return float32.
+    Kinds of blocks that take turns become runs of alike blocks. Runs leave out their
+    first block, or go: the first block of some models takes another dtype than it hands
+    on, and in bfloat16 the blocks of T5 return float32.
     """
-    kept = []
-    for one in stacks:
-        if one.path != path:
-            kept.append(one)
-        elif one.first == 0 and (one.count or 0) > 2:
-            count = (one.count or 0) - 1
-            kept.append(replace(one, first=1, count=count))
-    return tuple(kept)
+    others = tuple(one for one in stacks if one.path != path)
+    refused = [one for one in stacks if one.path == path]
+    if any(one.period > 1 for one in refused):
+        runs = alike_blocks(module, turns=False)
+        return (*others, *(one for one in runs if one.path == path))
+    first = [one for one in refused if one.first == 0 and (one.count or 0) > 2]
+    return (
+        *others,
+        *(replace(one, first=1, count=(one.count or 0) - 1) for one in first),
+    )
 
 
-def _runs(
+def _kinds(
     blocks: Sequence[torch.nn.Module | None], differ: Sequence[str]
-) -> Iterator[tuple[int, int]]:
-    """Where runs of two or more alike blocks begin, and their lengths."""
-    first = 0
-    for index in range(1, len(blocks) + 1):
-        if index == len(blocks) or _apart(blocks[first], blocks[index], differ):
-            if index - first > 1:
-                yield first, index - first
+) -> list[int]:
+    """For each block the first one that is like the block; an empty place is alone."""
+    firsts: list[int] = []
+    kinds = []
+    for index, block in enumerate(blocks):
+        for first in firsts:
+            one = blocks[first]
+            if one is not None and block is not None and not unlike(one, block, differ):
+                break
+        else:
             first = index
+            firsts.append(index)
+        kinds.append(first)
+    return kinds
 
 
-def _apart(
-    one: torch.nn.Module | None, other: torch.nn.Module | None, differ: Sequence[str]
-) -> bool:
-    """Whether two entries of a list are unlike; an empty one is like no other."""
-    return one is None or other is None or bool(unlike(one, other, differ))
+def _runs(kinds: Sequence[int], turns: bool) -> list[tuple[int, int, int]]:
+    """Where runs of alike blocks begin, their lengths and their periods.
+
+    Each run holds a period twice or more.
+    """
+    #: From each place on: the bodies of the best parting, how many of them are in turns
+    #: of others, and its runs.
+    best: list[tuple[int, int, list[tuple[int, int, int]]]] = [(0, 0, [])]
+    for first in reversed(range(len(kinds))):
+        rest = best[0]
+        found = (rest[0] + 1, rest[1], rest[2])
+        longest = (len(kinds) - first) // 2
+        for period in range(1, (longest if turns else min(1, longest)) + 1):
+            stop = first + period
+            while kinds[stop : stop + period] == kinds[first : first + period]:
+                stop += period
+                bodies, more, runs = best[stop - first - 1]
+                here = (first, stop - first, period)
+                made = (bodies + period, more + period - 1, [here, *runs])
+                found = min(found, made, key=lambda parting: parting[:2])
+        best.insert(0, found)
+    return best[0][2]

@@ -198,7 +198,7 @@ class Entry(ProgramRuns):
                 program = self._traced(form, state, tensors, constant, draws, place)
             except StackError as error:
                 assert self._blocks is not None
-                kept = without(self._blocks, error.path)
+                kept = without(self.module, self._blocks, error.path)
                 if kept == self._blocks:
                     raise
                 self._rebuild(kept)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import own_attributes
@@ -84,10 +86,12 @@ class Attributes:
         """The attributes of ``form`` stand while a program is traced.
 
         The old attributes are put back on exit, and the old hooks: a hook that every
-        trace adds would collect twice. The result tells what was written.
+        trace adds would collect twice. Plain objects keep no tensors of the trace, such
+        as rotary tables. The result tells what was written.
         """
         modules = dict(self._module.named_modules())
         saved = {path: dict(vars(module)) for path, module in modules.items()}
+        plain = _plain_objects(modules.values())
         hooks = {path: [*m._forward_hooks.items()] for path, m in modules.items()}
         given: Mapping[str, Mapping[str, Any]] = put_together(form, tensors)
         written = Written({})
@@ -106,6 +110,8 @@ class Attributes:
                 if changed:
                     written.values[path] = changed
         finally:
+            for value, before in plain:
+                _take_back(value, before)
             for path, module in modules.items():
                 now = module.__dict__
                 for name in now.keys() - saved[path].keys():
@@ -161,6 +167,31 @@ def _wrapped(value: Any) -> Iterator[Any]:
             cells = getattr(value, "__closure__", None) or ()
             yield from (cell.cell_contents for cell in cells)
         value = vars(value).get("__wrapped__") if hasattr(value, "__dict__") else None
+
+
+def _plain_objects(
+    modules: Iterable[torch.nn.Module],
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Objects in attributes that are no modules, and what they hold."""
+    values = {id(v): v for m in modules for v in vars(m).values()}.values()
+    kinds = torch.nn.Module, torch.Tensor, type, types.FunctionType
+    return [
+        (value, dict(vars(value)))
+        for value in values
+        if hasattr(value, "__dict__") and not isinstance(value, kinds)
+    ]
+
+
+def _take_back(value: Any, before: dict[str, Any]) -> None:
+    """Undo what a trace assigned to a plain object, if that has tensors."""
+    for name, now in list(vars(value).items()):
+        tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(now))
+        if now is before.get(name) or not tensors:
+            continue
+        if name in before:
+            vars(value)[name] = before[name]
+        else:
+            del vars(value)[name]
 
 
 def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -7,28 +7,27 @@ stacked weights, whose body is the first block's forward, traced once. A loop th
 hands the state on becomes one scan; a loop that reads the state on the way gets one
 more scan; a loop that does anything else between its blocks is refused, by name.
 
+Where some kinds of blocks take turns, the body is one block of each kind.
+
 The state is found by looking: the arguments of a block that the block before returned.
-All other arguments must be the very same objects for every block.
+All other arguments must be the very same objects for every block of a kind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend.core
-import jax.numpy as jnp
 import torch
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as torch_pytree
 
-from tpuport.core import compat
 from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replaced
+from tpuport.core.tracing.block_trace import TracedBlock, Unscannable, same
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
-from tpuport.core.tracing.pair_rotations import rotations_joined
 
 
 @contextlib.contextmanager
@@ -51,14 +50,11 @@ def scanned(
             hand their state on.
     """
     replacements: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
-    for stack in stacks:
-        names = {tensor: stack.name(tensor) for tensor in stack.tensors}
-        arrays = {tensor: weights[name] for tensor, name in names.items()}
-        whole = {t: gathered[name] for t, name in names.items() if name in gathered}
-        runner = _Runner(stack, arrays, env, whole)
+    for _, turns in itertools.groupby(stacks, lambda s: (s.path, s.first - s.turn)):
+        runner = _Runner(tuple(turns), weights, env, gathered)
         replacements += [
-            (block, runner.forward_of(index))
-            for index, block in enumerate(stack.blocks)
+            (block, runner.forward_of(index, block))
+            for index, block in enumerate(runner.blocks())
         ]
     with forwards_replaced(replacements):
         yield
@@ -83,29 +79,89 @@ def slices(
 
 @dataclass(eq=False)
 class _Runner:
-    """The blocks of one stack during one call of the module."""
+    """The blocks of stacks that take turns, during one call of the module."""
 
-    stack: Stack
+    turns: tuple[Stack, ...]
     weights: Mapping[str, jax.Array]
     env: Any
     gathered: Mapping[str, jax.sharding.NamedSharding]
     chain: _Chain | None = None
 
-    def forward_of(self, index: int) -> Callable[..., Any]:
-        original = self.stack.blocks[index].forward
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return len(self.turns) * len(self.turns[0].blocks)
+
+    def blocks(self) -> Iterator[torch.nn.Module]:
+        """The blocks, in the order of the list."""
+        for together in zip(*(stack.blocks for stack in self.turns), strict=True):
+            yield from together
+
+    def name(self, index: int) -> str:
+        """The dotted name of a block."""
+        return f"{self.turns[0].path}.{self.turns[0].first + index}"
+
+    def turn(self, index: int) -> int:
+        """Of which stack a block is."""
+        return index % len(self.turns)
+
+    def arrays(self, turn: int) -> dict[str, jax.Array]:
+        """The weights of one stack, by tensor."""
+        stack = self.turns[turn]
+        return {tensor: self.weights[stack.name(tensor)] for tensor in stack.tensors}
+
+    def traced(self, index: int, call: _Call, **state: Any) -> TracedBlock:
+        """A block's call, traced for all blocks of the stack."""
+        stack = self.turns[self.turn(index)]
+        names = {tensor: stack.name(tensor) for tensor in stack.tensors}
+        gathered = {t: self.gathered[n] for t, n in names.items() if n in self.gathered}
+        try:
+            return TracedBlock(
+                block=stack.blocks[index // len(self.turns)],
+                forward=call.forward,
+                weights=self.arrays(self.turn(index)),
+                gathered=gathered,
+                env=self.env,
+                leaves=call.leaves,
+                tree=call.tree,
+                **state,
+            )
+        except Unscannable as error:
+            raise self.error(index, str(error)) from None
+
+    def forward_of(self, index: int, block: torch.nn.Module) -> Callable[..., Any]:
+        original = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, tree = torch_pytree.tree_flatten((args, kwargs))
+            call = _Call(original, *torch_pytree.tree_flatten((args, kwargs)))
             chain = self.chain
             # A loop may end early, and the next loop starts at the first block again. A
             # loop that starts later belongs to a forward from a captured state.
             if chain is None or chain.done or index == 0:
-                self.chain = chain = _Chain(self, index, original, leaves, tree)
+                self.chain = chain = _Chain(self, index, call)
             else:
-                chain.add(index, leaves, tree)
+                chain.add(index, call)
             return chain.output(index)
 
         return forward
+
+    def error(self, index: int, problem: str) -> StackError:
+        path = self.turns[0].path
+        return StackError(
+            path,
+            f"stacked blocks: {self.name(index)} {problem}. A loop that does "
+            "more than hand the state from block to block cannot be one scan; take "
+            f"{path!r} out of Component.stacked",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a block: its own forward, and the arguments, flattened."""
+
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    tree: Any
 
 
 @dataclass(eq=False)
@@ -115,11 +171,9 @@ class _Chain:
     Attributes:
         runner: the runner of the blocks.
         start: the first block called.
-        forward: forward of the first block.
-        leaves: arguments of the first block, flattened.
-        tree: structure of these arguments.
+        first: the call of this block.
         last: the last block called so far.
-        state: position among the arguments -> which output of the block before.
+        traced: by turn, the first call of a block.
         starts: where scans begin -> the arguments there; a scan begins at a block if
             the state in front of the block was read.
         ran: the outputs of the blocks that ran.
@@ -127,86 +181,24 @@ class _Chain:
 
     runner: _Runner
     start: int
-    forward: Callable[..., Any]
-    leaves: list[Any]
-    tree: Any
+    first: _Call
     last: int = -1
-    state: dict[int, int] | None = None
+    traced: dict[int, TracedBlock] = field(default_factory=dict)
     starts: dict[int, list[Any]] = field(default_factory=dict)
     ran: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.last = self.start
-        self._env = self.runner.env
-        self._is_array = [
-            _is_array(leaf) and not self._is_known(leaf) for leaf in self.leaves
-        ]
-        arrays = [
-            _strong(self._env.t2j_iso(leaf))
-            for leaf, is_array in zip(self.leaves, self._is_array, strict=True)
-            if is_array
-        ]
-        # Positions among the leaves -> positions among the arrays.
-        places = (p for p, is_array in enumerate(self._is_array) if is_array)
-        self._slot = {position: slot for slot, position in enumerate(places)}
-        self.starts[self.start] = arrays
-        block = self.runner.stack.blocks[self.start]
-        found: dict[str, Any] = {}
-
-        def run(layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-            tensors = self._env.j2t_iso(arrays)
-            given = iter(tensors)
-            leaves = [
-                next(given) if is_array else leaf
-                for leaf, is_array in zip(self.leaves, self._is_array, strict=True)
-            ]
-            args, kwargs = torch_pytree.tree_unflatten(leaves, self.tree)
-            held = list(_tensors_in(self.leaves))
-            with _reparametrize_module(block, self._env.j2t_iso(dict(layer))):
-                out = self.forward(*args, **kwargs)
-            after, tree = torch_pytree.tree_flatten((args, kwargs))
-            if tree != self.tree or not all(map(_same, after, leaves)):
-                raise self._error(self.start, "changes a list or dict that it is given")
-            still = list(_tensors_in(self.leaves))
-            if len(still) != len(held) or not all(map(_same, still, held)):
-                kinds = {type(leaf).__name__ for leaf in self.leaves if _holds(leaf)}
-                what = ", ".join(sorted(kinds)) or "what it is given"
-                raise self._error(self.start, f"keeps tensors in {what}")
-            for tensor, array in zip(tensors, arrays, strict=True):
-                if tensor.jax() is not array:
-                    raise self._error(self.start, "writes to its arguments in place")
-            outputs, found["tree"] = torch_pytree.tree_flatten(out)
-            found["leaves"] = [
-                (None, True) if isinstance(leaf, torch.Tensor) else (leaf, False)
-                for leaf in outputs
-            ]
-            return [
-                self._env.t2j_iso(x) for x in outputs if isinstance(x, torch.Tensor)
-            ]
-
-        layer = {
-            name: jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
-            for name, whole in self.runner.weights.items()
-        }
-        traced, self._structs = jax.make_jaxpr(run, return_shape=True)(layer, arrays)
-        self._traced = rotations_joined(traced)
-        self._out_leaves, self._out_tree = found["leaves"], found["tree"]
-
-    def _is_known(self, leaf: Any) -> bool:
-        """Whether a tensor's values are known while tracing: a mask, an index.
-
-        The first block's code may ask for these values, and so may the scan.
-        """
-        array = self._env.t2j_iso(leaf)
-        known = not isinstance(array, jax.core.Tracer)
-        return known and not jnp.issubdtype(array.dtype, jnp.inexact)
+        traced = self.runner.traced(self.start, self.first)
+        self.traced[self.runner.turn(self.start)] = traced
+        self.starts[self.start] = traced.arrays
 
     @property
     def done(self) -> bool:
         """Whether the last block of the stack was called."""
-        return self.last == len(self.runner.stack.blocks) - 1
+        return self.last == self.runner.count - 1
 
-    def add(self, index: int, leaves: list[Any], tree: Any) -> None:
+    def add(self, index: int, call: _Call) -> None:
         """Note the call of the next block.
 
         Raises:
@@ -214,47 +206,34 @@ class _Chain:
                 block before and the same arguments otherwise.
         """
         if index != self.last + 1:
-            raise self._error(
-                index,
-                f"runs after {self.runner.stack.block_name(self.last)}; stacked blocks "
-                "run in order",
-            )
-        if tree != self.tree or len(leaves) != len(self.leaves):
-            raise self._error(index, "is called with other arguments than the first")
-        state: dict[int, int] = {}
-        for position, (leaf, first) in enumerate(zip(leaves, self.leaves, strict=True)):
-            owner = owner_of(leaf)
-            if isinstance(owner, _Output) and owner.chain is self:
-                if owner.block != self.last:
-                    raise self._error(index, "takes the state of an earlier block")
-                if was_written(leaf):
-                    raise self._error(index, "takes a state that was written to")
-                state[position] = owner.index
-            elif not _same(leaf, first):
-                raise self._error(
-                    index,
-                    f"is called with another argument ({_text(leaf)}, not "
-                    f"{_text(first)}) than the blocks before it, and it is not what "
-                    "the block before returned",
-                )
+            before = self.runner.name(self.last)
+            problem = f"runs after {before}; stacked blocks run in order"
+            raise self.runner.error(index, problem)
+        state = self._state(index, call)
+        known = self.traced.get(self.runner.turn(index))
+        if known is not None:
+            self._check(index, call, state, known)
         if not state:
-            raise self._error(index, "does not take what the block before returned")
-        if self.state is None:
-            self._check_state(index, state)
-            self.state = state
-        elif state != self.state:
-            raise self._error(index, "takes the state in other places")
+            problem = "does not take what the block before returned"
+            raise self.runner.error(index, problem)
+        if known is None:
+            structs = self._at(self.last).structs
+            handed = {place: structs[output] for place, output in state.items()}
+            known = self.runner.traced(index, call, handed=handed, state=state)
+            self.traced[self.runner.turn(index)] = known
+        elif known.state is None:
+            self._check_state(index, state, known)
+            known.state = state
+        elif state != known.state:
+            raise self.runner.error(index, "takes the state in other places")
         if self.last in self.ran:
             # The state was read: a new scan continues from here.
-            before = self.ran[self.last]
-            arrays = list(self.starts[max(self.starts)])
-            for position, output in state.items():
-                arrays[self._slot[position]] = before[output]
-            self.starts[index] = arrays
+            self.starts[index] = known.given(self.ran[self.last])
         self.last = index
 
     def output(self, index: int) -> Any:
         """The result of block ``index``: deferred tensors, all else unchanged."""
+        traced = self._at(index)
 
         def make(number: int) -> torch.Tensor:
             def read() -> jax.Array:
@@ -262,13 +241,9 @@ class _Chain:
                 return array
 
             owner = _Output(self, index, number)
-            return deferred(self._structs[number], self._env, read, owner)
+            return deferred(traced.structs[number], self.runner.env, read, owner)
 
-        tensors = map(make, range(len(self._structs)))
-        leaves = [
-            next(tensors) if is_tensor else leaf for leaf, is_tensor in self._out_leaves
-        ]
-        return torch_pytree.tree_unflatten(leaves, self._out_tree)
+        return traced.wrapped(make)
 
     def run(self, index: int) -> list[Any]:
         """The outputs of block ``index``."""
@@ -276,90 +251,134 @@ class _Chain:
             return self.ran[index]
         start = max(s for s in self.starts if s <= index)
         arrays = self.starts[start]
-        state = self.state or {}
-        handed_on = set(state.values()) == set(range(len(self._structs)))
+        count = len(self._at(index).structs)
+        after = self.traced.get(self.runner.turn(index + 1))
+        state = (after.state if after else None) or {}
         # The last block runs by itself if it returns more than the state.
-        alone = index == start or not handed_on
-        stop = index if alone else index + 1
-        if stop > start:
-            arrays = self._scan(start, stop, arrays)
+        alone = index == start or {*state.values()} != {*range(count)}
+        arrays = self._advance(start, index if alone else index + 1, arrays)
         if alone:
-            layer = {
-                name: jax.lax.index_in_dim(whole, index, keepdims=False)
-                for name, whole in self.runner.weights.items()
-            }
-            outputs = self._block(layer, arrays)
+            outputs = self._block(index, arrays)
         else:
-            where = {output: self._slot[p] for p, output in state.items()}
-            outputs = [arrays[where[number]] for number in range(len(self._structs))]
+            assert after is not None
+            where = {output: after.slot[place] for place, output in state.items()}
+            outputs = [arrays[where[number]] for number in range(count)]
         self.ran[index] = outputs
         return outputs
 
-    def _scan(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
-        """The arguments of block ``stop``."""
-        assert self.state is not None
-        slots = [self._slot[position] for position in self.state]
-        outputs = list(self.state.values())
+    def _at(self, index: int) -> TracedBlock:
+        return self.traced[self.runner.turn(index)]
 
-        def step(values: list[Any], layer: Mapping[str, Any]) -> list[Any]:
+    def _advance(self, start: int, stop: int, arrays: list[Any]) -> list[Any]:
+        """The arguments of block ``stop`` from those of block ``start``."""
+        rounds = (stop - start) // len(self.runner.turns)
+        if rounds:
+            arrays = self._scan(start, rounds, arrays)
+        for index in range(start + rounds * len(self.runner.turns), stop):
+            arrays = self._at(index + 1).given(self._block(index, arrays))
+        return arrays
+
+    def _scan(self, start: int, rounds: int, arrays: list[Any]) -> list[Any]:
+        """The arguments of a block of the same turn, so many rounds after ``start``."""
+        traced = self._at(start)
+        state = traced.state
+        assert state is not None
+        slots = [traced.slot[place] for place in state]
+        turns = len(self.runner.turns)
+        indices = range(start, start + turns)
+
+        def step(values: list[Any], layers: Sequence[Mapping[str, Any]]) -> list[Any]:
             given = list(arrays)
             for slot, value in zip(slots, values, strict=True):
                 given[slot] = value
-            out = self._block(layer, given)
-            return [out[number] for number in outputs]
+            for index, layer in zip(indices, layers, strict=True):
+                out = self._at(index)(layer, given)
+                given = self._at(index + 1).given(out)
+            return [given[slot] for slot in slots]
 
         def part(carry: tuple[Any, list[Any]], _: None) -> Any:
-            index, values = carry
-            layer = {
-                name: jax.lax.dynamic_index_in_dim(
-                    whole, index, keepdims=False, allow_negative_indices=False
-                )
-                for name, whole in weights.items()
-            }
-            return (index + 1, step(values, layer)), None
+            place, values = carry
+            layers = [
+                {
+                    name: jax.lax.dynamic_index_in_dim(
+                        whole,
+                        place + (index // turns - start // turns),
+                        keepdims=False,
+                        allow_negative_indices=False,
+                    )
+                    for name, whole in weights[self.runner.turn(index)].items()
+                }
+                for index in indices
+            ]
+            return (place + 1, step(values, layers)), None
 
-        weights = dict(self.runner.weights)
-        count, values = stop - start, [arrays[slot] for slot in slots]
-        if count == len(self.runner.stack.blocks):
+        weights = [self.runner.arrays(turn) for turn in range(turns)]
+        values = [arrays[slot] for slot in slots]
+        if rounds * turns == self.runner.count:
             values, _ = jax.lax.scan(lambda v, w: (step(v, w), None), values, weights)
         else:
             # Layers are picked by their index: cutting the stack would copy it.
-            (_, values), _ = jax.lax.scan(part, (start, values), length=count)
+            carry = (start // turns, values)
+            (_, values), _ = jax.lax.scan(part, carry, length=rounds)
         after = list(arrays)
         for slot, value in zip(slots, values, strict=True):
             after[slot] = value
         return after
 
-    def _block(self, layer: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
-        """One block on the weights ``layer``."""
-        # Gather inside the loop: before the loop all blocks would be whole at once.
-        constrain = jax.lax.with_sharding_constraint
-        whole = {n: constrain(layer[n], s) for n, s in self.runner.gathered.items()}
-        flat = jax.tree.leaves(({**layer, **whole}, arrays))
-        with compat.without_folding():  # a block may ask for its place on the mesh
-            out: list[Any] = jax.extend.core.jaxpr_as_fun(self._traced)(*flat)
-        return out
+    def _block(self, index: int, arrays: list[Any]) -> list[Any]:
+        """One block on its weights."""
+        turns = len(self.runner.turns)
+        layer = {
+            name: jax.lax.index_in_dim(whole, index // turns, keepdims=False)
+            for name, whole in self.runner.arrays(self.runner.turn(index)).items()
+        }
+        return self._at(index)(layer, arrays)
 
-    def _check_state(self, index: int, state: Mapping[int, int]) -> None:
-        arrays = self.starts[self.start]
-        for position, output in state.items():
-            given, struct = arrays[self._slot[position]], self._structs[output]
-            if (given.shape, given.dtype) != (struct.shape, struct.dtype):
-                raise self._error(
-                    self.start,
-                    f"takes {given.dtype} {[*given.shape]} and returns {struct.dtype} "
-                    f"{[*struct.shape]} in its place for "
-                    f"{self.runner.stack.block_name(index)}",
+    def _state(self, index: int, call: _Call) -> dict[int, int]:
+        """Position among the arguments -> output of the block before; may be empty."""
+        state: dict[int, int] = {}
+        for position, leaf in enumerate(call.leaves):
+            owner = owner_of(leaf)
+            if isinstance(owner, _Output) and owner.chain is self:
+                if owner.block != self.last:
+                    raise self.runner.error(
+                        index, "takes the state of an earlier block"
+                    )
+                if was_written(leaf):
+                    raise self.runner.error(index, "takes a state that was written to")
+                state[position] = owner.index
+        return state
+
+    def _check(
+        self, index: int, call: _Call, state: dict[int, int], known: TracedBlock
+    ) -> None:
+        """Refuse a call that is not like the first one of this turn."""
+        error = self.runner.error
+        if call.tree != known.tree or len(call.leaves) != len(known.leaves):
+            raise error(index, "is called with other arguments than the first")
+        for position, leaf in enumerate(call.leaves):
+            first = known.leaves[position]
+            if position not in state and not same(leaf, first):
+                raise error(
+                    index,
+                    f"is called with another argument ({_text(leaf)}, not "
+                    f"{_text(first)}) than the blocks before it, and it is not what "
+                    "the block before returned",
                 )
 
-    def _error(self, index: int, problem: str) -> StackError:
-        stack = self.runner.stack
-        return StackError(
-            stack.path,
-            f"stacked blocks: {stack.block_name(index)} {problem}. A loop that does "
-            "more than hand the state from block to block cannot be one scan; take "
-            f"{stack.path!r} out of Component.stacked",
-        )
+    def _check_state(
+        self, index: int, state: Mapping[int, int], known: TracedBlock
+    ) -> None:
+        for position, output in state.items():
+            given = known.arrays[known.slot[position]]
+            struct = self._at(self.last).structs[output]
+            if (given.shape, given.dtype) != (struct.shape, struct.dtype):
+                raise self.runner.error(
+                    self.start,
+                    f"takes {given.dtype} {[*given.shape]} and "
+                    f"{self.runner.name(self.last)} returns {struct.dtype} "
+                    f"{[*struct.shape]} in its place for {self.runner.name(index)}",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,44 +388,6 @@ class _Output:
     chain: _Chain
     block: int
     index: int
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether an argument is a tensor of the traced program."""
-    from torchax.tensor import Tensor
-    from torchax.view import View
-
-    return isinstance(leaf, torch.Tensor) and isinstance(leaf, Tensor | View)
-
-
-def _strong(x: jax.Array) -> jax.Array:
-    """``x`` with a dtype that is not weak, as a scan's carry needs it."""
-    return jnp.asarray(x, dtype=x.dtype)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two arguments of blocks are one and the same."""
-    if one is other:
-        return True
-    plain = bool | int | float | str | None
-    return isinstance(one, plain) and type(one) is type(other) and bool(one == other)
-
-
-def _holds(leaf: Any) -> bool:
-    """Whether an argument is no tensor and holds some."""
-    return not isinstance(leaf, torch.Tensor) and any(True for _ in _tensors_in(leaf))
-
-
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors that an object holds, a cache of keys and values say."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not callable(value):
-        inside = value.values() if isinstance(value, Mapping) else value
-        if not isinstance(value, Mapping | list | tuple):
-            inside = getattr(value, "__dict__", {}).values()
-        for part in inside:
-            yield from _tensors_in(part, depth - 1)
 
 
 def _text(value: Any) -> str:

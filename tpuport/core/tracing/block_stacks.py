@@ -36,12 +36,14 @@ class StackError(PluginError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedBlocks:
-    """A list of identical blocks.
+    """A list of identical blocks, or of some kinds of blocks that take turns.
 
     Attributes:
         path: dotted name of the ``ModuleList``.
         first: the first block that is like the others; earlier blocks run unstacked.
         count: the number of stacked blocks; ``None`` for all from ``first`` on.
+        period: a block is like the block so many places before; ``count`` is a multiple
+            of the period.
         differ: names of attributes that may differ from block to block because forward
             does not depend on them here, such as the index of a cache that is not used.
     """
@@ -49,6 +51,7 @@ class StackedBlocks:
     path: str
     first: int = 0
     count: int | None = None
+    period: int = 1
     differ: tuple[str, ...] = ()
 
     @classmethod
@@ -59,19 +62,24 @@ class StackedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The blocks of one list of a module that are stacked; two or more.
+    """Identical blocks of one list of a module; two or more.
 
     Attributes:
         path: dotted name of the list.
         first: index of the first stacked block in the list.
         blocks: the modules.
         tensors: names of a block's parameters and buffers, within the block.
+        period: the blocks are so many places apart: stacks of other blocks take turns
+            with this one.
+        turn: which of these stacks this one is.
     """
 
     path: str
     first: int
     blocks: tuple[torch.nn.Module, ...]
     tensors: tuple[str, ...]
+    period: int = 1
+    turn: int = 0
 
     def name(self, tensor: str) -> str:
         """The name of the array that holds ``tensor`` of all blocks."""
@@ -79,12 +87,12 @@ class Stack:
 
     def members(self, tensor: str) -> tuple[str, ...]:
         """The names that ``tensor`` has in the module, one per block."""
-        last = self.first + len(self.blocks)
-        return tuple(f"{self.path}.{i}.{tensor}" for i in range(self.first, last))
+        blocks = range(len(self.blocks))
+        return tuple(f"{self.block_name(index)}.{tensor}" for index in blocks)
 
     def block_name(self, index: int) -> str:
         """The dotted name of one of ``blocks``."""
-        return f"{self.path}.{self.first + index}"
+        return f"{self.path}.{self.first + index * self.period}"
 
 
 def find_stacks(
@@ -103,8 +111,8 @@ def find_stacks(
         PluginError: there is no such list, its blocks are not identical, or they share
             weights with each other or the rest of the module.
     """
-    stacks = [_find(module, StackedBlocks.of(one)) for one in declared]
-    found = tuple(stack for stack in stacks if stack is not None)
+    wanted = map(StackedBlocks.of, declared)
+    found = tuple(stack for one in wanted for stack in _find(module, one))
     names = {
         member: stack
         for stack in found
@@ -167,15 +175,25 @@ def forwards_replaced(
                 vars(block)["forward"] = before
 
 
-def _find(module: torch.nn.Module, declared: StackedBlocks) -> Stack | None:
-    name = type(module).__name__
-    blocks = blocks_at(module, declared.path, "stacked blocks")
-    alike = tuple(blocks)[declared.first :][: declared.count]
-    if len(alike) < 2 or not (tensors := tuple(_tensors(alike[0]))):
-        return None
-    stack = Stack(declared.path, declared.first, alike, tensors)
-    for index in range(1, len(alike)):
-        difference = unlike(alike[0], alike[index], declared.differ)
+def _find(module: torch.nn.Module, declared: StackedBlocks) -> Iterator[Stack]:
+    """The stacks that take turns in a list, or none."""
+    blocks = tuple(blocks_at(module, declared.path, "stacked blocks"))
+    blocks = blocks[declared.first :][: declared.count]
+    period = declared.period
+    names = [tuple(_tensors(block)) for block in blocks[:period]]
+    if len(blocks) < 2 * period or not all(names):
+        return
+    for turn, tensors in enumerate(names):
+        alike = blocks[turn::period]
+        first = declared.first + turn
+        stack = Stack(declared.path, first, alike, tensors, period, turn)
+        _check_alike(stack, type(module).__name__, declared.differ)
+        yield stack
+
+
+def _check_alike(stack: Stack, name: str, differ: Sequence[str]) -> None:
+    for index, block in enumerate(stack.blocks):
+        difference = unlike(stack.blocks[0], block, differ)
         if difference:
             raise PluginError(
                 f"stacked blocks: {stack.block_name(index)} of {name} is not like "
@@ -183,7 +201,6 @@ def _find(module: torch.nn.Module, declared: StackedBlocks) -> Stack | None:
                 "stacked; take the list out of Component.stacked, or name an attribute "
                 "that forward does not read in StackedBlocks(differ=...)"
             )
-    return stack
 
 
 def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
