@@ -20,6 +20,7 @@ from tpuport.core.files.run_record import STAGES
 from tpuport.core.mesh.chips import CHIPS
 from tpuport.core.mesh.compiler_flags import (
     FLAGS,
+    GATHERS,
     choose_flags,
     flags_for,
 )
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHIPS_WITH_FLAGS = sorted({chip for flag in FLAGS for chip in flag.chips})
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 ASYNC = "xla_tpu_enable_async_all_to_all"
+SPARSE = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 
 
 def device(kind: str, platform: str = "tpu") -> Any:
@@ -45,7 +47,7 @@ def test_every_row_says_for_what_chips_what_it_does_and_who_says_so() -> None:
         assert flag.chips
         assert set(flag.chips) <= set(CHIPS)
         assert flag.stages
-        assert set(flag.stages) <= set(STAGES)
+        assert set(flag.stages) <= {*STAGES, GATHERS}
         # A figure, and how it was had.
         assert re.search(r"\d", flag.effect)
         assert re.search(r"\b(predicted|measured)\b", flag.effect)
@@ -65,13 +67,15 @@ def test_a_chip_has_one_value_of_a_flag(chip: str) -> None:
 def test_a_stage_takes_its_own_rows_alone() -> None:
     # A larger limit makes convolutions compile for minutes; see docs/performance.md.
     assert choose_flags("v6e", [], "decode").options == {}
-    assert choose_flags("v6e", [], "denoise") == choose_flags("v6e", [])
+    assert set(choose_flags("v6e", [], "denoise").options) == {VMEM, ASYNC}
+    assert set(choose_flags("v6e", [], "decode", GATHERS).options) == {SPARSE}
+    assert choose_flags("v6e", [], "denoise", GATHERS) == choose_flags("v6e", [])
 
 
 def test_without_the_users_flags_all_of_the_chip_apply() -> None:
     chosen = choose_flags("v6e", ["--xla_tpu_rwb_fusion=false"])
     assert chosen.applied == tuple(f for f in FLAGS if "v6e" in f.chips)
-    assert set(chosen.options) == {VMEM, ASYNC}
+    assert set(chosen.options) == {VMEM, ASYNC, SPARSE}
     assert f"--{VMEM}={chosen.options[VMEM]}" in chosen.texts
     assert chosen.remarks() == []
 
@@ -191,7 +195,7 @@ for name in sys.argv[1:]:
     device, *programs = lowered(name)
     started = [p.compile().as_text().count(" all-to-all-start(") for p in programs]
     found[name] = {
-        "options": flags_for(device, "denoise").options,
+        "options": flags_for(device, "denoise", "gathers").options,
         "started": dict(zip(("denoise", "decode"), started)),
     }
 try:
@@ -233,7 +237,7 @@ def test_the_compiler_takes_every_flag_on_its_chips() -> None:
     slices = {chip: f"{chip}-8" for chip in CHIPS_WITH_FLAGS}
     found = compiled(*slices.values())
     for chip, name in slices.items():
-        options = choose_flags(chip, stage="denoise").options
+        options = choose_flags(chip).options
         assert found[name]["options"] == options
         # What the flag is for: a transfer is started, and waited for later.
         started = {"denoise": int(ASYNC in options), "decode": 0}

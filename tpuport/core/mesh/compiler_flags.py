@@ -32,7 +32,7 @@ class LibtpuFlag:
         name: without dashes, such as ``"xla_tpu_scoped_vmem_limit_kib"``.
         value: as text.
         chips: those it is set for, keys of :data:`tpuport.core.mesh.chips.CHIPS`.
-        stages: whose programs it is for.
+        stages: whose programs it is for; :data:`GATHERS` for those that gather weights.
         effect: what it does for a step, with figures.
         source: who sets it for such programs, and the command that gave the figures.
     """
@@ -55,6 +55,8 @@ class LibtpuFlag:
 
 
 _DENOISE = ("denoise",)
+#: Programs whose weights are held in parts, in a pipeline without a plugin.
+GATHERS = "gathers"
 
 
 def _vmem(kib: int, chips: tuple[str, ...], effect: str) -> LibtpuFlag:
@@ -94,7 +96,7 @@ FLAGS: tuple[LibtpuFlag, ...] = (
         name="xla_tpu_enable_sparse_core_collective_offload_all_gather",
         value="true",
         chips=("v6e",),
-        stages=_DENOISE,
+        stages=(GATHERS,),
         effect=(
             "weights that are held in parts are gathered by the sparse cores, beside "
             "other work: a guided step of a 14-billion-parameter model at 720p takes "
@@ -102,8 +104,8 @@ FLAGS: tuple[LibtpuFlag, ...] = (
         ),
         source=(
             "set by jax's own tests of overlap on TPUs and, with more flags of its "
-            "kind, for Mixtral by MaxText, maxtext_trillium_model_configs.py; "
-            "figures and commands in docs/log/2026-11-24-any-pipeline.md"
+            "kind, for Mixtral by MaxText, maxtext_trillium_model_configs.py; figures "
+            "and commands in docs/log/2026-11-24-any-pipeline.md"
         ),
     ),
     _vmem(
@@ -159,20 +161,22 @@ class ChosenFlags:
         ]
 
 
-def choose_flags(
-    chip: str, given: Sequence[str] = (), stage: str | None = None
-) -> ChosenFlags:
+def choose_flags(chip: str, given: Sequence[str] = (), *stages: str) -> ChosenFlags:
     """The flags for a chip, beside those that the user has given.
 
     Args:
         chip: the name of it, such as ``"v6e"``.
         given: flags in force for the process, such as ``"--xla_a=1"``.
-        stage: whose programs; every stage's where it is not given.
+        stages: whose programs; everybody's where none is given.
     """
     # ``--noxla_a`` is one of ``xla_a``.
     names = (text.lstrip("-").partition("=")[0].removeprefix("no") for text in given)
     yours = dict(zip(names, given, strict=True))
-    rows = [f for f in FLAGS if chip in f.chips and stage in (None, *f.stages)]
+    rows = [
+        flag
+        for flag in FLAGS
+        if chip in flag.chips and (not stages or set(stages) & set(flag.stages))
+    ]
     return ChosenFlags(
         chip=chip,
         applied=tuple(flag for flag in rows if flag.name not in yours),
@@ -180,12 +184,12 @@ def choose_flags(
     )
 
 
-def flags_for(device: jax.Device, stage: str | None = None) -> ChosenFlags:
+def flags_for(device: jax.Device, *stages: str) -> ChosenFlags:
     """The flags for programs on such a device: none off the TPU, or without rows.
 
     Args:
         device: one of the mesh.
-        stage: as :func:`choose_flags` takes it.
+        stages: as :func:`choose_flags` takes them.
 
     Raises:
         TpuportError: this jax does not tell what flags are in force.
@@ -196,4 +200,4 @@ def flags_for(device: jax.Device, stage: str | None = None) -> ChosenFlags:
         chip = chip_of(device)
     except UsageError:
         return ChosenFlags()  # newer than the table; its programs run all the same
-    return choose_flags(chip, compat.compiler_flags(), stage)
+    return choose_flags(chip, compat.compiler_flags(), *stages)

@@ -7,7 +7,7 @@ what is loaded is what would have been compiled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.compiler_flags import GATHERS
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs.built_folder import BuiltFolder
 from tpuport.core.programs.jax_cache import XLA_FOLDER, lowering, persistent_cache
@@ -30,6 +31,13 @@ from tpuport.errors import ArtifactError
 
 #: The program of a whole component.
 _WHOLE = "forward"
+#: Whose flags of the compiler a program may have.
+_STAGES = (
+    (StageName.DENOISE,),
+    (StageName.DENOISE, GATHERS),
+    (StageName.DECODE,),
+    (StageName.DECODE, GATHERS),
+)
 #: Of a config, what tells of loading and not of the model.
 _LOADING = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
 
@@ -46,6 +54,7 @@ def module_key(
     mesh: jax.sharding.Mesh,
     weights: Mapping[str, Any],
     program: jax.stages.Lowered,
+    stages: Sequence[str],
 ) -> ProgramKey:
     """The key of one program of a module.
 
@@ -53,6 +62,7 @@ def module_key(
         name: the component, and the path within.
         weights: as the program takes them, or ``ShapeDtypeStruct``.
         program: from :func:`lowered`.
+        stages: what it was compiled for, as the table of the compiler's flags says.
     """
     component, _, path = name.partition(".")
     given = jax.tree.leaves(program.in_avals)[len(weights) :]
@@ -68,7 +78,7 @@ def module_key(
         arguments={f"[{i}]": str(one) for i, one in enumerate(given)},
         structure=hashlib.sha256(program.as_text().encode()).hexdigest(),
         source={},
-        **device_fields(mesh, StageName.DENOISE),
+        **device_fields(mesh, *stages),
     )
 
 
@@ -98,10 +108,12 @@ class ModulePrograms:
             if made.get(name) != wanted:
                 words = f"{name} {made.get(name, 'none')} -> {wanted}"
                 raise self.built.refusal("it", [words])
-        now = device_fields(mesh, StageName.DENOISE)
+        here = [device_fields(mesh, *stages) for stages in _STAGES]
         for entry in self.built.entries:
-            if found := replace(entry.key, **now).difference(entry.key):
-                raise self.built.refusal(entry.key.name, found)
+            key = entry.key
+            found = min((replace(key, **now).difference(key) for now in here), key=len)
+            if found:
+                raise self.built.refusal(key.name, found)
 
     def check_modules(self, components: Mapping[str, Any]) -> None:
         """Refuse a folder for modules of another config.

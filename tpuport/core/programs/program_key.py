@@ -229,11 +229,15 @@ def session_fields(
     }
 
 
-def device_fields(mesh: jax.sharding.Mesh, stage: str) -> dict[str, Any]:
-    """The fields of a key that the devices and the compiler decide."""
+def device_fields(mesh: jax.sharding.Mesh, *stages: str) -> dict[str, Any]:
+    """The fields of a key that the devices and the compiler decide.
+
+    Args:
+        stages: as :func:`~tpuport.core.mesh.compiler_flags.choose_flags` takes them.
+    """
     devices = list(mesh.devices.flat)
     platform = str(devices[0].platform)
-    flags = (*compat.compiler_flags(), *flags_for(devices[0], stage).texts)
+    flags = (*compat.compiler_flags(), *flags_for(devices[0], *stages).texts)
     return {
         "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
         "platform": platform,

@@ -13,7 +13,7 @@ import torch
 from tpuport.core.arrays import to_torch, torch_dtype
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
-from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.mesh.compiler_flags import GATHERS, flags_for
 from tpuport.core.programs import executable_files as files
 from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
 from tpuport.core.programs.module_programs import lowered, module_key
@@ -249,12 +249,19 @@ class ProgramRuns(ModuleWeights):
                 return run
             text = lowered(traced)
             mesh = self.target.mesh
-            key = module_key(self.name, self.module, mesh, self._structs, text)
+            stages = self._stages()
+            key = module_key(self.name, self.module, mesh, self._structs, text, stages)
             run, self._built = built.ready(key, text, mesh)
         return run
 
-    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
+    def _stages(self) -> list[str]:
+        """Whose flags of the compiler the programs take."""
         # Convolutions compile four times longer with a denoiser's flags.
-        stage = StageName.DENOISE if self._each_step else StageName.DECODE
-        flags = flags_for(self.target.mesh.devices.flat[0], stage)
+        stages: list[str] = [StageName.DENOISE if self._each_step else StageName.DECODE]
+        if self.plan is not None and self.plan.held:
+            stages.append(GATHERS)
+        return stages
+
+    def _jitted(self, function: Callable[..., Any], **options: Any) -> Any:
+        flags = flags_for(self.target.mesh.devices.flat[0], *self._stages())
         return jax.jit(function, compiler_options=flags.options or None, **options)

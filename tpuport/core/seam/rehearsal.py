@@ -46,6 +46,7 @@ class Rehearsed:
         resident: bytes of weights of other modules on a device beside it.
         by_stage: how often upstream calls it in each stage.
         attention, convolutions: what its calls run as.
+        stages: whose flags of the compiler it takes.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Rehearsed:
     inputs: tuple[str, ...]
     attention: tuple[AttentionRecord, ...]
     convolutions: tuple[ConvolutionRecord, ...]
+    stages: tuple[str, ...]
     resident: int = 0
     by_stage: Counter[StageName] = field(default_factory=Counter)
     _traced: jax.stages.Traced | None = field(default=None, repr=False)
@@ -94,7 +96,9 @@ class Rehearsed:
     def key(self) -> ProgramKey:
         """The key of its executable."""
         program = self.lowered()
-        return module_key(self.name, self.module, self.mesh, self.weights, program)
+        return module_key(
+            self.name, self.module, self.mesh, self.weights, program, self.stages
+        )
 
     def told(self) -> Told:
         """What tracing it told."""
@@ -130,6 +134,7 @@ class _Answers(Entry):
             ),
             attention=program.attention,
             convolutions=program.convolutions,
+            stages=tuple(self._stages()),
             _traced=traced,
         )
         self._all.append(found)
