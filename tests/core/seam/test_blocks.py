@@ -132,7 +132,10 @@ class Injecting(Model):
         return x
 
 
-def test_turns_that_are_no_scan_become_runs() -> None:
+def test_turns_that_are_no_scan_become_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tpuport.core.tracing.block_scan.MOST_BREAKS", 0)
     kinds = (Block, Block, Adding) * 2
     model = Injecting([kind() for kind in kinds])
     assert [stack.period for stack in alike_blocks(model)] == [3]
@@ -166,7 +169,10 @@ class Tower(torch.nn.Module):
         return x
 
 
-def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack() -> None:
+def test_a_first_block_that_widens_the_dtype_is_left_out_of_the_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tpuport.core.tracing.block_scan.MOST_BREAKS", 0)
     torch.manual_seed(0)
     module = Tower().bfloat16()
     ported = tpuport.port(module)

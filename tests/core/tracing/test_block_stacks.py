@@ -126,6 +126,47 @@ def test_it_is_torchs_function_and_the_unrolled_one(
     check(tower(LOOPS[name], count), ("blocks",), batch)
 
 
+def calls_one_in_another_way(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    """As guidance does that skips a layer."""
+    for index, block in enumerate(blocks):
+        x, y = block(x, y, cond, **({"gain": 2.0} if index == 2 else {}))
+    return x, y
+
+
+def scales_by_the_index(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    for index, block in enumerate(blocks):
+        x, y = block(x, y, cond, gain=float(index))
+    return x, y
+
+
+def adds_to_the_state(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    for block in blocks:
+        x, y = block(x, y, cond)
+        x += 1
+    return x, y
+
+
+def skips_one(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    for index in (0, 2, 1, 3, 4):
+        x, y = blocks[index](x, y, cond)
+    return x, y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "loop",
+    [calls_one_in_another_way, scales_by_the_index, adds_to_the_state, skips_one],
+)
+def test_a_scan_ends_where_a_block_is_called_in_another_way(loop: Any) -> None:
+    check(tower(loop, 5), ("blocks",), 2)
+
+
+def test_blocks_around_one_that_is_called_in_another_way_are_scanned() -> None:
+    ported, weights = port(tower(calls_one_in_another_way, 7), ("blocks",))
+    inputs = arrays(inputs_of())
+    assert scans(lambda w, args: ported.apply(w, *args), weights, inputs) == [2, 4]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("period", "count"), [(2, 6), (3, 9)])
 @pytest.mark.parametrize("name", [*LOOPS, "kinds_take_their_own"])

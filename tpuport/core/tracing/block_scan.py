@@ -29,6 +29,10 @@ from tpuport.core.tracing.block_stacks import Stack, StackError, forwards_replac
 from tpuport.core.tracing.block_trace import TracedBlock, Unscannable, same
 from tpuport.core.tracing.deferred_tensors import deferred, owner_of, was_written
 
+#: Blocks, at most, that one call of a module calls in another way than those before, or
+#: out of order. A scan ends there, and the next one begins: each is compiled by itself.
+MOST_BREAKS = 4
+
 
 @contextlib.contextmanager
 def scanned(
@@ -86,6 +90,7 @@ class _Runner:
     env: Any
     gathered: Mapping[str, jax.sharding.NamedSharding]
     chain: _Chain | None = None
+    breaks: int = 0
 
     @property
     def count(self) -> int:
@@ -139,8 +144,15 @@ class _Runner:
             # loop that starts later belongs to a forward from a captured state.
             if chain is None or chain.done or index == 0:
                 self.chain = chain = _Chain(self, index, call)
-            else:
+                return chain.output(index)
+            try:
                 chain.add(index, call)
+            except StackError:
+                # Guidance that skips a layer calls one block in another way.
+                if self.breaks == MOST_BREAKS:
+                    raise
+                self.breaks += 1
+                self.chain = chain = _Chain(self, index, call)
             return chain.output(index)
 
         return forward
