@@ -103,7 +103,7 @@ def test_what_is_planned_is_what_would_run(planned: Any) -> None:
     assert found["settings"]["num_inference_steps"] == 3
     assert found["blocks"] == "native"
     assert found["compiler_flags"] == [
-        flag.text for flag in choose_flags("v6e").applied
+        flag.text for flag in choose_flags("v6e", (), "denoise").applied
     ]
     (program,) = found["stages"]["denoise"]["programs"]
     assert (program["program"], program["calls"]) == ("step", 3)
