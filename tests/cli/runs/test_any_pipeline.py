@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import tpuport
 from tests.cli.commands.test_plan import plan
 from tests.cli.tools import Cli
 from tests.core.files.videos import read_back, sound_of
@@ -186,6 +187,8 @@ def test_programs_that_were_compiled_ahead_run(cli: Cli, folder: Path) -> None:
     programs = [one for stage in report["stages"] for one in stage["compiles"]]
     assert len(programs) == len(made.json["programs"])
     assert all(one["loaded"] for one in programs)
+    python = loaded_from_python(folder, "built")
+    assert python == len(programs)
     config = bare / "transformer" / "config.json"
     config.write_text(config.read_text().replace("1e-06", "1e-05"))
     for file in folder.rglob("*.safetensors"):
@@ -199,6 +202,43 @@ def test_programs_that_were_compiled_ahead_run(cli: Cli, folder: Path) -> None:
         ran = cli(*run, *more, "--executables", "built", "--out", "other.gif")
         assert ran.code == 1, ran.err
         assert told in ran.last
+
+
+def loaded_from_python(folder: Path, built: str) -> int:
+    """How many programs ``port(executables=...)`` loads; none is compiled."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    told = Told()
+    keywords = {
+        "prompt": "a fox runs",
+        "negative_prompt": "blurry",
+        "height": 16,
+        "width": 32,
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "max_sequence_length": 16,
+        "output_type": "np",
+    }
+
+    def video() -> Any:
+        generator = torch.Generator("cpu").manual_seed(3)
+        return pipe(**keywords, generator=generator).frames[0]
+
+    expected = video()
+    with tpuport.ported(pipe, mesh="sp=2", executables=built, reporter=told):
+        found = video()
+    assert np.abs(found - expected).max() < 1e-4
+    assert all(report.loaded for report in told.reports)
+    return len(told.reports)
+
+
+class Told(Reporter):
+    """Keeps what is reported of programs."""
+
+    def __init__(self) -> None:
+        self.reports: list[Any] = []
+
+    def compiled(self, report: Any) -> None:
+        self.reports.append(report)
 
 
 def test_a_pipeline_of_blocks_is_run_and_replayed(cli: Cli, once: Once) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,6 +186,9 @@ def test_a_component_that_was_replaced_is_refused() -> None:
     tpuport.port(theirs)
     with pytest.raises(UsageError, match="deepcopy"):
         copy.deepcopy(theirs.transformer)
+    for whole in (theirs, theirs.transformer):
+        with pytest.raises(UsageError, match="pickle"):
+            pickle.dumps(whole)
     theirs.transformer = other
     with pytest.raises(UsageError, match="transformer was replaced"):
         latents(theirs, call)

@@ -40,7 +40,16 @@ _MODULE_METHODS = {
     "compile": "forward is compiled already",
     "compile_repeated_blocks": "forward is compiled already",
 }
-_COPY = "copy.deepcopy", "a copy would run the original; copy it before port()"
+_OWNED = {
+    "__deepcopy__": (
+        "copy.deepcopy",
+        "a copy would run the original; copy it before port()",
+    ),
+    "__reduce_ex__": (
+        "pickle",
+        "programs of the devices cannot be pickled; use save_pretrained",
+    ),
+}
 #: Backends of attention that mean: whatever is best here, exact.
 _NATIVE = ("native", "_native_math", "_native_efficient", "_native_xla")
 
@@ -90,7 +99,7 @@ def port_pipeline(
     seam.journal.on_call = same
     held = _refuse(pipeline, _PIPELINE_METHODS)
     held += _set(pipeline, "to", functools.partial(_to, pipeline.to, "pipe"))
-    held += _set(pipeline, "__deepcopy__", functools.partial(_refused, *_COPY))
+    held += _own(pipeline)
     for component in taken.values():
         held += _guard(component)
     pipeline.__dict__[_KEPT] = seam, held
@@ -145,10 +154,19 @@ def _guard(module: torch.nn.Module) -> list[tuple[Any, str]]:
     """What makes no sense on a ported module says so."""
     held = _refuse(module, _MODULE_METHODS)
     held += _set(module, "to", functools.partial(_to, module.to, "module"))
-    held += _set(module, "__deepcopy__", functools.partial(_refused, *_COPY))
+    held += _own(module)
     if hasattr(module, "set_attention_backend"):
         held += _set(module, "set_attention_backend", _set_attention_backend)
     return held
+
+
+def _own(owner: Any) -> list[tuple[Any, str]]:
+    """What belongs to the ported object alone is neither copied nor pickled."""
+    return [
+        held
+        for name, said in _OWNED.items()
+        for held in _set(owner, name, functools.partial(_refused, *said))
+    ]
 
 
 def _refuse(owner: Any, methods: Mapping[str, str]) -> list[tuple[Any, str]]:
