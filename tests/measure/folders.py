@@ -26,6 +26,20 @@ from tests.pipelines.tokenizers import (
 )
 
 
+def xxl(kind: str, vocabulary: int) -> Any:
+    """The encoder of T5's or UMT5's largest size."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=vocabulary,
+        d_model=4096,
+        d_kv=64,
+        d_ff=10240,
+        num_layers=24,
+        num_heads=64,
+        feed_forward_proj="gated-gelu",
+    )
+    return getattr(transformers, f"{kind}EncoderModel")(config)
+
+
 def wan() -> Any:
     """``Wan-AI/Wan2.1-T2V-14B-Diffusers``: the class's own defaults are the 14B's."""
     with torch.device("cpu"):  # the scheduler moves its table
@@ -34,17 +48,7 @@ def wan() -> Any:
         )
     return diffusers.WanPipeline(
         tokenizer=t5_tokenizer(),
-        text_encoder=transformers.UMT5EncoderModel(
-            transformers.UMT5Config(
-                vocab_size=256384,
-                d_model=4096,
-                d_kv=64,
-                d_ff=10240,
-                num_layers=24,
-                num_heads=64,
-                feed_forward_proj="gated-gelu",
-            )
-        ),
+        text_encoder=xxl("UMT5", 256384),
         transformer=diffusers.WanTransformer3DModel(),
         vae=diffusers.AutoencoderKLWan(),
         scheduler=scheduler,
@@ -85,17 +89,7 @@ def mochi() -> Any:
     """``genmo/mochi-1-preview``."""
     return diffusers.MochiPipeline(
         tokenizer=t5_tokenizer(),
-        text_encoder=transformers.T5EncoderModel(
-            transformers.T5Config(
-                vocab_size=32128,
-                d_model=4096,
-                d_kv=64,
-                d_ff=10240,
-                num_layers=24,
-                num_heads=64,
-                feed_forward_proj="gated-gelu",
-            )
-        ),
+        text_encoder=xxl("T5", 32128),
         transformer=diffusers.MochiTransformer3DModel(),
         vae=diffusers.AutoencoderKLMochi(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),

@@ -10,6 +10,7 @@ import torch
 from diffusers.utils.torch_utils import lru_cache_unless_export
 
 import tpuport
+from tpuport.core.mesh.compiler_flags import ChosenFlags
 from tpuport.core.seam.entry import MOST_CONSTANTS, Entry
 from tpuport.core.seam.ported import seam_of
 from tpuport.errors import TpuportError, UsageError
@@ -307,3 +308,36 @@ def test_a_constant_input_is_uploaded_once() -> None:
     assert seam._uploads._known[id(text)][2] is known[id(text)][2]
     text.add_(1)
     assert close(ported(text), ported(torch.full((3, 4), 2.0)))
+
+
+class Stepped(torch.nn.Module):
+    """A denoiser of alike blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * timestep
+
+
+def test_programs_take_the_compilers_flags_of_what_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A denoiser's flags make convolutions compile four times longer."""
+    asked: list[tuple[str, ...]] = []
+
+    def flags_for(device: Any, *stages: str) -> ChosenFlags:
+        asked.append(stages)
+        return ChosenFlags()
+
+    monkeypatch.setattr("tpuport.core.seam.program_runs.flags_for", flags_for)
+    x, timestep = torch.ones(2, 8), torch.ones(1)
+
+    tpuport.port(torch.nn.Linear(8, 8), mesh="sp=2")(x) + 1
+    assert {*asked} == {("decode",)}
+    asked.clear()
+    tpuport.port(Stepped(), mesh="sp=2")(x, timestep) + 1
+    assert {*asked} == {("denoise",)}
