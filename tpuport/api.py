@@ -35,6 +35,7 @@ from tpuport.plugins import get_port, reader_of, reader_of_class
 
 if TYPE_CHECKING:
     import jax
+    import torch
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.programs.module_programs import ModulePrograms
@@ -205,16 +206,15 @@ def port(
             module; by default the plugin that knows the module's class, if one does.
         mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
         on_host: components of a pipeline that stay plain upstream code.
-        progress, reporter: as for :func:`load`; ``progress`` for a pipeline, and
-            ``reporter`` also for a module that no plugin knows.
+        progress, reporter: as for :func:`load`.
         how: ``attention``, ``sharding`` and ``blocks`` as for :func:`load`, and
             ``cache_dir``, where compiled programs are kept; without it none are.
             ``executables``, for a pipeline: a folder that ``tpuport compile`` wrote.
 
     Returns:
         For a pipeline, that very pipeline; :func:`unport` gives upstream's back. For a
-        module, a callable with upstream's signature and methods: torch tensors in,
-        torch tensors out. The module that was handed in stays upstream's.
+        module, a twin of the module's class with the module's own tensors, whose
+        calls run on the mesh. The module that was handed in stays upstream's.
 
     Raises:
         UsageError: the target is neither, is ported already, ``blocks`` is none, or a
@@ -224,7 +224,6 @@ def port(
     """
     import torch
 
-    from tpuport.core.run.ported_program import PortedProgram, component_of
     from tpuport.core.seam.ported import port_module, port_pipeline
 
     for unknown in how.keys() - _HOW:
@@ -235,35 +234,20 @@ def port(
     is_module = isinstance(target, torch.nn.Module)
     _check_kind(target, is_module, model, on_host)
     settings = RunSettings.read({"mesh": mesh, **how}, named=str)
+    if is_module and settings.executables is not None:
+        raise UsageError("executables: is for a pipeline; compile writes no module's")
     placed = place_for_port(settings.mesh)
-    if not is_module:
-        if reporter is None:
-            reporter = Display() if progress else Reporter()
-        pipeline = type(target).__name__
-        wanted = claimed_target(pipeline, placed, settings, reporter)
-        built = executables_for(pipeline, placed, settings, reporter)
-        if built is not None:
-            built.check_modules(target.components)
-        wanted = replace(wanted, built=built)
-        return port_pipeline(target, wanted, on_host, reporter)
-    name = model or reader_of_class(type(target))
-    if name is None:
-        return port_module(target, general_target(placed, settings), reporter)
-    found, component = component_of(
-        with_blocks(get_port(name), settings.blocks), target
-    )
-    if component.heads is not None and hasattr(target, "config"):
-        config = target.config
-        values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        placed.spec.validate(heads={component.name: component.heads(values)})
-    return PortedProgram(
-        target,
-        found,
-        component,
-        placed.mesh,
-        attention=settings.attention,
-        sharding=settings.sharding,
-    )
+    if reporter is None:
+        reporter = Display() if progress else Reporter()
+    if is_module:
+        wanted = module_target(target, model, placed, settings, reporter)
+        return port_module(target, wanted, reporter)
+    pipeline = type(target).__name__
+    wanted = claimed_target(pipeline, placed, settings, reporter)
+    built = executables_for(pipeline, placed, settings, reporter)
+    if built is not None:
+        built.check_modules(target.components)
+    return port_pipeline(target, replace(wanted, built=built), on_host, reporter)
 
 
 def _check_kind(
@@ -289,12 +273,9 @@ def unport(ported: Any) -> Any:
     Raises:
         UsageError: it is not ported.
     """
-    from tpuport.core.run.ported_program import PortedProgram
-    from tpuport.core.seam import ported as seams
+    from tpuport.core.seam.ported import unport
 
-    if isinstance(ported, PortedProgram):
-        return ported.close()
-    return seams.unport(ported)
+    return unport(ported)
 
 
 @contextlib.contextmanager
@@ -361,32 +342,59 @@ def claimed_target(
     pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
 ) -> Target:
     """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
-    from tpuport.core.layers.model_runtime import EVERYWHERE
-    from tpuport.core.seam.target import Claim
-
     general = general_target(placed, settings)
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
     model = reader_of(pipeline)
     if model is None:
-        if settings.sharding != DEFAULT_LAYOUT:
-            raise UsageError(f"sharding: is for a plugin, and {pipeline} has none")
+        _only_for_plugins(settings, pipeline)
         return general
     form = with_blocks(get_port(model), settings.blocks).form_of_pipeline(pipeline)
-    reporter.say(
-        f"{pipeline}: with the patches, sharding rules and {form.blocks} blocks of the "
-        f"plugin of {model}"
+    _say_plugin(pipeline, form, reporter)
+    return general.claimed(
+        form, {name: name for name in form.components}, settings.sharding
     )
-    return replace(
-        general,
-        patches=tuple(form.patches),
-        overrides=tuple(form.overrides),
-        attention=form.attention,
-        everywhere=EVERYWHERE,
-        claims={
-            name: Claim(port=form, component=name, layout=settings.sharding)
-            for name in form.components
-        },
-        general=general,
+
+
+def module_target(
+    module: torch.nn.Module,
+    model: str | None,
+    placed: PlacedMesh,
+    settings: RunSettings,
+    reporter: Reporter,
+) -> Target:
+    """:func:`general_target` with what the plugin of a module's class knows, if any.
+
+    Args:
+        model: the plugin to use; by default the one that knows the class.
+
+    Raises:
+        UsageError: the plugin named knows no such class.
+        MeshError: the mesh does not fit the module's heads.
+    """
+    general, kind = general_target(placed, settings), type(module).__name__
+    model = model or reader_of_class(type(module))
+    if model is None:
+        _only_for_plugins(settings, kind)
+        return general
+    port = with_blocks(get_port(model), settings.blocks)
+    form, name = port.form_of_module(type(module))
+    _say_plugin(kind, form, reporter)
+    component, config = form.components[name], getattr(module, "config", None)
+    if component.heads is not None and config is not None:
+        values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        placed.spec.validate(heads={name: component.heads(values)})
+    return general.claimed(form, {kind: name}, settings.sharding)
+
+
+def _only_for_plugins(settings: RunSettings, kind: str) -> None:
+    if settings.sharding != DEFAULT_LAYOUT:
+        raise UsageError(f"sharding: is for a plugin, and {kind} has none")
+
+
+def _say_plugin(kind: str, form: ModelPort, reporter: Reporter) -> None:
+    reporter.say(
+        f"{kind}: with the patches, sharding rules and {form.blocks} blocks of the "
+        f"plugin of {form.name}"
     )
 
 

@@ -25,7 +25,7 @@ from tpuport.cli.runs.any_checks import (
 )
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say, show_results
-from tpuport.core.enums import Backend
+from tpuport.core.enums import Backend, Blocks
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
@@ -130,7 +130,8 @@ class AnyRun:
         inputs: the digests of images and videos that are read, by file.
         digests: of the frames of each video.
         patches: what became of each patch.
-        calls: of modules, by name: how many, and of how many programs.
+        calls: of modules, by name: of how many programs.
+        blocks: those in place, which a plugin may have.
     """
 
     settings: Settings
@@ -141,6 +142,7 @@ class AnyRun:
     digests: list[str]
     patches: list[dict[str, Any]]
     calls: dict[str, int]
+    blocks: Blocks = Blocks.UPSTREAM
 
     @classmethod
     def prepared(
@@ -251,13 +253,14 @@ class AnyRun:
         name = self.folder.class_name
         target = api.claimed_target(name, placed, settings, self.reporter)
         built = api.executables_for(name, placed, settings, self.reporter)
+        self.blocks = target.blocks
         target = replace(target, built=built)
         port_pipeline(pipeline, target, settings.on_host, self.reporter)
         seam = seam_of(pipeline)
         try:
             yield seam.journal
             self.patches = seam.patches()
-            self.calls = {name: e.programs for name, e in seam.entries.items()}
+            self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
         finally:
             unport(pipeline)
 
@@ -336,7 +339,7 @@ class AnyRun:
             mesh=str(placed.spec),
             devices=len(devices),
             dtype=str(self.settings.dtype),
-            blocks="upstream",
+            blocks=self.blocks,
             stages=tuple(merged(stages)),
             total_seconds=seconds,
             peak_host_bytes=peak_host_bytes(),

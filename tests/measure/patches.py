@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 import tpuport
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.run.ported_program import PortedProgram
+from tests.models.ported import ported_by
 from tpuport.models.cogvideox.plugin import PORT
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.resize import NEAREST_RESIZE
@@ -44,7 +42,7 @@ def main() -> None:
             overrides=tuple(o for o in PORT.overrides if o not in overrides),
             patches=tuple(p for p in PORT.patches if p.name != patch),
         )
-        made = PortedProgram(vae, port, port.components["vae"], build_mesh(MeshSpec()))
+        made = ported_by(port, "vae", vae)
         return lambda z: made.decode(z).sample
 
     variants: dict[str, Callable[[Any], Any]] = {

@@ -44,7 +44,6 @@ Called = tuple[str, tuple[str, ...], dict[StageName, int]]
 """A program: its name, its inputs, and how often each stage calls it."""
 
 NO_FOLDERS = {
-    "AllegroPipeline": "upstream decodes in tiles alone, which no config asks for",
     "MiniMaxH3ModularPipeline": "a processor of the tests' own",
     **dict.fromkeys(
         [

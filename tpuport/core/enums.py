@@ -20,6 +20,10 @@ class StageName(Word):
     DECODE = "decode"
 
 
+DENOISERS = ("transformer", "unet", "denoiser", "prior")
+"""How the components that denoise are called in all pipelines of diffusers."""
+
+
 class Task(Word):
     """What a video is made from: text, an image or a video."""
 

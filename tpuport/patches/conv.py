@@ -3,10 +3,7 @@
 In a program of whole arrays a convolution runs on each device's part of the picture,
 with the neighbours' rows and columns around.
 
-XLA's CPU compiler is much faster at convolutions over two axes than over three. If the
-first axis has stride 1, its taps can lie side by side in the channels of a convolution
-over the other two axes: the products are equal, summed in another order.
-``docs/performance.md`` has what that is worth. Other platforms keep the plain form.
+The forms for the CPU are in ``tpuport.kernels.convolution.conv_cpu``.
 
 Legend: N batch, C input channels, O output channels, T frames, Y rows, X columns.
 """
@@ -29,46 +26,8 @@ from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.ported_module import constrain, on_devices
 from tpuport.kernels.convolution.conv import video_convolution
+from tpuport.kernels.convolution.conv_cpu import for_cpu
 from tpuport.kernels.convolution.conv_kernel import pitch_of
-
-
-def convolution_by_taps(
-    input: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> jax.Array:
-    """[N, C, T, Y, X] convolved with [O, C, Kt, Ky, Kx] -> [N, O, T', Y', X'].
-
-    ``stride`` and ``dilation`` must be 1 in the first place. Source of the contract:
-    ``torch.nn.functional.conv3d``.
-    """
-    count, channels, _, rows, columns = input.shape
-    outputs, _, taps, *kernel = weight.shape
-    pad_t, *pad = padding
-    x = jnp.transpose(input, (0, 2, 3, 4, 1))
-    x = jnp.pad(x, ((0, 0), (pad_t, pad_t), (0, 0), (0, 0), (0, 0)))
-    frames = x.shape[1] - taps + 1
-    side_by_side = jnp.concatenate([x[:, t : t + frames] for t in range(taps)], -1)
-    out = jax.lax.conv_general_dilated(
-        side_by_side.reshape(count * frames, rows, columns, taps * channels),
-        jnp.transpose(weight, (3, 4, 2, 1, 0)).reshape(
-            *kernel, taps * channels, outputs
-        ),
-        tuple(stride[1:]),
-        [(p, p) for p in pad],
-        rhs_dilation=tuple(dilation[1:]),
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        # Rounded once, after the bias, as torch does: in bfloat16 it shows.
-        preferred_element_type=jnp.float32,
-    )
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)
-    out = out.astype(input.dtype)
-    out = out.reshape(count, frames, *out.shape[1:])
-    return jnp.transpose(out, (0, 4, 1, 2, 3))
 
 
 def plain_convolution(
@@ -353,9 +312,10 @@ def _make(context: OpContext) -> Callable[..., Any]:
             around = (pads[-2], pads[-1])
             input = space.halo(input, dims, around, around)
             pads[-2:] = [0, 0]
-        by_taps = axes == 3 and weight.shape[2] > 1 and groups == 1 and not transposed
-        if platform == "cpu" and by_taps and steps[0] == apart[0] == 1:
-            return convolution_by_taps(input, weight, bias, steps, pads, apart)
+        if platform == "cpu" and batched and not transposed:
+            found = for_cpu(input, weight, bias, steps, pads, apart, groups)
+            if found is not None:
+                return found
         if platform == "tpu" and batched and not transposed:
             return plain_convolution(input, weight, bias, steps, pads, apart, groups)
         return _aten_convolution(
@@ -377,7 +337,8 @@ CONVOLUTION = OpOverride(
     targets=("torch.ops.aten.convolution",),
     make=_make,
     owner="tpuport.patches.conv",
-    reason="XLA's CPU compiler is slow at convolutions over three axes; split in "
-    "space, a device needs its neighbours' rows and columns",
+    reason="XLA's CPU compiler is slow at convolutions over three axes, of many "
+    "pictures and of single channels; split in space, a device needs its neighbours' "
+    "rows and columns",
 )
 """For any model with 3D convolutions."""

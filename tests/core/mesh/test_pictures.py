@@ -29,6 +29,9 @@ def mesh(text: str) -> jax.sharding.Mesh:
         # A device has four rows or columns, or the picture is whole.
         ("sp=8", (8, 16), (2, 4)),
         ("sp=8", (4, 16), None),
+        # Rows over whole axes: 4 x 2 would be a part of tp.
+        ("dp=2,tp=4", (64, 48), (8, 1)),
+        ("dp=2,tp=4", (16, 12), None),
         ("sp=3", (64, 64), None),
         ("sp=1", (64, 64), None),
     ],

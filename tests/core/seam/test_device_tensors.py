@@ -100,4 +100,4 @@ def test_a_cache_stays_in_parts_on_the_devices(
         shards = {shard.data.shape[-2:] for shard in kept.on_devices.addressable_shards}
         assert shards == {part}
     (entry,) = seam_of(ported).entries.values()
-    assert entry.programs == 2
+    assert len(entry.programs) == 2

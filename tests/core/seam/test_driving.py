@@ -51,6 +51,23 @@ def test_steps_that_are_left_out_are_not_waited_for() -> None:
     assert [report.stage for report in drive.reports] == ["encode", "denoise", "decode"]
 
 
+def test_upstreams_own_stages_are_told_too() -> None:
+    """No seam stands at the modules: hooks tell of their calls, and go again."""
+    own = scheduler()
+    vae = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    parts = {"scheduler": own, "transformer": torch.nn.Linear(4, 4), "vae": vae}
+    x = torch.ones(1, 4)
+    journal = Journal(Reporter())
+    with driving(SimpleNamespace(components=parts), journal, Backend.DIFFUSERS) as told:
+        for timestep in own.timesteps:
+            own.step(parts["transformer"](x), timestep, x)
+            assert told.stage == "denoise"
+        vae[0](x)  # as decode does, which is no forward
+    assert [report.stage for report in told.reports] == ["encode", "denoise", "decode"]
+    parts["transformer"](x)
+    assert len(told.reports) == 3
+
+
 def test_a_copied_scheduler_steps_by_itself() -> None:
     """Pipelines with sound copy theirs: each steps as often as the other."""
     own = scheduler()

@@ -51,7 +51,7 @@ def runs(ported: torch.nn.Module) -> list[tuple[bool, ...]]:
     """By which inputs differ, the programs that were compiled; () is one call."""
     (entry,) = seam_of(ported).entries.values()
     assert isinstance(entry, Entry)
-    return [run for program in entry._programs.values() for run in program.runs]
+    return [run for program in entry.programs for run in program.runs]
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -231,12 +231,18 @@ class Told(Reporter):
 
 @pytest.mark.parametrize(
     "keywords",
-    [{"model": "cogvideox"}, {"sharding": "fsdp"}, {"on_host": ["vae"]}],
+    [
+        {"model": "cogvideox"},
+        {"sharding": "fsdp"},
+        {"on_host": ["vae"]},
+        {"executables": "built"},
+    ],
     ids=lambda keywords: next(iter(keywords)),
 )
 def test_a_keyword_for_another_target_is_refused(keywords: dict[str, Any]) -> None:
     pipeline, _ = pipeline_of()
-    target = pipeline.transformer if "on_host" in keywords else pipeline
+    module = {"on_host", "executables"} & keywords.keys()
+    target = pipeline.transformer if module else pipeline
     with pytest.raises(UsageError, match=f"{next(iter(keywords))}: is for a"):
         tpuport.port(target, **keywords)
 

@@ -22,6 +22,7 @@ from tests.core.spec.toys import Heard, installed_toy
 from tests.tolerances import TOLERANCES
 from tpuport import plugins
 from tpuport.core.programs.program_key import port_packages, session_fields
+from tpuport.core.seam.ported import seam_of
 from tpuport.core.spec.component import NativeForm
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.forward_split import ForwardSplit
@@ -263,7 +264,11 @@ def test_a_bare_module_takes_blocks_too(
         difference = float((program(*inputs) - wanted).abs().max())
         assert difference <= TOLERANCES["component float32"]
     # What was asked for is what is on the devices: the transform moved the rows.
-    native = tpuport.port(module, "toy")._weights["to_q.weight"]
+    native = tpuport.port(module, "toy")
+    native(*inputs)
+    (entry,) = seam_of(native).entries.values()
+    assert entry._weights is not None
+    native = entry._weights["to_q.weight"]
     expected = flipped(module.to_q.weight.detach(), {})
     np.testing.assert_array_equal(np.asarray(native), expected.numpy())
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tpuport
+from tests.models.ported import plan_of
 from tests.tolerances import TOLERANCES
 from tpuport.errors import MeshError
 
@@ -127,4 +128,4 @@ def test_a_bare_module_on_a_mesh() -> None:
     ours = tpuport.port(module, mesh="dp=2,tp=4")
     difference = ours(**inputs).sample - module(**inputs).sample
     assert float(difference.abs().max()) <= ATOL
-    assert ours.plan.bytes_per_device < ours.plan.total_bytes / 2
+    assert plan_of(ours).bytes_per_device < plan_of(ours).total_bytes / 2

@@ -10,8 +10,10 @@ import torch
 import tpuport
 from tests.models.cogvideox.test_components import ALL_FORMS, transformer_inputs
 from tests.models.conftest import make_transformer
+from tests.models.ported import records_of
 from tests.tolerances import TOLERANCES
 from tpuport.core.layers.joint_sequence import JointSequence
+from tpuport.core.seam.entry import PortError
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.plugins import get_port
 
@@ -19,11 +21,6 @@ from tpuport.plugins import get_port
 def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     return float((found - expected).abs().max())
-
-
-def records(program: Any) -> list[Any]:
-    found: list[Any] = program._runtime.records
-    return found
 
 
 @torch.no_grad()
@@ -36,7 +33,7 @@ def test_every_form_is_upstreams(form: str, mesh: str) -> None:
     found, expected = program(**inputs).sample, module(**inputs).sample
     assert worst(found, expected) <= TOLERANCES["component float32"]
     assert float(expected.std()) > 0.05
-    (record,) = records(program)
+    (record,) = records_of(program)
     assert record.padded is not None
 
 
@@ -64,7 +61,7 @@ def test_tokens_and_heads_that_do_not_divide(heads: int, sp: int) -> None:
     program = tpuport.port(module, mesh=(1, sp, 1))
     found, expected = program(**inputs).sample, module(**inputs).sample
     assert worst(found, expected) <= TOLERANCES["component float32"]
-    (record,) = records(program)
+    (record,) = records_of(program)
     # Twenty text tokens and three frames of six by eight.
     assert record.padded == -(-(20 + 3 * 6 * 8) // sp) * sp
     assert record.ulysses * record.ring == sp
@@ -79,7 +76,7 @@ def test_heads_of_both_prompts_are_split_together() -> None:
     inputs = transformer_inputs("5b", 2)
     program = tpuport.port(module, mesh=(1, 2, 1))
     assert worst(program(**inputs).sample, module(**inputs).sample) <= 1e-5
-    assert records(program)[0].ulysses == 2
+    assert records_of(program)[0].ulysses == 2
 
 
 @torch.no_grad()
@@ -111,14 +108,14 @@ def test_both_kinds_of_blocks_are_there_and_agree() -> None:
     upstream = tpuport.port(module, mesh=(1, 4, 1), blocks="upstream")
     first, second = native(**inputs).sample, upstream(**inputs).sample
     assert worst(first, second) <= TOLERANCES["component float32"]
-    assert records(native)[0].padded
-    assert records(upstream)[0].padded is None
+    assert records_of(native)[0].padded
+    assert records_of(upstream)[0].padded is None
 
 
 @torch.no_grad()
 def test_arguments_that_native_blocks_do_not_take_are_refused() -> None:
     module, inputs = make_transformer("5b"), transformer_inputs("5b", 1)
-    with pytest.raises(NotImplementedError, match="blocks='upstream'"):
+    with pytest.raises(PortError, match="blocks='upstream'"):
         tpuport.port(module)(**inputs, attention_kwargs={"scale": 0.5})
 
 
@@ -156,6 +153,6 @@ def test_thirty_heads_are_padded_on_any_number_of_devices(sp: int) -> None:
     one = tpuport.port(module, mesh="dp=1")(**inputs).sample
     program = tpuport.port(module, mesh=(1, sp, 1))
     assert worst(program(**inputs).sample, one) <= TOLERANCES["mesh float32"]
-    (record,) = records(program)
+    (record,) = records_of(program)
     assert (record.ulysses, record.ring) == (sp, 1)
     assert record.query[1] == 30

@@ -11,22 +11,18 @@ import pytest
 import torch
 
 from tests.models.conftest import make_transformer, make_vae
+from tests.models.ported import ported_by
 from tests.tolerances import TOLERANCES
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.run.ported_program import PortedProgram
 from tpuport.core.tracing.patching import inspect_patches
 from tpuport.models.cogvideox import rotary
 from tpuport.models.cogvideox.plugin import PORT
 
 
-def port_without(module: torch.nn.Module, component: str, *names: str) -> PortedProgram:
+def port_without(module: torch.nn.Module, component: str, *names: str) -> Any:
     kept = tuple(p for p in PORT.patches if p.name not in names)
     assert len(kept) == len(PORT.patches) - len(names)
     port = dataclasses.replace(PORT, patches=kept)
-    return PortedProgram(
-        module, port, port.components[component], build_mesh(MeshSpec())
-    )
+    return ported_by(port, component, module)
 
 
 def test_every_patch_applies_here() -> None:
@@ -49,7 +45,7 @@ def test_the_pointwise_cache_would_depend_on_the_chunk_length() -> None:
         caches = []
         for frames in (3, 2):
             z = torch.randn(1, 4, frames, 4, 6)
-            _, cache = program.call("decoder", z)
+            _, cache = program.decoder(z)
             caches.append(cache["norm_out"]["conv_y"])
         shapes[label] = {tuple(c.shape) for c in caches if c is not None}
     # Two shapes would mean one more program to compile in the middle of a video.
@@ -63,7 +59,7 @@ def test_norms_at_latent_size_give_the_same_numbers() -> None:
     z = torch.randn(1, 4, 3, 8, 12, generator=torch.Generator().manual_seed(0))
     plain = port_without(module, "vae", "cogvideox-norm-at-latent-size")
     patched = port_without(module, "vae")
-    difference = plain.call("decode", z).sample - patched.call("decode", z).sample
+    difference = plain.decode(z).sample - patched.decode(z).sample
     assert float(difference.abs().max()) <= TOLERANCES["component float32"]
 
 

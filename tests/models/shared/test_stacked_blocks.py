@@ -17,9 +17,7 @@ from tests.models.conftest import make_transformer
 from tests.models.hunyuanvideo import test_encoders as small
 from tests.models.hunyuanvideo.blocks import test_transformer as form_15
 from tests.models.hunyuanvideo.blocks import test_transformer_13b as form_13b
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.run.ported_program import PortedProgram, component_of
+from tests.models.ported import plan_of, ported_by, unstacked
 from tpuport.models.hunyuanvideo import encoders
 from tpuport.plugins import get_port
 
@@ -46,9 +44,8 @@ CASES = {
 
 
 def program(module: torch.nn.Module, model: str, mesh: str, stack: bool) -> Any:
-    port, component = component_of(get_port(model), module)
-    devices = build_mesh(MeshSpec.parse(mesh))
-    return PortedProgram(module, port, component, devices, stack=stack)
+    form, name = get_port(model).form_of_module(type(module))
+    return ported_by(form if stack else unstacked(form, name), name, module, mesh)
 
 
 #: One stack on a mesh, and two stacks. Loops are what every other test of a transformer
@@ -85,7 +82,7 @@ def test_one_loop_gives_what_block_by_block_gives(
     assert float((found - expected).abs().max()) <= 1e-6
     assert float(expected.std()) > 0.1
     # The same rules, the same bytes.
-    assert stacked.plan == unrolled.plan
+    assert plan_of(stacked) == plan_of(unrolled)
 
 
 IDS, MASK = small.ragged("right", "left")
@@ -119,8 +116,9 @@ def encoder(name: str, stack: bool) -> tuple[Callable[..., Any], Any, Any]:
     """A function of weights and inputs, the weights, and the inputs."""
     class_name, config, function, given, _ = ENCODERS[name]
     module = small.make(class_name, config)
-    port, component = component_of(get_port("hunyuanvideo"), module)
-    ported, weights = stacked_port(module, component.stacked if stack else (), port)
+    port, part = get_port("hunyuanvideo").form_of_module(type(module))
+    stacked = port.components[part].stacked if stack else ()
+    ported, weights = stacked_port(module, stacked, port)
 
     def run(w: Any, x: Any) -> Any:
         return function(ported.bind(w), *x)

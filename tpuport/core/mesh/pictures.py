@@ -66,7 +66,15 @@ def picture_of(
         sides = zip((rows, columns), split, strict=True)
         return min(_twos(size, parts) for size, parts in sides if parts > 1)
 
-    split = max(((n, mesh.size // n) for n in divisors(mesh.size)), key=halvings)
+    axes = [size for size in mesh.devices.shape if size > 1]
+    # Rows of a part of one axis and of whole others are lost in the compiler (jaxlib
+    # 0.10.2): 4 x 2 parts on dp=2,tp=4 came out as 2 parts.
+    counts = (
+        divisors(mesh.size)
+        if len(axes) == 1
+        else [math.prod(axes[:n]) for n in range(len(axes) + 1)]
+    )
+    split = max(((n, mesh.size // n) for n in counts), key=halvings)
     sides = [
         Side(axis=axis, parts=parts, size=size)
         for axis, parts, size in zip(

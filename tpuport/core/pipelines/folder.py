@@ -18,6 +18,7 @@ import diffusers
 import torch
 import transformers
 
+from tpuport.core.enums import DENOISERS
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.reports import Reporter
@@ -37,6 +38,18 @@ from tpuport.errors import WeightsError, damaged, did_you_mean, quoted
 _OWN = frozenset(
     ("self", "state", "output", "generator", "output_type", "return_dict", "latents")
 ) | {"kwargs"}
+
+
+#: Autoencoders whose decode upstream has in tiles alone. No config asks for tiles.
+_TILED = ("AutoencoderKLAllegro",)
+
+
+def with_tiles(pipeline: Any) -> Any:
+    """``pipeline``, whose autoencoder decodes in tiles if upstream has nothing else."""
+    for component in pipeline.components.values():
+        if type(component).__name__ in _TILED:
+            component.enable_tiling()
+    return pipeline
 
 
 @dataclass(frozen=True)
@@ -213,6 +226,7 @@ class PipelineFolder:
             WeightsError: a component's class does not exist, is code of its own, or its
                 weights are missing, cut or pickled.
         """
+        self._check_denoiser()
         for name, entry in self.components().items():
             if not self.checkpoint.has(name):
                 raise WeightsError(
@@ -222,6 +236,18 @@ class PipelineFolder:
             found = self.component_class(name, *entry)
             if inspect.isclass(found) and issubclass(found, torch.nn.Module):
                 self.checkpoint.weight_files(name)
+
+    def _check_denoiser(self) -> None:
+        """Refuse an index without the component that the class denoises with."""
+        if self.blocks is not None:
+            return
+        taken = inspect.signature(self.pipeline_class.__init__).parameters
+        wanted = [name for name in taken if name.startswith(DENOISERS)]
+        if wanted and not any(name in self.components() for name in wanted):
+            raise WeightsError(
+                f"{self._index} has no {wanted[0]}, which {self.class_name} denoises "
+                "with; write the whole pipeline with save_pretrained()"
+            )
 
     def components(self) -> dict[str, list[str]]:
         """The library and the class of each component that is there, by name.
@@ -321,7 +347,7 @@ class PipelineFolder:
                             "values",
                             "the folder",
                         )
-        return pipeline
+        return with_tiles(pipeline)
 
     def _loaded(self, **how: Any) -> Any:
         if self.blocks is None:

@@ -88,7 +88,7 @@ def plan_pipeline(
         dtype=str(settings.dtype),
         attention=str(settings.attention),
         sharding=settings.sharding,
-        blocks="upstream",
+        blocks=found.blocks,
         stages=tuple(
             StagePlan(
                 name=stage,

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from tpuport.core.enums import Backend, StageName
+import torch
+
+from tpuport.core.enums import DENOISERS, Backend, StageName
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.seam.journal import Called, Journal
 
-#: How the components that denoise are called in all pipelines of diffusers.
-DENOISERS = ("transformer", "unet", "denoiser", "prior")
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
 
 
@@ -124,6 +124,8 @@ def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive
     with contextlib.ExitStack() as stack:
         if scheduler is not None:
             _hook(scheduler, drive, stack)
+        if backend == Backend.DIFFUSERS:
+            stack.enter_context(_watched(pipeline, drive))
         journal.calls.clear()
         before, journal.on_call = journal.on_call, drive.called
         stack.callback(setattr, journal, "on_call", before)
@@ -131,6 +133,27 @@ def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive
             drive.begin(StageName.ENCODE)
             yield drive
             drive.end()
+
+
+@contextlib.contextmanager
+def _watched(pipeline: Any, drive: Drive) -> Iterator[None]:
+    """Tell ``drive`` of the calls of modules; of ported ones the seam tells."""
+    names = {
+        module: name
+        for name, component in pipeline.components.items()
+        if isinstance(component, torch.nn.Module)
+        for module in component.modules()
+    }
+
+    def before(module: torch.nn.Module, inputs: Any) -> None:
+        if module in names:
+            drive.called(names[module])
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Step:

@@ -8,7 +8,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ import torch
 from jax.sharding import NamedSharding
 
 from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.enums import DENOISERS
 from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.mesh.pictures import picture_sharding
 from tpuport.core.seam.blocks import without
 from tpuport.core.seam.draws import Draw, DrawError, recorded
-from tpuport.core.seam.driving import DENOISERS
 from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
@@ -45,6 +45,19 @@ _ASKS_FOR_VALUES = (
 
 class PortError(TpuportError):
     """Upstream code that cannot become a program."""
+
+
+@dataclass(slots=True)
+class _OfShapes:
+    """The programs for tensors of some shapes, in some structure.
+
+    Attributes:
+        constant: positions of the tensors whose values are compiled in.
+        programs: by those values.
+    """
+
+    constant: frozenset[int] = frozenset()
+    programs: dict[Any, Program] = field(default_factory=dict)
 
 
 class Entry(ProgramRuns):
@@ -78,8 +91,7 @@ class Entry(ProgramRuns):
         self._attributes = Attributes(module)
         self._may_keep = _may_keep(module, forward)
         self._convolves = _convolves(module)
-        self._programs: dict[Any, Program] = {}
-        self._constant: dict[Any, frozenset[int]] = {}
+        self._shapes: dict[Any, _OfShapes] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
@@ -101,7 +113,11 @@ class Entry(ProgramRuns):
         self._refresh()
         state = self._attributes.state()
         tensors = [*leaves, *state.tensors]
-        program = self._program(form, state, tensors)
+        try:
+            program = self._program(form, state, tensors)
+        except PortError:
+            self._check_signature(args, kwargs)
+            raise
         inputs = self._inputs(program, tensors)
         if self._may_wait(program, state):
             found = self._together(program, inputs)
@@ -109,6 +125,14 @@ class Entry(ProgramRuns):
             arrays = jax.block_until_ready(self._run(program, inputs))
             found = [self._result(array, array) for array in arrays]
         return self._given_back(program.out, found, leaves, containers)
+
+    def _check_signature(self, args: Any, kwargs: Any) -> None:
+        """Raise the TypeError of a call with arguments that forward does not take."""
+        forward = type(self.module).forward
+        try:
+            inspect.signature(forward).bind(self.module, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self.module).__name__}.forward: {error}") from None
 
     def _inputs(
         self, program: Program, tensors: Sequence[torch.Tensor]
@@ -122,9 +146,10 @@ class Entry(ProgramRuns):
         ]
 
     @property
-    def programs(self) -> int:
-        """How many programs there are."""
-        return len(self._programs)
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that were traced."""
+        found = self._shapes.values()
+        return tuple(program for one in found for program in one.programs.values())
 
     def _given_back(
         self,
@@ -152,8 +177,7 @@ class Entry(ProgramRuns):
     # Programs.
 
     def _forget(self) -> None:
-        self._programs.clear()
-        self._constant.clear()
+        self._shapes.clear()
         self._attributes = Attributes(self.module)
 
     def _program(
@@ -161,19 +185,22 @@ class Entry(ProgramRuns):
     ) -> Program:
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         key = (form, state.form, shapes)
-        constant = self._constant.get(key, frozenset())
-        values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
-        found = self._programs.get((key, values))
-        if found is not None:
-            return found
+        known = self._shapes.get(key)
+        constant: frozenset[int] = frozenset()
+        if known is not None:
+            constant = known.constant
+            found = known.programs.get(_values(tensors, constant))
+            if found is not None:
+                return found
         self.settle()
         component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
         program, constant = self._compiled(form, state, tensors, constant)
-        self._constant[key] = constant
-        values = tuple((i, _bytes(tensors[i])) for i in sorted(constant))
-        self._programs[key, values] = program
-        kinds = sum(1 for other, _ in self._programs if other == key)
+        # Stacks may have changed while tracing, and all programs with them.
+        known = self._shapes.setdefault(key, _OfShapes())
+        known.constant = constant
+        known.programs[_values(tensors, constant)] = program
+        kinds = len(known.programs)
         if kinds > MOST_CONSTANTS:
             raise PortError(
                 f"{self.name} compiled {kinds} programs that differ in the values of "
@@ -395,8 +422,9 @@ def _struct(
     return jax.ShapeDtypeStruct(shape, array_dtype(tensor), sharding=place(shape))
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return to_numpy(tensor).tobytes()
+def _values(tensors: Sequence[torch.Tensor], constant: frozenset[int]) -> Any:
+    """The values of the tensors at some positions, as a key."""
+    return tuple((i, to_numpy(tensors[i]).tobytes()) for i in sorted(constant))
 
 
 def _content(container: Any) -> list[Any]:

@@ -122,6 +122,8 @@ class Attributes:
 
     def write(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Set attributes as forward would have."""
+        if not values:
+            return
         modules = dict(self._module.named_modules())
         for path, changed in values.items():
             modules[path].__dict__.update(changed)

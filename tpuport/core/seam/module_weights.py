@@ -51,6 +51,7 @@ class ModuleWeights:
         self.plan: ShardingPlan | None = None
         self._journal = journal
         self._tensors: tuple[Any, ...] = ()
+        self._kinds: tuple[Any, ...] = ()
         self._weights: Mapping[str, jax.Array] | None = None
         self._blocks: tuple[StackedBlocks, ...] | None = None
         self._ported: PortedModule | None = None
@@ -164,13 +165,14 @@ class ModuleWeights:
         now = tuple(_identities(self.module))
         if now == self._tensors:
             return
+        kinds = tuple(_kinds(self.module))
         if self._tensors:
             self.settle()
             self._weights = None
-            if [n[:2] for n in now] != [n[:2] for n in self._tensors]:
+            if kinds != self._kinds:
                 self._ported = None
                 self._forget()
-        self._tensors = now
+        self._tensors, self._kinds = now, kinds
 
     def settle(self) -> None:
         """Run what still needs the weights as they were."""
@@ -181,20 +183,31 @@ class ModuleWeights:
         raise NotImplementedError
 
 
-def _identities(module: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Each tensor of a module: place, kind, and what tells that it changed."""
+def _identities(module: torch.nn.Module) -> Iterator[Any]:
+    """What tells that a tensor of a module changed; asked before every call."""
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    yield id(tensor)
+                    yield 0 if tensor.is_inference() else tensor._version
+                    # Module.to() assigns to ``data``, which is no new version.
+                    yield tensor.data_ptr()
+        # Adapters that peft adds to ``data`` in place, which is no new version either.
+        merged = vars(child).get("merged_adapters")
+        if merged is not None:
+            yield tuple(merged)
+
+
+def _kinds(module: torch.nn.Module) -> Iterator[Any]:
+    """Place, shape and dtype of each tensor of a module, and which adapters merged."""
     for number, child in enumerate(module.modules()):
         for tensors in (child._parameters, child._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    kind = (number, name), (tuple(tensor.shape), tensor.dtype)
-                    version = 0 if tensor.is_inference() else tensor._version
-                    # Module.to() assigns to ``data``, which is no new version.
-                    yield *kind, id(tensor), version, tensor.data_ptr()
-        # Adapters that peft adds to ``data`` in place, which is no new version either.
-        merged = vars(child).get("merged_adapters")
-        if merged is not None:
-            yield (number, "merged_adapters"), None, tuple(merged)
+                    yield number, name, tuple(tensor.shape), tensor.dtype
+        if "merged_adapters" in vars(child):
+            yield number, "merged_adapters"
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -17,9 +17,9 @@ import torch
 from accelerate import init_empty_weights
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.enums import Backend, StageName
+from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.device_memory import array_bytes
-from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.folder import PipelineFolder, with_tiles
 from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
@@ -168,11 +168,13 @@ class Rehearsal:
         programs: all of them, in the order of their first calls.
         steps: how often ``scheduler.step`` was called.
         plans: where the weights of the modules that were called go.
+        blocks: those in place.
     """
 
     programs: tuple[Rehearsed, ...]
     steps: int
     plans: tuple[ShardingPlan, ...]
+    blocks: Blocks
 
 
 def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
@@ -203,7 +205,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
         if hasattr(module, "tie_weights"):
             module.tie_weights()
         parts[name] = _weightless(module, dtype)
-    return folder.put_together(parts)
+    return with_tiles(folder.put_together(parts))
 
 
 def _is_module(cls: Any) -> bool:
@@ -269,4 +271,9 @@ def rehearse(
         for program in programs:
             own = array_bytes(jax.tree.leaves(program.weights))
             program.resident = max(held - own, 0)
-        return Rehearsal(programs=tuple(programs), steps=steps, plans=tuple(plans))
+        return Rehearsal(
+            programs=tuple(programs),
+            steps=steps,
+            plans=tuple(plans),
+            blocks=target.blocks,
+        )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpuport.core.enums import Blocks
 from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
-from tpuport.core.layers.model_runtime import model_runtime
+from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
 from tpuport.core.programs.module_programs import ModulePrograms
 from tpuport.core.spec.component import Component
 from tpuport.core.spec.model_port import ModelPort
@@ -86,6 +87,12 @@ class Target:
         """The whole array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks in place."""
+        forms = [claim.port for claim in self.claims.values()]
+        return forms[0].blocks if forms else Blocks.UPSTREAM
+
     def runtime(self, *, exact: bool) -> Runtime:
         """A tracing environment; ``exact`` asks for float32 products in full."""
         return model_runtime(
@@ -97,4 +104,30 @@ class Target:
             attention=self.attention,
             attention_implementation=self.implementation,
             matmul_precision="highest" if exact else None,
+        )
+
+    def claimed(self, form: ModelPort, names: Mapping[str, str], layout: str) -> Target:
+        """This general target with what a plugin knows.
+
+        Args:
+            form: of the plugin, with its blocks in place.
+            names: of modules at the seam -> the component that each is.
+            layout: of the sharding rules.
+
+        Raises:
+            UsageError: the model has no such layout.
+        """
+        for component in names.values():
+            form.rules(component, layout)
+        return replace(
+            self,
+            patches=tuple(form.patches),
+            overrides=tuple(form.overrides),
+            attention=form.attention,
+            everywhere=EVERYWHERE,
+            claims={
+                name: Claim(port=form, component=component, layout=layout)
+                for name, component in names.items()
+            },
+            general=self,
         )

@@ -44,12 +44,22 @@ class Form:
             class of other values.
         keys: of a dict, the names of an object's attributes, or a function's code.
         parts: the forms inside.
+        hashed: the hash of all this.
     """
 
     kind: str
     value: Any = None
     keys: tuple[Any, ...] = ()
     parts: tuple[Form, ...] = ()
+    hashed: int = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Once: the attributes of a large model are looked up at every call.
+        own = hash((self.kind, self.value, self.keys, self.parts))
+        object.__setattr__(self, "hashed", own)
+
+    def __hash__(self) -> int:
+        return self.hashed
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,25 @@ class ModelPort:
                 return port
         raise KeyError(pipeline)
 
+    def form_of_module(self, kind: type) -> tuple[ModelPort, str]:
+        """The form with a component of an upstream class, and the component's name.
+
+        Raises:
+            UsageError: there is none; the message lists the classes.
+        """
+        classes: dict[str, tuple[ModelPort, str]] = {}
+        for form in self.all_forms:
+            for name, component in form.components.items():
+                upstream = component.class_path.partition(":")[2]
+                classes.setdefault(upstream, (form, name))
+        for cls in kind.__mro__:
+            if cls.__name__ in classes:
+                return classes[cls.__name__]
+        raise UsageError(
+            f"model {self.name!r} has no component of class {kind.__name__}; it has "
+            + ", ".join(classes)
+        )
+
     @property
     def denoisers(self) -> frozenset[str]:
         """The components that the stage ``denoise`` runs."""

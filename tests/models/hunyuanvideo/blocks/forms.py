@@ -12,11 +12,9 @@ import pytest
 import torch
 
 import tpuport
+from tests.models.ported import ported_by, unstacked
 from tests.tolerances import TOLERANCES
 from tpuport.core.files.sources import read_image
-from tpuport.core.mesh.device_mesh import build_mesh
-from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.run.ported_program import PortedProgram, component_of
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.plugins import get_port
 
@@ -31,20 +29,18 @@ OTHER_MESHES = [
 ]
 
 
-def native(module: torch.nn.Module, mesh: Any = None) -> PortedProgram:
+def native(module: torch.nn.Module, mesh: Any = None) -> torch.nn.Module:
     return tpuport.port(module, model="hunyuanvideo", mesh=mesh, blocks="native")
 
 
-def one_by_one(module: torch.nn.Module, mesh: Any) -> PortedProgram:
+def one_by_one(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     """The same without a scan over its blocks."""
-    port, component = component_of(
-        with_blocks(get_port("hunyuanvideo"), "native"), module
-    )
-    placed = build_mesh(MeshSpec.parse(mesh))
-    return PortedProgram(module, port, component, placed, stack=False)
+    port = with_blocks(get_port("hunyuanvideo"), "native")
+    form, name = port.form_of_module(type(module))
+    return ported_by(unstacked(form, name), name, module, mesh)
 
 
-def call(program: PortedProgram, inputs: Inputs) -> torch.Tensor:
+def call(program: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
     out: torch.Tensor = program(**inputs, return_dict=False)[0]
     return out
 

@@ -29,8 +29,9 @@ from tests.models.hunyuanvideo.blocks.test_transformer_13b import (
     make,
     upstream,
 )
+from tests.models.ported import records_of
 from tests.tolerances import TOLERANCES
-from tpuport.core.run.ported_program import PortedProgram
+from tpuport.core.seam.entry import PortError
 from tpuport.core.tracing.patching import inspect_patches
 from tpuport.models.hunyuanvideo.native_13b import TRANSFORMER_13B
 
@@ -45,20 +46,20 @@ UNEVEN = (1, 4, 2)
 
 
 @pytest.fixture(scope="module")
-def uneven(module: torch.nn.Module) -> PortedProgram:
+def uneven(module: torch.nn.Module) -> torch.nn.Module:
     """For tests to share what it compiles."""
     return native(module, UNEVEN)
 
 
 @pytest.mark.parametrize("mesh", [EVERY_AXIS, UNEVEN, *OTHER_MESHES], ids=str)
 def test_it_is_upstreams_on(
-    mesh: tuple[int, int, int], module: torch.nn.Module, uneven: PortedProgram
+    mesh: tuple[int, int, int], module: torch.nn.Module, uneven: torch.nn.Module
 ) -> None:
     inputs = inputs_of(2)
     program = uneven if mesh == UNEVEN else native(module, mesh)
     assert largest(call(program, inputs), upstream(module, inputs)) <= ATOL
     # Both kinds of blocks attend to the same sequence.
-    (record,) = [r for r in program._runtime.records if r.padded]
+    (record,) = [r for r in records_of(program) if r.padded]
     assert record.key[2] == VIDEO + TEXT
     assert record.padded == -(-(VIDEO + TEXT) // mesh[1]) * mesh[1]
 
@@ -97,7 +98,7 @@ def test_any_config(changes: dict[str, Any]) -> None:
 
 
 def test_stacked_blocks_are_those_one_by_one(
-    module: torch.nn.Module, uneven: PortedProgram
+    module: torch.nn.Module, uneven: torch.nn.Module
 ) -> None:
     inputs = inputs_of(2)
     expected = call(one_by_one(module, UNEVEN), inputs)
@@ -117,7 +118,7 @@ def test_bfloat16_is_no_further_off_than_upstreams(module: torch.nn.Module) -> N
 
 def test_attention_kwargs_are_refused(module: torch.nn.Module) -> None:
     program = native(module)
-    with pytest.raises(NotImplementedError, match="scale; run with blocks='upstream'"):
+    with pytest.raises(PortError, match="scale; run with blocks='upstream'"):
         program(**inputs_of(1), attention_kwargs={"scale": 0.5})
 
 

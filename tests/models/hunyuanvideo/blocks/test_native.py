@@ -31,8 +31,9 @@ from tests.models.hunyuanvideo.blocks.test_transformer import (
     upstream,
 )
 from tests.models.hunyuanvideo.upstream import picture
+from tests.models.ported import records_of
 from tests.tolerances import TOLERANCES
-from tpuport.core.run.ported_program import PortedProgram
+from tpuport.core.seam.entry import PortError
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.tracing.patching import inspect_patches
 from tpuport.models.hunyuanvideo.native import TRANSFORMER_15
@@ -48,19 +49,19 @@ def module() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def uneven(module: torch.nn.Module) -> PortedProgram:
+def uneven(module: torch.nn.Module) -> torch.nn.Module:
     """On a mesh whose sp divides no sequence, for tests to share what it compiles."""
     return native(module, UNEVEN)
 
 
 @pytest.mark.parametrize("mesh", [EVERY_AXIS, UNEVEN, *OTHER_MESHES], ids=str)
 def test_it_is_upstreams_on(
-    mesh: tuple[int, int, int], module: torch.nn.Module, uneven: PortedProgram
+    mesh: tuple[int, int, int], module: torch.nn.Module, uneven: torch.nn.Module
 ) -> None:
     inputs = inputs_of(2, "i2v")
     program = uneven if mesh == UNEVEN else native(module, mesh)
     assert largest(call(program, inputs), upstream(module, inputs)) <= ATOL
-    (record,) = [r for r in program._runtime.records if r.padded]
+    (record,) = [r for r in records_of(program) if r.padded]
     tokens = VIDEO + TEXT + GLYPHS + IMAGE
     assert record.key[2] == tokens
     assert record.padded == -(-tokens // mesh[1]) * mesh[1]
@@ -75,7 +76,7 @@ def test_it_is_upstreams_on(
     "task", ["t2v zeros", pytest.param("t2v no tokens", marks=pytest.mark.sweep)]
 )
 def test_text_to_video(
-    task: str, module: torch.nn.Module, uneven: PortedProgram
+    task: str, module: torch.nn.Module, uneven: torch.nn.Module
 ) -> None:
     inputs = inputs_of(2, task)
     assert largest(call(uneven, inputs), upstream(module, inputs)) <= ATOL
@@ -85,7 +86,7 @@ def test_text_to_video(
     "task", ["t2v no tokens", pytest.param("t2v zeros", marks=pytest.mark.sweep)]
 )
 def test_without_glyphs(
-    task: str, module: torch.nn.Module, uneven: PortedProgram
+    task: str, module: torch.nn.Module, uneven: torch.nn.Module
 ) -> None:
     inputs = inputs_of(2, task)
     for name in ("encoder_hidden_states_2", "encoder_attention_mask_2"):
@@ -112,7 +113,7 @@ def test_any_config(name: str) -> None:
 
 
 def test_stacked_blocks_are_those_one_by_one(
-    module: torch.nn.Module, uneven: PortedProgram
+    module: torch.nn.Module, uneven: torch.nn.Module
 ) -> None:
     inputs = inputs_of(2, "i2v")
     expected = call(one_by_one(module, UNEVEN), inputs)
@@ -121,7 +122,7 @@ def test_stacked_blocks_are_those_one_by_one(
 
 
 def test_what_padding_holds_does_not_matter_and_what_is_valid_does(
-    uneven: PortedProgram,
+    uneven: torch.nn.Module,
 ) -> None:
     inputs = inputs_of(2, "i2v")
     expected = call(uneven, inputs)
@@ -141,7 +142,7 @@ def test_bfloat16_is_no_further_off_than_upstreams() -> None:
 
 def test_attention_kwargs_are_refused(module: torch.nn.Module) -> None:
     program = native(module)
-    with pytest.raises(NotImplementedError, match="scale; run with blocks='upstream'"):
+    with pytest.raises(PortError, match="scale; run with blocks='upstream'"):
         program(**inputs_of(1, "i2v"), attention_kwargs={"scale": 0.5})
 
 
