@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from diffusers.utils.torch_utils import lru_cache_unless_export
 
 import tpuport
-from tpuport.core.mesh.compiler_flags import ChosenFlags
+from tpuport.core.mesh.compiler_flags import GATHERS, ChosenFlags
 from tpuport.core.seam.entry import MOST_CONSTANTS, Entry
 from tpuport.core.seam.ported import seam_of
+from tpuport.core.weights.gathering import SMALLEST
 from tpuport.errors import TpuportError, UsageError
 
 
@@ -321,9 +323,10 @@ def test_a_constant_input_is_uploaded_once() -> None:
 class Stepped(torch.nn.Module):
     """A denoiser of alike blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        blocks = (torch.nn.Linear(width, width) for _ in range(4))
+        self.blocks = torch.nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -349,3 +352,11 @@ def test_programs_take_the_compilers_flags_of_what_they_are(
     asked.clear()
     tpuport.port(Stepped(), mesh="sp=2")(x, timestep) + 1
     assert {*asked} == {("denoise",)}
+    asked.clear()
+    # In parts, which the sparse cores gather: no small weight is.
+    monkeypatch.setattr(
+        "tpuport.core.seam.module_weights.room_for_weights", lambda devices: 1
+    )
+    width = math.isqrt(SMALLEST)
+    tpuport.port(Stepped(width), mesh="sp=2")(torch.ones(2, width), timestep) + 1
+    assert {*asked} == {("denoise", GATHERS)}
