@@ -110,7 +110,8 @@ def plan_pipeline(
             }
             for program in found.programs
         ],
-        notes=[
+        notes=_host_time(found)
+        + [
             note
             for programs in made.values()
             for one in programs
@@ -185,6 +186,16 @@ def topology_mesh(topology: Topology, spec: MeshSpec | None) -> Any:
     """The mesh of a plan; all devices along sp where none was named."""
     devices = topology_devices(topology)
     return place_mesh(spec or MeshSpec(sp=len(devices)), devices)
+
+
+def _host_time(found: Rehearsal) -> list[str]:
+    """What a step takes beside its programs, as a note."""
+    if found.host_seconds is None:
+        return []
+    return [
+        f"between programs the host of a rehearsal takes {found.host_seconds:.3f} s a "
+        "step on this machine, which is in no figure"
+    ]
 
 
 def _plain(value: Any) -> bool:

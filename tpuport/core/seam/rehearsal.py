@@ -10,6 +10,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import jax
@@ -169,12 +171,15 @@ class Rehearsal:
         steps: how often ``scheduler.step`` was called.
         plans: where the weights of the modules that were called go.
         blocks: those in place.
+        host_seconds: of a step on this machine, outside of programs: upstream's code,
+            the scheduler's, and the port's. The middle of all steps but the first.
     """
 
     programs: tuple[Rehearsed, ...]
     steps: int
     plans: tuple[ShardingPlan, ...]
     blocks: Blocks
+    host_seconds: float | None
 
 
 def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
@@ -263,7 +268,7 @@ def rehearse(
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
         _Answers.stage = staticmethod(lambda: drive.stage or StageName.ENCODE)
         pipeline(**arguments)
-        steps = len(drive.steps)
+        between = [end - begin for begin, end in pairwise(drive.steps)]
         entries = [e for e in seam.entries.values() if isinstance(e, _Answers)]
         programs = [program for entry in entries for program in entry.rehearsed()]
         plans = [entry.plan for entry in entries if entry.plan is not None]
@@ -273,7 +278,8 @@ def rehearse(
             program.resident = max(held - own, 0)
         return Rehearsal(
             programs=tuple(programs),
-            steps=steps,
+            steps=len(drive.steps),
             plans=tuple(plans),
             blocks=target.blocks,
+            host_seconds=median(between) if between else None,
         )
