@@ -88,7 +88,7 @@ class Entry(ProgramRuns):
         super().__init__(module, name, target, journal, make_room)
         self._forward = forward
         self._uploads = uploads
-        self._attributes = Attributes(module)
+        self._attributes = Attributes(self._tree)
         self._may_keep = _may_keep(module, forward)
         self._convolves = _convolves(module)
         self._shapes: dict[Any, _OfShapes] = {}
@@ -178,7 +178,6 @@ class Entry(ProgramRuns):
 
     def _forget(self) -> None:
         self._shapes.clear()
-        self._attributes = Attributes(self.module)
 
     def _program(
         self, form: Form, state: State, tensors: Sequence[torch.Tensor]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,35 +42,54 @@ class State:
     tensors: tuple[torch.Tensor, ...]
 
 
+class ModuleTree:
+    """A module and all modules inside, walked anew only if a child was replaced."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.root = root
+        self._modules: list[torch.nn.Module] = []
+        self._children: list[Any] = []
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Each module once, in torch's order."""
+        now = _inside(m._modules for m in self._modules)
+        if not self._modules or not _identical(now, self._children):
+            self._modules = list(self.root.modules())
+            self._children = _inside(m._modules for m in self._modules)
+        return self._modules
+
+
 class Attributes:
     """The attributes of a module and of all modules inside."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._seen: list[Any] | None = None
+    def __init__(self, tree: ModuleTree) -> None:
+        self._tree = tree
+        self._module = tree.root
+        self._seen: list[Any] = []
+        self._lists: list[tuple[Any, Any]] = []
         self._state: State | None = None
+        self._forms: dict[Form, Form] = {}
 
     def state(self) -> State:
         """The state now; the one before if nothing was assigned since."""
-        modules = list(self._module.modules())
-        own = own_attributes() | _LEFT_OUT
-        seen = [
-            _content(value)
-            for module in modules
-            for name, value in vars(module).items()
-            if name not in own
-        ]
-        before = self._seen
-        same = (
-            before is not None
-            and len(before) == len(seen)
-            and all(map(_equal, before, seen))
+        modules = self._tree.modules()
+        seen = _inside(map(vars, modules))
+        same = _identical(seen, self._seen) and all(
+            _identical(_content(value), content) for value, content in self._lists
         )
         if not same or self._state is None or self._state.tensors:
             leaves: list[torch.Tensor] = []
-            form = take_apart(self._values(), leaves, [])
-            self._state = State(form, tuple(leaves))
+            values = self._values()
+            form = take_apart(values, leaves, [])
+            # One object for equal forms: a look at a program's key compares no parts.
+            self._state = State(self._forms.setdefault(form, form), tuple(leaves))
             self._seen = seen
+            self._lists = [
+                (value, _content(value))
+                for own in values.values()
+                for value in own.values()
+                if isinstance(value, list | dict)
+            ]
         return self._state
 
     def _values(self) -> dict[str, dict[str, Any]]:
@@ -202,18 +222,15 @@ def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
             now[name] = value
 
 
-def _content(value: Any) -> Any:
+def _inside(dicts: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [value for one in dicts for value in one.values()]
+
+
+def _content(value: list[Any] | dict[Any, Any]) -> list[Any]:
     """What a list or a dict holds now: such a value may change in place."""
-    if isinstance(value, dict):
-        return (*value, *value.values())
-    return tuple(value) if isinstance(value, list) else value
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two values that were seen are one object, or lists of one content."""
-    return one is other or (
-        isinstance(one, tuple)
-        and isinstance(other, tuple)
-        and len(one) == len(other)
-        and all(a is b for a, b in zip(one, other, strict=True))
-    )
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))

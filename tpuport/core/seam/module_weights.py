@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import torch
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.pairs import is_denoiser
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import StackedBlocks
@@ -49,6 +50,7 @@ class ModuleWeights:
         self.module = module
         self.target = target
         self.plan: ShardingPlan | None = None
+        self._tree = ModuleTree(module)
         self._journal = journal
         self._tensors: tuple[Any, ...] = ()
         self._kinds: tuple[Any, ...] = ()
@@ -75,6 +77,11 @@ class ModuleWeights:
     def placed(self) -> bool:
         """Whether the weights are on the devices."""
         return self._weights is not None
+
+    @property
+    def inside(self) -> list[torch.nn.Module]:
+        """The modules within this one."""
+        return self._tree.modules()[1:]
 
     def free(self) -> None:
         """Give back the devices' memory; the next call places the weights again."""
@@ -162,7 +169,7 @@ class ModuleWeights:
 
     def _refresh(self) -> None:
         """Take over what changed in the module's tensors since the last call."""
-        now = tuple(_identities(self.module))
+        now = tuple(_identities(self._tree.modules()))
         if now == self._tensors:
             return
         kinds = tuple(_kinds(self.module))
@@ -183,9 +190,9 @@ class ModuleWeights:
         raise NotImplementedError
 
 
-def _identities(module: torch.nn.Module) -> Iterator[Any]:
-    """What tells that a tensor of a module changed; asked before every call."""
-    for child in module.modules():
+def _identities(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """What tells that a tensor of some modules changed; asked before every call."""
+    for child in modules:
         for tensors in (child._parameters, child._buffers):
             for tensor in tensors.values():
                 if tensor is not None:

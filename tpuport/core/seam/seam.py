@@ -114,9 +114,14 @@ class Seam:
 
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if tracing_now() or _has_hooks_inside(module):
+            if tracing_now():
                 return original(*args, **kwargs)
             entry = entries.get(name)
+            inside = list(module.modules())[1:] if entry is None else entry.inside
+            # Hooks of diffusers within a module decide what is called: such a forward
+            # stays on the host, and the forwards that it calls are programs.
+            if any(map(_has_hooks, inside)):
+                return original(*args, **kwargs)
             if entry is None:
                 entry = make(module, original, name, target, uploads, journal, room)
                 entries[name] = entry
@@ -131,16 +136,6 @@ class Seam:
 def is_ported(module: torch.nn.Module) -> bool:
     """Whether a seam stands at the module's forward."""
     return _MARK in getattr(vars(module).get("forward"), "__dict__", {})
-
-
-def _has_hooks_inside(module: torch.nn.Module) -> bool:
-    """Whether hooks of diffusers stand within a module, and decide what is called.
-
-    Such a forward stays on the host, and the forwards that it calls are programs.
-    """
-    inside = module.modules()
-    next(inside)
-    return any(map(_has_hooks, inside))
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
