@@ -12,6 +12,7 @@ from diffusers.utils.torch_utils import lru_cache_unless_export
 
 import tpuport
 from tpuport.core.mesh.compiler_flags import GATHERS, ChosenFlags
+from tpuport.core.reports import Reporter
 from tpuport.core.seam.entry import MOST_CONSTANTS, Entry
 from tpuport.core.seam.ported import seam_of
 from tpuport.core.weights.gathering import SMALLEST
@@ -153,11 +154,16 @@ class Masked(torch.nn.Module):
 
 
 def test_a_mask_that_is_read_becomes_a_constant() -> None:
-    module, ported = Masked(), tpuport.port(Masked())
+    told: list[str] = []
+    reporter = Reporter()
+    reporter.say = told.append  # type: ignore[method-assign]
+    module, ported = Masked(), tpuport.port(Masked(), reporter=reporter)
     for mask in ([1, 0, 1], [0, 1, 1], [0, 0, 0]):
         one = torch.tensor(mask)
         assert close(ported(X, one, torch.tensor(2)), module(X, one, torch.tensor(2)))
     assert len(entry_of(ported).programs) == 3
+    (line,) = told
+    assert f"{MOST_CONSTANTS} at most" in line
 
 
 def test_masks_without_end_are_refused() -> None:

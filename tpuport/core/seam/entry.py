@@ -200,6 +200,11 @@ class Entry(ProgramRuns):
         known.constant = constant
         known.programs[_values(tensors, constant)] = program
         kinds = len(known.programs)
+        if kinds == 2:
+            self._journal.reporter.say(
+                f"{self.name} reads the values of its arguments, a mask's say: each "
+                f"value compiles a program, {MOST_CONSTANTS} at most"
+            )
         if kinds > MOST_CONSTANTS:
             raise PortError(
                 f"{self.name} compiled {kinds} programs that differ in the values of "
