@@ -312,8 +312,8 @@ class AnyRun:
         def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
             prompt, seed = self.videos()[index]
             request: sidecar.Request = {
-                "prompts": [prompt or ""],
-                "negative_prompts": [settings.negative_prompt or ""],
+                "prompts": [prompt],
+                "negative_prompts": [settings.negative_prompt],
                 "seeds": [[seed]],
                 "flags": {n: v for n, v in flags.items() if v is not None},
                 "options": dict(settings.options),

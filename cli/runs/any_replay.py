@@ -33,7 +33,7 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     recorded = sidecar.read(file)
     settings = _recorded(recorded, asked)
-    prompt = textwrap.shorten("".join(recorded["request"]["prompts"]), 80)
+    prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     with Display(signals.check) as display:
         run = AnyRun.prepared(settings, find(settings, display), display)
@@ -78,8 +78,8 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
         mesh=read.mesh,
         attention=read.attention,
         on_host=tuple(how["on_host"]),
-        prompt=tuple(filter(None, request["prompts"])),
-        negative_prompt=request["negative_prompts"][0] or None,
+        prompt=tuple(p for p in request["prompts"] if p is not None),
+        negative_prompt=request["negative_prompts"][0],
         seed=tuple(request["seeds"][0]),
         options=request["options"],
         **request["flags"],

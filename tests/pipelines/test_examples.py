@@ -8,6 +8,7 @@ An example compiles all modules of a pipeline, so some take more than 10 s.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tpuport.core.seam.driving import driving
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
+from tpuport.core.seam.rehearsal import without_weights
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
@@ -92,6 +94,25 @@ def test_what_is_planned_is_what_runs(one: Example, tmp_path: Path) -> None:
     planned = planned_calls(folder, target, call)
     assert planned
     assert planned == calls_of(folder.load(torch.float32, Reporter()), target, call)
+
+
+@pytest.mark.parametrize("one", REHEARSED)
+def test_a_plan_has_the_dtypes_of_a_run_in_bfloat16(
+    one: Example, tmp_path: Path
+) -> None:
+    folder = PipelineFolder.find(saved(made(one)[0], tmp_path), Reporter())
+    loaded = dtypes_of(folder.load(torch.bfloat16, Reporter()))
+    assert torch.bfloat16 in loaded.values()
+    assert dtypes_of(without_weights(folder, torch.bfloat16)) == loaded
+
+
+def dtypes_of(pipeline: Any) -> dict[str, torch.dtype]:
+    """Of all parameters and buffers."""
+    return {
+        f"{name}.{path}": tensor.dtype
+        for name, module in modules_of(pipeline).items()
+        for path, tensor in chain(module.named_parameters(), module.named_buffers())
+    }
 
 
 def planned_calls(

@@ -122,6 +122,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "a base class": ({"_class_name": "DiffusionPipeline"}, "not a pipeline"),
     "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
     "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
+    "no denoiser": ({"transformer": [None, None]}, "has no transformer"),
     "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
 }
 
@@ -353,6 +354,7 @@ def test_the_plugin_of_an_equal_pipeline_is_used(cli: Cli, once: Once) -> None:
     run += tuple(word for name in hosts for word in ("--on-host", name))
     ran = cli("generate", *run, "--executables", "built", "--out", "x.gif", "--json")
     assert ran.code == 0, ran.err
+    assert ran.json["report"]["blocks"] == "native"
     stages = ran.json["report"]["stages"]
     (used,) = (one for stage in stages for one in stage["compiles"])
     assert used["loaded"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -37,6 +39,21 @@ class Numbered(Block):
         return super().forward(x) ** self.power
 
 
+class Scaled(Block):
+    """Reads its number by a property alone."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.turns = turns
+
+    @functools.cached_property
+    def scale(self) -> int:
+        return self.turns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 class Model(torch.nn.Module):
     def __init__(self, blocks: list[torch.nn.Module]) -> None:
         super().__init__()
@@ -67,6 +84,7 @@ class Summing(Model):
 
 CASES = {
     "all": ([Block(), Block(), Block()], [(0, 3, 1)]),
+    "read by a property": ([Scaled(1), Scaled(3), Scaled(2)], []),
     "numbered": ([Block(index=0), Block(index=1)], [(0, 2, 1)]),
     "another first": ([Other(), Block(), Block()], [(1, 2, 1)]),
     "another last": ([Block(), Block(), Block(), Other()], [(0, 3, 1)]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +144,111 @@ def test_the_module_that_was_handed_in_stays_upstreams() -> None:
     assert type(ported) is Linear
     assert "forward" not in vars(module)
     assert ported.inner.weight is module.inner.weight
+
+
+class Keeps(torch.nn.Module):
+    """Changes in place what its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+        self.sums = {"all": torch.zeros(3, 4)}
+        self.total = torch.zeros(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.kept[-1:]
+        self.kept.append(x)
+        self.sums["all"] = self.sums["all"] + x
+        self.total.add_(x)
+        return self.total + self.sums["all"] * len(self.kept) + self.kept[0]
+
+
+def test_what_attributes_hold_may_change_in_place() -> None:
+    module, ported = Keeps(), tpuport.port(Keeps())
+    for number in range(4):
+        assert close(ported(X + number), module(X + number))
+    assert close(ported.kept[0], module.kept[0])
+    assert close(ported.total, module.total)
+
+
+class Counts(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x * self.calls
+
+
+def test_a_buffer_that_forward_writes_to_is_refused() -> None:
+    with pytest.raises(TpuportError, match="Counts writes to its buffers"):
+        tpuport.port(Counts())(X)
+
+
+class Reads(torch.nn.Module):
+    """Reads what says how to run, at several depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(twice=False)
+        self.inner = torch.nn.SiLU()
+        self.nested = {"by": {"factor": 1.0}}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x) * self.nested["by"]["factor"]
+        return x * 2 if self.config.twice else x
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "a child of another class": lambda m: setattr(m, "inner", torch.nn.ReLU()),
+    "a plain object": lambda m: setattr(m.config, "twice", True),
+    "a dict in a dict": lambda m: m.nested["by"].update(factor=3.0),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_what_forward_reads_is_part_of_the_key(what: str) -> None:
+    module, ported = Reads(), tpuport.port(Reads())
+    assert close(ported(X), module(X))
+    for one in (module, ported):
+        READ[what](one)
+    assert close(ported(X), module(X))
+    assert len(entry_of(ported).programs) == 2
+
+
+class Draws(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(size=x.shape, device=x.device)
+
+
+def test_numbers_are_drawn_again_at_every_call_by_a_program_of_each_shape() -> None:
+    ported = tpuport.port(Draws())
+    for count in (3, 2, 3, 2):
+        torch.manual_seed(count)
+        expected = Draws()(X[:count])
+        torch.manual_seed(count)
+        assert close(ported(X[:count]), expected)
+    assert len(entry_of(ported).programs) == 2
+
+
+class Gathers(torch.nn.Module):
+    """Takes and returns mappings."""
+
+    def forward(self, given: OrderedDict[str, torch.Tensor]) -> Any:
+        return OrderedDict((name, x * 2) for name, x in given.items())
+
+
+def test_a_mapping_keeps_its_class_and_a_queue_of_tensors_is_refused() -> None:
+    ported = tpuport.port(Gathers())
+    found = ported(OrderedDict(a=X, b=X + 1))
+    assert type(found) is OrderedDict
+    assert close(found["a"], X * 2)
+    assert close(found["b"], X * 2 + 2)
+    with pytest.raises(TpuportError, match="a deque with tensors"):
+        ported(deque([X]))
 
 
 class Masked(torch.nn.Module):

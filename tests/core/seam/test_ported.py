@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from peft import LoraConfig
 
 import tpuport
@@ -274,6 +275,50 @@ def test_an_adapter_is_not_passed_over_by_native_blocks() -> None:
     tpuport.port(theirs, reporter=told)
     assert near(latents(theirs, call), expected)
     assert "without the plugin" in told.lines[-1]
+
+
+class Halved(CogVideoXAttnProcessor2_0):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return tuple(x / 2 for x in super().__call__(*args, **kwargs))
+
+
+def test_a_processor_of_attention_is_not_passed_over_by_native_blocks() -> None:
+    theirs, call = pipeline_of("CogVideoXPipeline")
+    plain = latents(theirs, call)
+    theirs.transformer.set_attn_processor(Halved())
+    expected = latents(theirs, call)
+    assert not near(expected, plain)
+    tpuport.port(theirs)
+    assert near(latents(theirs, call), expected)
+
+
+def test_the_plugin_comes_back_when_the_adapter_goes() -> None:
+    pipeline, call = pipeline_of("CogVideoXPipeline")
+    expected = latents(pipeline, call)
+    tpuport.port(pipeline)
+    entries = seam_of(pipeline).entries
+    config = LoraConfig(r=2, target_modules=["to_q"])
+    for change, claimed in (
+        (lambda: None, True),
+        (lambda: pipeline.transformer.add_adapter(config), False),
+        (pipeline.unload_lora_weights, True),
+    ):
+        change()
+        assert near(latents(pipeline, call), expected)
+        assert (entries["transformer"]._claim is not None) == claimed
+
+
+def test_a_cache_that_outlives_the_port_leaves_upstream_as_it_was() -> None:
+    pipeline, call = pipeline_of()
+    expected = latents(pipeline, call)
+    tpuport.port(pipeline)
+    pipeline.transformer.enable_cache(caching(pipeline)[1])
+    latents(pipeline, call)
+    tpuport.unport(pipeline)
+    pipeline.transformer.disable_cache()
+    assert torch.equal(latents(pipeline, call), expected)
+    tpuport.port(pipeline)
+    assert near(latents(pipeline, call), expected)
 
 
 def test_a_patch_on_a_forward_is_in_force() -> None:

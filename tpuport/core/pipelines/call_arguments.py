@@ -139,14 +139,13 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
     except (pydantic.PydanticUserError, TypeError, NameError):
         return value  # no annotation, or one of upstream's that cannot be read
     try:
-        adapter.validate_python(value)
+        return adapter.validate_python(value)
     except pydantic.ValidationError as error:
         wanted = getattr(annotation, "__name__", str(annotation))
         why = f"is no {wanted} ({error.errors()[0]['msg']})"
         if isinstance(value, str) and any(word in name for word in _FILES):
             why = "does not exist"
         raise UsageError(f"--option {name}: {quoted(value)} {why}") from None
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +188,7 @@ def made_of(output: Any, pipeline: Any) -> Made:
         return Made(frames=frames.astype(np.float32))
     rate = int(_named(output, RATE) or _rate(pipeline))
     array = np.asarray(sound, dtype=np.float32).reshape(-1, np.shape(sound)[-1])[:2]
-    return Made(
-        frames=frames.astype(np.float32), sound=array, rate=rate or _rate(pipeline)
-    )
+    return Made(frames=frames.astype(np.float32), sound=array, rate=rate)
 
 
 def _named(output: Any, *names: str) -> Any:

@@ -226,7 +226,7 @@ class PipelineFolder:
             WeightsError: a component's class does not exist, is code of its own, or its
                 weights are missing, cut or pickled.
         """
-        self._check_denoiser()
+        self.check_denoiser()
         for name, entry in self.components().items():
             if not self.checkpoint.has(name):
                 raise WeightsError(
@@ -237,8 +237,12 @@ class PipelineFolder:
             if inspect.isclass(found) and issubclass(found, torch.nn.Module):
                 self.checkpoint.weight_files(name)
 
-    def _check_denoiser(self) -> None:
-        """Refuse an index without the component that the class denoises with."""
+    def check_denoiser(self) -> None:
+        """Refuse an index without the component that the class denoises with.
+
+        Raises:
+            WeightsError: which one.
+        """
         if self.blocks is not None:
             return
         taken = inspect.signature(self.pipeline_class.__init__).parameters

@@ -27,10 +27,13 @@ class Weights(TypedDict):
 
 
 class Request(TypedDict):
-    """The prompt and the seed of the video, and the flags that were given."""
+    """The prompt and the seed of the video, and the flags that were given.
 
-    prompts: list[str]
-    negative_prompts: list[str]
+    A prompt that was not given is ``null``: upstream has a default of its own.
+    """
+
+    prompts: list[str | None]
+    negative_prompts: list[str | None]
     seeds: list[list[int]]
     flags: dict[str, Any]
     options: dict[str, Any]

@@ -48,9 +48,7 @@ def rehearsed(
         pipeline = without_weights(folder, torch_dtype(dtype))
     pipeline.set_progress_bar_config(disable=True)
     with reporter.timed(f"rehearsing {folder.class_name}"):
-        found = rehearse(pipeline, target, arguments, Reporter())
-    left = tuple(one for one in found.programs if one.component not in on_host)
-    return replace(found, programs=left)
+        return rehearse(pipeline, target, arguments, Reporter(), on_host)
 
 
 def plan_pipeline(

@@ -58,7 +58,8 @@ def _unread(module: torch.nn.Module) -> frozenset[str]:
     """
     children = [*module.modules()]
     held = [value for child in children for value in vars(child).values()]
-    files = {type(value).__module__ for value in (*children, *held)}
+    kinds = {kind for v in (*children, *held) for kind in type(v).__mro__}
+    files = {kind.__module__ for kind in kinds - {*torch.nn.Module.__mro__}}
     numbers = {
         name
         for child in children
@@ -76,9 +77,14 @@ def _named_in(file: str) -> frozenset[str]:
     named: set[str] = set()
     for holder in (values, *map(vars, kinds)):
         for name, value in holder.items():
-            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            elif isinstance(value, property | functools.cached_property):
+                value = value.fget if isinstance(value, property) else value.func
+            wraps = isinstance(getattr(value, "__wrapped__", None), types.FunctionType)
+            function = inspect.unwrap(value) if wraps else value
             if name != "__init__" and isinstance(function, types.FunctionType):
-                code = getattr(inspect.unwrap(function), "__code__", None)
+                code = getattr(function, "__code__", None)
                 named |= set() if code is None else _names(code)
     return frozenset(named)
 

@@ -60,7 +60,7 @@ class DeviceTensor(torch.Tensor):
 
     def answered(self, array: Any) -> None:
         """Take the result of the call that waited."""
-        self._array = array
+        self._array, self._run = array, lambda: None
 
     def _on_devices(self) -> Any:
         if self._array is None:

@@ -47,6 +47,10 @@ class Draw:
         return self.function(self.shape, dtype=self.dtype, generator=self.generator)
 
 
+#: Where and how a tensor is made, which a program decides by itself.
+_PLACES = {"device", "layout", "requires_grad", "pin_memory", "memory_format"}
+
+
 @contextlib.contextmanager
 def recorded(env: Any, given: Sequence[Any]) -> Iterator[list[Draw]]:
     """What is drawn while a program is traced.
@@ -60,7 +64,15 @@ def recorded(env: Any, given: Sequence[Any]) -> Iterator[list[Draw]]:
     """
     made: list[Draw] = []
 
-    def drawn(function: Any, shape: Sequence[int], dtype: Any, generator: Any) -> Any:
+    def drawn(
+        function: Any,
+        shape: Sequence[int],
+        dtype: Any = None,
+        generator: Any = None,
+        **how: Any,
+    ) -> Any:
+        if unknown := how.keys() - _PLACES:
+            raise DrawError(f"{function.__name__} with {', '.join(sorted(unknown))}")
         dtype = dtype or torch.get_default_dtype()
         number = len(made)
         made.append(Draw(function, tuple(shape), dtype, generator))
@@ -70,15 +82,16 @@ def recorded(env: Any, given: Sequence[Any]) -> Iterator[list[Draw]]:
         return env.j2t_iso(jnp.zeros(tuple(shape), array_dtype(host)))
 
     def plain(function: Any) -> Any:
-        def draw(*size: Any, generator: Any = None, dtype: Any = None, **_: Any) -> Any:
-            shape = size if not size or isinstance(size[0], int) else size[0]
-            return drawn(function, shape, dtype, generator)
+        def draw(*sizes: Any, size: Any = None, **how: Any) -> Any:
+            if size is None:
+                size = sizes if not sizes or isinstance(sizes[0], int) else sizes[0]
+            return drawn(function, size, **how)
 
         return draw
 
     def alike(function: Any) -> Any:
-        def draw(x: Any, *, dtype: Any = None, generator: Any = None, **_: Any) -> Any:
-            return drawn(function, x.shape, dtype or x.dtype, generator)
+        def draw(x: Any, *, dtype: Any = None, **how: Any) -> Any:
+            return drawn(function, x.shape, dtype or x.dtype, **how)
 
         return draw
 

@@ -26,7 +26,13 @@ from tpuport.core.seam.journal import Called, Journal, Uploads
 from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
 from tpuport.core.seam.target import Target
-from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.seam.values import (
+    Form,
+    content_of,
+    put_together,
+    same_content,
+    take_apart,
+)
 from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import TpuportError
@@ -124,7 +130,9 @@ class Entry(ProgramRuns):
         else:
             arrays = jax.block_until_ready(self._run(program, inputs))
             found = [self._result(array, array) for array in arrays]
-        return self._given_back(program.out, found, leaves, containers)
+        return self._given_back(
+            program.out, found, tensors, [*containers, *state.containers]
+        )
 
     def _check_signature(self, args: Any, kwargs: Any) -> None:
         """Raise the TypeError of a call with arguments that forward does not take."""
@@ -154,12 +162,12 @@ class Entry(ProgramRuns):
     def _given_back(
         self,
         out: Out,
-        tensors: Iterable[torch.Tensor],
-        leaves: Sequence[torch.Tensor],
+        answers: Iterable[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         containers: Sequence[Any],
     ) -> Any:
         assert out.result is not None
-        found = put_together(out.result, iter(tensors))
+        found = put_together(out.result, iter(answers))
         result, changed, written, attributes = found
         for number, content in changed.items():
             container = containers[number]
@@ -170,7 +178,7 @@ class Entry(ProgramRuns):
             inside.clear()
             inside.update(content if isinstance(content, dict) else vars(content))
         for number, tensor in written.items():
-            leaves[number].copy_(tensor)
+            tensors[number].copy_(tensor)
         self._attributes.write(attributes)
         return result
 
@@ -191,6 +199,13 @@ class Entry(ProgramRuns):
             found = known.programs.get(_values(tensors, constant))
             if found is not None:
                 return found
+        kinds = 1 if known is None else len(known.programs) + 1
+        if kinds > MOST_CONSTANTS:
+            raise PortError(
+                f"{self.name} needs more than {MOST_CONSTANTS} programs that differ in "
+                "the values of integer arguments alone; run this component by "
+                f"upstream's own code (on_host={self.name.partition('.')[0]!r})"
+            )
         self.settle()
         component = self.name.partition(".")[0]
         self._journal.reporter.compiling(component, self.name)
@@ -199,17 +214,10 @@ class Entry(ProgramRuns):
         known = self._shapes.setdefault(key, _OfShapes())
         known.constant = constant
         known.programs[_values(tensors, constant)] = program
-        kinds = len(known.programs)
         if kinds == 2:
             self._journal.reporter.say(
                 f"{self.name} reads the values of its arguments, a mask's say: each "
                 f"value compiles a program, {MOST_CONSTANTS} at most"
-            )
-        if kinds > MOST_CONSTANTS:
-            raise PortError(
-                f"{self.name} compiled {kinds} programs that differ in the values of "
-                "integer arguments alone; run this component by upstream's own code "
-                f"(on_host={self.name.partition('.')[0]!r})"
             )
         return program
 
@@ -255,7 +263,8 @@ class Entry(ProgramRuns):
                     lost = "what a loop of the program made cannot leave the loop"
                     raise self._refused(RuntimeError(lost))
                 draws = () if self._blocks else out.draws
-                self._rebuild(())
+                if self._blocks:
+                    self._rebuild(())
                 continue
             self._check_mesh(program)
             seconds = time.perf_counter() - started
@@ -346,22 +355,28 @@ class Entry(ProgramRuns):
         """Upstream's forward on traced tensors; its effects as results."""
         containers: list[Any] = []
         args, kwargs = put_together(form, iter(values[:count]), containers)
-        before = [_content(container) for container in containers]
-        arrays = [tensor.jax() for tensor in values[:count]]
-        with self._attributes.held(state.form, iter(values[count:])) as attributes:
+        arrays = [tensor.jax() for tensor in values]
+        own = iter(values[count:])
+        with self._attributes.held(state.form, own, containers) as attributes:
+            before = [content_of(container) for container in containers]
+            buffers = self._buffers()
             result = self._forward(*args, **kwargs)
+            if any(buffer.jax() is not array for buffer, array in buffers):
+                raise PortError(
+                    f"{self.name} writes to its buffers while it runs, which a program "
+                    "cannot keep. Leave the module to upstream's own code (on_host of "
+                    "a pipeline)"
+                )
         changed = {
             number: container
             for number, (container, old) in enumerate(
                 zip(containers, before, strict=True)
             )
-            if not _same_content(_content(container), old)
+            if not same_content(content_of(container), old)
         }
         written = {
             number: tensor
-            for number, (tensor, array) in enumerate(
-                zip(values[:count], arrays, strict=True)
-            )
+            for number, (tensor, array) in enumerate(zip(values, arrays, strict=True))
             if tensor.jax() is not array
         }
         leaves: list[Any] = []
@@ -369,6 +384,15 @@ class Entry(ProgramRuns):
             (result, changed, written, attributes.values), leaves, []
         )
         return [_array(leaf, env) for leaf in leaves]
+
+    def _buffers(self) -> list[tuple[Any, Any]]:
+        """The buffers of all modules while tracing, each with its array."""
+        return [
+            (buffer, buffer.jax())
+            for module in self._tree.modules()
+            for buffer in module._buffers.values()
+            if hasattr(buffer, "jax")
+        ]
 
     def _refused(self, error: BaseException) -> PortError:
         kind, frame = type(self.module).__name__, _upstream_frame(error)
@@ -429,22 +453,6 @@ def _struct(
 def _values(tensors: Sequence[torch.Tensor], constant: frozenset[int]) -> Any:
     """The values of the tensors at some positions, as a key."""
     return tuple((i, to_numpy(tensors[i]).tobytes()) for i in sorted(constant))
-
-
-def _content(container: Any) -> list[Any]:
-    if isinstance(container, list):
-        return list(container)
-    inside = container if isinstance(container, dict) else vars(container)
-    return list(inside.items())
-
-
-def _same_content(one: list[Any], other: list[Any]) -> bool:
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, tuple):
-            return all(x is y for x, y in zip(a, b, strict=True))
-        return a is b or (isinstance(a, int | str | float) and bool(a == b))
-
-    return len(one) == len(other) and all(map(same, one, other))
 
 
 def _array(leaf: Any, env: Any) -> Any:

@@ -34,11 +34,6 @@ class Called:
     seconds: float
     compiled: CompileReport | None = None
 
-    @property
-    def component(self) -> str:
-        """The component of the pipeline."""
-        return self.name.partition(".")[0]
-
 
 class Journal:
     """The last calls of a port, and who is told of them."""
@@ -53,14 +48,10 @@ class Journal:
 class Uploads:
     """Arrays of tensors that are on the devices already."""
 
-    sharding: NamedSharding
     _known: dict[int, tuple[Any, int, jax.Array]] = field(default_factory=dict)
 
-    def array(
-        self, tensor: torch.Tensor, sharding: NamedSharding | None = None
-    ) -> jax.Array:
+    def array(self, tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
         """The tensor on the devices; uploaded once if nothing writes to it."""
-        sharding = sharding or self.sharding
         if isinstance(tensor, DeviceTensor):
             if (array := tensor.on_devices) is not None:
                 return _moved(array, sharding)

@@ -18,15 +18,23 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tpuport.core.seam.values import Form, put_together, take_apart
+from tpuport.core.seam.values import (
+    Form,
+    content_of,
+    put_together,
+    same_content,
+    take_apart,
+)
 from tpuport.core.tracing.block_stacks import own_attributes
 
 #: Says in transformers that the hooks that collect hidden states are in place.
 _HOOKED = "_output_capturing_hooks_installed"
-#: Attributes that forward does not read.
+#: Attributes that forward does not read, or that are frozen.
 _LEFT_OUT = frozenset(
-    {"_internal_dict", "config", "generation_config", "_diffusers_hook", "_tpuport"}
-) | {_HOOKED}
+    {"_internal_dict", "generation_config", "_diffusers_hook", "_tpuport", _HOOKED}
+)
+#: Forms of one module that are kept, so that equal forms are one object.
+_MOST_FORMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +44,12 @@ class State:
     Attributes:
         form: their structure and plain values; part of a program's key.
         tensors: the tensors in them.
+        containers: the lists, dicts and objects in them.
     """
 
     form: Form
     tensors: tuple[torch.Tensor, ...]
+    containers: tuple[Any, ...]
 
 
 class ModuleTree:
@@ -66,54 +76,60 @@ class Attributes:
         self._tree = tree
         self._module = tree.root
         self._seen: list[Any] = []
-        self._lists: list[tuple[Any, Any]] = []
+        self._within: list[tuple[Any, Any]] = []
         self._state: State | None = None
         self._forms: dict[Form, Form] = {}
 
     def state(self) -> State:
         """The state now; the one before if nothing was assigned since."""
         modules = self._tree.modules()
-        seen = _inside(map(vars, modules))
+        seen = [*map(type, modules), *_inside(map(vars, modules))]
         same = _identical(seen, self._seen) and all(
-            _identical(_content(value), content) for value, content in self._lists
+            same_content(content_of(value), content) for value, content in self._within
         )
         if not same or self._state is None or self._state.tensors:
             leaves: list[torch.Tensor] = []
-            values = self._values()
-            form = take_apart(values, leaves, [])
+            containers: list[Any] = []
+            plain: list[Any] = []
+            form = take_apart(self._values(), leaves, containers, plain)
+            if len(self._forms) == _MOST_FORMS:
+                self._forms.clear()
             # One object for equal forms: a look at a program's key compares no parts.
-            self._state = State(self._forms.setdefault(form, form), tuple(leaves))
+            form = self._forms.setdefault(form, form)
+            self._state = State(form, tuple(leaves), tuple(containers))
             self._seen = seen
-            self._lists = [
-                (value, _content(value))
-                for own in values.values()
-                for value in own.values()
-                if isinstance(value, list | dict)
-            ]
+            within = {id(value): value for value in (*containers, *plain)}
+            self._within = [(value, content_of(value)) for value in within.values()]
         return self._state
 
-    def _values(self) -> dict[str, dict[str, Any]]:
+    def _values(self) -> tuple[dict[str, dict[str, Any]], tuple[type, ...]]:
+        """The attributes of each module by its path, and the classes of all."""
         own = own_attributes() | _LEFT_OUT
-        found = {}
+        found, kinds = {}, []
         for path, module in self._module.named_modules():
             values = {k: v for k, v in vars(module).items() if k not in own}
             if values:
                 found[path] = values
-        return found
+            kinds.append(type(module))
+        return found, tuple(kinds)
 
     @contextlib.contextmanager
-    def held(self, form: Form, tensors: Iterator[Any]) -> Iterator[Written]:
+    def held(
+        self, form: Form, tensors: Iterator[Any], containers: list[Any]
+    ) -> Iterator[Written]:
         """The attributes of ``form`` stand while a program is traced.
 
         The old attributes are put back on exit, and the old hooks: a hook that every
         trace adds would collect twice. Plain objects keep no tensors of the trace, such
-        as rotary tables. The result tells what was written.
+        as rotary tables. The result tells which attributes were assigned. The lists,
+        dicts and objects in the attributes are added to ``containers``.
         """
         modules = dict(self._module.named_modules())
         saved = {path: dict(vars(module)) for path, module in modules.items()}
         plain = _plain_objects(modules.values())
         hooks = {path: [*m._forward_hooks.items()] for path, m in modules.items()}
-        given: Mapping[str, Mapping[str, Any]] = put_together(form, tensors)
+        given: Mapping[str, Mapping[str, Any]]
+        given, _ = put_together(form, tensors, containers)
         written = Written({})
         try:
             for path, values in given.items():
@@ -224,11 +240,6 @@ def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _inside(dicts: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [value for one in dicts for value in one.values()]
-
-
-def _content(value: list[Any] | dict[Any, Any]) -> list[Any]:
-    """What a list or a dict holds now: such a value may change in place."""
-    return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:

@@ -48,7 +48,7 @@ class ModuleWeights:
     ) -> None:
         self.name = name
         self.module = module
-        self.target = target
+        self.target = self._asked = target
         self.plan: ShardingPlan | None = None
         self._tree = ModuleTree(module)
         self._journal = journal
@@ -85,7 +85,10 @@ class ModuleWeights:
 
     def free(self) -> None:
         """Give back the devices' memory; the next call places the weights again."""
-        self._weights = None
+        try:
+            self.settle()
+        finally:
+            self._weights = None
 
     def _port(self) -> PortedModule:
         if self._ported is None:
@@ -103,22 +106,27 @@ class ModuleWeights:
     def _fitting(self) -> Claim | None:
         """What the plugin knows of this module, if the module is as the plugin knows.
 
-        An adapter makes it another module: native blocks would pass the adapter over.
+        An adapter makes it another module, and so does a processor of attention that
+        is not upstream's: native blocks would pass either over.
         """
+        self.target = self._asked
         claim = self.target.claims.get(self.name)
         if claim is None:
             return None
+        other = "" if _upstreams_attention(self.module) else "attention"
         try:
             claim.plan(self._stored(), dict(self.target.mesh.shape))
         except ShardingError:
-            assert self.target.general is not None
-            self.target = self.target.general
-            self._journal.reporter.say(
-                f"{self.name} has other weights than the plugin of {claim.port.name} "
-                "knows, adapters say: it runs as any module, without the plugin"
-            )
-            return None
-        return claim
+            other = "weights"
+        if not other:
+            return claim
+        assert self.target.general is not None
+        self.target = self.target.general
+        self._journal.reporter.say(
+            f"{self.name} has other {other} than the plugin of {claim.port.name} "
+            "knows, of an adapter say: it runs as any module, without the plugin"
+        )
+        return None
 
     def _stored(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint holds, by name."""
@@ -188,6 +196,16 @@ class ModuleWeights:
     def _forget(self) -> None:
         """The weights have other shapes or stacks: no program fits them any more."""
         raise NotImplementedError
+
+
+def _upstreams_attention(module: torch.nn.Module) -> bool:
+    """Whether all processors of attention are classes of diffusers."""
+    processors = [getattr(child, "processor", None) for child in module.modules()]
+    return all(
+        type(one).__module__.partition(".")[0] == "diffusers"
+        for one in processors
+        if one is not None
+    )
 
 
 def _identities(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:

@@ -134,9 +134,9 @@ def unport(ported: Any) -> Any:
             "returned"
         )
     seam, held = found
-    seam.close()
     for owner, name in held:
         owner.__dict__.pop(name, None)
+    seam.close()
     return ported
 
 

@@ -224,7 +224,7 @@ class ProgramRuns(ModuleWeights):
                 traced = jitted.trace(self._structs, first, second)
             except Exception as error:
                 raise _ApartError(one_line(error)) from error
-            tracing = time.perf_counter() - started
+            tracing, started = time.perf_counter() - started, time.perf_counter()
             program = replace(program, attention=doubled(program.attention))
         run = self._executable(program, traced)
         self._made = CompileReport(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import torch
+import transformers
 from accelerate import init_empty_weights
 
 from tpuport.core.arrays import torch_dtype
@@ -26,8 +27,9 @@ from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.driving import driving
-from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.driving import Drive, driving
+from tpuport.core.seam.entry import Entry, PortError
+from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
@@ -115,12 +117,11 @@ class Rehearsed:
 
 
 class _Answers(Entry):
-    """A module whose calls are answered with zeros."""
+    """A module whose calls are answered with zeros, and counted by stage."""
 
-    stage: Callable[[], StageName]
-
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, stage: Callable[[], StageName], *args: Any) -> None:
         super().__init__(*args)
+        self._stage = stage
         self._all: list[Rehearsed] = []
 
     def _executable(self, program: Program, traced: jax.stages.Traced) -> Rehearsed:
@@ -146,7 +147,7 @@ class _Answers(Entry):
         return self._structs
 
     def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
-        run.by_stage[self.stage()] += 1
+        run.by_stage[self._stage()] += 1
         return run.traced().out_info
 
     def _inputs(
@@ -160,6 +161,22 @@ class _Answers(Entry):
     def rehearsed(self) -> list[Rehearsed]:
         """Its programs, also those that a later call made useless."""
         return list(self._all)
+
+
+class _OnHost(_Answers):
+    """A module of a component that upstream's own code runs.
+
+    Tracing tells the shapes of the answers in no time. What cannot be traced runs.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except PortError:
+            return self._forward(*args, **kwargs)
+
+    def _check_mesh(self, program: Program) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +202,13 @@ class Rehearsal:
 def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
     """The pipeline with modules that have shapes and no weights.
 
-    Buffers are computed as upstream does. Modules that upstream keeps in float32 are.
+    Buffers are computed as upstream computes them, and parameters have the dtypes that
+    upstream loads them in.
 
     Raises:
         WeightsError: a config does not build its class.
     """
+    folder.check_denoiser()
     parts: dict[str, Any] = {}
     for name, (library, class_name) in folder.components().items():
         cls: Any = folder.component_class(name, library, class_name)
@@ -201,6 +220,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
         with (
             building(class_name, f"{name}/config.json"),
             init_empty_weights(include_buffers=False),
+            _default(dtype),
         ):
             module: Any
             if hasattr(cls, "load_config"):
@@ -217,13 +237,24 @@ def _is_module(cls: Any) -> bool:
     return isinstance(cls, type) and issubclass(cls, torch.nn.Module)
 
 
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """``dtype`` for new tensors, as upstream has it while a module is built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """``module`` with one number in place of each parameter, in ``dtype``.
 
     The parameters are on the CPU, where pipelines look for their device. What upstream
     keeps in float32 with ``from_pretrained(torch_dtype=...)`` is in float32.
     """
-    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    kept = _in_full(module, dtype)
     made: dict[int, torch.nn.Parameter] = {}
     for path, child in module.named_modules():
         for tensors in (child._parameters, child._buffers):
@@ -231,7 +262,8 @@ def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
                 if tensor is None:
                     continue
                 wanted = tensor.dtype
-                if wanted.is_floating_point:
+                computed = name in child._non_persistent_buffers_set
+                if wanted.is_floating_point and not computed:
                     in_full = kept & {*path.split("."), name}
                     wanted = torch.float32 if in_full else dtype
                 if not tensor.is_meta:
@@ -244,8 +276,25 @@ def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return module.eval()
 
 
+def _in_full(module: torch.nn.Module, dtype: torch.dtype) -> set[str]:
+    """Names of the parts that upstream keeps in float32 when it loads in ``dtype``.
+
+    transformers 5 keeps ``_keep_in_fp32_modules`` for float16 alone.
+    """
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if not isinstance(module, transformers.PreTrainedModel):
+        return kept
+    strict = set(module._keep_in_fp32_modules_strict or ())
+    halves = {torch.float16: kept | strict, torch.bfloat16: strict}
+    return halves.get(dtype, set())
+
+
 def rehearse(
-    pipeline: Any, target: Target, arguments: Mapping[str, Any], reporter: Reporter
+    pipeline: Any,
+    target: Target,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+    on_host: Collection[str] = (),
 ) -> Rehearsal:
     """Drive ``pipeline`` once with made-up answers.
 
@@ -253,23 +302,28 @@ def rehearse(
         pipeline: from :func:`without_weights`.
         target: for real devices, or for those of a topology.
         arguments: keywords of the call, the prompt included.
+        on_host: components that run by upstream's code, and so have no programs.
 
     Raises:
         TpuportError: a module cannot become a program.
     """
-    modules = {
-        name: component
-        for name, component in pipeline.components.items()
-        if isinstance(component, torch.nn.Module)
-    }
-    seam = Seam(modules, target, reporter, _Answers)
+    modules = modules_of(pipeline)
+    drive: Drive | None = None
+
+    def stage() -> StageName:
+        return (drive and drive.stage) or StageName.ENCODE
+
+    def answering(module: torch.nn.Module, forward: Any, name: str, *rest: Any) -> Any:
+        kind = _OnHost if name.partition(".")[0] in on_host else _Answers
+        return kind(stage, module, forward, name, *rest)
+
+    seam = Seam(modules, target, reporter, answering)
     with contextlib.ExitStack() as stack:
         stack.callback(seam.close)
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
-        _Answers.stage = staticmethod(lambda: drive.stage or StageName.ENCODE)
         pipeline(**arguments)
         between = [end - begin for begin, end in pairwise(drive.steps)]
-        entries = [e for e in seam.entries.values() if isinstance(e, _Answers)]
+        entries = [e for e in seam.entries.values() if type(e) is _Answers]
         programs = [program for entry in entries for program in entry.rehearsed()]
         plans = [entry.plan for entry in entries if entry.plan is not None]
         held = sum(e.bytes_per_device for e in entries if e.placed)

@@ -8,6 +8,7 @@ programs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from tpuport.core.tracing.context import tracing_now
 from tpuport.core.weights.gathering import room_for_weights
 from tpuport.errors import UsageError
 
-#: Marks a forward that a seam stands at.
+#: Marks a forward that a seam stands at; false once the seam is closed.
 _MARK = "_tpuport_seam"
 #: Where diffusers keeps the hooks of a module, such as those of ``enable_cache``.
 _HOOKS = "_diffusers_hook"
@@ -54,8 +55,8 @@ class Seam:
         self.journal = Journal(reporter)
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self._entry = entry
-        self._uploads = Uploads(sharding=target.replicated)
-        self._held: list[tuple[torch.nn.Module, Any]] = []
+        self._uploads = Uploads()
+        self._held: list[tuple[torch.nn.Module, Any, Any]] = []
         for name, component in components.items():
             _check_untouched(name, component)
         for name, component in components.items():
@@ -63,15 +64,24 @@ class Seam:
                 self._stand_at(f"{name}.{path}".rstrip("."), module)
 
     def close(self) -> None:
-        """Give the modules their own forward back, and the devices their memory."""
-        for entry in self.entries.values():
-            entry.settle()
-        for module, before in reversed(self._held):
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
-        self._held.clear()
+        """Give the modules their own forward back, and the devices their memory.
+
+        A call that waits runs before: somebody may read its answer.
+        """
+        entries = list(self.entries.values())
         self.entries.clear()
+        for module, before, stood in reversed(self._held):
+            # Hooks of upstream that came later stand before the seam's forward, and
+            # put it back when they go.
+            stood.__dict__[_MARK] = False
+            if module.__dict__.get("forward") is stood:
+                del module.__dict__["forward"]
+                if before is not None:
+                    module.__dict__["forward"] = before
+        self._held.clear()
+        with contextlib.ExitStack() as stack:
+            for entry in entries:
+                stack.callback(entry.free)
 
     def _make_room(self, wanted: Entry) -> None:
         """Let other components go where their weights do not fit beside ``wanted``'s.
@@ -114,7 +124,7 @@ class Seam:
 
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if tracing_now():
+            if tracing_now() or not forward.__dict__[_MARK]:
                 return original(*args, **kwargs)
             entry = entries.get(name)
             inside = list(module.modules())[1:] if entry is None else entry.inside
@@ -129,13 +139,14 @@ class Seam:
             return entry(*args, **kwargs)
 
         forward.__dict__[_MARK] = True
-        self._held.append((module, own))
+        self._held.append((module, own, forward))
         module.__dict__["forward"] = forward
 
 
 def is_ported(module: torch.nn.Module) -> bool:
     """Whether a seam stands at the module's forward."""
-    return _MARK in getattr(vars(module).get("forward"), "__dict__", {})
+    stands = getattr(vars(module).get("forward"), "__dict__", {})
+    return bool(stands.get(_MARK))
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tpuport.errors import TpuportError
 
 #: Types that are told apart by their value.
 _PLAIN = (
@@ -84,7 +87,16 @@ class _Same:
         return id(self.value)
 
 
-def take_apart(value: Any, leaves: list[Any], containers: list[Any]) -> Form:
+class FormError(TpuportError):
+    """A value with tensors that cannot be put together again."""
+
+
+def take_apart(
+    value: Any,
+    leaves: list[Any],
+    containers: list[Any],
+    plain: list[Any] | None = None,
+) -> Form:
     """The form of ``value``.
 
     Args:
@@ -92,8 +104,13 @@ def take_apart(value: Any, leaves: list[Any], containers: list[Any]) -> Form:
         leaves: the tensors found are added here, in order.
         containers: the lists, dicts and objects found are added here, in order: a
             module may change them in place.
+        plain: objects without tensors are added here; their plain attributes are part
+            of the form.
+
+    Raises:
+        FormError: a collection of an unknown class holds tensors.
     """
-    return _Taking(leaves, containers).form(value, 0)
+    return _Taking(leaves, containers, [] if plain is None else plain).form(value, 0)
 
 
 def put_together(
@@ -106,13 +123,13 @@ def put_together(
         return form.value.value
     made: Any
     if form.kind == "list":
-        made = []
+        made = form.value()
         if containers is not None:
             containers.append(made)
         made.extend(put_together(part, leaves, containers) for part in form.parts)
         return made
-    if form.kind == "dict" and form.value is dict:
-        made = {}
+    if form.kind == "dict" and not dataclasses.is_dataclass(form.value):
+        made = form.value()
         if containers is not None:
             containers.append(made)
         for key, part in zip(form.keys, form.parts, strict=True):
@@ -141,6 +158,7 @@ def put_together(
 class _Taking:
     leaves: list[Any]
     containers: list[Any]
+    plain: list[Any]
 
     def form(self, value: Any, depth: int) -> Form:
         if isinstance(value, torch.Tensor):
@@ -149,24 +167,36 @@ class _Taking:
         kind: Any = type(value)
         if isinstance(value, _PLAIN):
             return Form("plain", _Plain(kind, repr(value), value))
-        if kind is list:
+        if isinstance(value, list):
             self.containers.append(value)
-            return Form("list", list, (), self._each(value, depth))
+            return Form("list", kind, (), self._each(value, depth))
         if isinstance(value, tuple):
             return Form("tuple", kind, (), self._each(value, depth))
-        if kind is dict or (isinstance(value, dict) and dataclasses.is_dataclass(kind)):
-            if kind is dict:
+        if isinstance(value, dict) and (
+            kind in (dict, OrderedDict) or dataclasses.is_dataclass(kind)
+        ):
+            if not dataclasses.is_dataclass(kind):
                 self.containers.append(value)
             keys = tuple(value)
             return Form("dict", kind, keys, self._each(value.values(), depth))
         if isinstance(value, types.FunctionType) and _holds_tensors(_bound(value), 2):
             made = _Same(value.__globals__), (value.__code__, value.__name__)
             return Form("function", *made, self._each(_bound(value), depth))
+        if isinstance(value, Collection) and _holds_tensors(value, _DEEPEST - depth):
+            raise FormError(
+                f"a {kind.__name__} with tensors cannot go through a program; use a "
+                "list, a tuple or a dict"
+            )
         if depth < _DEEPEST and _may_hold_tensors(value, _DEEPEST - depth):
             self.containers.append(value)
             parts = vars(value)
             return Form("object", kind, tuple(parts), self._each(parts.values(), depth))
-        return Form("same", _Same(value))
+        if callable(value) or not hasattr(value, "__dict__"):
+            return Form("same", _Same(value))
+        self.plain.append(value)
+        # The object is handed on as it is; what it says is part of the form.
+        told = [(n, repr(v)) for n, v in vars(value).items() if isinstance(v, _PLAIN)]
+        return Form("same", _Same(value), tuple(told))
 
     def _each(self, values: Any, depth: int) -> tuple[Form, ...]:
         return tuple(self.form(value, depth + 1) for value in values)
@@ -185,7 +215,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensors(part, depth - 1) for part in value.values())
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence | Set | deque):
         return any(_holds_tensors(part, depth - 1) for part in value)
     if isinstance(value, types.FunctionType):
         return _holds_tensors(_bound(value), depth - 1)
@@ -198,3 +228,22 @@ def _may_hold_tensors(value: Any, depth: int) -> bool:
     """Whether an object holds tensors, or is a cache with places for tensors."""
     named = "cache" in type(value).__name__.lower() and hasattr(value, "__dict__")
     return (named and not callable(value)) or _holds_tensors(value, depth)
+
+
+def content_of(container: Any) -> list[Any]:
+    """What a list, a dict or an object holds now."""
+    if isinstance(container, list):
+        return list(container)
+    inside = container if isinstance(container, dict) else vars(container)
+    return list(inside.items())
+
+
+def same_content(one: list[Any], other: list[Any]) -> bool:
+    """Whether two contents are the same objects, or equal numbers and texts."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+        return a is b or (isinstance(a, int | str | float) and bool(a == b))
+
+    return len(one) == len(other) and all(map(same, one, other))
