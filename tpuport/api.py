@@ -192,7 +192,7 @@ def port(
     model: str | None = None,
     mesh: MeshLike = None,
     *,
-    on_host: Sequence[str] = (),
+    on_host: Sequence[str] | str = (),
     progress: bool = True,
     reporter: Reporter | None = None,
     **how: Any,
@@ -227,10 +227,12 @@ def port(
     from tpuport.core.seam.ported import port_module, port_pipeline
 
     for unknown in how.keys() - _HOW:
+        known = sorted(_HOW | inspect.signature(port).parameters.keys() - {"how"})
         raise TypeError(
             f"port() has no keyword {unknown!r}; "
-            + did_you_mean(unknown, _HOW, f"there are {', '.join(sorted(_HOW))}")
+            + did_you_mean(unknown, known, f"there are {', '.join(known)}")
         )
+    on_host = (on_host,) if isinstance(on_host, str) else on_host
     is_module = isinstance(target, torch.nn.Module)
     _check_kind(target, is_module, model, on_host)
     settings = RunSettings.read({"mesh": mesh, **how}, named=str)

@@ -64,6 +64,8 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
     Raises:
         UsageError: which one.
     """
+    if settings.on_host and settings.backend == Backend.DIFFUSERS:
+        raise UsageError("--on-host: all components run so with --backend diffusers")
     components = folder.components()
     for name in settings.on_host:
         if name not in components:

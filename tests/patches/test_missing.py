@@ -107,6 +107,22 @@ def test_a_sum_has_the_dtype_that_was_asked_for() -> None:
     assert abs(float(total / expected) - 1) < TOLERANCES["module float32"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_float32_are_asked_for_in_full(dtype: torch.dtype) -> None:
+    """Beside weights in bfloat16 too: no setting of the runtime asks for them."""
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        rows = x[None] @ x.mT[None]
+        return torch.nn.functional.linear(x, x) + torch.mm(x, x.mT) + rows[0]
+
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
+    text = jax.jit(traced(runtime, products)).lower(to_numpy(X.to(dtype))).as_text()
+    count = text.count("stablehlo.dot_general")
+    in_full = text.count("precision = [HIGHEST, HIGHEST]")
+    assert count == 3
+    assert in_full == (count if dtype == torch.float32 else 0)
+
+
 def test_all_true_is_known() -> None:
     runtime = model_runtime(mesh=None, platform="cpu", overrides=MISSING)
     with runtime.tracing() as env:

@@ -18,8 +18,20 @@ def linear(
     input: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 ) -> jax.Array:
     """``torch.nn.functional.linear``: [..., in], [out, in], [out] -> [..., out]."""
-    product = jnp.einsum("...a,ba->...b", input, weight)
+    precision = _precision(input, weight)
+    product = jnp.einsum("...a,ba->...b", input, weight, precision=precision)
     return product if bias is None else product + bias
+
+
+def product(input: jax.Array, other: jax.Array) -> jax.Array:
+    """``torch.matmul`` and its like: [..., a, b] by [..., b, c] -> [..., a, c]."""
+    return jnp.matmul(input, other, precision=_precision(input, other))
+
+
+def _precision(one: jax.Array, other: jax.Array) -> jax.lax.Precision | None:
+    """In full for float32, which a module of bfloat16 keeps where it matters."""
+    in_full = one.dtype == other.dtype == jnp.float32
+    return jax.lax.Precision.HIGHEST if in_full else None
 
 
 def _window(name: str) -> Callable[..., jax.Array]:
@@ -74,6 +86,14 @@ MISSING = (
         "torch.nn.functional.linear",
         linear,
         "torchax has other names for the arguments: linear(input=x) is a TypeError",
+    ),
+    *(
+        _override(
+            f"torch.ops.aten.{name}",
+            product,
+            "a TPU multiplies float32 in bfloat16 unless it is asked otherwise",
+        )
+        for name in ("mm", "bmm", "matmul")
     ),
     *(
         _override(

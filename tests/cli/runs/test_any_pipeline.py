@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import tpuport
 from tests.cli.commands.test_plan import plan
@@ -123,6 +124,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "no pipeline": ({"_class_name": "AutoencoderKLWan"}, "not a pipeline"),
     "another library": ({"vae": ["mine", "VAE"]}, "vae as mine.VAE"),
     "no denoiser": ({"transformer": [None, None]}, "has no transformer"),
+    "no autoencoder": ({"vae": [None, None]}, "has no vae"),
     "no such component": ({"vae": ["diffusers", "AutoencoderKLWann"]}, "AutoencoderK"),
 }
 
@@ -154,6 +156,16 @@ def test_pickled_weights_are_not_read(cli: Cli, copied: Path) -> None:
     ran = cli("generate", "--weights", copied, *ASKED)
     assert ran.code == 1
     assert "pickle" in ran.last
+
+
+def test_a_weight_that_is_missing_is_named(cli: Cli, copied: Path) -> None:
+    (file,) = (copied / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    del weights["proj_out.weight"]
+    save_file(weights, file, {"format": "pt"})
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 1
+    assert "transformer/ has no weight proj_out.weight" in ran.last
 
 
 def test_other_weights_and_other_frames_are_found(

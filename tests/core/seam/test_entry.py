@@ -234,6 +234,28 @@ def test_numbers_are_drawn_again_at_every_call_by_a_program_of_each_shape() -> N
     assert len(entry_of(ported).programs) == 2
 
 
+class Seeded(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return x + torch.randn(x.shape, generator=generator)
+
+
+def test_a_generator_that_forward_makes_is_refused() -> None:
+    with pytest.raises(TpuportError, match="a generator that forward makes"):
+        tpuport.port(Seeded())(X)
+
+
+def test_a_program_may_be_traced_in_inference_mode() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).eval()
+    expected = module(X).detach()
+    ported = tpuport.port(module)
+    masked = tpuport.port(Masked())
+    mask = torch.tensor([1, 0, 1])
+    with torch.inference_mode():
+        assert close(ported(X), expected)
+        assert close(masked(X, mask, torch.tensor(2)), X[mask.bool()] * 2)
+
+
 class Gathers(torch.nn.Module):
     """Takes and returns mappings."""
 

@@ -277,6 +277,16 @@ def test_an_adapter_is_not_passed_over_by_native_blocks() -> None:
     assert "without the plugin" in told.lines[-1]
 
 
+def test_blocks_of_a_plugin_that_hooks_call_are_upstreams() -> None:
+    theirs, call = pipeline_of("CogVideoXPipeline")
+    theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    expected = latents(theirs, call)
+    mine, _ = pipeline_of("CogVideoXPipeline")
+    tpuport.port(mine)
+    mine.transformer.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    assert near(latents(mine, call), expected)
+
+
 class Halved(CogVideoXAttnProcessor2_0):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return tuple(x / 2 for x in super().__call__(*args, **kwargs))

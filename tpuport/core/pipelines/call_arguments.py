@@ -84,8 +84,9 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
             continue
         if needed not in (*found, "prompt"):
             flags = [f"--{f}" for f, known in PARAMETERS.items() if needed in known]
-            flag = flags[0] if flags else f"--option {needed}="
-            raise UsageError(f"{name} needs {needed}; add {flag} with a value")
+            kind = "FILE" if any(f in needed for f in _FILES) else "VALUE"
+            flag = f"{flags[0]} {kind}" if flags else f"--option {needed}={kind}"
+            raise UsageError(f"{name} needs {needed}; add {flag}")
     return found
 
 

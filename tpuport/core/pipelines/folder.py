@@ -215,8 +215,8 @@ class PipelineFolder:
         missing = absent_packages(classes)
         if missing:
             raise WeightsError(
-                f"{self.reference}: {self.class_name} needs a package that is not "
-                f"installed: pip install {' '.join(missing)}"
+                f"{self.class_name} needs a package that is not installed: pip install "
+                + " ".join(missing)
             )
 
     def check_components(self) -> None:
@@ -226,7 +226,7 @@ class PipelineFolder:
             WeightsError: a component's class does not exist, is code of its own, or its
                 weights are missing, cut or pickled.
         """
-        self.check_denoiser()
+        self.check_parts()
         for name, entry in self.components().items():
             if not self.checkpoint.has(name):
                 raise WeightsError(
@@ -237,8 +237,8 @@ class PipelineFolder:
             if inspect.isclass(found) and issubclass(found, torch.nn.Module):
                 self.checkpoint.weight_files(name)
 
-    def check_denoiser(self) -> None:
-        """Refuse an index without the component that the class denoises with.
+    def check_parts(self) -> None:
+        """Refuse an index without a component that the class needs.
 
         Raises:
             WeightsError: which one.
@@ -246,11 +246,16 @@ class PipelineFolder:
         if self.blocks is not None:
             return
         taken = inspect.signature(self.pipeline_class.__init__).parameters
-        wanted = [name for name in taken if name.startswith(DENOISERS)]
-        if wanted and not any(name in self.components() for name in wanted):
+        there, optional = self.components(), self.pipeline_class._optional_components
+        denoisers = [name for name in taken if name.startswith(DENOISERS)]
+        null = [name for name in taken if self.index.get(name) == [None, None]]
+        missing = [name for name in null if name not in optional]
+        if denoisers and not any(name in there for name in denoisers):
+            missing = denoisers  # of two experts each is optional, and one is needed
+        if missing:
             raise WeightsError(
-                f"{self._index} has no {wanted[0]}, which {self.class_name} denoises "
-                "with; write the whole pipeline with save_pretrained()"
+                f"{self._index} has no {missing[0]}, which {self.class_name} needs; "
+                "write the whole pipeline with save_pretrained()"
             )
 
     def components(self) -> dict[str, list[str]]:
@@ -345,6 +350,11 @@ class PipelineFolder:
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 for path, tensor in component.state_dict().items():
+                    if tensor.is_meta:
+                        raise WeightsError(
+                            f"{self.reference}: {name}/ has no weight {path}, which "
+                            f"{type(component).__name__} needs"
+                        )
                     if tensor.is_floating_point() and not all_finite(tensor):
                         raise damaged(
                             f"{self.reference}: {name}: {path} holds NaN or infinite "

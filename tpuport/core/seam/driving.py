@@ -19,6 +19,7 @@ import torch
 from tpuport.core.enums import DENOISERS, Backend, StageName
 from tpuport.core.reports import Reporter, StageReport
 from tpuport.core.seam.journal import Called, Journal
+from tpuport.core.seam.seam import is_ported
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
 
@@ -124,8 +125,7 @@ def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive
     with contextlib.ExitStack() as stack:
         if scheduler is not None:
             _hook(scheduler, drive, stack)
-        if backend == Backend.DIFFUSERS:
-            stack.enter_context(_watched(pipeline, drive))
+        stack.enter_context(_watched(pipeline, drive))
         journal.calls.clear()
         before, journal.on_call = journal.on_call, drive.called
         stack.callback(setattr, journal, "on_call", before)
@@ -137,13 +137,16 @@ def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive
 
 @contextlib.contextmanager
 def _watched(pipeline: Any, drive: Drive) -> Iterator[None]:
-    """Tell ``drive`` of the calls of modules; of ported ones the seam tells."""
+    """Tell ``drive`` of the calls of modules on the host; the seam tells of others."""
     names = {
         module: name
         for name, component in pipeline.components.items()
-        if isinstance(component, torch.nn.Module)
+        if isinstance(component, torch.nn.Module) and not is_ported(component)
         for module in component.modules()
     }
+    if not names:
+        yield
+        return
 
     def before(module: torch.nn.Module, inputs: Any) -> None:
         if module in names:

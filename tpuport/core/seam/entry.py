@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -256,6 +257,9 @@ class Entry(ProgramRuns):
                 raise self._refused(error) from error
             out, traced = program.out, program.traced
             given = len(jax.tree.leaves((self._structs, program.inputs)))
+            if draws and out.draws != draws and len(out.draws) == len(draws):
+                made = "random numbers of a generator that forward makes"
+                raise self._refused(RuntimeError(made))
             if out.draws != draws or len(traced.jaxpr.in_avals) > given:
                 # Each block draws its own numbers, and what is made in a block and
                 # kept outside cannot leave a scan.
@@ -328,6 +332,9 @@ class Entry(ProgramRuns):
         runtime.records.clear()
         runtime.convolutions.clear()
         with contextlib.ExitStack() as stack:
+            # Inference mode hides the parts that some operators are made of.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
             stack.enter_context(forgetting(self.module))
             if constant:
                 stack.enter_context(jax.ensure_compile_time_eval())
@@ -399,9 +406,11 @@ class Entry(ProgramRuns):
         who = self.name if self.name == kind else f"{self.name} ({kind})"
         text = (str(error).strip().splitlines() or [""])[0]
         what = f"{type(error).__name__}{f' at {frame}' if frame else ''}: {text}"
+        component = self.name.partition(".")[0]
         return PortError(
-            f"{who[:90]} cannot become a program: {what[:120]}. Patch the line, or "
-            "leave it to upstream's own code (on_host of a pipeline)"
+            f"{who[:90]} cannot become a program: {shorten(what, 130)}. Patch the "
+            f"line, or leave {component} to upstream's own code (--on-host, on_host=); "
+            "upstream too may refuse what was asked for"
         )
 
 

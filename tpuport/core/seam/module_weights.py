@@ -48,7 +48,7 @@ class ModuleWeights:
     ) -> None:
         self.name = name
         self.module = module
-        self.target = self._asked = target
+        self.target = self._asked = _target_of(name, target)
         self.plan: ShardingPlan | None = None
         self._tree = ModuleTree(module)
         self._journal = journal
@@ -196,6 +196,19 @@ class ModuleWeights:
     def _forget(self) -> None:
         """The weights have other shapes or stacks: no program fits them any more."""
         raise NotImplementedError
+
+
+def _target_of(name: str, target: Target) -> Target:
+    """What programs of a module are made for.
+
+    Native blocks are for a denoiser as a whole. A part that upstream's code calls by
+    itself, because of a hook say, is called as upstream's.
+    """
+    claim = target.claims.get(name.partition(".")[0])
+    if "." in name and claim and claim.component in claim.port.denoisers:
+        assert target.general is not None
+        return target.general
+    return target
 
 
 def _upstreams_attention(module: torch.nn.Module) -> bool:

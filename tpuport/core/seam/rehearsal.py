@@ -208,7 +208,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
     Raises:
         WeightsError: a config does not build its class.
     """
-    folder.check_denoiser()
+    folder.check_parts()
     parts: dict[str, Any] = {}
     for name, (library, class_name) in folder.components().items():
         cls: Any = folder.component_class(name, library, class_name)
