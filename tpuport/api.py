@@ -238,9 +238,9 @@ def port(
     settings = RunSettings.read({"mesh": mesh, **how}, named=str)
     if is_module and settings.executables is not None:
         raise UsageError("executables: is for a pipeline; compile writes no module's")
-    placed = place_for_port(settings.mesh)
     if reporter is None:
         reporter = Display() if progress else Reporter()
+    placed = place_for_port(settings.mesh, reporter)
     if is_module:
         wanted = module_target(target, model, placed, settings, reporter)
         return port_module(target, wanted, reporter)
@@ -290,16 +290,32 @@ def ported(target: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         unport(found)
 
 
-def place_for_port(mesh: MeshSpec | None) -> PlacedMesh:
-    """The mesh asked for; by default one CPU device, or all chips along sp."""
-    import jax
+def place_for_port(
+    mesh: MeshSpec | None, reporter: Reporter | None = None
+) -> PlacedMesh:
+    """The mesh asked for; by default one CPU device, or all chips along sp.
 
-    from tpuport.core.mesh.device_mesh import place_mesh
+    Args:
+        reporter: told of chips that a mesh leaves unused.
+    """
+    import jax
 
     devices = jax.devices()
     if mesh is None and devices[0].platform != "cpu":
         mesh = MeshSpec(sp=len(devices))
-    return place_mesh(mesh or MeshSpec(), devices)
+    return _placed(mesh or MeshSpec(), devices, reporter)
+
+
+def _placed(
+    mesh: MeshSpec, devices: Sequence[jax.Device], reporter: Reporter | None
+) -> PlacedMesh:
+    from tpuport.core.mesh.device_mesh import place_mesh
+
+    if reporter is not None and devices[0].platform != "cpu":
+        unused = mesh.resolve(len(devices)).unused(len(devices))
+        if unused is not None:
+            reporter.say(unused)
+    return place_mesh(mesh, devices)
 
 
 def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
@@ -491,14 +507,9 @@ def make_mesh(
     """
     import jax
 
-    from tpuport.core.mesh.device_mesh import place_mesh
     from tpuport.core.spec.default_mesh import default_mesh
 
     devices = jax.devices() if devices is None else devices
     if asked is None:
-        asked = default_mesh(port, checkpoint, devices, rows=rows)
-    elif reporter is not None and devices[0].platform != "cpu":
-        unused = asked.resolve(len(devices)).unused(len(devices))
-        if unused is not None:
-            reporter.say(unused)
-    return place_mesh(asked, devices)
+        asked, reporter = default_mesh(port, checkpoint, devices, rows=rows), None
+    return _placed(asked, devices, reporter)

@@ -21,6 +21,7 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.any_pipeline import is_any, with_model
 from tpuport.cli.runs.kept_runs import going_on
 from tpuport.cli.runs.run_stages import (
     decode_videos,
@@ -67,6 +68,11 @@ def encode(settings: Settings) -> None:
         run, settings = open_existing(settings, STAGES[0])
         _check_going_on(settings, run, STAGES[0])
     else:
+        settings = with_model(settings)
+        if is_any(settings):
+            raise UsageError(
+                "encode, denoise and decode are for models with a plugin; use generate"
+            )
         known = check_early(settings)
         check_prompts(settings)
         check_run_early(known, settings, STAGES[:1])

@@ -163,7 +163,7 @@ class AnyRun:
         check_attention_here(settings)
         arguments = arguments_of(folder, settings)
         check_on_host(settings, folder)
-        placed = api.place_for_port(settings.mesh)
+        placed = api.place_for_port(settings.mesh, reporter)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         folder.check_packages(arguments)

@@ -129,10 +129,12 @@ def _best(one: _One, budget: float) -> Plan:
     # Two calls of a guided step take one half of the devices each.
     rows = math.lcm(rows, 2)
     plans = [one.plan(first, found)]
-    for spec in _legal(count, heads, rows):
-        if spec == first or time.monotonic() - started > budget:
-            continue
-        plans.append(one.plan(spec))
+    others = [spec for spec in _legal(count, heads, rows) if spec != first]
+    while others and time.monotonic() - started <= budget:
+        plans.append(one.plan(others.pop(0)))
+    if others:
+        left = ", ".join(map(str, others))
+        one.reporter.say(f"no time to plan {left}: give more with --budget SECONDS")
     seconds = [plan.seconds_per_step or float("inf") for plan in plans]
     order = sorted(range(len(plans)), key=lambda i: (not plans[i].fits, seconds[i]))
     best = plans[order[0]]
