@@ -337,8 +337,7 @@ CONVOLUTION = OpOverride(
     targets=("torch.ops.aten.convolution",),
     make=_make,
     owner="tpuport.patches.conv",
-    reason="XLA's CPU compiler is slow at convolutions over three axes, of many "
-    "pictures and of single channels; split in space, a device needs its neighbours' "
-    "rows and columns",
+    reason="XLA's CPU compiler is slow at convolutions over three axes and of single "
+    "channels; split in space, a device needs its neighbours' rows and columns",
 )
 """For any model with 3D convolutions."""

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tpuport.core.seam.values import (
-    Form,
-    content_of,
-    put_together,
-    same_content,
-    take_apart,
-)
+from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import own_attributes
 
 #: Says in transformers that the hooks that collect hidden states are in place.
@@ -76,7 +70,8 @@ class Attributes:
         self._tree = tree
         self._module = tree.root
         self._seen: list[Any] = []
-        self._within: list[tuple[Any, Any]] = []
+        self._within: list[Any] = []
+        self._held: list[Any] = []
         self._state: State | None = None
         self._forms: dict[Form, Form] = {}
 
@@ -84,8 +79,8 @@ class Attributes:
         """The state now; the one before if nothing was assigned since."""
         modules = self._tree.modules()
         seen = [*map(type, modules), *_inside(map(vars, modules))]
-        same = _identical(seen, self._seen) and all(
-            same_content(content_of(value), content) for value, content in self._within
+        same = _identical(seen, self._seen) and _identical(
+            _held_in(self._within), self._held
         )
         if not same or self._state is None or self._state.tensors:
             leaves: list[torch.Tensor] = []
@@ -99,7 +94,8 @@ class Attributes:
             self._state = State(form, tuple(leaves), tuple(containers))
             self._seen = seen
             within = {id(value): value for value in (*containers, *plain)}
-            self._within = [(value, content_of(value)) for value in within.values()]
+            self._within = list(within.values())
+            self._held = _held_in(self._within)
         return self._state
 
     def _values(self) -> tuple[dict[str, dict[str, Any]], tuple[type, ...]]:
@@ -240,6 +236,19 @@ def _assign(now: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _inside(dicts: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [value for one in dicts for value in one.values()]
+
+
+def _held_in(containers: Iterable[Any]) -> list[Any]:
+    """What lists, dicts and objects hold now, one after the other."""
+    found: list[Any] = []
+    for one in containers:
+        if isinstance(one, list):
+            found += one
+        else:
+            inside = one if isinstance(one, dict) else vars(one)
+            found += inside
+            found += inside.values()
+    return found
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:

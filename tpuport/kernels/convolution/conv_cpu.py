@@ -1,9 +1,10 @@
 """Convolutions in the forms that XLA's CPU compiler is fast at.
 
-The compiler is slow at convolutions over three axes, of many pictures at once, and of
-each channel by itself. The products here are equal, summed in another order: the taps
-of the first axis lie side by side in the channels of a convolution over the other two,
-pictures are taken one by one, and channels by themselves are sums of shifted pictures.
+The compiler is slow at convolutions over three axes, along one axis, and of channels
+by themselves. The products here are equal, summed in another order. Over three axes,
+frames are made one by one: what a kernel sees of frames and rows lies side by side, and
+each column of the kernel is a product of matrices. Channels by themselves are sums of
+shifted pictures.
 ``docs/performance.md`` has what that is worth.
 
 Legend: N batch, C input channels, O output channels, T frames, Y rows, X columns.
@@ -12,10 +13,13 @@ Legend: N batch, C input channels, O output channels, T frames, Y rows, X column
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
+#: Bytes that one product of matrices reads, about.
+CACHE = 1 << 21
 
 
 def convolution_by_taps(
@@ -31,64 +35,53 @@ def convolution_by_taps(
     ``stride`` and ``dilation`` must be 1 in the first place. Source of the contract:
     ``torch.nn.functional.conv3d``.
     """
-    count, channels, _, rows, columns = input.shape
-    outputs, _, taps, *kernel = weight.shape
-    pad_t, *pad = padding
+    count, channels = input.shape[:2]
+    outputs, _, frames, *kernel = weight.shape
     x = jnp.transpose(input, (0, 2, 3, 4, 1))
-    x = jnp.pad(x, ((0, 0), (pad_t, pad_t), (0, 0), (0, 0), (0, 0)))
-    frames = x.shape[1] - taps + 1
+    sizes = [n + 2 * p for n, p in zip(x.shape[1:4], padding, strict=True)]
+    reach = [dilation[axis] * (weight.shape[axis + 2] - 1) + 1 for axis in range(3)]
+    made = [(sizes[i] - reach[i]) // stride[i] + 1 for i in range(3)]
+    # So many rows at a time that what a kernel sees of them stays in a core's cache.
+    row = made[2] * frames * kernel[0] * channels * input.dtype.itemsize
+    blocks = max(1, min(made[1], made[1] * row // CACHE))
+    height = -(-made[1] // blocks)
+    blocks = -(-made[1] // height)
+    seen_rows = (height - 1) * stride[1] + reach[1]
+    below = (blocks * height - 1) * stride[1] + reach[1] - sizes[1]
+    sides = [(p, p) for p in padding]
+    sides[1] = (padding[1], padding[1] + max(below, 0))
+    x = jnp.pad(x, [(0, 0), *sides, (0, 0)])
+    rows = _seen(seen_rows, kernel[0], stride[1], dilation[1])
+    columns = _seen(sizes[2], kernel[1], stride[2], dilation[2])
+    # [columns, taps of frames and rows and channels, O]
+    factors = jnp.transpose(weight, (4, 2, 3, 1, 0)).reshape(kernel[1], -1, outputs)
 
-    def side_by_side(number: jax.Array) -> jax.Array:
-        start = (number // frames, number % frames, 0, 0, 0)
-        found = jax.lax.dynamic_slice(x, start, (1, taps, rows, columns, channels))
-        return jnp.moveaxis(found[0], 0, 2).reshape(rows, columns, taps * channels)
+    def block(number: jax.Array) -> jax.Array:
+        picture, part = number // blocks, number % blocks
+        first = part * height * stride[1]
+        start = (picture // made[0], picture % made[0], first, 0, 0)
+        size = (1, frames, seen_rows, sizes[2], channels)
+        found = jax.lax.dynamic_slice(x, start, size)[0]
+        seen = [found[tap, row] for tap in range(frames) for row in rows]
+        side_by_side = jnp.concatenate(seen, -1)
+        out = jnp.zeros((), jnp.float32)
+        for column, factor in zip(columns, factors, strict=True):
+            near = side_by_side[:, column]
+            out = out + jnp.matmul(near, factor, preferred_element_type=jnp.float32)
+        # Rounded once, after the bias, as torch does: in bfloat16 it shows.
+        out = out if bias is None else out + bias.astype(jnp.float32)
+        return out.astype(input.dtype)
 
-    out = _picture_by_picture(
-        side_by_side,
-        count * frames,
-        jnp.transpose(weight, (3, 4, 2, 1, 0)).reshape(
-            *kernel, taps * channels, outputs
-        ),
-        bias,
-        stride[1:],
-        pad,
-        dilation[1:],
-    )
-    out = out.reshape(count, frames, *out.shape[1:])
-    return jnp.transpose(out, (0, 4, 1, 2, 3)).astype(input.dtype)
+    out = jax.lax.map(block, jnp.arange(count * made[0] * blocks))
+    out = out.reshape(count, made[0], blocks * height, made[2], outputs)
+    return jnp.transpose(out[:, :, : made[1]], (0, 4, 1, 2, 3))
 
 
-def _picture_by_picture(
-    picture: Callable[[jax.Array], jax.Array],
-    count: int,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> jax.Array:
-    """``count`` pictures [Y, X, C] by number, convolved with [Ky, Kx, C, O].
-
-    Returns:
-        [count, Y', X', O] in float32.
-    """
-
-    def one(number: jax.Array) -> jax.Array:
-        out: jax.Array = jax.lax.conv_general_dilated(
-            picture(number)[None],
-            kernel,
-            tuple(stride),
-            [(p, p) for p in padding],
-            rhs_dilation=tuple(dilation),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            # Rounded once, after the bias, as torch does: in bfloat16 it shows.
-            preferred_element_type=jnp.float32,
-        )[0]
-        return out if bias is None else out + bias.astype(jnp.float32)
-
-    if count == 1:
-        return one(jnp.int32(0))[None]
-    return jax.lax.map(one, jnp.arange(count))
+def _seen(size: int, taps: int, stride: int, dilation: int) -> list[slice]:
+    """What each tap of a kernel sees along an axis of that size."""
+    last = size - dilation * (taps - 1)
+    starts = range(0, dilation * taps, dilation)
+    return [slice(start, start + last, stride) for start in starts]
 
 
 def along_first_axis(
@@ -127,14 +120,12 @@ def channel_by_channel(
     """[N, C, *sizes] by a kernel [C, 1, *kernel], a kernel for each channel."""
     x = jnp.pad(input, [(0, 0), (0, 0), *((p, p) for p in padding)])
     kernel, axes = weight.shape[2:], range(weight.ndim - 2)
-    reach = [dilation[i] * (kernel[i] - 1) for i in axes]
+    seen = [_seen(x.shape[2 + i], kernel[i], stride[i], dilation[i]) for i in axes]
     out = jnp.zeros((), jnp.float32)
     for tap in itertools.product(*map(range, kernel)):
-        starts = [dilation[i] * tap[i] for i in axes]
-        ends = [x.shape[2 + i] - reach[i] + starts[i] for i in axes]
-        cut = (..., *map(slice, starts, ends, stride))
+        part = x[(..., *(seen[i][tap[i]] for i in axes))]
         factor = weight[(slice(None), 0, *tap)].reshape(-1, *(1 for _ in axes))
-        out = out + x[cut].astype(jnp.float32) * factor.astype(jnp.float32)
+        out = out + part.astype(jnp.float32) * factor.astype(jnp.float32)
     if bias is not None:
         out = out + bias.astype(jnp.float32).reshape(-1, *(1 for _ in axes))
     return out.astype(input.dtype)
@@ -157,18 +148,10 @@ def for_cpu(
         return None
     if {*kernel[1:], *stride, 1} == {1} and not any(padding[1:]):
         return along_first_axis(input, weight, bias, padding[0], dilation[0])
-    if len(kernel) == 3 and kernel[0] > 1 and stride[0] == dilation[0] == 1:
+    if len(kernel) == 3 and stride[0] == dilation[0] == 1:
         return convolution_by_taps(input, weight, bias, stride, padding, dilation)
     if len(kernel) == 2 and [*kernel] != [*stride]:
-        x = jnp.transpose(input, (0, 2, 3, 1))
-        out = _picture_by_picture(
-            lambda number: jax.lax.dynamic_index_in_dim(x, number, keepdims=False),
-            len(x),
-            jnp.transpose(weight, (2, 3, 1, 0)),
-            bias,
-            stride,
-            padding,
-            dilation,
-        )
-        return jnp.transpose(out, (0, 3, 1, 2)).astype(input.dtype)
+        video = input[:, :, None], weight[:, :, None]
+        more = (1, *stride), (0, *padding), (1, *dilation)
+        return convolution_by_taps(*video, bias, *more)[:, :, 0]
     return None
