@@ -12,6 +12,7 @@ import torch
 import tpuport
 from tests.models.cogvideox.test_components import transformer_inputs
 from tests.models.conftest import make_transformer
+from tests.models.ported import entry_of
 from tests.tolerances import TOLERANCES
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.weights.gathering import gathered, undivided
@@ -31,11 +32,14 @@ def test_gathered_weights_give_the_same(mesh: str, parts: int, blocks: str) -> N
     program = tpuport.port(module, mesh=mesh, sharding="gathered", blocks=blocks)
     found, expected = program(**inputs).sample, module(**inputs).sample
     assert float((found - expected).abs().max()) <= TOLERANCES["component float32"]
-    array = program._weights[STACKED]
+    entry = entry_of(program)
+    assert entry._weights is not None
+    array = entry._weights[STACKED]
     assert array.addressable_shards[0].data.size == array.size // parts
-    assert program.plan.bytes_per_device < whole.plan.bytes_per_device
-    held = sum(w.addressable_shards[0].data.nbytes for w in program._weights.values())
-    assert held == program.plan.bytes_per_device
+    whole(**inputs)
+    assert entry.bytes_per_device < entry_of(whole).bytes_per_device
+    held = sum(w.addressable_shards[0].data.nbytes for w in entry._weights.values())
+    assert held == entry.bytes_per_device
 
 
 def planned(mesh: str, room: float, layout: str = "default") -> Any:
@@ -118,23 +122,13 @@ def test_the_layout_gathers_what_would_fit() -> None:
 def test_a_block_is_gathered_when_its_turn_comes() -> None:
     module, inputs = make_transformer("5b"), transformer_inputs("5b", 2)
     program = tpuport.port(module, mesh="sp=4", sharding="gathered")
-    texts: list[str] = []
-    make = program._make
-
-    def noted(*args: Any) -> Any:
-        jitted, found = make(*args)
-
-        def run(weights: Any, given: Any) -> Any:
-            compiled = jitted.lower(weights, given).compile()
-            texts.append(compiled.as_text())
-            return compiled(weights, given)
-
-        return run, found
-
-    program._make = noted
     program(**inputs)
-    (text,) = texts
-    stack = program._weights[STACKED].shape
+    entry = entry_of(program)
+    (made,) = entry.programs
+    (compiled,) = made.runs.values()
+    text = compiled.as_text()
+    assert entry._weights is not None
+    stack = entry._weights[STACKED].shape
     gathers = re.findall(r"= f32\[([\d,]+)\][^\n]* all-gather\(", text)
     shapes = {tuple(int(n) for n in dims.split(",")) for dims in gathers}
     # One block's weight, with or without its leading dim; never all of them.
