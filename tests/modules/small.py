@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 import tests.conftest  # noqa: F401  (the devices, before jax is imported)
 import tpuport
 from tests.pipelines.example import Example, all_examples, made, prepared, run, seeded
-from tpuport.core.seam.blocks import alike_blocks
+from tpuport.core.seam.blocks import alike_blocks, named_in
 from tpuport.errors import TpuportError
 
 Config = tuple[dict[str, Any], dict[str, Any]]
@@ -342,7 +342,11 @@ def _noting(module: Any, method: str, found: dict[str, Call]) -> Callable[..., A
 
 
 def share(name: str) -> float | None:
-    """The part of a class's parameters in stacks; ``None`` without defaults."""
+    """The part of a class's parameters in stacks; ``None`` without defaults.
+
+    Children that no method of the class's file names are in no program, such as heads
+    that a pipeline calls by themselves: they do not count.
+    """
     try:
         with torch.device("meta"):
             module = getattr(diffusers, name)()
@@ -352,7 +356,10 @@ def share(name: str) -> float | None:
     for stack in alike_blocks(module):
         blocks = list(module.get_submodule(stack.path))[stack.first :][: stack.count]
         held += sum(p.numel() for block in blocks for p in block.parameters())
-    return held / sum(parameter.numel() for parameter in module.parameters())
+    named = named_in(type(module).__module__)
+    used = [child for name, child in module.named_children() if name in named]
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return held / (own + sum(p.numel() for c in used for p in c.parameters()))
 
 
 def _all_calls() -> Iterator[Call]:

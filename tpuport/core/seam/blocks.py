@@ -66,11 +66,11 @@ def _unread(module: torch.nn.Module) -> frozenset[str]:
         for name, value in vars(child).items()
         if type(value) is int
     }
-    return frozenset(numbers.difference(*map(_named_in, files)))
+    return frozenset(numbers.difference(*map(named_in, files)))
 
 
 @functools.cache
-def _named_in(file: str) -> frozenset[str]:
+def named_in(file: str) -> frozenset[str]:
     """The names and texts in all functions and methods of a Python module."""
     values = vars(sys.modules[file])
     kinds = [value for value in values.values() if isinstance(value, type)]
