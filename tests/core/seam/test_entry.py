@@ -171,23 +171,6 @@ def test_what_attributes_hold_may_change_in_place() -> None:
     assert close(ported.total, module.total)
 
 
-class Counts(torch.nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return x * self.calls
-
-
-def test_a_buffer_that_forward_writes_to_is_refused() -> None:
-    with pytest.raises(TpuportError, match="Counts writes to its buffers"):
-        tpuport.port(Counts())(X)
-
-
 class Reads(torch.nn.Module):
     """Reads what says how to run, at several depths."""
 

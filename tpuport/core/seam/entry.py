@@ -366,14 +366,7 @@ class Entry(ProgramRuns):
         own = iter(values[count:])
         with self._attributes.held(state.form, own, containers) as attributes:
             before = [content_of(container) for container in containers]
-            buffers = self._buffers()
             result = self._forward(*args, **kwargs)
-            if any(buffer.jax() is not array for buffer, array in buffers):
-                raise PortError(
-                    f"{self.name} writes to its buffers while it runs, which a program "
-                    "cannot keep. Leave the module to upstream's own code (on_host of "
-                    "a pipeline)"
-                )
         changed = {
             number: container
             for number, (container, old) in enumerate(
@@ -391,15 +384,6 @@ class Entry(ProgramRuns):
             (result, changed, written, attributes.values), leaves, []
         )
         return [_array(leaf, env) for leaf in leaves]
-
-    def _buffers(self) -> list[tuple[Any, Any]]:
-        """The buffers of all modules while tracing, each with its array."""
-        return [
-            (buffer, buffer.jax())
-            for module in self._tree.modules()
-            for buffer in module._buffers.values()
-            if hasattr(buffer, "jax")
-        ]
 
     def _refused(self, error: BaseException) -> PortError:
         kind, frame = type(self.module).__name__, _upstream_frame(error)
