@@ -364,13 +364,10 @@ def claimed_target(
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
     model = reader_of(pipeline)
     if model is None:
-        _only_for_plugins(settings, pipeline)
-        return general
+        return _without_plugin(general, settings, pipeline)
     form = with_blocks(get_port(model), settings.blocks).form_of_pipeline(pipeline)
-    _say_plugin(pipeline, form, reporter)
-    return general.claimed(
-        form, {name: name for name in form.components}, settings.sharding
-    )
+    names = {name: name for name in form.components}
+    return _with_plugin(general, form, names, settings, reporter, pipeline)
 
 
 def module_target(
@@ -392,28 +389,36 @@ def module_target(
     general, kind = general_target(placed, settings), type(module).__name__
     model = model or reader_of_class(type(module))
     if model is None:
-        _only_for_plugins(settings, kind)
-        return general
+        return _without_plugin(general, settings, kind)
     port = with_blocks(get_port(model), settings.blocks)
     form, name = port.form_of_module(type(module))
-    _say_plugin(kind, form, reporter)
     component, config = form.components[name], getattr(module, "config", None)
     if component.heads is not None and config is not None:
         values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         placed.spec.validate(heads={name: component.heads(values)})
-    return general.claimed(form, {kind: name}, settings.sharding)
+    return _with_plugin(general, form, {kind: name}, settings, reporter, kind)
 
 
-def _only_for_plugins(settings: RunSettings, kind: str) -> None:
+def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target:
     if settings.sharding != DEFAULT_LAYOUT:
         raise UsageError(f"sharding: is for a plugin, and {kind} has none")
+    return general
 
 
-def _say_plugin(kind: str, form: ModelPort, reporter: Reporter) -> None:
+def _with_plugin(
+    general: Target,
+    form: ModelPort,
+    names: Mapping[str, str],
+    settings: RunSettings,
+    reporter: Reporter,
+    kind: str,
+) -> Target:
+    found = general.claimed(form, names, settings.sharding)
     reporter.say(
         f"{kind}: with the patches, sharding rules and {form.blocks} blocks of the "
         f"plugin of {form.name}"
     )
+    return found
 
 
 def find_checkpoint(

@@ -26,7 +26,7 @@ from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.ported_module import constrain, on_devices
 from tpuport.kernels.convolution.conv import video_convolution
-from tpuport.kernels.convolution.conv_cpu import for_cpu
+from tpuport.kernels.convolution.conv_cpu import for_cpu, with_bias
 from tpuport.kernels.convolution.conv_kernel import pitch_of
 
 
@@ -55,10 +55,7 @@ def plain_convolution(
         feature_group_count=groups,
         preferred_element_type=jnp.float32,
     )
-    if bias is not None:
-        per_channel = (1, -1) + (1,) * len(letters)
-        out = out + bias.astype(jnp.float32).reshape(per_channel)
-    return out.astype(input.dtype)
+    return with_bias(out, bias, input.dtype)
 
 
 def video_kernel(
@@ -113,10 +110,7 @@ def pointwise(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> ja
     """
     flat = weight.reshape(weight.shape[:2])
     out = jnp.einsum("nc...,oc->no...", input, flat, preferred_element_type=jnp.float32)
-    if bias is not None:
-        shape = (1, -1) + (1,) * (input.ndim - 2)
-        out = out + bias.astype(jnp.float32).reshape(shape)
-    return out.astype(input.dtype)
+    return with_bias(out, bias, input.dtype)
 
 
 def over_time(

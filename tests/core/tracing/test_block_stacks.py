@@ -30,7 +30,7 @@ from tests.core.tracing.towers import (
 )
 from tests.sweeps import sweep
 from tests.tolerances import TOLERANCES
-from tpuport.core.arrays import to_torch
+from tpuport.core.arrays import to_numpy, to_torch
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.forward_split import ForwardSplit, Where
 
@@ -123,7 +123,9 @@ LOOPS: dict[str, Loop] = {
 def test_it_is_torchs_function_and_the_unrolled_one(
     name: str, count: int, batch: int
 ) -> None:
-    check(tower(LOOPS[name], count), ("blocks",), batch)
+    unrolled, torchs = largest(tower(LOOPS[name], count), ("blocks",), batch)
+    assert unrolled <= 1e-6
+    assert torchs <= TOLERANCES["module float32"]
 
 
 def calls_one_in_another_way(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
@@ -158,7 +160,9 @@ def skips_one(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
     [calls_one_in_another_way, scales_by_the_index, adds_to_the_state, skips_one],
 )
 def test_a_scan_ends_where_a_block_is_called_in_another_way(loop: Any) -> None:
-    check(tower(loop, 5), ("blocks",), 2)
+    unrolled, torchs = largest(tower(loop, 5), ("blocks",), 2)
+    assert unrolled <= 1e-6
+    assert torchs <= TOLERANCES["module float32"]
 
 
 def test_blocks_around_one_that_is_called_in_another_way_are_scanned() -> None:
@@ -175,7 +179,9 @@ def test_kinds_of_blocks_that_take_turns_are_torchs_function(
 ) -> None:
     loop = LOOPS.get(name, kinds_take_their_own)
     stacked = StackedBlocks(path="blocks", period=period)
-    check(turns(loop, period, count), (stacked,), 2)
+    unrolled, torchs = largest(turns(loop, period, count), (stacked,), 2)
+    assert unrolled <= 1e-6
+    assert torchs <= TOLERANCES["module float32"]
 
 
 def test_kinds_that_take_turns_are_one_scan() -> None:
@@ -194,17 +200,18 @@ def turns(loop: Loop, period: int, count: int) -> Tower:
     return Tower(blocks, loop).eval()
 
 
-def check(module: torch.nn.Module, stacked: Any, batch: int) -> None:
-    """The scanned module gives what the unrolled one and torch give."""
+def largest(module: torch.nn.Module, stacked: Any, batch: int) -> tuple[float, float]:
+    """How far the scanned module is from the unrolled one, and from torch."""
     inputs = inputs_of(batch)
     found = call(*port(module, stacked), *arrays(inputs))
     unrolled = call(*port(module, ()), *arrays(inputs))
-    expected = module(*inputs)
-    assert len(found) == len(expected) >= 2
-    for ours, same, theirs in zip(found, unrolled, expected, strict=True):
-        np.testing.assert_allclose(ours, same, rtol=0, atol=1e-6)
-        tolerance = TOLERANCES["module float32"]
-        torch.testing.assert_close(to_torch(ours), theirs, rtol=0, atol=tolerance)
+    expected = [to_numpy(tensor) for tensor in module(*inputs)]
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    assert len(found) >= 2
+    return tuple(
+        max(float(np.abs(x - y).max()) for x, y in zip(found, other, strict=True))
+        for other in (unrolled, expected)
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def picture_of(
         return min(_twos(size, parts) for size, parts in sides if parts > 1)
 
     axes = [size for size in mesh.devices.shape if size > 1]
-    # Rows of a part of one axis and of whole others are lost in the compiler (jaxlib
-    # 0.10.2): 4 x 2 parts on dp=2,tp=4 came out as 2 parts.
+    # A side may take whole axes of the mesh. The compiler (jaxlib 0.10.2) loses a side
+    # that takes an axis and a part of another: 4 x 2 on dp=2,tp=4 became 2 parts.
     counts = (
         divisors(mesh.size)
         if len(axes) == 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,14 @@ def convolution_by_taps(
     return jnp.transpose(out[:, :, : made[1]], (0, 4, 1, 2, 3))
 
 
+def with_bias(out: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+    """[N, O, ...] in float32 and a bias [O], rounded once, as torch does."""
+    if bias is not None:
+        shape = (1, -1) + (1,) * (out.ndim - 2)
+        out = out + bias.astype(jnp.float32).reshape(shape)
+    return out.astype(dtype)
+
+
 def _seen(size: int, taps: int, stride: int, dilation: int) -> list[slice]:
     """What each tap of a kernel sees along an axis of that size."""
     last = size - dilation * (taps - 1)
@@ -103,10 +112,7 @@ def along_first_axis(
         out = out + jnp.einsum(
             "nc...,oc->no...", part, flat[:, :, tap], preferred_element_type=jnp.float32
         )
-    if bias is not None:
-        shape = (1, -1) + (1,) * (input.ndim - 2)
-        out = out + bias.astype(jnp.float32).reshape(shape)
-    return out.astype(input.dtype)
+    return with_bias(out, bias, input.dtype)
 
 
 def channel_by_channel(
@@ -126,9 +132,7 @@ def channel_by_channel(
         part = x[(..., *(seen[i][tap[i]] for i in axes))]
         factor = weight[(slice(None), 0, *tap)].reshape(-1, *(1 for _ in axes))
         out = out + part.astype(jnp.float32) * factor.astype(jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32).reshape(-1, *(1 for _ in axes))
-    return out.astype(input.dtype)
+    return with_bias(out, bias, input.dtype)
 
 
 def for_cpu(
