@@ -29,18 +29,21 @@ from tpuport.core.spec.run_settings import (
     python_words,
 )
 from tpuport.core.spec.variant import Variant
-from tpuport.core.weights.sharding import DEFAULT_LAYOUT
 from tpuport.errors import UsageError, WeightsError, did_you_mean
-from tpuport.plugins import get_port, reader_of, reader_of_class
+from tpuport.plugins import get_port, reader_of
+from tpuport.targets import (
+    claimed_target,
+    executables_for,
+    module_target,
+    place,
+    place_for_port,
+)
 
 if TYPE_CHECKING:
     import jax
-    import torch
 
     from tpuport.core.mesh.device_mesh import PlacedMesh
-    from tpuport.core.programs.module_programs import ModulePrograms
     from tpuport.core.run.session import Session
-    from tpuport.core.seam.target import Target
     from tpuport.core.weights.checkpoint import Checkpoint
 
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
@@ -290,137 +293,6 @@ def ported(target: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         unport(found)
 
 
-def place_for_port(
-    mesh: MeshSpec | None, reporter: Reporter | None = None
-) -> PlacedMesh:
-    """The mesh asked for; by default one CPU device, or all chips along sp.
-
-    Args:
-        reporter: told of chips that a mesh leaves unused.
-    """
-    import jax
-
-    devices = jax.devices()
-    if mesh is None and devices[0].platform != "cpu":
-        mesh = MeshSpec(sp=len(devices))
-    return _placed(mesh or MeshSpec(), devices, reporter)
-
-
-def _placed(
-    mesh: MeshSpec, devices: Sequence[jax.Device], reporter: Reporter | None
-) -> PlacedMesh:
-    from tpuport.core.mesh.device_mesh import place_mesh
-
-    if reporter is not None and devices[0].platform != "cpu":
-        unused = mesh.resolve(len(devices)).unused(len(devices))
-        if unused is not None:
-            reporter.say(unused)
-    return place_mesh(mesh, devices)
-
-
-def general_target(placed: PlacedMesh, settings: RunSettings) -> Target:
-    """What the general port makes programs for: the standard patches and overrides."""
-    from tpuport.core.programs.jax_cache import XLA_FOLDER
-    from tpuport.core.seam.target import Target
-    from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
-
-    folder = settings.compiled_dir
-    return Target(
-        mesh=placed.mesh,
-        patches=PATCHES,
-        overrides=ANY_OVERRIDES,
-        implementation=settings.attention,
-        cache=folder and folder / XLA_FOLDER,
-    )
-
-
-def executables_for(
-    pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
-) -> ModulePrograms | None:
-    """The executables that the settings name, found to be for this pipeline and mesh.
-
-    Raises:
-        ArtifactError: the folder is damaged, or for something else.
-    """
-    from tpuport.core.programs.built_folder import BuiltFolder
-    from tpuport.core.programs.module_programs import ModulePrograms
-
-    if settings.executables is None:
-        return None
-    built = BuiltFolder.open(Path(settings.executables), whole=False)
-    found = ModulePrograms(built=built, reporter=reporter)
-    about: dict[str, Any] = {"attention": str(settings.attention)}
-    if settings.dtype is not None:
-        about["dtype"] = str(settings.dtype)
-    found.check(placed.mesh, pipeline=pipeline, **about)
-    return found
-
-
-def claimed_target(
-    pipeline: str, placed: PlacedMesh, settings: RunSettings, reporter: Reporter
-) -> Target:
-    """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
-    general = general_target(placed, settings)
-    pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
-    model = reader_of(pipeline)
-    if model is None:
-        return _without_plugin(general, settings, pipeline)
-    form = with_blocks(get_port(model), settings.blocks).form_of_pipeline(pipeline)
-    names = {name: name for name in form.components}
-    return _with_plugin(general, form, names, settings, reporter, pipeline)
-
-
-def module_target(
-    module: torch.nn.Module,
-    model: str | None,
-    placed: PlacedMesh,
-    settings: RunSettings,
-    reporter: Reporter,
-) -> Target:
-    """:func:`general_target` with what the plugin of a module's class knows, if any.
-
-    Args:
-        model: the plugin to use; by default the one that knows the class.
-
-    Raises:
-        UsageError: the plugin named knows no such class.
-        MeshError: the mesh does not fit the module's heads.
-    """
-    general, kind = general_target(placed, settings), type(module).__name__
-    model = model or reader_of_class(type(module))
-    if model is None:
-        return _without_plugin(general, settings, kind)
-    port = with_blocks(get_port(model), settings.blocks)
-    form, name = port.form_of_module(type(module))
-    component, config = form.components[name], getattr(module, "config", None)
-    if component.heads is not None and config is not None:
-        values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        placed.spec.validate(heads={name: component.heads(values)})
-    return _with_plugin(general, form, {kind: name}, settings, reporter, kind)
-
-
-def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target:
-    if settings.sharding != DEFAULT_LAYOUT:
-        raise UsageError(f"sharding: is for a plugin, and {kind} has none")
-    return general
-
-
-def _with_plugin(
-    general: Target,
-    form: ModelPort,
-    names: Mapping[str, str],
-    settings: RunSettings,
-    reporter: Reporter,
-    kind: str,
-) -> Target:
-    found = general.claimed(form, names, settings.sharding)
-    reporter.say(
-        f"{kind}: with the patches, sharding rules and {form.blocks} blocks of the "
-        f"plugin of {form.name}"
-    )
-    return found
-
-
 def find_checkpoint(
     port: ModelPort, settings: RunSettings, reporter: Reporter
 ) -> tuple[ModelPort, Variant, Checkpoint]:
@@ -517,4 +389,4 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     if asked is None:
         asked, reporter = default_mesh(port, checkpoint, devices, rows=rows), None
-    return _placed(asked, devices, reporter)
+    return place(asked, devices, reporter)

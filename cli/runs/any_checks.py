@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api
+from tpuport import targets
 from tpuport.cli.asked.settings import TABLE, Settings
 from tpuport.core.enums import Backend, Dtype
 from tpuport.core.files.atomic import one_line
@@ -140,7 +140,9 @@ def rehearsal_of(
 
     name = folder.class_name
     told = Reporter() if quiet else reporter
-    target = api.claimed_target(name, placed, replace(settings, cache_dir=None), told)
+    target = targets.claimed_target(
+        name, placed, replace(settings, cache_dir=None), told
+    )
     with upstreams_errors(name):
         return rehearsed(
             folder,
@@ -167,7 +169,7 @@ def check_executables(
         raise UsageError(
             "--executables are not upstream's: leave them out, or use --backend tpuport"
         )
-    built = api.executables_for(folder.class_name, placed, settings, reporter)
+    built = targets.executables_for(folder.class_name, placed, settings, reporter)
     assert built is not None
     with reporter.timed(f"building {folder.class_name} without weights"):
         built.check_modules(

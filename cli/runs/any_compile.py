@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api
+from tpuport import targets
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.any_checks import rehearsal_of, with_dtype
 from tpuport.cli.runs.any_plan import prepared
@@ -47,7 +47,7 @@ def compile_any(
         from tpuport.core.programs.built_folder import write_manifest
 
         if topology is None:
-            placed = api.place_for_port(settings.mesh)
+            placed = targets.place_for_port(settings.mesh)
         else:
             placed = topology_mesh(topology, settings.mesh)
         settings = with_dtype(settings, placed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport import api
+from tpuport import api, targets
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
@@ -163,7 +163,7 @@ class AnyRun:
         check_attention_here(settings)
         arguments = arguments_of(folder, settings)
         check_on_host(settings, folder)
-        placed = api.place_for_port(settings.mesh, reporter)
+        placed = targets.place_for_port(settings.mesh, reporter)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         folder.check_packages(arguments)
@@ -182,7 +182,7 @@ class AnyRun:
         return {
             "backend": settings.backend,
             "dtype": settings.dtype,
-            "mesh": str(api.place_for_port(settings.mesh).spec),
+            "mesh": str(targets.place_for_port(settings.mesh).spec),
             "attention": str(settings.attention),
             "on_host": list(settings.on_host),
         }
@@ -249,10 +249,10 @@ class AnyRun:
         if settings.backend == Backend.DIFFUSERS:
             yield Journal(self.reporter)
             return
-        placed = api.place_for_port(settings.mesh)
+        placed = targets.place_for_port(settings.mesh)
         name = self.folder.class_name
-        target = api.claimed_target(name, placed, settings, self.reporter)
-        built = api.executables_for(name, placed, settings, self.reporter)
+        target = targets.claimed_target(name, placed, settings, self.reporter)
+        built = targets.executables_for(name, placed, settings, self.reporter)
         self.blocks = target.blocks
         target = replace(target, built=built)
         port_pipeline(pipeline, target, settings.on_host, self.reporter)
@@ -329,7 +329,7 @@ class AnyRun:
     def _report(self, stages: list[Any], seconds: float) -> RunReport:
         from tpuport.core.seam.driving import merged
 
-        placed = api.place_for_port(self.settings.mesh)
+        placed = targets.place_for_port(self.settings.mesh)
         devices = list(placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,

@@ -21,6 +21,7 @@ LAYERS = (
     ("hookspecs", "patches"),
     ("models",),
     ("plugins",),
+    ("targets",),
     ("api",),
     ("cli", "__main__"),
 )

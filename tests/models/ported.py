@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tpuport.api import general_target, place_for_port
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.ported import port_module, seam_of
@@ -15,6 +14,7 @@ from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.tracing.context import AttentionRecord
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT, ShardingPlan
+from tpuport.targets import general_target, place_for_port
 
 
 def ported_by(form: ModelPort, name: str, module: Any, mesh: Any = None) -> Any:

@@ -26,7 +26,7 @@ from tests.pipelines.example import (
     saved,
 )
 from tests.tolerances import TOLERANCES
-from tpuport import api
+from tpuport import targets
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.call_arguments import as_arrays
@@ -89,8 +89,8 @@ def test_a_pipeline_makes_upstreams_video(one: Example) -> None:
 def test_what_is_planned_is_what_runs(one: Example, tmp_path: Path) -> None:
     pipeline, call = made(one)
     folder = PipelineFolder.find(saved(pipeline, tmp_path), Reporter())
-    placed, settings = api.place_for_port(MeshSpec(dp=2, sp=2)), RunSettings()
-    target = api.claimed_target(folder.class_name, placed, settings, Reporter())
+    placed, settings = targets.place_for_port(MeshSpec(dp=2, sp=2)), RunSettings()
+    target = targets.claimed_target(folder.class_name, placed, settings, Reporter())
     planned = planned_calls(folder, target, call)
     assert planned
     assert planned == calls_of(folder.load(torch.float32, Reporter()), target, call)

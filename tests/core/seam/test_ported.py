@@ -20,7 +20,7 @@ from peft import LoraConfig
 import tpuport
 from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
-from tpuport import api
+from tpuport import targets
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
 from tpuport.core.spec.run_settings import RunSettings
@@ -342,7 +342,7 @@ def test_a_patch_on_a_forward_is_in_force() -> None:
         reason="a test",
         upstream="",
     )
-    target = api.general_target(api.place_for_port(None), RunSettings())
+    target = targets.general_target(targets.place_for_port(None), RunSettings())
     ported = port_module(module, replace(target, patches=(patch,)))
     x = torch.linspace(-1, 1, 4)[None]
     expected = torch.tanh(2 * x @ inner.weight.T)

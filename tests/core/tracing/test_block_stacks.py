@@ -208,10 +208,13 @@ def largest(module: torch.nn.Module, stacked: Any, batch: int) -> tuple[float, f
     expected = [to_numpy(tensor) for tensor in module(*inputs)]
     assert [x.shape for x in found] == [x.shape for x in expected]
     assert len(found) >= 2
-    return tuple(
-        max(float(np.abs(x - y).max()) for x, y in zip(found, other, strict=True))
-        for other in (unrolled, expected)
-    )
+
+    def apart(other: Any) -> float:
+        return max(
+            float(np.abs(x - y).max()) for x, y in zip(found, other, strict=True)
+        )
+
+    return apart(unrolled), apart(expected)
 
 
 @pytest.mark.parametrize(
