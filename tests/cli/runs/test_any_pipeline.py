@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -20,7 +21,9 @@ from tests.cli.tools import Cli
 from tests.core.files.videos import read_back, sound_of
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once, needs_libtpu
+from tpuport.cli.runs import any_plan
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import folder as pipelines
 from tpuport.core.reports import Reporter
 
@@ -96,6 +99,10 @@ WRONG = {
     "a variant": (("--variant", "5b"), "models with a plugin"),
     "stages": (("--run-dir", "run"), "models with a plugin"),
     "a component": (("--on-host", "texts"), "text_encoder"),
+    "a component of upstream's": (
+        ("--on-host", "vae", "--backend", "diffusers"),
+        "all components run so",
+    ),
     "a mesh": (("--mesh", "sp=99"), "99"),
     "rows": (("--mesh", "dp=3"), "no rows that 3"),
     "heads": (("--mesh", "tp=3"), "no heads that 3"),
@@ -114,6 +121,50 @@ def test_what_the_pipeline_does_not_take_is_refused(
     assert told in ran.last
     assert len(ran.last) <= 310
     assert not list(Path().glob("*.mp4"))
+
+
+def test_a_stage_by_itself_is_for_plugins(cli: Cli, folder: Path) -> None:
+    ran = cli("encode", "--weights", folder, "--prompt", "a fox", "--run-dir", "run")
+    assert ran.code == 2
+    assert "use generate" in ran.last
+    assert not Path("run").exists()
+
+
+def test_a_picture_that_is_needed_is_asked_for(cli: Cli, copied: Path) -> None:
+    index(copied, _class_name="WanImageToVideoPipeline")
+    ran = cli("generate", "--weights", copied, *ASKED)
+    assert ran.code == 2
+    assert ran.last.endswith("WanImageToVideoPipeline needs image; add --image FILE")
+
+
+@pytest.mark.parametrize("budget", [0.0, 100.0])
+def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) -> None:
+    record = SimpleNamespace(query=(1, 3, 64, 8))
+    denoise = SimpleNamespace(by_stage={"denoise": 2}, attention=(record,))
+    seconds = {"dp=1,sp=4,tp=1": 2.0, "dp=2,sp=2,tp=1": 1.0}
+    told: list[str] = []
+
+    def planned(spec: MeshSpec, found: Any = None) -> Any:
+        step = seconds[str(spec)]
+        return SimpleNamespace(
+            mesh=spec, fits=True, seconds_per_step=step, seconds=step, hbm_bytes=1
+        )
+
+    one: Any = SimpleNamespace(
+        topology=SimpleNamespace(devices=4),
+        rehearse=lambda spec: SimpleNamespace(programs=(denoise,)),
+        plan=planned,
+        reporter=SimpleNamespace(say=told.append),
+    )
+    best: Any = any_plan._best(one, budget)
+    if budget:
+        assert str(best.mesh) == "dp=2,sp=2,tp=1"
+        assert told == []
+    else:
+        assert str(best.mesh) == "dp=1,sp=4,tp=1"
+        assert told == [
+            "no time to plan dp=2,sp=2,tp=1: give more with --budget SECONDS"
+        ]
 
 
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import tpuport
 from tests.pipelines.example import all_examples, made
 from tests.tolerances import TOLERANCES
 from tpuport import targets
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.ported import modules_of, port_module, seam_of
 from tpuport.core.spec.run_settings import RunSettings
@@ -133,7 +135,7 @@ def test_what_means_the_same_is_honoured() -> None:
 
 def test_a_component_may_stay_on_the_host(upstream: torch.Tensor) -> None:
     pipeline, call = pipeline_of()
-    tpuport.port(pipeline, on_host=["text_encoder"])
+    tpuport.port(pipeline, on_host="text_encoder")
     assert near(latents(pipeline, call), upstream)
     assert set(seam_of(pipeline).entries) == {"transformer"}
     with pytest.raises(UsageError, match="did you mean text_encoder"):
@@ -246,6 +248,25 @@ def test_a_keyword_for_another_target_is_refused(keywords: dict[str, Any]) -> No
     target = pipeline.transformer if module else pipeline
     with pytest.raises(UsageError, match=f"{next(iter(keywords))}: is for a"):
         tpuport.port(target, **keywords)
+
+
+def test_a_keyword_that_there_is_not_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="did you mean mesh"):
+        tpuport.port(torch.nn.Linear(2, 2), meshes="sp=2")
+    with pytest.raises(TypeError, match="blocks, cache_dir, executables, mesh, model"):
+        tpuport.port(torch.nn.Linear(2, 2), quantized=True)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_chips_that_stay_unused_are_told(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpuport.core.mesh.device_mesh.place_mesh", lambda *_: None)
+    devices: Any = [SimpleNamespace(platform=platform)] * 8
+    told = Told()
+    targets.place(MeshSpec(sp=3), devices, told)
+    assert len(told.lines) == (platform == "tpu")
+    assert all("3 of 8" in line for line in told.lines)
 
 
 def test_a_plugin_that_knows_the_class_is_used_and_says_so() -> None:
