@@ -19,6 +19,7 @@ from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.core.tracing.runtime import Runtime
+from tpuport.kernels.convolution import conv_cpu
 from tpuport.patches.conv import CONVOLUTION
 from tpuport.patches.padding import PADDING
 
@@ -50,6 +51,24 @@ def test_conv3d_is_torchs(case: str, platform: str) -> None:
     found = _call(runtime, module, x)
     assert found.shape == module(x).shape
     assert float((found - module(x)).abs().max()) <= ATOL
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("case", ["plain", "padded", "spatial stride and dilation"])
+def test_blocks_of_rows_are_torchs(
+    case: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a last block that has fewer rows than the others."""
+    module = torch.nn.Conv3d(4, 6, **{"kernel_size": 3, **CASES[case]})
+    x = torch.randn(2, 4, 7, 9, 10)
+    expected = module(x)
+    row = expected.shape[-1] * 9 * 4 * x.element_size()
+    monkeypatch.setattr(conv_cpu, "CACHE", rows * row)
+    runtime = model_runtime(mesh=None, platform="cpu", overrides=[CONVOLUTION])
+    found = _call(runtime, module, x)
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= ATOL
 
 
 OTHERS: dict[str, torch.nn.Module] = {

@@ -21,10 +21,12 @@ from tests.cli.tools import Cli
 from tests.core.files.videos import read_back, sound_of
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once, needs_libtpu
-from tpuport.cli.runs import any_plan
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs import any_plan, any_replay
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import folder as pipelines
+from tpuport.core.pipelines import sidecar
 from tpuport.core.reports import Reporter
 
 ASKED = (
@@ -207,6 +209,20 @@ def test_pickled_weights_are_not_read(cli: Cli, copied: Path) -> None:
     ran = cli("generate", "--weights", copied, *ASKED)
     assert ran.code == 1
     assert "pickle" in ran.last
+
+
+def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> None:
+    """Upstream has long defaults for what is not given."""
+    asked = ("--size", "32x16", "--frames", "1", "--steps", "1")
+    for given in ((), ("--negative-prompt", "")):
+        run = ("generate", "--weights", folder, "--prompt", "", *asked, *given)
+        assert cli(*run, "--out", "x.gif", "--overwrite").code == 0
+        request = read_sidecar(Path("x.gif.json"))["request"]
+        assert request["prompts"] == [""]
+        recorded: Any = sidecar.read(Path("x.gif.json"))
+        again = any_replay._recorded(recorded, Settings())
+        assert again.prompt == ("",)
+        assert again.negative_prompt == ("" if given else None)
 
 
 def test_a_weight_that_is_missing_is_named(cli: Cli, copied: Path) -> None:

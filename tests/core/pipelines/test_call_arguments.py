@@ -14,10 +14,21 @@ from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError
 
 
+def folder_of(place: Path, pipeline: str) -> PipelineFolder:
+    index = {"_class_name": pipeline}
+    (place / "model_index.json").write_text(json.dumps(index))
+    return PipelineFolder(place, "folder", index, Checkpoint(place, "folder"))
+
+
+def test_an_option_has_the_type_that_the_pipeline_says(tmp_path: Path) -> None:
+    """YAML reads 1e-3 as a text."""
+    asked = Asked(prompt=("a fox",), options={"guidance_scale_2": "1e-3"})
+    found = arguments_of(folder_of(tmp_path, "WanPipeline"), asked)
+    assert found["guidance_scale_2"] == 1e-3
+
+
 def test_an_option_that_names_no_file_says_so(tmp_path: Path) -> None:
-    index = {"_class_name": "WanImageToVideoPipeline"}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    folder = PipelineFolder(tmp_path, "folder", index, Checkpoint(tmp_path, "folder"))
+    folder = folder_of(tmp_path, "WanImageToVideoPipeline")
     asked = Asked(options={"last_image": "nowhere.png"})
     with pytest.raises(UsageError, match=r"last_image: 'nowhere.png' does not exist"):
         arguments_of(folder, asked)

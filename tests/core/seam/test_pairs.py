@@ -111,6 +111,19 @@ def test_a_call_that_nobody_read_is_answered_after_unport(module: Denoiser) -> N
     assert close(first, module(X, T, PROMPT)[0])
 
 
+def test_weights_that_leave_the_devices_answer_the_call_that_waits(
+    module: Denoiser, ported: torch.nn.Module
+) -> None:
+    """Another component may need the room, and the weights change before a read."""
+    (first,) = ported(X, T, PROMPT)
+    (entry,) = seam_of(ported).entries.values()
+    expected = module(X, T, PROMPT)[0].detach()
+    entry.free()
+    with torch.no_grad():
+        module.inner.weight.mul_(2)
+    assert close(first, expected)
+
+
 def test_calls_do_not_wait_where_two_gain_nothing(module: Denoiser) -> None:
     twin = tpuport.port(module, mesh="sp=2")
     twin(X, T, PROMPT), twin(X, T, OTHER)
