@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from transformers import UMT5EncoderModel
 
 import tpuport
 from tests.pipelines.example import (
@@ -34,7 +35,7 @@ from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.any_pipeline import rehearsed
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.driving import driving
-from tpuport.core.seam.entry import Entry
+from tpuport.core.seam.entry import Entry, PortError
 from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
 from tpuport.core.seam.rehearsal import without_weights
@@ -113,6 +114,33 @@ def dtypes_of(pipeline: Any) -> dict[str, torch.dtype]:
         for name, module in modules_of(pipeline).items()
         for path, tensor in chain(module.named_parameters(), module.named_buffers())
     }
+
+
+def test_a_component_on_the_host_is_in_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code need not trace, and its weights are on no device."""
+    original = UMT5EncoderModel.forward
+
+    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        assert bool(torch.isfinite(found.last_hidden_state).all())
+        return found
+
+    pipeline, call = made(all_examples()["WanPipeline"])
+    folder = PipelineFolder.find(saved(pipeline, tmp_path), Reporter())
+    monkeypatch.setattr(UMT5EncoderModel, "forward", reading)
+    target = targets.general_target(targets.place_for_port(None), RunSettings())
+    given = (target, "float32", as_arrays(folder) | call, Reporter())
+    with pytest.raises(PortError, match="text_encoder"):
+        rehearsed(folder, *given)
+    found = rehearsed(folder, *given, on_host=["text_encoder"])
+    components = {program.component for program in found.programs}
+    assert components == {"transformer", "vae"}
+    assert {plan.component.partition(".")[0] for plan in found.plans} == components
+    entry = next(p for p in found.programs if p.name == "transformer")
+    vae = sum(p.total_bytes for p in found.plans if p.component != "transformer")
+    assert entry.resident <= vae
 
 
 def planned_calls(
