@@ -9,6 +9,7 @@ how near the port comes, and the share of the parameters that lies in stacked bl
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -265,8 +266,9 @@ class Call:
     def on(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """The tensors that a module answers with."""
         torch.manual_seed(1)  # for modules that draw
+        kwargs = {name: _again(value) for name, value in self.kwargs.items()}
         with torch.no_grad():
-            return tensors_of(getattr(module, self.method)(*self.args, **self.kwargs))
+            return tensors_of(getattr(module, self.method)(*self.args, **kwargs))
 
     def difference(self, mesh: str) -> float:
         """The largest difference of the port, as a share of upstream's largest value.
@@ -277,15 +279,46 @@ class Call:
         found = self.on(tpuport.port(self.module, mesh=mesh, progress=False))
         if [x.shape for x in found] != [x.shape for x in expected]:
             return math.inf
-        pairs = zip(found, expected, strict=True)
-        worst = max(float((f - e).abs().max() / e.abs().max()) for f, e in pairs)
-        return worst if worst == worst else math.inf
+        return largest(found, expected)
+
+    def from_float64(self, found: list[torch.Tensor]) -> float:
+        """The largest difference from upstream's result in float64, as a share."""
+        module = copy.deepcopy(self.module).double()
+        with torch.no_grad():
+            exact = getattr(module, self.method)(
+                *map(_doubled, self.args),
+                **{name: _doubled(value) for name, value in self.kwargs.items()},
+            )
+        return largest(found, tensors_of(exact))
+
+
+def _again(value: Any) -> Any:
+    """The value; a generator begins anew with each call."""
+    if isinstance(value, torch.Generator):
+        return torch.Generator().manual_seed(value.initial_seed())
+    return value
+
+
+def _doubled(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if floats else value
+
+
+def largest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference, as a share of the largest value; NaN is infinite."""
+    worst = max(
+        float((f - e).abs().max() / e.abs().max())
+        for f, e in zip(found, expected, strict=True)
+        if e.numel()
+    )
+    return worst if worst == worst else math.inf
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in what a module gives back, such as an output or a distribution."""
     if isinstance(value, torch.Tensor):
-        return [torch.view_as_real(value) if value.is_complex() else value.float()]
+        plain = torch.view_as_real(value) if value.is_complex() else value
+        return [plain if plain.dtype == torch.float64 else plain.float()]
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list | tuple):

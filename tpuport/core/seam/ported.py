@@ -114,6 +114,13 @@ def port_module(
     ``module`` itself stays upstream's.
     """
     tensors = [*module.parameters(), *module.buffers()]
+    # Old weight norm keeps a weight that was computed, which torch refuses to copy.
+    tensors += [
+        value
+        for child in module.modules()
+        for value in vars(child).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    ]
     twin: torch.nn.Module = copy.deepcopy(module, {id(t): t for t in tensors})
     name = type(module).__name__
     seam = Seam({name: twin}, target, reporter or Reporter())
