@@ -20,7 +20,8 @@ from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.plugins import plugins
 from tpuport.cli.commands.replay import replay
-from tpuport.cli.commands.runs import clean, resume, runs
+from tpuport.cli.commands.resume import resume
+from tpuport.cli.commands.runs import clean, runs
 from tpuport.cli.commands.stages import decode, denoise, encode
 from tpuport.cli.commands.tune import tune
 from tpuport.cli.shown.errors import as_usage_error, explain
@@ -37,10 +38,10 @@ app.command("generate", cls=Command)(generate)
 app.command("encode", cls=Command)(encode)
 app.command("denoise", cls=Command)(denoise)
 app.command("decode", cls=Command)(decode)
+app.command("resume", cls=Command)(resume)
 app.command("replay", cls=Command)(replay)
 runs_app = typer.Typer(cls=Group, invoke_without_command=True)
 runs_app.callback()(runs)
-runs_app.command("resume", cls=Command)(resume)
 runs_app.command("clean", cls=Command)(clean)
 app.add_typer(runs_app, name="runs")
 app.command("plan", cls=Command)(plan)

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from tpuport.cli.asked.yaml_file import load_mapping
-from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES
+from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES, CheckpointEvery
 from tpuport.core.spec import kinds
 from tpuport.core.spec.run_settings import (
     COMMANDS,
@@ -97,8 +97,16 @@ class Settings(RunSettings, Files, Asked):
         "--on-host COMPONENT",
         "Run a component by plain upstream code; may be repeated.",
         default=(),
-        commands="GPC",
+        commands="GENDPC",
         panel=WHERE,
+    )
+    checkpoint_every: CheckpointEvery = setting(
+        kinds.checkpoint_every,
+        "--checkpoint-every N|TIME",
+        "Keep the run so often. (default: 60s)",
+        default=CheckpointEvery(),
+        commands="GNS",
+        panel=FILES,
     )
     report: Path | None = setting(
         kinds.path,

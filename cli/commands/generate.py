@@ -20,7 +20,8 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import generate_any, is_any, with_model
+from tpuport.cli.runs.any_pipeline import is_any, with_model
+from tpuport.cli.runs.any_runs import generate_any
 from tpuport.cli.runs.kept_runs import going_on, keep_asked, new_run
 from tpuport.cli.runs.run_stages import (
     check_noise,
@@ -78,8 +79,8 @@ def generate(settings: Settings) -> None:
             run = session.open_run(folder, request)
             check_noise(session, run, noise)
             if given is None:
-                keep_asked(run, settings, outputs.asked)
-            with going_on(run):
+                keep_asked(folder, settings, outputs.asked)
+            with going_on(run.path):
                 stages, reused = _before_decode(session, run, noise, source)
                 videos, report = decode_videos(session, run, outputs, stages, started)
                 described = describe_results("generate", session, run, report, videos)

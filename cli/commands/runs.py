@@ -9,34 +9,18 @@ from typing import Annotated
 import typer
 
 from tpuport.api import default_cache_dir
-from tpuport.cli.asked.cache_folder import cache_folder
-from tpuport.cli.asked.environment import prepare
 from tpuport.cli.asked.options import command, refuse_options
-from tpuport.cli.asked.sessions import check_early, outputs_of, shown_session
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.kept_runs import (
     KeptRun,
-    asked_for,
-    going_on,
     kept_run,
     kept_runs,
     remove,
-    temporary,
 )
-from tpuport.cli.runs.run_stages import (
-    decode_videos,
-    describe_results,
-    inputs_of,
-    open_existing,
-    run_stage,
-)
-from tpuport.cli.shown.output import print_json, show_results
+from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
-from tpuport.core.files.run_record import STAGES
 from tpuport.core.reports import bytes_text, plural
-from tpuport.core.spec.requests import recorded_request
 from tpuport.errors import ArtifactError, UsageError
-from tpuport.plugins import get_port
 
 _HEAD = ("ID", "AGE", "MODEL", "FINISHED", "SIZE", "STATE", "PROMPT")
 
@@ -154,41 +138,3 @@ def clean(
         print(f"{plural(len(names), 'run')} removed, {bytes_text(sum(sizes))}")
     if ids and busy:
         raise busy[0]
-
-
-@command("runs resume")
-def resume(
-    settings: Settings,
-    name: Annotated[
-        str, typer.Argument(metavar="ID", help="As `tpuport runs` shows it.")
-    ],
-) -> None:
-    """Finish a run that ended early, and write its videos.
-
-    The run keeps its settings; --out names another place for the videos. The files of
-    the run are removed afterwards.
-
-    Example: tpuport runs resume 20261124-081502-3fa9c1 --out fox.mp4
-    """
-    prepare(debug=settings.debug)
-    started = time.perf_counter()
-    kept = kept_run(cache_folder(settings.cache_dir), name)
-    run, settings = open_existing(asked_for(kept, settings), STAGES[1])
-    check_early(settings)
-    request = recorded_request(get_port(run.model), run.settings, run.file)
-    count, inputs = len(request.prompts), inputs_of(run)
-    outputs = outputs_of(settings, "", count, request=request, inputs=inputs)
-    with (
-        shown_session(settings) as session,
-        temporary(run.path),
-        going_on(run),
-    ):
-        left = STAGES[len(kept.finished) : 2]
-        stages = [run_stage(session, run, stage)[1] for stage in left]
-        videos, report = decode_videos(session, run, outputs, stages, started)
-        document = {
-            **describe_results("runs resume", session, run, report, videos),
-            "reused": list(kept.finished),
-        }
-    written = [video.path for video in videos]
-    show_results(document, report, written, as_json=settings.json, file=settings.report)

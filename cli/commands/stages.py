@@ -21,7 +21,13 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import is_any, with_model
+from tpuport.cli.runs.any_pipeline import for_a_plugin, is_any, with_model
+from tpuport.cli.runs.any_runs import (
+    decode_any,
+    denoise_any,
+    encode_again,
+    encode_any,
+)
 from tpuport.cli.runs.kept_runs import going_on
 from tpuport.cli.runs.run_stages import (
     decode_videos,
@@ -37,7 +43,12 @@ from tpuport.cli.shown.output import show_results
 from tpuport.core.files.outputs import Video
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import working_in
-from tpuport.core.files.run_record import RUN_FILE, STAGE_FILES, STAGES
+from tpuport.core.files.run_record import (
+    RUN_FILE,
+    STAGE_FILES,
+    STAGES,
+    is_pipeline_run,
+)
 from tpuport.core.reports import RunReport
 from tpuport.core.spec import rules
 from tpuport.core.spec.requests import read_source, recorded_request
@@ -65,14 +76,16 @@ def encode(settings: Settings) -> None:
     exists = not settings.prompt and (settings.run_dir / RUN_FILE).exists()
     if exists:
         _check_says_nothing(settings)
+        if is_pipeline_run(settings.run_dir):
+            encode_again(settings, started)
+            return
         run, settings = open_existing(settings, STAGES[0])
         _check_going_on(settings, run, STAGES[0])
     else:
         settings = with_model(settings)
         if is_any(settings):
-            raise UsageError(
-                "encode, denoise and decode are for models with a plugin; use generate"
-            )
+            encode_any(settings, started)
+            return
         known = check_early(settings)
         check_prompts(settings)
         check_run_early(known, settings, STAGES[:1])
@@ -98,7 +111,7 @@ def encode(settings: Settings) -> None:
         if noise is not None:
             session.check(request, noise.for_videos(len(request.prompts)))
         run = session.open_run(folder, request)
-        with going_on(run):
+        with going_on(run.path):
             _, stage = run_stage(session, run, STAGES[0], noise=noise, source=source)
         report = session.run_report([stage], time.perf_counter() - started)
     _show_results(settings, STAGES[0], session, run, report)
@@ -138,12 +151,15 @@ def denoise(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    run, settings = open_existing(settings, STAGES[1])
+    if settings.run_dir is not None and is_pipeline_run(settings.run_dir):
+        denoise_any(settings, started)
+        return
+    run, settings = open_existing(for_a_plugin(settings), STAGES[1])
     _check_going_on(settings, run, STAGES[1])
     with (
         shown_session(settings) as session,
         working_in(run.path),
-        going_on(run),
+        going_on(run.path),
     ):
         _, stage = run_stage(session, run, STAGES[1])
         report = session.run_report([stage], time.perf_counter() - started)
@@ -160,7 +176,10 @@ def decode(settings: Settings) -> None:
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
-    run, settings = open_existing(settings, STAGES[2])
+    if settings.run_dir is not None and is_pipeline_run(settings.run_dir):
+        decode_any(settings, started)
+        return
+    run, settings = open_existing(for_a_plugin(settings), STAGES[2])
     _check_going_on(settings, run, STAGES[2])
     request = recorded_request(get_port(run.model), run.settings, run.file)
     place = str(run.path / "video.mp4")
@@ -170,7 +189,7 @@ def decode(settings: Settings) -> None:
     with (
         shown_session(settings) as session,
         working_in(run.path),
-        going_on(run),
+        going_on(run.path),
     ):
         videos, report = decode_videos(session, run, outputs, [], started)
     _show_results(settings, STAGES[2], session, run, report, videos)

@@ -16,9 +16,9 @@ from tpuport.core.reports import Reporter
 from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.folder import PipelineFolder
-    from tpuport.core.seam.rehearsal import Rehearsal
 
 #: Settings that mean the same whatever runs. Others are for models with a plugin.
 _SHARED = frozenset(
@@ -36,6 +36,7 @@ _SHARED = frozenset(
         *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
         *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
         *("seed", "image", "video", "strength", "options", "search", "executables"),
+        *("run_dir", "checkpoint_every"),
     }
 )
 
@@ -163,7 +164,7 @@ def check_executables(
         UsageError, ArtifactError: what differs.
     """
     from tpuport.core.arrays import torch_dtype
-    from tpuport.core.seam.rehearsal import without_weights
+    from tpuport.core.drive.rehearsal import without_weights
 
     if settings.backend == Backend.DIFFUSERS:
         raise UsageError(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ from tpuport.cli.runs.any_checks import (
     with_dtype,
 )
 from tpuport.cli.shown import signals
-from tpuport.cli.shown.output import say, show_results
-from tpuport.core.enums import Backend, Blocks
+from tpuport.cli.shown.output import say
+from tpuport.core.enums import Backend, Blocks, StageName, denoises
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
+from tpuport.core.files.run_record import CheckpointEvery
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
     Reporter,
@@ -41,8 +42,10 @@ from tpuport.errors import UsageError
 from tpuport.plugins import reader_of
 
 if TYPE_CHECKING:
+    from tpuport.core.drive.pipeline_run import PipelineRun
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.seam.journal import Journal
 
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
@@ -59,20 +62,30 @@ def with_model(settings: Settings) -> Settings:
         HubError: the hub cannot be reached.
     """
     if settings.model is not None or settings.weights in (None, "", DEMO):
-        return _without_on_host(settings)
+        return for_a_plugin(settings)
     with Display(signals.check) as display:
         folder = find(settings, display)
     model = reader_of(folder.class_name)
     if model is not None:
         say(f"{folder.class_name}: run by the plugin of {model}")
-    return settings if model is None else _without_on_host(settings, model)
+    return settings if model is None else for_a_plugin(settings, model)
 
 
-def _without_on_host(settings: Settings, model: str | None = None) -> Settings:
+def for_a_plugin(settings: Settings, model: str | None = None) -> Settings:
+    """The settings of a model with a plugin.
+
+    Raises:
+        UsageError: a flag that only pipelines without a plugin have.
+    """
     if settings.on_host:
         raise UsageError(
             "--on-host: is for pipelines without a plugin; --encode-on host runs the "
             "text encoder of a model with one on the CPU"
+        )
+    if settings.checkpoint_every != CheckpointEvery():
+        raise UsageError(
+            "--checkpoint-every: is for pipelines without a plugin; a model with one "
+            "keeps its stages, see `tpuport runs`"
         )
     return replace(settings, model=model or settings.model)
 
@@ -92,33 +105,6 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     assert settings.weights is not None
     folder = PipelineFolder.find(settings.weights, reporter)
     return replace(folder, guidance=settings.guidance_scale)
-
-
-def generate_any(settings: Settings, started: float) -> None:
-    """Make videos, and tell of them as ``tpuport generate`` does.
-
-    Raises:
-        UsageError: a flag or an option that the pipeline has no use for.
-        WeightsError: the checkpoint cannot be used.
-        TpuportError: the run failed.
-    """
-    with Display(signals.check) as display:
-        run = AnyRun.prepared(settings, find(settings, display), display)
-        name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}{_seed(run)}"
-        outputs = run.outputs(f"{name}.mp4")
-        videos, report = run.make(outputs, started)
-    document = {
-        "command": "generate",
-        "pipeline": run.folder.class_name,
-        "weights": run.folder.checkpoint.reference,
-        "videos": [video.as_dict() for video in videos],
-        **run.how,
-        "report": report.as_dict(),
-        "patches": run.patches,
-        "calls": run.calls,
-    }
-    written = [video.path for video in videos]
-    show_results(document, report, written, as_json=settings.json, file=settings.report)
 
 
 @dataclass
@@ -146,9 +132,17 @@ class AnyRun:
 
     @classmethod
     def prepared(
-        cls, settings: Settings, folder: PipelineFolder, reporter: Reporter
+        cls,
+        settings: Settings,
+        folder: PipelineFolder,
+        reporter: Reporter,
+        *,
+        partly: bool = False,
     ) -> AnyRun:
         """Everything checked that needs no weights.
+
+        Args:
+            partly: some components are not called, and their weights may be missing.
 
         Raises:
             UsageError, WeightsError, MeshError: what is wrong.
@@ -168,11 +162,11 @@ class AnyRun:
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         folder.check_packages(arguments)
         folder = folder.fetched(reporter)
-        folder.check_components()
+        folder.check_components(weights=not partly)
         check_mesh(settings, folder, placed, arguments, reporter)
         if settings.executables is not None:
             check_executables(settings, folder, placed, reporter)
-        inputs = {name: _digest(Path(name)) for name in _files(settings)}
+        inputs = {name: file_digest(Path(name)) for name in _files(settings)}
         return cls(settings, folder, reporter, arguments, inputs, [], [], {})
 
     @property
@@ -212,15 +206,29 @@ class AnyRun:
         return outputs
 
     def make(
-        self, outputs: Outputs | None, started: float
+        self,
+        outputs: Outputs | None,
+        started: float,
+        kept: PipelineRun | None = None,
+        until: StageName | None = None,
     ) -> tuple[list[Video], RunReport]:
-        """Load the pipeline and make every video."""
-        from tpuport.core.arrays import torch_dtype
+        """Load the pipeline and make every video.
 
-        settings = self.settings
-        assert settings.dtype is not None
+        Args:
+            kept: the run's folder: what is in it is not done again.
+            until: the stage to end with.
+        """
         self.reporter.say(self._in_words())
-        pipeline = self.folder.load(torch_dtype(settings.dtype), self.reporter)
+        if until is not None and kept is not None and kept.finished(until):
+            self.reporter.say(f"{until}: finished in {kept.path}, reused")
+            return [], self._report([], time.perf_counter() - started)
+        if until is not None and not any(map(denoises, self.folder.components())):
+            raise UsageError(
+                f"{self.folder.class_name} has no denoiser, and so no stages; use "
+                "`tpuport generate`"
+            )
+        late = until is not None or bool(kept and kept.begun)
+        pipeline, load = self._pipeline(late=late)
         pipeline.set_progress_bar_config(disable=True)
         with contextlib.ExitStack() as stack:
             journal = stack.enter_context(self._ported(pipeline))
@@ -229,16 +237,28 @@ class AnyRun:
                 files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
             stages: list[Any] = []
             count = len(self.videos())
-            for index, (prompt, seed) in enumerate(self.videos()):
+            for index in range(count):
                 with contextlib.ExitStack() as told:
                     if index:  # the stages were told with the first video
                         what = f"video {index + 1} of {count}"
                         told.enter_context(self.reporter.timed(what))
                         journal.reporter = Reporter()
-                    stages += self._one(pipeline, journal, files, index, prompt, seed)
+                    one = Taped(pipeline, journal, load, kept, index, until)
+                    stages += self._one(one, files)
             report = self._report(stages, time.perf_counter() - started)
             videos = [] if files is None else files.publish(self._describer(report))
         return videos, report
+
+    def _pipeline(self, *, late: bool) -> tuple[Any, Callable[[str], None]]:
+        """The pipeline, and what loads the weights of a component that is called."""
+        from tpuport.core.arrays import torch_dtype
+        from tpuport.core.drive.late_weights import LateWeights
+
+        dtype = torch_dtype(str(self.settings.dtype))
+        if not late:
+            return self.folder.load(dtype, self.reporter), lambda name: None
+        weights = LateWeights(self.folder, dtype, self.reporter)
+        return weights.pipeline, weights.load
 
     @contextlib.contextmanager
     def _ported(self, pipeline: Any) -> Iterator[Any]:
@@ -264,44 +284,35 @@ class AnyRun:
         finally:
             unport(pipeline)
 
-    def _one(
-        self,
-        pipeline: Any,
-        journal: Any,
-        files: VideoFiles | None,
-        index: int,
-        prompt: str | None,
-        seed: int,
-    ) -> list[Any]:
+    def _one(self, one: Taped, files: VideoFiles | None) -> list[Any]:
         import torch
 
         from tpuport.core.files.frames import FrameChecks, measure
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
         from tpuport.core.pipelines.sidecar import frames_digest
-        from tpuport.core.seam.driving import driving
 
+        prompt, seed = self.videos()[one.index]
         given = {**self.arguments, **as_arrays(self.folder)}
         if prompt is not None:
             given["prompt"] = prompt
+        torch.manual_seed(seed)  # of pipelines that draw without a generator
         if "generator" in self.folder.all_parameters:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
-        with (
-            driving(pipeline, journal, self.settings.backend) as drive,
-            upstreams_errors(self.folder.class_name),
-        ):
-            output = pipeline(**given)
-        made: Made = made_of(output, pipeline)
+        output, reports = one.called(given, self)
+        if one.until is not None:
+            return reports
+        made: Made = made_of(output, one.pipeline)
         checks = FrameChecks()
-        checks.add(index, made.frames.shape, measure(made.frames))
+        checks.add(one.index, made.frames.shape, measure(made.frames))
         checks.check()
         self.digests.append(frames_digest(made.frames[0]))
         if files is not None:
-            files.take(index, made.frames[:1])
+            files.take(one.index, made.frames[:1])
             if made.sound is not None and files.outputs.kind in SOUNDING:
-                files.sound(index, made.sound, made.rate)
+                files.sound(one.index, made.sound, made.rate)
             elif made.sound is not None:
                 say(f"the sound is left out: .{files.outputs.kind} holds none")
-        return drive.reports
+        return reports
 
     def _describer(self, report: RunReport) -> Any:
         from tpuport.core.pipelines import sidecar
@@ -327,7 +338,7 @@ class AnyRun:
         return describe
 
     def _report(self, stages: list[Any], seconds: float) -> RunReport:
-        from tpuport.core.seam.driving import merged
+        from tpuport.core.drive.driving import merged
 
         placed = targets.place_for_port(self.settings.mesh)
         devices = list(placed.mesh.devices.flat)
@@ -367,16 +378,64 @@ class AnyRun:
         return f"making {count} by {self.folder.class_name}: {said}"
 
 
+@dataclass(frozen=True)
+class Taped:
+    """One video of a run, and the tape of it in the run's folder.
+
+    Attributes:
+        load: gives a component its weights before it is called.
+        kept: the run's folder; ``None`` to keep nothing.
+        index: of the video.
+        until: the stage to end with.
+    """
+
+    pipeline: Any
+    journal: Journal
+    load: Callable[[str], None]
+    kept: PipelineRun | None
+    index: int
+    until: StageName | None
+
+    def called(self, given: dict[str, Any], run: AnyRun) -> tuple[Any, list[Any]]:
+        """What upstream returns, and the reports of the stages that were run.
+
+        Raises:
+            ArtifactError: the tape is of a run in another way.
+        """
+        from tpuport.core.drive.checkpoints import Checkpoints
+        from tpuport.core.drive.taped import called, tape_of
+
+        name, settings = run.folder.class_name, run.settings
+        with contextlib.ExitStack() as stack:
+            tape = checkpoints = None
+            if self.kept is not None:
+                folder = self.kept.tapes[self.index]
+                before = folder.read()
+                folder.begin(run.how, before)
+                tape = tape_of(self.pipeline, given, before, self.until)
+                checkpoints = stack.enter_context(
+                    Checkpoints(tape, folder, settings.checkpoint_every, run.reporter)
+                )
+            with upstreams_errors(name):
+                output, drive = called(
+                    self.pipeline,
+                    given,
+                    self.journal,
+                    settings.backend,
+                    tape,
+                    self.load,
+                )
+            if checkpoints is not None and self.until is not None:
+                checkpoints.finish()
+        return output, drive.reports
+
+
 def _files(settings: Settings) -> list[str]:
     named = [settings.image, settings.video, *settings.options.values()]
     texts = [text for text in named if isinstance(text, str)]
     return [t for t in texts if Path(t).expanduser().is_file()]
 
 
-def _digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """sha256 of a file."""
     return hashlib.sha256(file.expanduser().read_bytes()).hexdigest()
-
-
-def _seed(run: AnyRun) -> str:
-    seeds = set(run.settings.seed)
-    return f"-seed{next(iter(seeds))}" if len(seeds) == 1 else ""

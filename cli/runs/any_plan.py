@@ -18,11 +18,11 @@ from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.errors import MeshError
 
 if TYPE_CHECKING:
+    from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.slices import Topology
     from tpuport.core.pipelines.folder import PipelineFolder
     from tpuport.core.plan.plan import Plan
     from tpuport.core.reports import Reporter
-    from tpuport.core.seam.rehearsal import Rehearsal
 
 
 def plan_any(

@@ -21,7 +21,14 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.errors import may_pass
 from tpuport.core.files.run_directory import RunDirectory
 from tpuport.core.files.run_lock import LOCK_FILE, holder, working_in
-from tpuport.core.files.run_record import RUN_FILE, STAGES
+from tpuport.core.files.run_record import (
+    PIPELINE_SCHEMA,
+    RUN_FILE,
+    STAGES,
+    is_pipeline_run,
+    tapes_in,
+    told_of,
+)
 from tpuport.core.files.sealed_json import as_json, read_document, write_document
 from tpuport.core.files.typed import checked
 from tpuport.core.spec.rules import check_folder
@@ -68,11 +75,11 @@ class KeptRun:
     @functools.cached_property
     def finished(self) -> tuple[str, ...]:
         """The stages before decode that are; their files are read through."""
-        return tuple(_finished(RunDirectory(self.folder)))
+        return tuple(_finished(self.folder))
 
     @property
     def resumable(self) -> bool:
-        """Whether ``tpuport runs resume`` can go on with the run."""
+        """Whether ``tpuport resume`` can go on with the run."""
         try:
             _read_asked(self.folder)
         except ArtifactError:
@@ -123,7 +130,7 @@ def kept_runs(cache: Path) -> list[KeptRun]:
     for folder in (cache / "runs").glob("*"):
         # Its own process may remove a run while another one looks.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found.append(_look(folder))
+            found.append(look(folder))
     return sorted(found, key=lambda run: run.changed)
 
 
@@ -139,29 +146,45 @@ def kept_run(cache: Path, name: str) -> KeptRun:
     raise UsageError(f"no run {name!r} is kept in {cache}; `tpuport runs` lists them")
 
 
-def _look(folder: Path) -> KeptRun:
+def look(folder: Path) -> KeptRun:
+    """The run in a folder, as far as it can be read."""
     process, file = holder(folder), folder / RUN_FILE
     run, model = RunDirectory(folder), ""
     prompts: tuple[str, ...] = ()
     recorded: tuple[str, ...] = ()
     with contextlib.suppress(TpuportError):
-        model, recorded = run.model, run.recorded
-        prompts = tuple(run.settings["prompts"])
+        if is_pipeline_run(folder):
+            record = read_document(file, PIPELINE_SCHEMA, "")
+            model, prompts = (
+                record["pipeline"],
+                tuple(record["asked"].get("prompt", ())),
+            )
+            recorded = tuple(tape.parent.name for tape in tapes_in(folder))
+        else:
+            model, recorded = run.model, run.recorded
+            prompts = tuple(run.settings["prompts"])
+    written = [file if file.exists() else folder, *tapes_in(folder)]
     return KeptRun(
         folder=folder,
         process=process,
         model=model,
         prompts=prompts,
         recorded=recorded,
-        changed=(file if file.exists() else folder).stat().st_mtime,
+        changed=max(one.stat().st_mtime for one in written),
     )
 
 
-def _finished(run: RunDirectory) -> list[str]:
-    """The stages before decode that are finished, without a gap."""
+def _finished(folder: Path) -> list[str]:
+    """The stages before decode that are finished, without a gap.
+
+    Of a pipeline without a plugin, the last step of each video that was kept.
+    """
     done: list[str] = []
     # Maybe called while an error is reported, which must not be replaced.
     with contextlib.suppress(TpuportError):
+        if tapes := tapes_in(folder):
+            return [told_of(tape) for tape in tapes]
+        run = RunDirectory(folder)
         for name in STAGES[:2]:
             if not run.finished(name):
                 break
@@ -182,11 +205,18 @@ def remove(run: KeptRun) -> None:
         pass
 
 
+def is_kept(folder: Path) -> bool:
+    """Whether a folder is of a run without ``--run-dir``."""
+    return (folder / _ASKED_FILE).exists()
+
+
 @contextlib.contextmanager
 def temporary(folder: Path) -> Iterator[Path]:
     """Hold the folder of a run without ``--run-dir`` while the block lasts.
 
-    The folder is then removed, but not after an error if the run can go on.
+    The folder is then removed, but not after an error if the run can go on. Of a
+    pipeline without a plugin, an error that will come again before the first step
+    leaves nothing.
 
     Raises:
         ArtifactError: a process is at work in it.
@@ -195,13 +225,18 @@ def temporary(folder: Path) -> Iterator[Path]:
         kept = False
         try:
             yield folder
-        except BaseException:
-            asked = (folder / _ASKED_FILE).exists()
-            kept = asked and bool(_finished(RunDirectory(folder)))
+        except BaseException as error:
+            kept = is_kept(folder) and _worth_keeping(folder, error)
             raise
         finally:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _worth_keeping(folder: Path, error: BaseException) -> bool:
+    done = _finished(folder)
+    stepped = any(one.startswith("step") for one in done)
+    return bool(done) and (may_pass(error) or not tapes_in(folder) or stepped)
 
 
 @contextlib.contextmanager
@@ -224,7 +259,7 @@ def new_run(cache: Path) -> Iterator[Path]:
         yield folder
 
 
-def keep_asked(run: RunDirectory, settings: Settings, out: str) -> None:
+def keep_asked(folder: Path, settings: Settings, out: str) -> None:
     """Write beside run.json what :func:`asked_for` reads, also after a kill."""
     given = {
         name: _as_plain(getattr(settings, name))
@@ -238,7 +273,7 @@ def keep_asked(run: RunDirectory, settings: Settings, out: str) -> None:
         "overwrite": settings.overwrite,
         "report": report,
     }
-    write_document(run.path / _ASKED_FILE, _ASKED, as_json(content, "the settings"))
+    write_document(folder / _ASKED_FILE, _ASKED, as_json(content, "the settings"))
 
 
 def _as_plain(value: Any) -> Any:
@@ -277,11 +312,25 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
             f"`tpuport runs clean {run.folder.name}` removes it"
         )
     asked, read = _read_asked(run.folder)
+    return replace(
+        out_of(run, settings),
+        **{name: getattr(read, name) for name in asked["settings"]},
+        run_dir=run.folder,
+    )
+
+
+def out_of(run: KeptRun, settings: Settings) -> Settings:
+    """Settings with the place that a kept run's videos were to go.
+
+    Raises:
+        ArtifactError: the run's own settings are not usable.
+    """
+    if not (run.folder / _ASKED_FILE).exists():
+        return settings
+    asked, _ = _read_asked(run.folder)
     report = None if asked["report"] is None else Path(asked["report"])
     return replace(
         settings,
-        **{name: getattr(read, name) for name in asked["settings"]},
-        run_dir=run.folder,
         out=settings.out or asked["out"],
         overwrite=settings.overwrite or asked["overwrite"],
         report=settings.report or report,
@@ -289,33 +338,35 @@ def asked_for(run: KeptRun, settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def going_on(run: RunDirectory) -> Iterator[None]:
+def going_on(folder: Path) -> Iterator[None]:
     """Add to an error what is finished and, if the error can pass, how to go on.
 
     For a run without ``--run-dir``, an error that will come again is kept too.
     """
-    alone = (run.path / _ASKED_FILE).exists()
+    alone = (folder / _ASKED_FILE).exists()
     if alone:
-        (run.path / _FAILED_FILE).unlink(missing_ok=True)
+        (folder / _FAILED_FILE).unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
-        done, again = _finished(run), may_pass(error)
-        if done and (again or alone):
-            kept = f"finished: {', '.join(done)}; kept in {run.path}"
-            how = _resume_command(run.path) if alone else "the same command"
+        done, again = _finished(folder), may_pass(error)
+        if done and (again or (alone and _worth_keeping(folder, error))):
+            kept = f"finished: {', '.join(done)}; kept in {folder}"
+            how = _resume_command(folder) if alone else "the same command"
+            if not alone and tapes_in(folder):
+                how += f", or tpuport resume {shlex.quote(str(folder))}"
             error.add_note(kept + (f". Go on with: {how}" if again else ""))
         elif again:
             error.add_note("no stage was finished; run the same command again")
         if alone and done and not again:
             with contextlib.suppress(OSError):  # the error itself must be told
                 text = in_one_line(error) or type(error).__name__
-                (run.path / _FAILED_FILE).write_bytes(text.encode(errors="replace"))
+                (folder / _FAILED_FILE).write_bytes(text.encode(errors="replace"))
         raise
 
 
 def _resume_command(folder: Path) -> str:
-    words = ["tpuport", "runs", "resume", folder.name]
+    words = ["tpuport", "resume", folder.name]
     cache = folder.parent.parent
     if cache != default_cache_dir():
         words += ["--cache-dir", str(cache)]

@@ -43,6 +43,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("programs",),
         ("pipelines",),
         ("seam",),
+        ("drive",),
         ("run",),
         ("cost",),
         ("plan",),

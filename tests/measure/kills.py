@@ -166,7 +166,7 @@ def _killed_run(
     resumed = 0
     for run in listed.json["runs"] if listed.code == 0 else []:
         if run["resumable"]:
-            again = place.call("runs", "resume", run["id"], cache=cache)
+            again = place.call("resume", run["id"], cache=cache)
             wrong += of_end(again, (0,)) + place.of_video(video)
             resumed += 1
         elif signum != signal.SIGKILL:

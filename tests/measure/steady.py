@@ -1,6 +1,7 @@
 """A steady run of a ported pipeline on the CPU beside upstream's own, in turns.
 
     python -m tests.measure.steady [NAME ...]
+    python -m tests.measure.steady checkpoints
 
 The examples of tests/pipelines with transformers wide enough that products take most
 of the time, and ten steps; one device, float32, both with all cores. For each
@@ -8,21 +9,29 @@ pipeline the middle of the ratios of neighbouring runs, ported to upstream: 1.00
 fast. The first run, which compiles, is left out. The last columns are the calls of
 modules in a run, and the middle of the times that a call spends outside of its
 program: the port's Python and the copies to and from the device.
+
+With ``checkpoints``, what a step waits for its recording, and what a write takes beside
+the steps that follow. UniPC keeps three arrays of the latents' size.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import jax
 import torch
 
 import tpuport
 from tests.pipelines.example import Example, all_examples, difference, made, run
+from tpuport.core.drive.tape import Tape
+from tpuport.core.drive.tape_folder import TapeFolder
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.ported import seam_of
 from tpuport.core.seam.program_runs import ProgramRuns
@@ -128,8 +137,39 @@ def row(one: Example) -> str:
     )
 
 
+#: Of Wan2.1-14B, 720x1280, 81 frames.
+LATENTS = (1, 16, 21, 90, 160)
+
+
+def checkpoints() -> None:
+    """What a step waits for its recording, and what a write takes beside steps."""
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
+    scheduler.set_timesteps(STEPS)
+    tape, waits = Tape(), []
+    noise = torch.randn(LATENTS)
+    latents = torch.randn(LATENTS)
+    with tempfile.TemporaryDirectory() as place:
+        for timestep in scheduler.timesteps:
+            plain = scheduler.step(noise, timestep, latents, return_dict=False)
+            began = time.perf_counter()
+            (latents,) = tape.step(0, scheduler, lambda plain=plain: plain)
+            waits.append(time.perf_counter() - began)
+        tape.record()
+        began = time.perf_counter()
+        TapeFolder(Path(place)).write(tape.recorded)
+        wrote = time.perf_counter() - began
+        size = sum(file.stat().st_size for file in Path(place).iterdir())
+    print(f"recording a step: {statistics.median(waits[3:]):.4f} s")
+    print(f"writing a checkpoint of {size / 1e6:.0f} MB: {wrote:.2f} s, beside steps")
+
+
 def main() -> None:
     """Print the table."""
+    if sys.argv[1:] == ["checkpoints"]:
+        checkpoints()
+        return
     examples = all_examples()
     print(
         "| pipeline | upstream, s | ratio | difference | programs | calls | host, us |"

@@ -169,7 +169,7 @@ def _kept_run(place: Place, rng: random.Random) -> Trial:
         file = rng.choice((file, file, *_files(run)))
         what = f"kept {file.name}: {_damage(file, rng)}"
     wrong = of_end(place.call("runs", "--json"), (0,))
-    ran = place.call("runs", "resume", "kept")
+    ran = place.call("resume", "kept")
     # A flag too: where the video or the report goes may be what cannot be.
     wrong += of_end(ran) + of_named(ran, "kept", "--out", "--report")
     wrong += of_leftovers(place.folder)
@@ -179,7 +179,7 @@ def _kept_run(place: Place, rng: random.Random) -> Trial:
     wrong += of_end(place.call("runs", "clean", "--all"), (0,))
     if left := list((cache / "runs").iterdir()):
         wrong.append(f"runs clean left {left}")
-    return Trial(f"{what}, runs resume", _outcome(ran), wrong)
+    return Trial(f"{what}, resume", _outcome(ran), wrong)
 
 
 def _cache(place: Place, rng: random.Random) -> Trial:

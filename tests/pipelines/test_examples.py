@@ -28,17 +28,17 @@ from tests.pipelines.example import (
 )
 from tests.tolerances import TOLERANCES
 from tpuport import targets
+from tpuport.core.drive.driving import driving
+from tpuport.core.drive.rehearsal import without_weights
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.call_arguments import as_arrays
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.any_pipeline import rehearsed
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.driving import driving
 from tpuport.core.seam.entry import Entry, PortError
 from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
-from tpuport.core.seam.rehearsal import without_weights
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings

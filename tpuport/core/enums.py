@@ -21,7 +21,13 @@ class StageName(Word):
 
 
 DENOISERS = ("transformer", "unet", "denoiser", "prior")
-"""How the components that denoise are called in all pipelines of diffusers."""
+"""How the names of components that denoise begin in all pipelines of diffusers."""
+
+
+def denoises(name: str) -> bool:
+    """Whether a component denoises, or the one that a path begins with."""
+    component = name.partition(".")[0]
+    return component.startswith(DENOISERS) and "encoder" not in component
 
 
 class Task(Word):

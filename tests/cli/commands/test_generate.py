@@ -339,7 +339,7 @@ def test_a_video_that_cannot_be_written_loses_nothing(
     assert ran.code == 1
     assert "error: v.mp4: cannot be written: No space left" in ran.err
     (kept,) = (cache / "runs").iterdir()
-    assert f"Go on with: tpuport runs resume {kept.name}" in ran.last
+    assert f"Go on with: tpuport resume {kept.name}" in ran.last
     assert (kept / "latents.safetensors").is_file()
     shutil.rmtree(kept)
 

@@ -17,6 +17,7 @@ COMMANDS = (
     "encode",
     "denoise",
     "decode",
+    "resume",
     "replay",
     "runs",
     "bench",
@@ -28,7 +29,7 @@ COMMANDS = (
     "plugins",
     "doctor",
 )
-GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"resume", "clean"}}
+GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"clean"}}
 HEAVY = ("torch", "jax", "diffusers", "transformers", "numpy")
 
 _LIST_MODULES = """
@@ -69,9 +70,7 @@ def test_help_takes_a_small_share_of_what_importing_torch_takes() -> None:
     assert quick < seconds("-c", "import torch, jax") / 2
 
 
-@pytest.mark.parametrize(
-    "command", [*COMMANDS, "bench attention", "runs clean", "runs resume"]
-)
+@pytest.mark.parametrize("command", [*COMMANDS, "bench attention", "runs clean"])
 def test_help_fits_two_screens_and_begins_with_what_most_runs_name(
     cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

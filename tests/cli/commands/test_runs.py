@@ -38,7 +38,7 @@ def kept(made: Made, tmp_path: Path) -> Path:
     runs = tmp_path / "cache" / "runs"
     shutil.copytree(made.run, runs / "good")
     (runs / "good" / LOCK_FILE).write_text("1")
-    keep_asked(RunDirectory(runs / "good"), Settings(), "fox.gif")
+    keep_asked(runs / "good", Settings(), "fox.gif")
     (runs / "dead").mkdir()
     (runs / "dead" / LOCK_FILE).write_text("1")
     (runs / "begun").mkdir()
@@ -91,7 +91,7 @@ def test_the_settings_of_a_run_are_kept(kept: Path) -> None:
     )
     given = {name: getattr(how, name) for name in vars(how)}
     settings = Settings(**given, report=Path("r.json"))
-    keep_asked(RunDirectory(kept / "runs" / "good"), settings, "fox.gif")
+    keep_asked(kept / "runs" / "good", settings, "fox.gif")
     found = asked_for(kept_run(kept, "good"), Settings())
     for name, value in given.items():
         if isinstance(value, Path):
@@ -196,7 +196,7 @@ def test_a_run_that_would_fail_again_says_why(
     monkeypatch.setenv("COLUMNS", "100")
     good = RunDirectory(kept / "runs" / "good")
     wrong = VideoError("denoise: the latents are NaN; " + "and so on " * 20)
-    with pytest.raises(VideoError) as caught, going_on(good):
+    with pytest.raises(VideoError) as caught, going_on(good.path):
         raise wrong
     assert "Go on with" not in "".join(caught.value.__notes__)
     (why,) = (line for line in _listed(cli, kept) if "failed: " in line)
@@ -205,7 +205,7 @@ def test_a_run_that_would_fail_again_says_why(
     assert kept_run(kept, "good").failed == str(wrong).strip()
 
     # What can pass replaces what the earlier try said.
-    with pytest.raises(KeyboardInterrupt) as ended, going_on(good):
+    with pytest.raises(KeyboardInterrupt) as ended, going_on(good.path):
         raise KeyboardInterrupt
     assert "Go on with" in ended.value.__notes__[0]
     assert any("can go on" in line for line in _listed(cli, kept))
@@ -213,7 +213,7 @@ def test_a_run_that_would_fail_again_says_why(
 
 def test_clean_removes_what_would_fail_again(cli: Cli, kept: Path) -> None:
     good = RunDirectory(kept / "runs" / "good")
-    with pytest.raises(VideoError), going_on(good):
+    with pytest.raises(VideoError), going_on(good.path):
         raise VideoError("NaN")
     cli("runs", "clean", "--cache-dir", kept)
     assert names(kept) == set()
@@ -252,7 +252,7 @@ def test_a_killed_run_goes_on(cli: Cli, cache: Path, tmp_path: Path) -> None:
     assert killed.code == 137, killed.err
     (run,) = cli("runs", "--json").json["runs"]
     assert (run["finished"], run["process"]) == (["encode", "denoise"], None)
-    ran = cli("runs", "resume", run["id"], "--json")
+    ran = cli("resume", run["id"], "--json")
     assert ran.code == 0, ran.err
     assert ran.json["reused"] == ["encode", "denoise"]
     assert read_back(tmp_path / "fox.gif")[:3] == (9, 64, 96)
@@ -267,7 +267,7 @@ def test_a_killed_run_goes_on(cli: Cli, cache: Path, tmp_path: Path) -> None:
             signal.SIGTERM,
             ENDED.format("encode"),
             143,
-            "Go on with: tpuport runs resume",
+            "Go on with: tpuport resume",
         ),
     ],
 )

@@ -99,7 +99,6 @@ WRONG = {
     "two videos a file": (("--option", "num_videos_per_prompt=2"), "--seed 1,2"),
     "an image": (("--image", "x.png"), "WanPipeline takes none"),
     "a variant": (("--variant", "5b"), "models with a plugin"),
-    "stages": (("--run-dir", "run"), "models with a plugin"),
     "a component": (("--on-host", "texts"), "text_encoder"),
     "a component of upstream's": (
         ("--on-host", "vae", "--backend", "diffusers"),
@@ -123,13 +122,6 @@ def test_what_the_pipeline_does_not_take_is_refused(
     assert told in ran.last
     assert len(ran.last) <= 310
     assert not list(Path().glob("*.mp4"))
-
-
-def test_a_stage_by_itself_is_for_plugins(cli: Cli, folder: Path) -> None:
-    ran = cli("encode", "--weights", folder, "--prompt", "a fox", "--run-dir", "run")
-    assert ran.code == 2
-    assert "use generate" in ran.last
-    assert not Path("run").exists()
 
 
 def test_a_picture_that_is_needed_is_asked_for(cli: Cli, copied: Path) -> None:

@@ -1,7 +1,12 @@
-"""``run.json``: what was asked for, which weights, and one entry per finished stage."""
+"""``run.json``: what was asked for, which weights, and one entry per finished stage.
+
+Also what is known of the folders of runs without a plugin, and how often a run is kept.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, NotRequired
@@ -10,8 +15,8 @@ from typing_extensions import TypedDict
 
 from tpuport.core.enums import StageName
 from tpuport.core.files.sealed_json import read_document
-from tpuport.core.files.typed import checked
-from tpuport.errors import ArtifactError
+from tpuport.core.files.typed import checked, read_json
+from tpuport.errors import ArtifactError, UsageError, quoted
 
 RUN_SCHEMA = "tpuport.run"
 RUN_FILE = "run.json"
@@ -85,3 +90,82 @@ def read_run(file: Path) -> Run:
 def now() -> str:
     """The time in UTC, such as ``2025-01-31T12:00:00Z``."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# --- runs of a pipeline without a plugin: core/drive/
+
+PIPELINE_SCHEMA = "tpuport.pipeline_run"
+TAPE_FILE, TAPE_SCHEMA = "tape.json", "tpuport.tape"
+
+
+def is_pipeline_run(folder: Path) -> bool:
+    """Whether a folder holds a run of a pipeline without a plugin, usable or not."""
+    try:
+        found = read_json(folder / RUN_FILE, ArtifactError, "")
+    except (OSError, ArtifactError):
+        return False
+    return isinstance(found, dict) and found.get("schema") == PIPELINE_SCHEMA
+
+
+def tapes_in(folder: Path) -> list[Path]:
+    """The tapes in the folder of such a run, one for each video that was begun."""
+    found = folder.glob(f"video-*/{TAPE_FILE}")
+    return sorted(found, key=lambda tape: (len(tape.parent.name), tape))
+
+
+def told_of(tape: Path) -> str:
+    """How far a tape is: ``"step 12"``, ``"encode"`` or ``"part of encode"``.
+
+    Raises:
+        ArtifactError: it is not usable.
+    """
+    found = read_document(tape, TAPE_SCHEMA, "begin the run again")
+    steps = [one["number"] + 1 for one in found["steps"] if one["scheduler"] == 0]
+    if found["stepped"]:  # of a copied scheduler too
+        return f"step {max(steps, default=found['stepped'])}"
+    return "encode" if found["finished"] else "part of encode"
+
+
+# --- how often a run is kept on disk
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m)?")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEvery:
+    """After so many steps, or so many seconds.
+
+    Attributes:
+        steps: 0 where seconds count.
+        seconds: of the clock.
+    """
+
+    steps: int = 0
+    seconds: float = 60.0
+
+    @classmethod
+    def parse(cls, text: object) -> CheckpointEvery:
+        """``5`` for steps; ``60s`` or ``2m`` for time.
+
+        Raises:
+            UsageError: it is neither.
+        """
+        if isinstance(text, cls):
+            return text
+        found = _FORM.fullmatch(str(text).strip())
+        number = float(found[1]) if found else 0.0
+        if found is None or not number or (found[2] is None and number % 1):
+            raise UsageError(
+                f"{quoted(text)} is no interval of checkpoints; give a number of steps "
+                "such as 5, or a time such as 60s or 2m"
+            )
+        if found[2] is None:
+            return cls(steps=int(number))
+        return cls(seconds=number * (60 if found[2] == "m" else 1))
+
+    def due(self, steps: int, seconds: float) -> bool:
+        """Whether a checkpoint is due after so many steps and seconds."""
+        return steps >= self.steps if self.steps else seconds >= self.seconds
+
+    def __str__(self) -> str:
+        return str(self.steps) if self.steps else f"{self.seconds:g}s"

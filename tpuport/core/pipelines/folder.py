@@ -18,7 +18,7 @@ import diffusers
 import torch
 import transformers
 
-from tpuport.core.enums import DENOISERS
+from tpuport.core.enums import denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.reports import Reporter
@@ -219,8 +219,11 @@ class PipelineFolder:
                 + " ".join(missing)
             )
 
-    def check_components(self) -> None:
+    def check_components(self, *, weights: bool = True) -> None:
         """Refuse what cannot be loaded; headers of weights are read, and no weights.
+
+        Args:
+            weights: of all components must be there.
 
         Raises:
             WeightsError: a component's class does not exist, is code of its own, or its
@@ -234,7 +237,8 @@ class PipelineFolder:
                     "pipeline with save_pretrained()"
                 )
             found = self.component_class(name, *entry)
-            if inspect.isclass(found) and issubclass(found, torch.nn.Module):
+            is_module = inspect.isclass(found) and issubclass(found, torch.nn.Module)
+            if weights and is_module:
                 self.checkpoint.weight_files(name)
 
     def check_parts(self) -> None:
@@ -247,7 +251,7 @@ class PipelineFolder:
             return
         taken = inspect.signature(self.pipeline_class.__init__).parameters
         there, optional = self.components(), self.pipeline_class._optional_components
-        denoisers = [name for name in taken if name.startswith(DENOISERS)]
+        denoisers = [name for name in taken if denoises(name)]
         null = [name for name in taken if self.index.get(name) == [None, None]]
         missing = [name for name in null if name not in optional]
         if denoisers and not any(name in there for name in denoisers):
@@ -339,41 +343,62 @@ class PipelineFolder:
             WeightsError: upstream cannot load it, or a weight is NaN or infinite.
         """
         self.check_components()
-        try:
-            with reporter.timed(f"loading {self.class_name}"), _without_bars():
-                pipeline = self._loaded(torch_dtype=dtype, use_safetensors=True)
-        except Exception as error:
-            raise WeightsError(
-                f"{self.reference}: {self.class_name} does not load: "
-                f"{type(error).__name__}: {one_line(error)}"
-            ) from error
+        with reporter.timed(f"loading {self.class_name}"), self._loading("", dtype):
+            pipeline = self._loaded(dtype)
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
-                for path, tensor in component.state_dict().items():
-                    if tensor.is_meta:
-                        raise WeightsError(
-                            f"{self.reference}: {name}/ has no weight {path}, which "
-                            f"{type(component).__name__} needs"
-                        )
-                    if tensor.is_floating_point() and not all_finite(tensor):
-                        raise damaged(
-                            f"{self.reference}: {name}: {path} holds NaN or infinite "
-                            "values",
-                            "the folder",
-                        )
+                self._check_tensors(name, component)
         return with_tiles(pipeline)
 
-    def _loaded(self, **how: Any) -> Any:
+    def load_component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        """One component with its weights, on the CPU.
+
+        Raises:
+            WeightsError: as of :meth:`load`, or its weights are missing.
+        """
+        self.checkpoint.weight_files(name)
+        with self._loading(name, dtype):
+            found: torch.nn.Module = self._component(name, dtype)
+        self._check_tensors(name, found)
+        return found
+
+    @contextlib.contextmanager
+    def _loading(self, name: str, dtype: torch.dtype) -> Iterator[None]:
+        try:
+            with _without_bars():
+                yield
+        except Exception as error:
+            raise WeightsError(
+                f"{self.reference}: {name or self.class_name} does not load: "
+                f"{type(error).__name__}: {one_line(error)}"
+            ) from error
+
+    def _check_tensors(self, name: str, component: torch.nn.Module) -> None:
+        for path, tensor in component.state_dict().items():
+            if tensor.is_meta:
+                raise WeightsError(
+                    f"{self.reference}: {name}/ has no weight {path}, which "
+                    f"{type(component).__name__} needs"
+                )
+            if tensor.is_floating_point() and not all_finite(tensor):
+                raise damaged(
+                    f"{self.reference}: {name}: {path} holds NaN or infinite values",
+                    "the folder",
+                )
+
+    def _loaded(self, dtype: torch.dtype) -> Any:
         if self.blocks is None:
             cls: Any = self.pipeline_class
+            how = {"torch_dtype": dtype, "use_safetensors": True}
             return cls.from_pretrained(self.folder, local_files_only=True, **how)
-        parts = {}
-        for name, entry in self.components().items():
-            found = self.component_class(name, *entry)
-            more = how if issubclass(found, torch.nn.Module) else {}
-            place = self.folder / name
-            parts[name] = found.from_pretrained(place, local_files_only=True, **more)
+        parts = {name: self._component(name, dtype) for name in self.components()}
         return self.put_together(parts)
+
+    def _component(self, name: str, dtype: torch.dtype) -> Any:
+        found = self.component_class(name, *self.components()[name])
+        is_module = issubclass(found, torch.nn.Module)
+        how = {"torch_dtype": dtype, "use_safetensors": True} if is_module else {}
+        return found.from_pretrained(self.folder / name, local_files_only=True, **how)
 
 
 def _all_blocks(blocks: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.cost.kernel_cycles import KernelsMet
+from tpuport.core.drive.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.enums import StageName
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.device_mesh import place_mesh
@@ -21,7 +22,6 @@ from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.executable_files import ExecutableStore
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
 

@@ -76,6 +76,11 @@ class DeviceTensor(torch.Tensor):
             return self._on_devices()
         return None
 
+    @property
+    def host(self) -> torch.Tensor | None:
+        """The tensor on the host, if something has read it."""
+        return self._host
+
     def on_host(self) -> torch.Tensor:
         """The tensor as torch knows tensors; the same one at every call."""
         if self._host is None:

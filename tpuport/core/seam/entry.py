@@ -18,7 +18,7 @@ import torch
 from jax.sharding import NamedSharding
 
 from tpuport.core.arrays import array_dtype, to_numpy
-from tpuport.core.enums import DENOISERS
+from tpuport.core.enums import denoises
 from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.mesh.pictures import picture_sharding
 from tpuport.core.seam.blocks import without
@@ -102,7 +102,6 @@ class Entry(ProgramRuns):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What upstream's forward returns for the arguments."""
-        self._journal.on_call(self.name)
         started = time.perf_counter()
         self._made = None
         result = self._called(args, kwargs)
@@ -276,7 +275,7 @@ class Entry(ProgramRuns):
 
     def _check_mesh(self, program: Program) -> None:
         """Refuse a mesh with an axis over which a denoiser splits nothing."""
-        if self.name.startswith(DENOISERS):
+        if denoises(self.name):
             calls = [(r.query, r.split) for r in program.attention]
             splits = [s.sharding.spec for s in jax.tree.leaves(self._structs)]
             check_used(self.name, self.target.mesh.shape, calls, splits)

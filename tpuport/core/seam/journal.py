@@ -35,13 +35,56 @@ class Called:
     compiled: CompileReport | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call that upstream's pipeline makes.
+
+    Attributes:
+        name: the component, and the path or the method within.
+        module: what is called.
+        args, kwargs: of the call.
+        answer: makes the call.
+    """
+
+    name: str
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answer: Callable[..., Any]
+
+    def run(self) -> Any:
+        """The result."""
+        return self.answer(*self.args, **self.kwargs)
+
+
 class Journal:
-    """The last calls of a port, and who is told of them."""
+    """The last calls of a port, who is told of them, and who answers them.
+
+    Attributes:
+        on_call: told the name of what upstream's pipeline is about to call.
+        answer: gives the result of a call; by default, by running the call.
+    """
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
         self.calls: deque[Called] = deque(maxlen=1 << 16)
         self.on_call: Callable[[str], None] = lambda name: None
+        self.answer: Callable[[Asked], Any] = Asked.run
+        self._inside = False
+
+    def call(self, asked: Asked) -> Any:
+        """The result of a call.
+
+        A call by a component's own code is a part of the call that led there.
+        """
+        if self._inside:
+            return asked.run()
+        self._inside = True
+        try:
+            self.on_call(asked.name)
+            return self.answer(asked)
+        finally:
+            self._inside = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tpuport.core.seam.standing import METHODS
 from tpuport.core.seam.values import Form, put_together, take_apart
 from tpuport.core.tracing.block_stacks import own_attributes
 
@@ -100,7 +101,7 @@ class Attributes:
 
     def _values(self) -> tuple[dict[str, dict[str, Any]], tuple[type, ...]]:
         """The attributes of each module by its path, and the classes of all."""
-        own = own_attributes() | _LEFT_OUT
+        own = own_attributes() | _LEFT_OUT | set(METHODS)
         found, kinds = {}, []
         for path, module in self._module.named_modules():
             values = {k: v for k, v in vars(module).items() if k not in own}

@@ -20,22 +20,16 @@ import torch
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.journal import Journal, Uploads
+from tpuport.core.seam.standing import Standing, has_hooks
 from tpuport.core.seam.target import Target
-from tpuport.core.tracing.context import tracing_now
 from tpuport.core.weights.gathering import room_for_weights
-from tpuport.errors import UsageError
-
-#: Marks a forward that a seam stands at; false once the seam is closed.
-_MARK = "_tpuport_seam"
-#: Where diffusers keeps the hooks of a module, such as those of ``enable_cache``.
-_HOOKS = "_diffusers_hook"
 
 
-class Seam:
-    """Stands at the forwards of some components until :meth:`close`.
+class Seam(Standing):
+    """Runs the forwards of some components as programs until :meth:`close`.
 
     Args:
-        components: name -> module. Every ``forward`` in them is taken over.
+        components: name -> module.
         target: what programs are made for.
         reporter: told of programs that are compiled.
         entry: makes what answers the calls of a module.
@@ -52,16 +46,10 @@ class Seam:
         entry: Callable[..., Entry] = Entry,
     ) -> None:
         self.target = target
-        self.journal = Journal(reporter)
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self._entry = entry
         self._uploads = Uploads()
-        self._held: list[tuple[torch.nn.Module, Any, Any]] = []
-        for name, component in components.items():
-            _check_untouched(name, component)
-        for name, component in components.items():
-            for path, module in component.named_modules():
-                self._stand_at(f"{name}.{path}".rstrip("."), module)
+        super().__init__(components, Journal(reporter))
 
     def close(self) -> None:
         """Give the modules their own forward back, and the devices their memory.
@@ -70,15 +58,7 @@ class Seam:
         """
         entries = list(self.entries.values())
         self.entries.clear()
-        for module, before, stood in reversed(self._held):
-            # Hooks of upstream that came later stand before the seam's forward, and
-            # put it back when they go.
-            stood.__dict__[_MARK] = False
-            if module.__dict__.get("forward") is stood:
-                del module.__dict__["forward"]
-                if before is not None:
-                    module.__dict__["forward"] = before
-        self._held.clear()
+        super().close()
         with contextlib.ExitStack() as stack:
             for entry in entries:
                 stack.callback(entry.free)
@@ -108,67 +88,34 @@ class Seam:
                 found.setdefault(status.name, asdict(status))
         return list(found.values())
 
-    def _stand_at(self, name: str, module: torch.nn.Module) -> None:
-        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
-            return
-        own, kind = vars(module).get("forward"), type(module)
+    def _stand_at_forward(self, name: str, module: torch.nn.Module) -> None:
+        answer = functools.partial(self._answered, name, module)
+        self._stand_at(name, module, "forward", answer)
 
-        # Of its class at the time of a call: a patch may stand there while tracing.
-        def original(*args: Any, **kwargs: Any) -> Any:
-            found = kind.forward.__get__(module) if own is None else own
-            return found(*args, **kwargs)
-
-        entries, journal = self.entries, self.journal
-        target, uploads = self.target, self._uploads
-        make, room = self._entry, self._make_room
-
-        @functools.wraps(module.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if tracing_now() or not forward.__dict__[_MARK]:
-                return original(*args, **kwargs)
-            entry = entries.get(name)
-            inside = list(module.modules())[1:] if entry is None else entry.inside
-            # Hooks of diffusers within a module decide what is called: such a forward
-            # stays on the host, and the forwards that it calls are programs.
-            if any(map(_has_hooks, inside)):
-                return original(*args, **kwargs)
-            if entry is None:
-                entry = make(module, original, name, target, uploads, journal, room)
-                entries[name] = entry
-            entries.move_to_end(name)
-            return entry(*args, **kwargs)
-
-        forward.__dict__[_MARK] = True
-        self._held.append((module, own, forward))
-        module.__dict__["forward"] = forward
-
-
-def is_ported(module: torch.nn.Module) -> bool:
-    """Whether a seam stands at the module's forward."""
-    stands = getattr(vars(module).get("forward"), "__dict__", {})
-    return bool(stands.get(_MARK))
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    registry = vars(module).get(_HOOKS)  # an empty one marks where hooks may come
-    return bool(registry is not None and registry.hooks)
-
-
-def _check_untouched(name: str, component: torch.nn.Module) -> None:
-    for path, module in component.named_modules():
-        where = f"{name}.{path}".rstrip(".")
-        if is_ported(module):
-            raise UsageError(
-                f"{where} is ported already; call tpuport.unport() first, or port a "
-                "pipeline that was loaded by itself"
+    def _answered(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        entry = self.entries.get(name)
+        inside = list(module.modules())[1:] if entry is None else entry.inside
+        # Hooks of diffusers within a module decide what is called: such a forward
+        # stays on the host, and the forwards that it calls are programs.
+        if any(map(has_hooks, inside)):
+            return original(*args, **kwargs)
+        if entry is None:
+            entry = self._entry(
+                module,
+                original,
+                name,
+                self.target,
+                self._uploads,
+                self.journal,
+                self._make_room,
             )
-        if _has_hooks(module) or "_hf_hook" in vars(module):
-            raise UsageError(
-                f"{where} has hooks of diffusers or accelerate (offloading, a cache); "
-                "port the pipeline first, and call enable_cache after"
-            )
-        if any(t.device.type not in ("cpu", "meta") for t in module.parameters(False)):
-            raise UsageError(
-                f"{where} is on {next(module.parameters()).device}; load the pipeline "
-                'on the CPU: its weights go to the mesh. Use pipe.to("cpu")'
-            )
+            self.entries[name] = entry
+        self.entries.move_to_end(name)
+        return entry(*args, **kwargs)

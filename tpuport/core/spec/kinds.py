@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tpuport.core.arrays import dtype_name
 from tpuport.core.enums import Backend, Blocks, Dtype, Place, StageName, Tiling, Word
 from tpuport.core.files import sources
+from tpuport.core.files.run_record import CheckpointEvery
 from tpuport.core.files.typed import read_text
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.spec.step_cache import StepCache
@@ -199,6 +200,11 @@ def mesh(value: Any) -> MeshSpec:
 def step_cache(value: Any) -> StepCache | None:
     """As :meth:`StepCache.parse`."""
     return StepCache.parse(value)
+
+
+def checkpoint_every(value: Any) -> CheckpointEvery:
+    """As :meth:`CheckpointEvery.parse`."""
+    return CheckpointEvery.parse(value)
 
 
 def attention(value: Any) -> AttentionChoice:

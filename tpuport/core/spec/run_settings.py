@@ -31,7 +31,7 @@ COMMANDS = {
     "D": "decode",
     "R": "replay",
     "L": "runs",
-    "S": "runs resume",
+    "S": "resume",
     "K": "runs clean",
     "P": "plan",
     "C": "compile",
@@ -280,7 +280,7 @@ class RunSettings:
         kinds.weights,
         "--weights ID|FOLDER",
         "Hub id or folder. (default: the demo, or the run's)",
-        commands="GENDRPCB",
+        commands="GENDRSPCB",
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,

@@ -20,6 +20,7 @@ import transformers
 from accelerate import init_empty_weights
 
 from tpuport.core.arrays import torch_dtype
+from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.pipelines.folder import PipelineFolder, with_tiles
@@ -27,7 +28,6 @@ from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.driving import Drive, driving
 from tpuport.core.seam.entry import Entry, PortError
 from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
@@ -199,11 +199,16 @@ class Rehearsal:
     host_seconds: float | None
 
 
-def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
+def without_weights(
+    folder: PipelineFolder, dtype: torch.dtype, fill: float = 0.0
+) -> Any:
     """The pipeline with modules that have shapes and no weights.
 
     Buffers are computed as upstream computes them, and parameters have the dtypes that
     upstream loads them in.
+
+    Args:
+        fill: the value of all parameters.
 
     Raises:
         WeightsError: a config does not build its class.
@@ -229,7 +234,7 @@ def without_weights(folder: PipelineFolder, dtype: torch.dtype) -> Any:
                 module = cls(cls.config_class.from_pretrained(place))
         if hasattr(module, "tie_weights"):
             module.tie_weights()
-        parts[name] = _weightless(module, dtype)
+        parts[name] = _weightless(module, dtype, fill)
     return with_tiles(folder.put_together(parts))
 
 
@@ -248,7 +253,9 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+def _weightless(
+    module: torch.nn.Module, dtype: torch.dtype, fill: float
+) -> torch.nn.Module:
     """``module`` with one number in place of each parameter, in ``dtype``.
 
     The parameters are on the CPU, where pipelines look for their device. What upstream
@@ -270,7 +277,8 @@ def _weightless(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
                     tensors[name] = tensor.to(wanted)
                     continue
                 if id(tensor) not in made:
-                    one = torch.zeros((), dtype=wanted).expand(tensor.shape)
+                    value = fill if wanted.is_floating_point else 0
+                    one = torch.full((), value, dtype=wanted).expand(tensor.shape)
                     made[id(tensor)] = torch.nn.Parameter(one, requires_grad=False)
                 tensors[name] = made[id(tensor)]
     return module.eval()

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from tpuport.core.enums import DENOISERS, Backend, StageName
+from tpuport.core.drive.tape import Tape
+from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
-from tpuport.core.seam.journal import Called, Journal
-from tpuport.core.seam.seam import is_ported
+from tpuport.core.seam.journal import Asked, Called, Journal
+from tpuport.core.seam.standing import Standing, is_ported
 
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
 
@@ -29,6 +30,8 @@ class Drive:
     """What happens in one call of a pipeline.
 
     Attributes:
+        tape: answers what was recorded, and records the rest.
+        before_live: told the name of a call that is not given back.
         steps: when each ``scheduler.step`` had ended.
         reports: of the stages that ended.
         stage: under way.
@@ -37,10 +40,16 @@ class Drive:
     scheduler: Any
     journal: Journal
     backend: Backend
+    tape: Tape | None = None
+    before_live: Callable[[str], None] = lambda name: None
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
     _since: float = 0.0
+    _schedulers: int = 0
+    _again: int = 0
+    _told: bool = False
+    _stepped: bool = False
 
     @property
     def _reporter(self) -> Reporter:
@@ -50,46 +59,95 @@ class Drive:
         """A stage begins; the one before ends."""
         if self.stage is not None:
             self.end()
-        self.stage, self._since = stage, time.perf_counter()
+        self.stage = stage
+        if self.tape is None or self.tape.live:
+            self._tell(stage)
+
+    def _tell(self, stage: StageName) -> None:
+        """Tell of a stage, unless all of it is given back."""
+        if self._told:
+            return
+        self._told, self._since = True, time.perf_counter()
         total = self._planned() if stage == StageName.DENOISE else 1
         self._reporter.stage_started(stage, total or 1, UNITS[stage])
 
     def end(self) -> None:
         """The stage under way ends."""
         assert self.stage is not None
-        report = self._report(self.stage, time.perf_counter())
-        self.reports.append(report)
-        self._reporter.stage_finished(report)
-        self.stage = None
+        if self._told:
+            report = self._report(self.stage, time.perf_counter())
+            self.reports.append(report)
+            self._reporter.stage_finished(report)
+        self.stage, self._told = None, False
 
     def called(self, name: str) -> None:
         """A module is about to be called."""
-        if name.startswith(DENOISERS):
+        if denoises(name):
             if self.stage == StageName.ENCODE:
                 self.begin(StageName.DENOISE)
-        elif self.stage == StageName.DENOISE and self._all_steps():
+        elif self.stage == StageName.DENOISE and self._decodes(name):
             self.begin(StageName.DECODE)
+
+    def answered(self, asked: Asked) -> Any:
+        """The result of a module's call."""
+        if self.tape is None:
+            self.called(asked.name)
+            return asked.run()
+        after = not denoises(asked.name) and self._decodes(asked.name)
+        self.tape.check_end(asked.name, after=after)
+        self.called(asked.name)
+
+        def live(*args: Any, **kwargs: Any) -> Any:
+            assert self.stage is not None
+            self._tell(self.stage)
+            self.before_live(asked.name)
+            return asked.answer(*args, **kwargs)
+
+        return self.tape.call(replace(asked, answer=live), after=after)
+
+    def new_scheduler(self) -> int:
+        """The number of a scheduler; the pipeline's own is 0."""
+        self._schedulers += 1
+        return self._schedulers - 1
+
+    def step(self, key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
+        """The result of a scheduler's step; of a copied one, nobody is told."""
+        tape = self.tape
+        live = tape is None or tape.live
+        result = run() if tape is None else tape.step(key, scheduler, run)
+        self._stepped = True
+        if key == 0:
+            self._again += not live
+            self.stepped()
+        return result
 
     def stepped(self) -> None:
         """``scheduler.step`` ended."""
         if self.stage == StageName.ENCODE:
             self.begin(StageName.DENOISE)
         self.steps.append(time.perf_counter())
+        if not self._told:
+            return
         total = self._planned() or len(self.steps)
         self._reporter.advanced(StageName.DENOISE, len(self.steps), total)
 
-    def _all_steps(self) -> bool:
-        return len(self.steps) >= self._planned()
+    def _decodes(self, name: str) -> bool:
+        """Whether a call that does not denoise comes after the steps."""
+        if self.steps and len(self.steps) >= self._planned():
+            return True
+        # Steps may be left out, and copies of the scheduler may make all of them.
+        return self._stepped and "decode" in name
 
     def _planned(self) -> int:
         """How many steps there are; a run from a video leaves the first ones out."""
         left_out = getattr(self.scheduler, "begin_index", None) or 0
-        return len(getattr(self.scheduler, "timesteps", ())) - left_out
+        timesteps = getattr(self.scheduler, "timesteps", None)
+        return 0 if timesteps is None else len(timesteps) - left_out
 
     def _report(self, stage: StageName, now: float) -> StageReport:
         calls = [c for c in self.journal.calls if c.started >= self._since]
         made = tuple(c.compiled for c in calls if c.compiled is not None)
-        ends = self.steps if stage == StageName.DENOISE else []
+        ends = self.steps[self._again :] if stage == StageName.DENOISE else []
         compiled = [_end(call) for call in calls if call.compiled is not None]
         # The first step, and a step that compiled, are no steady ones.
         steady = [
@@ -114,49 +172,43 @@ def _end(call: Called) -> float:
 
 
 @contextlib.contextmanager
-def driving(pipeline: Any, journal: Journal, backend: Backend) -> Iterator[Drive]:
+def driving(
+    pipeline: Any, journal: Journal, backend: Backend, tape: Tape | None = None
+) -> Iterator[Drive]:
     """Watch the calls of ``pipeline`` in this block.
 
     Args:
         journal: of its seam; of an upstream pipeline that is not ported, a new one.
+        tape: answers what was recorded, and records the rest.
     """
     scheduler = pipeline.components.get("scheduler")
-    drive = Drive(scheduler, journal, backend)
+    drive = Drive(scheduler, journal, backend, tape)
+    on_host = {
+        name: component
+        for name, component in pipeline.components.items()
+        if isinstance(component, torch.nn.Module) and not is_ported(component)
+    }
     with contextlib.ExitStack() as stack:
-        if scheduler is not None:
-            _hook(scheduler, drive, stack)
-        stack.enter_context(_watched(pipeline, drive))
+        for one in _schedulers(pipeline):
+            _hook(one, drive, stack)
+        # The seam tells of the calls of other components.
+        stack.callback(Standing(on_host, journal).close)
         journal.calls.clear()
-        before, journal.on_call = journal.on_call, drive.called
-        stack.callback(setattr, journal, "on_call", before)
+        stack.callback(setattr, journal, "answer", journal.answer)
+        journal.answer = drive.answered
         with journal.reporter.watched():
             drive.begin(StageName.ENCODE)
             yield drive
             drive.end()
 
 
-@contextlib.contextmanager
-def _watched(pipeline: Any, drive: Drive) -> Iterator[None]:
-    """Tell ``drive`` of the calls of modules on the host; the seam tells of others."""
-    names = {
-        module: name
-        for name, component in pipeline.components.items()
-        if isinstance(component, torch.nn.Module) and not is_ported(component)
-        for module in component.modules()
-    }
-    if not names:
-        yield
-        return
-
-    def before(module: torch.nn.Module, inputs: Any) -> None:
-        if module in names:
-            drive.called(names[module])
-
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _schedulers(pipeline: Any) -> list[Any]:
+    """The pipeline's scheduler, and others that it has, for sound say."""
+    parts = pipeline.components
+    first = parts.get("scheduler")
+    others = [p for p in parts.values() if hasattr(p, "set_timesteps")]
+    found = {id(one): one for one in (first, *others) if one is not None}
+    return list(found.values())
 
 
 class _Step:
@@ -167,16 +219,16 @@ class _Step:
 
     def __init__(self, scheduler: Any, drive: Drive) -> None:
         self._scheduler, self._drive = scheduler, drive
+        self._key = drive.new_scheduler()
         functools.update_wrapper(self, scheduler.step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = type(self._scheduler).step(self._scheduler, *args, **kwargs)
-        self._drive.stepped()
-        return result
+        step = type(self._scheduler).step
+        run = functools.partial(step, self._scheduler, *args, **kwargs)
+        return self._drive.step(self._key, self._scheduler, run)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self._scheduler)]
-        return functools.partial(type(copied).step, copied)
+        return _Step(memo[id(self._scheduler)], self._drive)
 
 
 def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:

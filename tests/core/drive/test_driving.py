@@ -10,16 +10,20 @@ from typing import Any
 import diffusers
 import torch
 
+from tpuport.core.drive.driving import driving
 from tpuport.core.enums import Backend
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.driving import driving
-from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.journal import Asked, Journal
 
 
 def scheduler() -> Any:
     made = diffusers.FlowMatchEulerDiscreteScheduler()
     made.set_timesteps(3)
     return made
+
+
+def asked(name: str) -> Asked:
+    return Asked(name, torch.nn.Identity(), (None,), {}, torch.nn.Identity())
 
 
 def test_steps_are_counted_and_upstreams_step_comes_back() -> None:
@@ -45,9 +49,9 @@ def test_steps_that_are_left_out_are_not_waited_for() -> None:
     journal = Journal(Reporter())
     with driving(pipeline, journal, Backend.TPUPORT) as drive:
         for timestep in own.timesteps[1:]:
-            journal.on_call("transformer")
+            journal.call(asked("transformer"))
             own.step(x, timestep, x)
-        journal.on_call("vae")
+        journal.call(asked("vae"))
     assert [report.stage for report in drive.reports] == ["encode", "denoise", "decode"]
 
 

@@ -1,0 +1,209 @@
+"""Runs of any pipeline in stages, and runs that go on: the bytes of one run."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.cli.tools import Cli, Ran
+from tests.measure.kills import kill
+from tests.pipelines.example import all_examples, made, saved
+from tests.processes import Once
+from tpuport.cli.runs import any_runs
+from tpuport.core.files.fingerprint import versions
+
+ASKED = (
+    *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "4"),
+    *("--negative-prompt", "blurry", "--option", "max_sequence_length=16"),
+)
+
+
+@pytest.fixture(scope="session")
+def folder(once: Once) -> Path:
+    """A pipeline in the layout that ``save_pretrained`` writes."""
+
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
+
+    return once("wan", write) / "pipeline"
+
+
+def good(ran: Ran) -> Ran:
+    assert ran.code == 0, ran.err
+    return ran
+
+
+def without(folder: Path, place: Path, *components: str) -> Path:
+    """A copy of a checkpoint without the weights of some components."""
+    shutil.copytree(folder, place)
+    for name in components:
+        for file in (place / name).glob("*.safetensors"):
+            file.unlink()
+    return place
+
+
+def test_stages_over_machines_make_the_video_of_one_run(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    """Each stage needs the weights that it calls; the run's folder may move."""
+    seeds = ("--seed", "3,4")
+    good(cli("generate", "--weights", folder, *ASKED, *seeds, "--out", "one.gif"))
+    first = without(folder, tmp_path / "first", "transformer", "vae")
+    ran = good(
+        cli("encode", "--weights", first, *ASKED, *seeds, "--run-dir", "a", "--json")
+    )
+    assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["encode"]
+    early = cli("decode", "--run-dir", "a", "--weights", folder)
+    assert early.code == 1
+    assert "the stage denoise is not finished; run `tpuport denoise" in early.last
+    shutil.move("a", "b")
+    second = without(folder, tmp_path / "second", "text_encoder", "vae")
+    ran = good(cli("denoise", "--run-dir", "b", "--weights", second, "--json"))
+    assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["denoise"]
+    third = without(folder, tmp_path / "third", "text_encoder", "transformer")
+    ran = good(
+        cli(
+            "decode", "--run-dir", "b", "--weights", third, "--out", "two.gif", "--json"
+        )
+    )
+    assert [stage["stage"] for stage in ran.json["report"]["stages"]] == ["decode"]
+    ones, twos = sorted(Path().glob("one*.gif")), sorted(Path().glob("two*.gif"))
+    assert len(ones) == len(twos) == 2
+    for one, two in zip(ones, twos, strict=True):
+        assert one.read_bytes() == two.read_bytes()
+    again = good(cli("denoise", "--run-dir", "b", "--weights", second))
+    assert "a step" not in again.err
+
+
+def test_the_image_of_a_run_goes_with_its_folder(
+    cli: Cli, tmp_path: Path, once: Once
+) -> None:
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["LTXImageToVideoPipeline"])[0], folder / "pipeline")
+
+    folder = once("ltx-i2v", write) / "pipeline"
+    Image.effect_noise((32, 32), 60).convert("RGB").save("start.png")
+    size = ("--size", "32x32", "--image", "start.png")
+    asked = ("--weights", folder, *ASKED[:2], *size, *ASKED[4:])
+    good(cli("generate", *asked, "--out", "one.gif"))
+    good(cli("encode", *asked, "--run-dir", "run"))
+    Path("start.png").unlink()
+    good(cli("denoise", "--run-dir", "run"))
+    good(cli("decode", "--run-dir", "run", "--out", "two.gif"))
+    assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+
+
+def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:
+    asked = ("--weights", folder, *ASKED, "--backend", "diffusers")
+    good(cli("generate", *asked, "--out", "one.gif"))
+    good(cli("encode", *asked, "--run-dir", "run"))
+    good(cli("denoise", "--run-dir", "run"))
+    good(cli("resume", "run", "--out", "two.gif"))
+    assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+
+
+#: Many steps, so that a signal comes between two of them.
+LONG = (*ASKED[:6], "--steps", "600", *ASKED[8:], "--checkpoint-every", "1")
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "resumes"),
+    [(signal.SIGKILL, 137, True), (signal.SIGTERM, 143, False)],
+)
+def test_a_run_that_was_ended_goes_on(
+    cli: Cli,
+    cache: Path,
+    folder: Path,
+    tmp_path: Path,
+    signum: signal.Signals,
+    code: int,
+    resumes: bool,
+) -> None:
+    """By `resume`, or by the same command. It starts a process: more than 10 s."""
+    asked = ("generate", "--weights", str(folder), *LONG, "--out")
+    good(cli(*asked, "one.gif"))
+    place = tmp_path / "place"
+    place.mkdir()
+    killed = kill(
+        (*asked, "fox.gif"), place, signum, cache=cache, line="^denoise", after=0.5
+    )
+    assert (killed.code, killed.sent) == (code, True), killed.err
+    (run,) = cli("runs", "--json").json["runs"]
+    (done,) = run["finished"]
+    assert done.startswith("step ")
+    if signum == signal.SIGTERM:
+        said = killed.err.splitlines()[-1]
+        assert f"finished: {done}; kept in" in said
+        assert f"Go on with: tpuport resume {run['id']}" in said
+    if resumes:
+        good(cli("resume", run["id"]))
+    else:
+        ran = good(cli(*asked, place / "fox.gif"))
+        assert "going on with the run in" in ran.err
+    assert (place / "fox.gif").read_bytes() == Path("one.gif").read_bytes()
+    assert cli("runs", "--json").json["runs"] == []
+
+
+def other_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del monkeypatch
+    config = folder / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text().replace("{", '{"tpuport_test": 1,', 1))
+
+
+def other_versions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del folder
+    now = {**versions(), "diffusers": "9.9"}
+    monkeypatch.setattr(any_runs, "versions", lambda: now)
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "told"),
+    [
+        (other_weights, (), "weights.scheduler is "),
+        (other_versions, (), 'versions.diffusers is "0.42.1", asked "9.9"'),
+        (None, ("--seed", "5"), "asked.seed is [0], asked [5]"),
+        (None, ("--mesh", "sp=2"), 'asked.mesh is "dp=1'),
+    ],
+)
+def test_a_run_of_something_else_is_refused(
+    cli: Cli,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, pytest.MonkeyPatch], None] | None,
+    more: tuple[str, ...],
+    told: str,
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+    asked = ("--weights", copied, *ASKED, "--run-dir", "run")
+    good(cli("encode", *asked))
+    if change is not None:
+        change(copied, monkeypatch)
+        ran = cli("denoise", "--run-dir", "run")
+        assert ran.code == 1
+        assert told in ran.last
+    ran = cli("generate", *asked, *more)
+    assert ran.code == 1
+    assert told in ran.last
+    assert "use another folder" in ran.last
+
+
+def test_a_torn_checkpoint_is_refused(cli: Cli, folder: Path) -> None:
+    good(cli("encode", "--weights", folder, *ASKED, "--run-dir", "run"))
+    (file,) = Path("run/video-0").glob("calls-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    for command in (("denoise", "--run-dir", "run"), ("resume", "run")):
+        ran = cli(*command)
+        assert ran.code == 1
+        assert f"{file}: is torn" in ran.last
+
+
+def test_there_is_nothing_to_resume(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("resume", tmp_path / "none")
+    assert ran.code == 2
+    assert "no run" in ran.last

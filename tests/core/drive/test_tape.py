@@ -1,0 +1,231 @@
+"""A run that was stopped goes on to the same bytes, with nothing known of the model.
+
+Upstream's own code drives, without programs: what a tape gives back must be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+import tpuport
+from tests.pipelines.example import Example, all_examples, made
+from tpuport.core.drive.driving import driving
+from tpuport.core.drive.tape import Recorded, Tape, TapeError
+from tpuport.core.drive.tape_folder import TapeFolder
+from tpuport.core.drive.taped import called, tape_of
+from tpuport.core.enums import Backend, StageName
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.journal import Journal
+from tpuport.core.seam.ported import seam_of
+
+GATE = (
+    "WanPipeline",  # UniPC, which keeps two results
+    "CogVideoXPipeline",
+    "LTX2Pipeline",  # two schedulers step
+    "AnyFlowFARPipeline",  # a cache of frames in an argument
+    "SkyReelsV2DiffusionForcingPipeline",  # a scheduler for each frame
+    "VideoToVideoSDPipeline",  # latents that are no C array
+    "MiniMaxH3ModularPipeline",
+)
+WITHOUT_DENOISER = (
+    "EchoModularPipeline",
+    "LTXLatentUpsamplePipeline",
+    "LTX2LatentUpsamplePipeline",
+    "LTX2VideoDiffusionDecodePipeline",
+)
+EXAMPLES = [
+    pytest.param(one, id=name, marks=() if name in GATE else pytest.mark.slow)
+    for name, one in all_examples().items()
+    if not one.refused
+]
+Arrays = list[np.ndarray]
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
+
+
+class Run:
+    """One run of an example, from a tape on disk.
+
+    Attributes:
+        arrays: what was made; ``None`` if the run ended before.
+        recorded: what another run can go on from.
+    """
+
+    def __init__(
+        self,
+        one: Example,
+        before: Recorded = Recorded(),
+        *,
+        until: StageName | None = None,
+        kill_after: int | None = None,
+        port: bool = False,
+    ) -> None:
+        pipeline, call = made(one)
+        torch.manual_seed(3)
+        generator = torch.Generator("cpu").manual_seed(3)
+        given = {"output_type": "np", **call, "generator": generator}
+        self.tape = tape_of(pipeline, given, before, until)
+        self.arrays: Arrays | None = None
+        self.steps = 0
+        journal = Journal(Reporter())
+        if port:
+            tpuport.port(pipeline, progress=False)
+            journal = seam_of(pipeline).journal
+        if kill_after is not None:
+            self.tape.step = self._killing(kill_after)  # type: ignore[method-assign]
+        with contextlib.suppress(Killed):
+            found, drive = called(
+                pipeline, given, journal, Backend.DIFFUSERS, self.tape
+            )
+            self.steps = len(drive.steps)
+            if found is not None:
+                self.tape.record()
+                values = [value for value in found.values() if value is not None]
+                self.arrays = [np.asarray(value) for value in values]
+        self.recorded = self.tape.recorded
+
+    def _killing(self, after: int) -> Callable[..., Any]:
+        """A step of the tape; the process ends after so many of the first scheduler."""
+        count, step = 0, self.tape.step
+
+        def killing(key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
+            nonlocal count
+            found = step(key, scheduler, run)
+            count += key == 0 or after == 1
+            if count == after:
+                raise Killed
+            return found
+
+        return killing
+
+
+def on_disk(recorded: Recorded, folder: Path) -> Recorded:
+    """What was recorded, written and read by another process."""
+    TapeFolder(folder).write(recorded)
+    return TapeFolder(folder).read()
+
+
+def equal(found: Arrays | None, expected: Arrays | None) -> bool:
+    assert found is not None
+    assert expected is not None
+    pairs = zip(found, expected, strict=True)
+    return all(np.array_equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("one", EXAMPLES)
+def test_a_run_goes_on_to_the_same_bytes(one: Example, tmp_path: Path) -> None:
+    """Some examples take more than 10 s: they run six times."""
+    whole = Run(one)
+    for after in sorted({1, whole.steps // 2, whole.steps} - {0}):
+        recorded = Run(one, kill_after=after).recorded
+        again = Run(one, on_disk(recorded, tmp_path / str(after)))
+        assert equal(again.arrays, whole.arrays), f"after step {after}"
+
+
+@pytest.mark.parametrize("one", EXAMPLES)
+def test_stages_make_the_bytes_of_one_run(one: Example, tmp_path: Path) -> None:
+    whole = Run(one)
+    encoded = Run(one, until=StageName.ENCODE)
+    if one.name in WITHOUT_DENOISER:
+        assert encoded.recorded.stepped == 0
+        return
+    assert encoded.arrays is None
+    assert encoded.recorded.stepped == 0
+    before = on_disk(encoded.recorded, tmp_path / "encode")
+    denoised = Run(one, before, until=StageName.DENOISE)
+    if not one.name.startswith("Cosmos"):  # some of these end with latents
+        assert denoised.arrays is None
+    assert denoised.recorded.stepped > 0
+    decoded = Run(one, on_disk(denoised.recorded, tmp_path / "denoise"))
+    assert equal(decoded.arrays, whole.arrays)
+
+
+def test_a_ported_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    one = all_examples()["LTX2Pipeline"]
+    whole = Run(one, port=True)
+    killed = Run(one, kill_after=2, port=True)
+    # The sound had not stepped yet: a denoiser's answer waited for it.
+    assert (killed.recorded.stepped, whole.recorded.stepped) == (2, 4)
+    again = Run(one, on_disk(killed.recorded, tmp_path), port=True)
+    assert equal(again.arrays, whole.arrays)
+    assert again.recorded.stepped == whole.recorded.stepped
+
+
+def test_calls_of_another_run_are_refused() -> None:
+    recorded = Run(all_examples()["WanPipeline"], kill_after=2).recorded
+    with pytest.raises(TapeError, match="upstream calls"):
+        Run(all_examples()["CogVideoXImageToVideoPipeline"], recorded)
+
+
+def test_a_state_that_cannot_be_made_again_is_refused() -> None:
+    """A call that keeps state is made again, with the arguments that it had."""
+    model = Keeping()
+
+    def drive(tape: Tape, first: float) -> None:
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(2)
+        parts = {"scheduler": scheduler, "transformer": model}
+        x = torch.full((1, 4), first)
+        pipeline = SimpleNamespace(components=parts)
+        with driving(pipeline, Journal(Reporter()), Backend.TPUPORT, tape):
+            for timestep in scheduler.timesteps:
+                (x,) = scheduler.step(model(x), timestep, x, return_dict=False)
+        tape.record()
+
+    tape = Tape()
+    drive(tape, 1.0)
+    calls = tape.recorded.calls
+    assert [call.answer for call in calls] == [None, None]
+    drive(Tape(Recorded(calls[:1])), 1.0)
+    with pytest.raises(TapeError, match="transformer keeps a state"):
+        drive(Tape(Recorded(calls[:1])), 2.0)
+
+
+class Keeping(torch.nn.Module):
+    """Keeps the last tensor that it was given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.clone()
+        return x
+
+
+def test_what_every_step_asks_for_is_kept_once(tmp_path: Path) -> None:
+    """A controlnet's answers are large, and the next step takes their place."""
+    one = all_examples()["AnimateDiffControlNetPipeline"]
+    recorded = Run(one).recorded
+    large = [
+        call.answer is not None and not call.answer.tensors[0].is_meta
+        for call in recorded.calls
+        if call.name == "controlnet"
+    ]
+    assert large == [True] + [False] * (len(large) - 1)
+    # Nor does a run keep what it decodes.
+    assert {c.answer for c in recorded.calls if c.name.startswith("vae")} == {None}
+
+
+def test_a_scheduler_that_cannot_be_kept_is_told_and_runs() -> None:
+    scheduler = diffusers.SASolverScheduler()
+    scheduler.set_timesteps(3)
+    told = []
+    tape = Tape(on_recorded=lambda: told.append(tape.unkept))
+    pipeline = SimpleNamespace(components={"scheduler": scheduler})
+    x = torch.ones(1, 4)
+    with driving(pipeline, Journal(Reporter()), Backend.TPUPORT, tape):
+        for timestep in scheduler.timesteps:
+            (x,) = scheduler.step(x, timestep, x, return_dict=False)
+    assert bool(torch.isfinite(x).all())
+    tape.record()
+    (why,) = told
+    assert "SASolverScheduler has a state of its own" in why
+    assert tape.recorded == Recorded()

@@ -1,0 +1,229 @@
+"""Values of upstream's code as JSON and tensors, without pickle.
+
+What a module answers, and what a scheduler knows, goes to a file and comes back. The
+classes that come back are those of upstream's libraries. None is called but collections
+and enums.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.core.arrays import dtype_name, torch_dtype
+from tpuport.errors import ArtifactError, TpuportError
+
+#: Packages whose classes a file may name.
+_LIBRARIES = frozenset({"collections", "diffusers", "torch", "transformers"})
+#: Objects within objects, at most.
+_DEEPEST = 32
+
+
+class KeptError(TpuportError):
+    """A value that no file can hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A value taken apart.
+
+    Attributes:
+        plain: JSON; a tensor is a number in ``tensors``.
+        tensors: on the CPU, contiguous, of no one else; on ``meta`` where the shape
+            and the dtype alone are kept.
+    """
+
+    plain: Any
+    tensors: tuple[torch.Tensor, ...]
+
+    def value(self) -> Any:
+        """The value, with tensors of its own; of shapes alone, zeros."""
+        return _Giving(self.tensors).value(self.plain)
+
+    @property
+    def shape(self) -> Kept:
+        """The shapes and dtypes alone."""
+        return Kept(self.plain, tuple(tensor.to("meta") for tensor in self.tensors))
+
+
+def kept(value: Any) -> Kept:
+    """``value``, copied.
+
+    Raises:
+        KeptError: a part of it is of a class that no file can hold.
+    """
+    return _take(value, with_values=True)
+
+
+def shape_of(value: Any) -> Kept:
+    """``value`` with the shapes and dtypes of its tensors alone; nothing is read.
+
+    Raises:
+        KeptError: as of :func:`kept`.
+    """
+    return _take(value, with_values=False)
+
+
+def _take(value: Any, *, with_values: bool) -> Kept:
+    taking = _Taking([], with_values)
+    plain = taking.plain(value, 0)
+    return Kept(plain, tuple(taking.tensors))
+
+
+@dataclass(slots=True)
+class _Taking:
+    tensors: list[torch.Tensor]
+    with_values: bool
+
+    def plain(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            # JSON has no NaN and no infinity.
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, torch.Tensor):
+            found: dict[str, Any] = {"tensor": self._number(value)}
+            # Upstream's operators round by the order in memory too.
+            if self.with_values and not value.is_contiguous() and all(value.stride()):
+                found["strides"] = list(value.stride())
+            return found
+        if isinstance(value, np.ndarray | np.generic):
+            array = np.ascontiguousarray(value)
+            number = self._number(torch.from_numpy(array.copy()))
+            shape = None if isinstance(value, np.generic) else list(value.shape)
+            return {"array": number, "shape": shape}
+        if isinstance(value, torch.dtype):
+            return {"dtype": dtype_name(value)}
+        if isinstance(value, torch.device):
+            # What ran as a program says torchax's, which is the host's for upstream.
+            return {"device": str(value) if value.type == "meta" else "cpu"}
+        if depth == _DEEPEST:
+            raise KeptError(f"a {kind.__name__} is nested more than {_DEEPEST} deep")
+        return self._whole(value, kind, depth + 1)
+
+    def _whole(self, value: Any, kind: Any, depth: int) -> Any:
+        if kind is list:
+            return [self.plain(part, depth) for part in value]
+        if isinstance(value, tuple):
+            parts = [self.plain(part, depth) for part in value]
+            return {"tuple": parts} if kind is tuple else _named(kind, parts=parts)
+        if isinstance(value, enum.Enum):
+            return _named(kind, name=value.name)
+        if isinstance(value, dict):
+            items = [
+                [self.plain(key, depth), self.plain(part, depth)]
+                for key, part in value.items()
+            ]
+            return {"dict": items} if kind is dict else _named(kind, items=items)
+        if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+            raise KeptError(f"a {kind.__name__} cannot be kept in a file")
+        inside = [[key, self.plain(part, depth)] for key, part in vars(value).items()]
+        return _named(kind, attributes=inside)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = len(self.tensors)
+        if not self.with_values:
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            # Of a tensor on the devices, the copy on the host; never upstream's own.
+            read = tensor.on_host() if hasattr(tensor, "on_host") else tensor
+            tensor = read.detach().clone(memory_format=torch.contiguous_format)
+        self.tensors.append(tensor)
+        return number
+
+
+def _named(kind: type, **content: Any) -> dict[str, Any]:
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__.partition(".")[0] not in _LIBRARIES:
+        raise KeptError(f"a {where} cannot be kept in a file")
+    return {"class": where, **content}
+
+
+@dataclass(frozen=True, slots=True)
+class _Giving:
+    tensors: Sequence[torch.Tensor]
+
+    def value(self, plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [self.value(part) for part in plain]
+        if not isinstance(plain, dict):
+            return plain
+        if "class" in plain:
+            return self._of_class(plain)
+        ((kind, content), *more) = plain.items()
+        if kind == "float":
+            return float(content)
+        if kind == "tensor":
+            found = self._tensor(content)
+            if not more:
+                return found
+            return torch.empty_strided(
+                found.shape, dict(more)["strides"], dtype=found.dtype
+            ).copy_(found)
+        if kind == "array":
+            array = self._tensor(content).numpy()
+            shape = dict(more)["shape"]
+            return array.reshape(()).take(0) if shape is None else array.reshape(shape)
+        if kind == "dtype":
+            return torch_dtype(content)
+        if kind == "device":
+            return torch.device(content)
+        if kind == "tuple":
+            return tuple(self.value(part) for part in content)
+        if kind == "dict":
+            return {self.value(key): self.value(part) for key, part in content}
+        raise ArtifactError(f"a kept value has the unknown kind {kind!r}")
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        tensor = self.tensors[number]
+        if tensor.is_meta:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return tensor.clone()
+
+    def _of_class(self, plain: Mapping[str, Any]) -> Any:
+        kind = _class(plain["class"])
+        # A class is called only where the call makes a plain collection.
+        if "name" in plain and issubclass(kind, enum.Enum):
+            return kind[plain["name"]]
+        if "parts" in plain and issubclass(kind, tuple):
+            parts = [self.value(part) for part in plain["parts"]]
+            return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+        if "items" in plain and issubclass(kind, dict):
+            items = {self.value(k): self.value(part) for k, part in plain["items"]}
+            return kind(**items) if hasattr(kind, "to_tuple") else kind(items)
+        if "attributes" not in plain:
+            raise ArtifactError(f"a kept value names {plain['class']} for another kind")
+        made = kind.__new__(kind)
+        vars(made).update({name: self.value(v) for name, v in plain["attributes"]})
+        return made
+
+
+def _class(where: str) -> Any:
+    """A class of upstream's libraries.
+
+    Raises:
+        ArtifactError: the file names another one, or it is not there.
+    """
+    module, _, path = where.partition(":")
+    if module.partition(".")[0] not in _LIBRARIES:
+        raise ArtifactError(
+            f"a kept value names {where}, which is no class of upstream"
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise ArtifactError(f"a kept value names {where}: {error}") from None
+    if not isinstance(found, type):
+        raise ArtifactError(f"a kept value names {where}, which is no class")
+    return found

@@ -1,0 +1,361 @@
+"""What a run of a pipeline has done so far, recorded and given back.
+
+Upstream's code runs again from its first line and is given back what it was given
+before: the answers of encoders, and the last result of ``scheduler.step`` with the
+state of the scheduler and of the random numbers. What comes after depends on nothing
+else, so a denoiser's answers are zeros until then. The run goes on to the same bytes,
+in another process or on another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.core.drive.kept_values import Kept, KeptError, kept, shape_of
+from tpuport.core.drive.state_watch import Look, StateWatch
+from tpuport.core.enums import StageName, denoises
+from tpuport.core.seam.journal import Asked
+from tpuport.errors import ArtifactError
+
+#: Attributes of a scheduler that no step changes.
+_FIXED = frozenset({"_internal_dict", "step"})
+
+
+class StageEnd(BaseException):
+    """Ends a run of upstream's code where a stage ends."""
+
+
+class TapeError(ArtifactError):
+    """A run cannot go on from a tape."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            f"{text}; begin the run again, in another folder if it has one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a component.
+
+    Attributes:
+        name: the component, and the path or the method within.
+        answer: of a denoiser its shape; ``None`` if the call is made again: it changed
+            tensors of its module or of its arguments, or no file can hold its answer.
+        given: a digest of the arguments of a call that is made again.
+        random: the state of the random numbers afterwards, if the call drew some.
+    """
+
+    name: str
+    answer: Kept | None
+    given: int
+    random: Kept | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The last ``scheduler.step`` of one pass over the timesteps.
+
+    Attributes:
+        scheduler: in the order in which schedulers came to be; a pipeline may copy its
+            scheduler.
+        number: of the scheduler's steps, from 0.
+        result: what the step returned.
+        state: attributes of the scheduler, and of guidance.
+        random: the state of the random numbers afterwards.
+    """
+
+    scheduler: int
+    number: int
+    result: Kept
+    state: Kept
+    random: Kept
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a tape holds at one moment.
+
+    Attributes:
+        calls: all of them.
+        steps: the last one of each pass.
+        stepped: how many there were.
+        finished: the last stage that is over.
+    """
+
+    calls: tuple[Call, ...] = ()
+    steps: tuple[Step, ...] = ()
+    stepped: int = 0
+    finished: StageName | None = None
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Where a scheduler stands in its timesteps.
+
+    Attributes:
+        timesteps: the tensor itself; another one begins another pass.
+        index: of the next step.
+        at: the place of the pass in the list of steps.
+    """
+
+    timesteps: Any
+    index: int | None
+    at: int | None
+
+
+@dataclass(eq=False)
+class Tape:
+    """Answers the calls of one run: first those recorded, then live.
+
+    Attributes:
+        before: what an earlier run recorded.
+        recorded: what another run can go on from: all that was recorded by the time
+            that the last step, of each of several schedulers, was made.
+        until: the stage that the run ends with; ``None`` for the whole run.
+        on_recorded: called when there is more to go on from.
+        generators: random numbers that the pipeline draws from.
+        guidance: components with a state that changes with the steps.
+        unkept: why no run can go on from this one; empty if one can.
+    """
+
+    before: Recorded = field(default_factory=Recorded)
+    until: StageName | None = None
+    on_recorded: Callable[[], None] = lambda: None
+    generators: Sequence[torch.Generator] = ()
+    guidance: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Recorded = field(init=False)
+    unkept: str = field(default="", init=False)
+    _between: bool = False
+    _since: int = 0
+    _recurring: set[str] = field(default_factory=set)
+    _watches: dict[int, StateWatch] = field(default_factory=dict)
+    _played_calls: int = 0
+    _played_steps: int = 0
+    _counts: dict[int, int] = field(default_factory=dict)
+    _passes: dict[int, _Pass] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._calls = list(self.before.calls)
+        self._steps = list(self.before.steps)
+        self._finished = self.before.finished
+        self.recorded = self.before
+
+    def record(self) -> None:
+        """Let another run go on from here, if no denoiser's answer waits for a step."""
+        if self.live and not self._between and not self.unkept:
+            self.recorded = Recorded(
+                tuple(self._calls),
+                tuple(self._steps),
+                self._played_steps,
+                self._finished,
+            )
+            self.on_recorded()
+
+    @property
+    def live(self) -> bool:
+        """Whether all that was recorded has been given back."""
+        return self._played_steps >= self.before.stepped and self._played_calls >= len(
+            self.before.calls
+        )
+
+    def check_end(self, name: str, *, after: bool) -> None:
+        """End the run before a call that belongs to the stage after the last.
+
+        Args:
+            after: whether the call comes after the steps.
+
+        Raises:
+            StageEnd: the stage that the run ends with is over.
+        """
+        if not self.live:
+            return
+        if self._finished is None and denoises(name):
+            self._finished = StageName.ENCODE
+        if after:
+            self._finished = StageName.DENOISE
+        encoded = self.until == StageName.ENCODE and denoises(name)
+        if encoded or (self.until == StageName.DENOISE and after):
+            self.record()
+            raise StageEnd
+
+    def call(self, asked: Asked, *, after: bool = False) -> Any:
+        """The result of a call.
+
+        Args:
+            after: whether the call comes after the steps. It is made again, should
+                another pass of steps follow: what it answers is large.
+
+        Raises:
+            TapeError: another call was recorded.
+        """
+        name = asked.name
+        number = self._played_calls
+        if number < len(self.before.calls):
+            self._played_calls += 1
+            return self._again(self.before.calls[number], asked)
+        if not self.live:
+            raise TapeError(f"upstream calls {name}, and no such call was recorded")
+        if not after or self.recorded.stepped != self._played_steps:
+            self.record()
+        earlier = self._random()
+        old = self._look(asked)
+        result = asked.run()
+        now, new = self._random(), self._look(asked)
+        answer = None
+        # What an encoder keeps is of its own calls, which are all given back.
+        if not after and (new.same(old) or not denoises(name)):
+            with contextlib.suppress(KeptError):
+                whole = denoises(name) and "." not in name
+                answer = shape_of(result) if whole else kept(result)
+        given = new.digest(old) if answer is None else 0
+        same = all(map(torch.equal, earlier, now))
+        self._calls.append(Call(name, answer, given, None if same else kept(now)))
+        self._between |= denoises(name)
+        return result
+
+    def _again(self, call: Call, asked: Asked) -> Any:
+        if call.name != asked.name:
+            raise TapeError(f"upstream calls {asked.name}, not {call.name} as recorded")
+        if call.answer is not None:
+            result = call.answer.value()
+        else:
+            before = self._look(asked)
+            result = asked.run()
+            if self._look(asked).digest(before) != call.given:
+                raise TapeError(f"{call.name} keeps a state that cannot be made again")
+        if call.random is not None:
+            self._set_random(call.random)
+        return result
+
+    def _look(self, asked: Asked) -> Look:
+        number = id(asked.module)
+        if number not in self._watches:
+            self._watches[number] = StateWatch(asked.module)
+        return self._watches[number].look(asked)
+
+    def step(self, key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
+        """The result of a scheduler's step.
+
+        Args:
+            key: the number of the scheduler.
+            run: makes the step.
+        """
+        number = self._counts.get(key, 0)
+        self._counts[key] = number + 1
+        live = self._played_steps >= self.before.stepped
+        self._played_steps += 1
+        result = run()
+        at = self._pass(key, scheduler)
+        if not live:
+            found = [
+                place
+                for place, one in enumerate(self.before.steps)
+                if (one.scheduler, one.number) == (key, number)
+            ]
+            if not found:
+                return result
+            self._passes[key].at = found[0]
+            return self._step_again(self.before.steps[found[0]], scheduler)
+        if not self.unkept:
+            self._keep_step(key, number, scheduler, result, at)
+        if self._between:
+            self._forget_what_recurs(goes_on=at is not None)
+        self._between = False
+        return result
+
+    def _keep_step(
+        self, key: int, number: int, scheduler: Any, result: Any, at: int | None
+    ) -> None:
+        try:
+            holders = (scheduler, *self.guidance.values())
+            state = kept([_state_of(one) for one in holders])
+            made = Step(key, number, kept(result), state, kept(self._random()))
+        except KeptError as error:
+            self.unkept = f"{type(scheduler).__name__} has a state of its own: {error}"
+            self.on_recorded()
+            return
+        if at is None:
+            self._passes[key].at = len(self._steps)
+            self._steps.append(made)
+        else:
+            self._steps[at] = made
+
+    def _forget_what_recurs(self, *, goes_on: bool) -> None:
+        """Keep shapes alone of calls that every step makes, such as a controlnet's.
+
+        Args:
+            goes_on: whether the step before was one of the same pass.
+        """
+        since = self._calls[self._since :]
+        if goes_on:
+            for place, call in enumerate(since, self._since):
+                if call.answer is not None and call.name in self._recurring:
+                    self._calls[place] = replace(call, answer=call.answer.shape)
+        self._since, self._recurring = len(self._calls), {one.name for one in since}
+
+    def _pass(self, key: int, scheduler: Any) -> int | None:
+        """The place of the pass under way; ``None`` if this step begins one."""
+        index = getattr(scheduler, "_step_index", None)
+        known = self._passes.get(key)
+        timesteps = getattr(scheduler, "timesteps", None)
+        goes_on = (
+            known is not None
+            and known.timesteps is timesteps
+            and (index is None or known.index is None or index > known.index)
+        )
+        at = known.at if known is not None and goes_on else None
+        self._passes[key] = _Pass(timesteps, index, at)
+        return at
+
+    def _step_again(self, step: Step, scheduler: Any) -> Any:
+        holders = (scheduler, *self.guidance.values())
+        for holder, state in zip(holders, step.state.value(), strict=True):
+            _restore(holder, state)
+        self._set_random(step.random)
+        return step.result.value()
+
+    def _random(self) -> list[torch.Tensor]:
+        """The states of the run's generators, and of torch's own."""
+        return [*(one.get_state() for one in self.generators), torch.get_rng_state()]
+
+    def _set_random(self, states: Kept) -> None:
+        *given, own = states.value()
+        for generator, state in zip(self.generators, given, strict=True):
+            generator.set_state(state)
+        torch.set_rng_state(own)
+
+
+def _state_of(holder: Any) -> dict[str, Any]:
+    return {name: v for name, v in vars(holder).items() if name not in _FIXED}
+
+
+def _restore(holder: Any, state: Mapping[str, Any]) -> None:
+    """Give an object its attributes back; of equal values, those in place stay."""
+    inside = vars(holder)
+    for name in inside.keys() - state.keys() - _FIXED:
+        del inside[name]
+    for name, value in state.items():
+        if name not in inside or not _equal(inside[name], value):
+            inside[name] = value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        same = list(one) == list(other)
+        return same and all(map(_equal, one.values(), other.values()))
+    return bool(one == other)

@@ -1,0 +1,130 @@
+"""Stands at the calls of modules: whatever answers, upstream's code calls as ever.
+
+Upstream's pipeline calls a component: its ``forward``, or a method that loops over
+forwards, such as an autoencoder's ``decode``. The outermost of these calls is told to
+the journal, which may answer the call by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tpuport.core.seam.journal import Asked, Journal
+from tpuport.core.tracing.context import tracing_now
+from tpuport.errors import UsageError
+
+#: Marks a method that is stood at; false once the stand is closed.
+_MARK = "_tpuport_seam"
+#: Where diffusers keeps the hooks of a module, such as those of ``enable_cache``.
+_HOOKS = "_diffusers_hook"
+#: Methods of components that pipelines call beside forward.
+METHODS = ("encode", "decode", "generate", "get_text_features", "get_image_features")
+
+
+class Standing:
+    """Stands at the calls of some components until :meth:`close`.
+
+    By itself a stand lets upstream's own code answer.
+
+    Args:
+        components: name -> module. Every ``forward`` in them is stood at, and the
+            other methods that pipelines call.
+        journal: told of every call that begins outside of the components.
+    """
+
+    def __init__(
+        self, components: Mapping[str, torch.nn.Module], journal: Journal
+    ) -> None:
+        self.journal = journal
+        self._held: list[tuple[torch.nn.Module, str, Any, Any]] = []
+        for name, component in components.items():
+            _check_untouched(name, component)
+        for name, component in components.items():
+            for path, module in component.named_modules():
+                if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+                    self._stand_at_forward(f"{name}.{path}".rstrip("."), module)
+            for method in METHODS:
+                if hasattr(type(component), method):
+                    self._stand_at(f"{name}.{method}", component, method, _upstreams)
+
+    def close(self) -> None:
+        """Give the modules their own methods back."""
+        for module, method, before, stood in reversed(self._held):
+            # Hooks of upstream that came later stand before the seam's forward, and
+            # put it back when they go.
+            stood.__dict__[_MARK] = False
+            if module.__dict__.get(method) is stood:
+                del module.__dict__[method]
+                if before is not None:
+                    module.__dict__[method] = before
+        self._held.clear()
+
+    def _stand_at_forward(self, name: str, module: torch.nn.Module) -> None:
+        self._stand_at(name, module, "forward", _upstreams)
+
+    def _stand_at(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        method: str,
+        answer: Callable[..., Any],
+    ) -> None:
+        """Let calls of a method go to ``answer``, which gets upstream's own first."""
+        own, kind = vars(module).get(method), type(module)
+        journal = self.journal
+
+        # Of its class at the time of a call: a patch may stand there while tracing.
+        def original(*args: Any, **kwargs: Any) -> Any:
+            found = getattr(kind, method).__get__(module) if own is None else own
+            return found(*args, **kwargs)
+
+        @functools.wraps(getattr(module, method))
+        def stood(*args: Any, **kwargs: Any) -> Any:
+            if tracing_now() or not stood.__dict__[_MARK]:
+                return original(*args, **kwargs)
+            made = functools.partial(answer, original)
+            return journal.call(Asked(name, module, args, kwargs, made))
+
+        stood.__dict__[_MARK] = True
+        self._held.append((module, method, own, stood))
+        module.__dict__[method] = stood
+
+
+def _upstreams(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+def is_ported(module: torch.nn.Module) -> bool:
+    """Whether a seam stands at the module's forward."""
+    stands = getattr(vars(module).get("forward"), "__dict__", {})
+    return bool(stands.get(_MARK))
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether diffusers has hooks on the module, which decide what is called."""
+    registry = vars(module).get(_HOOKS)  # an empty one marks where hooks may come
+    return bool(registry is not None and registry.hooks)
+
+
+def _check_untouched(name: str, component: torch.nn.Module) -> None:
+    for path, module in component.named_modules():
+        where = f"{name}.{path}".rstrip(".")
+        if is_ported(module):
+            raise UsageError(
+                f"{where} is ported already; call tpuport.unport() first, or port a "
+                "pipeline that was loaded by itself"
+            )
+        if has_hooks(module) or "_hf_hook" in vars(module):
+            raise UsageError(
+                f"{where} has hooks of diffusers or accelerate (offloading, a cache); "
+                "port the pipeline first, and call enable_cache after"
+            )
+        if any(t.device.type not in ("cpu", "meta") for t in module.parameters(False)):
+            raise UsageError(
+                f"{where} is on {next(module.parameters()).device}; load the pipeline "
+                'on the CPU: its weights go to the mesh. Use pipe.to("cpu")'
+            )
