@@ -22,6 +22,7 @@ from tpuport.cli.commands.plugins import plugins
 from tpuport.cli.commands.replay import replay
 from tpuport.cli.commands.resume import resume
 from tpuport.cli.commands.runs import clean, runs
+from tpuport.cli.commands.scan import scan_
 from tpuport.cli.commands.stages import decode, denoise, encode
 from tpuport.cli.commands.tune import tune
 from tpuport.cli.shown.errors import as_usage_error, explain
@@ -55,6 +56,7 @@ app.command("tune", cls=Command)(tune)
 app.command("models", cls=Command)(models)
 app.command("plugins", cls=Command)(plugins)
 app.command("patches", cls=Command)(patches)
+app.command("scan", cls=Command)(scan_)
 app.command("doctor", cls=Command)(doctor)
 
 

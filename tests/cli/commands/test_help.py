@@ -27,6 +27,7 @@ COMMANDS = (
     "patches",
     "models",
     "plugins",
+    "scan",
     "doctor",
 )
 GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"clean"}}

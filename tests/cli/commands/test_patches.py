@@ -8,8 +8,10 @@ import importlib
 import textwrap
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 from tests.cli.tools import Cli
@@ -400,3 +402,23 @@ def test_no_models_no_changes(cli: Cli, install: Install) -> None:
     install()
     assert cli("patches").out.startswith("0 patches and 0 op overrides: all apply\n")
     assert cli("patches", "--json").json == {"patches": []}
+
+
+def test_scan_says_what_does_not_port_and_what_covers_it(
+    cli: Cli, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("import torch\n\n\ndef place(x):\n    return x.cuda()\n")
+    ran = cli("scan", file)
+    assert ran.code == 0, ran.err
+    first, remedy, last = ran.out.splitlines()
+    assert first == f"{file}:5: .cuda(): return x.cuda()"
+    assert remedy == "    leave it out: tpuport places tensors"
+    assert last == "1 file: 1 finding, 0 covered by a patch"
+    models = Path(diffusers.__file__).parent / "models"
+    upstream = models / "transformers/transformer_hunyuan_video15.py"
+    found = cli("scan", upstream, "--json").json
+    assert found["covered"] == len(found["findings"]) > 0
+    assert {one["patch"][:14] for one in found["findings"]} == {"hunyuanvideo15"}
+    ran = cli("scan", tmp_path / "none")
+    assert (ran.code, "does not exist" in ran.last) == (2, True)

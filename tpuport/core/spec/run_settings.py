@@ -42,6 +42,7 @@ COMMANDS = {
     "M": "models",
     "U": "plugins",
     "X": "patches",
+    "Y": "scan",
 }
 
 #: The panels of a help text, in order; ``None`` has what most runs name.

@@ -1,0 +1,106 @@
+"""What does not port is found by reading a source, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import pytest
+
+from tpuport.core.plan.source_scan import by_kind, scan, sources_in
+from tpuport.errors import UsageError
+
+MODULE = """
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from flash_attn import flash_attn_func
+from torch.utils.cpp_extension import load_inline
+from typing import Optional
+
+
+def helper(x, mask):
+    return x[mask]  # boolean indexing
+
+
+class Block(nn.Module):
+    def __init__(self, n, mask):
+        super().__init__()
+        self.size = n.item()
+        self.mask = mask[mask > 0]
+
+    def forward(self, x, mask: Optional[mask] = None):
+        x = x.cuda()  # .cuda()
+        y = x.to("cuda:0")  # a CUDA device by name
+        torch.cuda.synchronize()  # torch.cuda
+        n = x.sum().item()  # values as a number
+        if x.max() > 1:  # Python that depends on values
+            x[x > 1] = 1  # a write by a mask, in place
+        rows = torch.where(mask)  # a shape that depends on values
+        kept = torch.nonzero(mask)  # a shape that depends on values
+        dist.all_reduce(x)  # torch.distributed
+        z = torch.ops.mine.kernel(x)  # an operator of its own
+        both = torch.where(mask, x, y)
+        x[:, :4] = y
+        return torch.ops.aten.add(x, x[..., 0])
+
+
+class Pipeline:
+    def __call__(self, x, mask):
+        if mask.any():
+            return x[mask].cpu().numpy().item()
+"""
+
+
+def expected(text: str) -> set[tuple[int, str]]:
+    """The comments of the source: line and kind."""
+    found = {
+        (number, line.partition("# ")[2])
+        for number, line in enumerate(text.splitlines(), 1)
+        if "# " in line
+    }
+    imports = {3: "torch.distributed", 5: "kernels of flash_attn"}
+    return found | set(imports.items()) | {(6, "an extension in C++ or CUDA")}
+
+
+def test_each_kind_is_found_where_it_is(tmp_path: Path) -> None:
+    """Not in ``__init__``, which no program runs, and not in a pipeline's host code."""
+    file = tmp_path / "module.py"
+    file.write_text(MODULE)
+    found = scan(file, {})
+    assert {(one.line, one.kind) for one in found} == expected(MODULE)
+    assert all(one.remedy and one.code for one in found)
+    one = next(one for one in found if one.kind == "values as a number")
+    assert one.within == "Block.forward"
+    assert by_kind(found)["a shape that depends on values"] == 2
+
+
+def test_the_patch_of_a_function_covers_what_is_in_it() -> None:
+    models = Path(diffusers.__file__).parent / "models"
+    file = models / "transformers/transformer_hunyuan_video15.py"
+    module = "diffusers.models.transformers.transformer_hunyuan_video15"
+    target = f"{module}:HunyuanVideo15Transformer3DModel.forward"
+    found = scan(file, {target: "ours", f"{module}:Other.forward": "other"})
+    assert {one.patch for one in found} == {"ours"}
+    assert {one.patch for one in scan(file, {target.replace("15:", "16:"): "x"})} == {
+        ""
+    }
+
+
+def test_a_folder_is_read_whole(tmp_path: Path) -> None:
+    for name in ("a.py", "deep/b.py", ".venv/c.py", "d.txt"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x.cuda()\n")
+    assert [file.name for file in sources_in(tmp_path)] == ["a.py", "b.py"]
+
+
+def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        sources_in(tmp_path / "none")
+    with pytest.raises(UsageError, match="no Python file"):
+        sources_in(tmp_path)
+    file = tmp_path / "bad.py"
+    file.write_text("def (")
+    with pytest.raises(UsageError, match=r"bad\.py: is no Python source"):
+        scan(file, {})
