@@ -157,6 +157,11 @@ def test_a_ported_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     killed = Run(one, kill_after=2, port=True)
     # The sound had not stepped yet: a denoiser's answer waited for it.
     assert (killed.recorded.stepped, whole.recorded.stepped) == (2, 4)
+    # Of the encoder, what upstream reads is kept, and no logits.
+    answer = killed.recorded.calls[0].answer
+    assert answer is not None
+    assert {tensor.is_meta for tensor in answer.tensors} == {True, False}
+    assert not answer.later
     again = Run(one, on_disk(killed.recorded, tmp_path), port=True)
     assert equal(again.arrays, whole.arrays)
     assert again.recorded.stepped == whole.recorded.stepped

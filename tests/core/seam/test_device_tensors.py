@@ -101,3 +101,22 @@ def test_a_cache_stays_in_parts_on_the_devices(
         assert shards == {part}
     (entry,) = seam_of(ported).entries.values()
     assert len(entry.programs) == 2
+
+
+@pytest.mark.parametrize("asks", ["host", "devices", "nobody"])
+def test_numbers_are_had_later_if_somebody_asked(asks: str) -> None:
+    """Also after the host wrote to its copy; of what nobody holds, nothing is read."""
+    tensor = made()
+    later = tensor.later()
+    assert not was_read(tensor)
+    held = later()
+    assert held is not None
+    assert torch.equal(held, torch.tensor(NUMBERS))
+    if asks == "host":
+        tensor.add_(1)
+    elif asks == "devices":
+        assert tensor.on_devices is NUMBERS
+    del tensor
+    found = later()
+    assert (found is None) == (asks == "nobody")
+    assert found is None or torch.equal(found, torch.tensor(NUMBERS))

@@ -10,20 +10,22 @@ from __future__ import annotations
 import enum
 import importlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from tpuport.core.arrays import dtype_name, torch_dtype
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.errors import ArtifactError, TpuportError
 
 #: Packages whose classes a file may name.
 _LIBRARIES = frozenset({"collections", "diffusers", "torch", "transformers"})
 #: Objects within objects, at most.
 _DEEPEST = 32
+Later = Callable[[], torch.Tensor | None]
 
 
 class KeptError(TpuportError):
@@ -38,10 +40,12 @@ class Kept:
         plain: JSON; a tensor is a number in ``tensors``.
         tensors: on the CPU, contiguous, of no one else; on ``meta`` where the shape
             and the dtype alone are kept.
+        later: of tensors on the devices, by number, what gives them.
     """
 
     plain: Any
     tensors: tuple[torch.Tensor, ...]
+    later: Mapping[int, Later] = field(default_factory=dict)
 
     def value(self) -> Any:
         """The value, with tensors of its own; of shapes alone, zeros."""
@@ -52,9 +56,18 @@ class Kept:
         """The shapes and dtypes alone."""
         return Kept(self.plain, tuple(tensor.to("meta") for tensor in self.tensors))
 
+    def settled(self) -> Kept:
+        """With the tensors on the devices that somebody reads; of others, shapes."""
+        tensors = list(self.tensors)
+        for number, give in self.later.items():
+            found = give()
+            if found is not None:
+                tensors[number] = found
+        return Kept(self.plain, tuple(tensors))
+
 
 def kept(value: Any) -> Kept:
-    """``value``, copied.
+    """``value``, copied; tensors on the devices once it is settled.
 
     Raises:
         KeptError: a part of it is of a class that no file can hold.
@@ -72,15 +85,16 @@ def shape_of(value: Any) -> Kept:
 
 
 def _take(value: Any, *, with_values: bool) -> Kept:
-    taking = _Taking([], with_values)
+    taking = _Taking([], with_values, {})
     plain = taking.plain(value, 0)
-    return Kept(plain, tuple(taking.tensors))
+    return Kept(plain, tuple(taking.tensors), taking.later)
 
 
 @dataclass(slots=True)
 class _Taking:
     tensors: list[torch.Tensor]
     with_values: bool
+    later: dict[int, Later]
 
     def plain(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -91,8 +105,9 @@ class _Taking:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, torch.Tensor):
             found: dict[str, Any] = {"tensor": self._number(value)}
+            on_devices = isinstance(value, DeviceTensor)
             # Upstream's operators round by the order in memory too.
-            if self.with_values and not value.is_contiguous() and all(value.stride()):
+            if self.with_values and not on_devices and _scattered(value):
                 found["strides"] = list(value.stride())
             return found
         if isinstance(value, np.ndarray | np.generic):
@@ -130,15 +145,21 @@ class _Taking:
 
     def _number(self, tensor: torch.Tensor) -> int:
         number = len(self.tensors)
-        if not self.with_values:
+        on_devices = isinstance(tensor, DeviceTensor)
+        if self.with_values and on_devices:
+            self.later[number] = tensor.later()
+        if on_devices or not self.with_values:
             shape, dtype = tuple(tensor.shape), tensor.dtype
             tensor = torch.empty(shape, dtype=dtype, device="meta")
         else:
-            # Of a tensor on the devices, the copy on the host; never upstream's own.
-            read = tensor.on_host() if hasattr(tensor, "on_host") else tensor
-            tensor = read.detach().clone(memory_format=torch.contiguous_format)
+            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.tensors.append(tensor)
         return number
+
+
+def _scattered(tensor: torch.Tensor) -> bool:
+    """Whether the order in memory is another than that of a C array."""
+    return not tensor.is_contiguous() and all(tensor.stride())
 
 
 def _named(kind: type, **content: Any) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class Tape:
 
     def record(self) -> None:
         """Let another run go on from here, if no denoiser's answer waits for a step."""
+        self._settle()
         if self.live and not self._between and not self.unkept:
             self.recorded = Recorded(
                 tuple(self._calls),
@@ -157,6 +158,14 @@ class Tape:
                 self._finished,
             )
             self.on_recorded()
+
+    def _settle(self) -> None:
+        """Read what the last call answered, once upstream has taken what it needs."""
+        if self._calls and self._calls[-1].answer is not None:
+            last = self._calls[-1]
+            assert last.answer is not None
+            if last.answer.later:
+                self._calls[-1] = replace(last, answer=last.answer.settled())
 
     @property
     def live(self) -> bool:
@@ -204,6 +213,7 @@ class Tape:
             raise TapeError(f"upstream calls {name}, and no such call was recorded")
         if not after or self.recorded.stepped != self._played_steps:
             self.record()
+        self._settle()
         earlier = self._random()
         old = self._look(asked)
         result = asked.run()
@@ -247,6 +257,7 @@ class Tape:
             key: the number of the scheduler.
             run: makes the step.
         """
+        self._settle()
         number = self._counts.get(key, 0)
         self._counts[key] = number + 1
         live = self._played_steps >= self.before.stepped
@@ -276,7 +287,9 @@ class Tape:
         try:
             holders = (scheduler, *self.guidance.values())
             state = kept([_state_of(one) for one in holders])
-            made = Step(key, number, kept(result), state, kept(self._random()))
+            found = kept(result).settled()
+            random = kept(self._random())
+            made = Step(key, number, found, state.settled(), random)
         except KeptError as error:
             self.unkept = f"{type(scheduler).__name__} has a state of its own: {error}"
             self.on_recorded()

@@ -7,6 +7,7 @@ also wait until its result is read; see ``pairs.py``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class DeviceTensor(torch.Tensor):
     _read: Callable[[Any], torch.Tensor]
     _run: Callable[[], None]
     _host: torch.Tensor | None
+    _asked: list[None]
 
     @staticmethod
     def __new__(
@@ -56,6 +58,7 @@ class DeviceTensor(torch.Tensor):
             cls, shape, dtype=dtype, device="cpu"
         )
         made._array, made._read, made._run, made._host = array, read, run, None
+        made._asked = []
         return made
 
     def answered(self, array: Any) -> None:
@@ -72,6 +75,7 @@ class DeviceTensor(torch.Tensor):
     def on_devices(self) -> Any:
         """The array; ``None`` if host code may have written to the tensor since."""
         host = self._host
+        self._asked.append(None)
         if host is None or (not host.is_inference() and host._version == 0):
             return self._on_devices()
         return None
@@ -84,8 +88,27 @@ class DeviceTensor(torch.Tensor):
     def on_host(self) -> torch.Tensor:
         """The tensor as torch knows tensors; the same one at every call."""
         if self._host is None:
+            self._asked.append(None)
             self._host = self._read(self._on_devices())
         return self._host
+
+    def later(self) -> Callable[[], torch.Tensor | None]:
+        """What gives the numbers as they are now.
+
+        It gives ``None`` if nothing has asked for the numbers by then, and nothing can,
+        because nobody holds the tensor: many answers of a module are not read.
+        """
+        array, read, asked, held = (
+            self._on_devices(),
+            self._read,
+            self._asked,
+            weakref.ref(self),
+        )
+
+        def numbers() -> torch.Tensor | None:
+            return read(array).clone() if asked or held() is not None else None
+
+        return numbers
 
     @classmethod
     def __torch_function__(
