@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,13 +20,14 @@ from tpuport.cli.asked.sessions import (
     source_of,
 )
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.shown import signals
+from tpuport.cli.runs.any_bench import measure_any
+from tpuport.cli.runs.any_pipeline import is_any, with_model
+from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend, Pixels
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.reports import RunReport, StageReport
-from tpuport.core.run.progress import Display
 from tpuport.core.spec.choices import choices
 from tpuport.core.spec.request import Request, denoising_steps
 from tpuport.core.spec.step_cache import METHODS, StepCache
@@ -36,15 +35,6 @@ from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.core.run.session import Session
-
-#: Load average per CPU before the start from which the times are called in question.
-BUSY = 0.5
-
-#: The first run of upstream comes second in the process and finds torch imported.
-FIRST_NOTE = (
-    "both keep their modules loaded after the first run; the first run of diffusers "
-    "comes after that of tpuport and finds the libraries imported"
-)
 
 
 @command("bench")
@@ -89,47 +79,20 @@ def bench(
     caches = [settings.step_cache] if settings.step_cache else []
     if quality and not caches:
         caches = [StepCache(method=name) for name in METHODS]
-    result = measure(settings, repeat=repeat, against=against, caches=caches)
+    settings = with_model(settings)
+    if is_any(settings):
+        if caches:
+            raise UsageError(
+                "--cache, --quality: are for models with a plugin; from Python, "
+                "pipe.transformer.enable_cache works after tpuport.port(pipe)"
+            )
+        result = measure_any(settings, repeat=repeat, against=against)
+    else:
+        result = measure(settings, repeat=repeat, against=against, caches=caches)
     if settings.json:
         print_json(result)
     else:
         print("\n".join(_text(result)))
-
-
-@dataclass
-class _Runs:
-    """What one backend did: its first run, then the steady ones."""
-
-    seconds: list[float] = field(default_factory=list)
-    stages: list[dict[str, StageReport]] = field(default_factory=list)
-    frames: Any = None
-
-    def as_dict(self, steps: int) -> dict[str, Any]:
-        first, steady = self.stages[0], self.stages[1:]
-        names = list(first)
-        medians = {
-            name: statistics.median(run[name].total_seconds for run in steady)
-            for name in names
-        }
-        return {
-            "first": {
-                "seconds": self.seconds[0],
-                "load_seconds": sum(s.load_seconds for s in first.values()),
-                "compile_seconds": sum(s.compile_seconds for s in first.values()),
-                "programs": sum(len(s.compiles) for s in first.values()),
-                "loaded": sum(c.loaded for s in first.values() for c in s.compiles),
-                "cached_programs": sum(
-                    c.cached for s in first.values() for c in s.compiles
-                ),
-                "stages": {name: first[name].total_seconds for name in names},
-            },
-            "steady": {
-                "seconds": statistics.median(self.seconds[1:]),
-                "all_seconds": self.seconds[1:],
-                "stages": medians,
-                "seconds_per_step": medians["denoise"] / steps,
-            },
-        }
 
 
 def measure(
@@ -148,11 +111,11 @@ def measure(
     exact = replace(settings, step_cache=None, prompt=(PROMPT,))
     check_run_early(check_early(settings), settings)
     cache = cache_folder(settings.cache_dir)
-    load_average, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    machine = Machine.now()
     backends = ["tpuport", *([against] if against else [])]
     cached = {str(cache): cache for cache in caches}
-    runs = {name: _Runs() for name in [*backends, *cached]}
-    with _Once() as display:
+    runs = {name: Runs() for name in [*backends, *cached]}
+    with Once() as display:
         opened = time.perf_counter()
         with open_session(
             settings, cache=cache, reporter=display, keep_loaded=True
@@ -185,8 +148,7 @@ def measure(
         "command": "bench",
         **_about(session, request, report),
         "repeat": repeat,
-        "load_average": load_average,
-        "cpus": cpus,
+        **machine.about(),
         "notes": [],
         "open_seconds": opened,
         "backends": {
@@ -194,7 +156,7 @@ def measure(
         },
     }
     if against:
-        result |= _against(runs["tpuport"], runs[against], result["backends"], against)
+        result |= compared(runs["tpuport"], runs[against], result["backends"], against)
         result["notes"].append(FIRST_NOTE)
         if frames == Pixels.UINT8:
             result["notes"].append(
@@ -206,11 +168,7 @@ def measure(
             name: _price(runs["tpuport"], runs[name], result["backends"], name)
             for name in cached
         }
-    if load_average > BUSY * cpus:
-        result["notes"].append(
-            f"the machine was busy at the start (load {load_average:.1f} on {cpus} "
-            "CPUs): do not trust these times"
-        )
+    result["notes"] += machine.notes()
     return result
 
 
@@ -231,25 +189,8 @@ def _about(session: Session, request: Request, report: RunReport) -> dict[str, A
     }
 
 
-def _against(
-    ours: _Runs, theirs: _Runs, backends: dict[str, Any], name: str
-) -> dict[str, Any]:
-    """How much longer upstream's code takes, and how far its frames are."""
-    import numpy as np
-
-    mine, others = (backends[key]["steady"] for key in ("tpuport", name))
-    stages = mine["stages"]
-    return {
-        "ratio": {
-            "total": others["seconds"] / mine["seconds"],
-            **{name: others["stages"][name] / stages[name] for name in stages},
-        },
-        "max_frame_difference": float(np.abs(ours.frames - theirs.frames).max()),
-    }
-
-
 def _price(
-    exact: _Runs, cached: _Runs, backends: dict[str, Any], name: str
+    exact: Runs, cached: Runs, backends: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """What a step cache saves, as ratios above 1, and what it costs."""
     from tpuport.core.files.quality import compare
@@ -262,24 +203,11 @@ def _price(
     }
 
 
-class _Once(Display):
-    """Says nothing twice: every run would say it."""
-
-    def __init__(self) -> None:
-        super().__init__(signals.check)
-        self._said: set[str] = set()
-
-    def say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            super().say(text)
-
-
 def _run(
     session: Session,
     request: Request,
     backend: str,
-    runs: _Runs,
+    runs: Runs,
     pixels: Mapping[str, Any],
     frames: Pixels,
 ) -> None:
@@ -340,8 +268,8 @@ def _text(result: dict[str, Any]) -> Sequence[str]:
             if line[0].strip() == "compile":
                 line[2] = "-"
     lines = [
-        f"{result['model']} {result['variant']}, {request['width']}x"
-        f"{request['height']}, {request['num_frames']} frames, "
+        f"{result['model']} {result['variant']}".strip()
+        + f", {request['width']}x{request['height']}, {request['num_frames']} frames, "
         f"{request['num_inference_steps']} steps, {result['dtype']}, "
         f"{result['blocks']} blocks, "
         f"{''.join(f'{f} {n}, ' for n, f in result['implementations'].items())}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
     Reporter,
     RunReport,
+    StageReport,
     peak_device_bytes,
     peak_host_bytes,
     plural,
@@ -221,17 +221,15 @@ class AnyRun:
         self.reporter.say(self._in_words())
         if until is not None and kept is not None and kept.finished(until):
             self.reporter.say(f"{until}: finished in {kept.path}, reused")
-            return [], self._report([], time.perf_counter() - started)
+            return [], self.report([], time.perf_counter() - started)
         if until is not None and not any(map(denoises, self.folder.components())):
             raise UsageError(
                 f"{self.folder.class_name} has no denoiser, and so no stages; use "
                 "`tpuport generate`"
             )
         late = until is not None or bool(kept and kept.begun)
-        pipeline, load = self._pipeline(late=late)
-        pipeline.set_progress_bar_config(disable=True)
         with contextlib.ExitStack() as stack:
-            journal = stack.enter_context(self._ported(pipeline))
+            opened = stack.enter_context(self.opened(late=late))
             files = None
             if outputs is not None:
                 files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
@@ -242,10 +240,13 @@ class AnyRun:
                     if index:  # the stages were told with the first video
                         what = f"video {index + 1} of {count}"
                         told.enter_context(self.reporter.timed(what))
-                        journal.reporter = Reporter()
-                    one = Taped(pipeline, journal, load, kept, index, until)
-                    stages += self._one(one, files)
-            report = self._report(stages, time.perf_counter() - started)
+                        opened.journal.reporter = Reporter()
+                    one = replace(opened, kept=kept, index=index, until=until)
+                    made, reports = self.made(one)
+                    stages += reports
+                    if made is not None:
+                        self._write(index, made, files)
+            report = self.report(stages, time.perf_counter() - started)
             videos = [] if files is None else files.publish(self._describer(report))
         return videos, report
 
@@ -259,6 +260,18 @@ class AnyRun:
             return self.folder.load(dtype, self.reporter), lambda name: None
         weights = LateWeights(self.folder, dtype, self.reporter)
         return weights.pipeline, weights.load
+
+    @contextlib.contextmanager
+    def opened(self, *, late: bool = False) -> Iterator[Taped]:
+        """The pipeline with its weights, ported while the block lasts.
+
+        Args:
+            late: read the weights of a component when it is called.
+        """
+        pipeline, load = self._pipeline(late=late)
+        pipeline.set_progress_bar_config(disable=True)
+        with self._ported(pipeline) as journal:
+            yield Taped(pipeline, journal, load)
 
     @contextlib.contextmanager
     def _ported(self, pipeline: Any) -> Iterator[Any]:
@@ -284,12 +297,16 @@ class AnyRun:
         finally:
             unport(pipeline)
 
-    def _one(self, one: Taped, files: VideoFiles | None) -> list[Any]:
+    def made(self, one: Taped) -> tuple[Made | None, list[StageReport]]:
+        """One video, and the reports of its stages; ``None`` for a stage before it.
+
+        Raises:
+            TpuportError: upstream fails, or a frame is NaN.
+        """
         import torch
 
         from tpuport.core.files.frames import FrameChecks, measure
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
-        from tpuport.core.pipelines.sidecar import frames_digest
 
         prompt, seed = self.videos()[one.index]
         given = {**self.arguments, **as_arrays(self.folder)}
@@ -300,19 +317,24 @@ class AnyRun:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
         output, reports = one.called(given, self)
         if one.until is not None:
-            return reports
-        made: Made = made_of(output, one.pipeline)
+            return None, reports
+        made = made_of(output, one.pipeline)
         checks = FrameChecks()
         checks.add(one.index, made.frames.shape, measure(made.frames))
         checks.check()
+        return made, reports
+
+    def _write(self, index: int, made: Made, files: VideoFiles | None) -> None:
+        from tpuport.core.pipelines.sidecar import frames_digest
+
         self.digests.append(frames_digest(made.frames[0]))
-        if files is not None:
-            files.take(one.index, made.frames[:1])
-            if made.sound is not None and files.outputs.kind in SOUNDING:
-                files.sound(one.index, made.sound, made.rate)
-            elif made.sound is not None:
-                say(f"the sound is left out: .{files.outputs.kind} holds none")
-        return reports
+        if files is None:
+            return
+        files.take(index, made.frames[:1])
+        if made.sound is not None and files.outputs.kind in SOUNDING:
+            files.sound(index, made.sound, made.rate)
+        elif made.sound is not None:
+            say(f"the sound is left out: .{files.outputs.kind} holds none")
 
     def _describer(self, report: RunReport) -> Any:
         from tpuport.core.pipelines import sidecar
@@ -337,7 +359,7 @@ class AnyRun:
 
         return describe
 
-    def _report(self, stages: list[Any], seconds: float) -> RunReport:
+    def report(self, stages: list[Any], seconds: float) -> RunReport:
         from tpuport.core.drive.driving import merged
 
         placed = targets.place_for_port(self.settings.mesh)
@@ -357,16 +379,21 @@ class AnyRun:
             peak_device_bytes=peak_device_bytes(devices),
         )
 
-    def _in_words(self) -> str:
-        """What will be made; what is not said is upstream's default."""
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Size, frames and steps; what was not given is upstream's default."""
         from tpuport.core.pipelines.call_arguments import default_of
 
+        names = ("width", "height", "num_frames", "num_inference_steps")
+        return {
+            name: getattr(self.settings, name) or default_of(self.folder, name)
+            for name in names
+        }
+
+    def _in_words(self) -> str:
+        """What will be made."""
         settings = self.settings
-        default = functools.partial(default_of, self.folder)
-        width = settings.width or default("width")
-        height = settings.height or default("height")
-        frames = settings.num_frames or default("num_frames")
-        steps = settings.num_inference_steps or default("num_inference_steps")
+        width, height, frames, steps = self.asked.values()
         parts = [
             f"{width}x{height}" if width and height else "",
             f"{plural(frames, 'frame')} at {self.fps:g} fps" if frames else "",
@@ -392,11 +419,13 @@ class Taped:
     pipeline: Any
     journal: Journal
     load: Callable[[str], None]
-    kept: PipelineRun | None
-    index: int
-    until: StageName | None
+    kept: PipelineRun | None = None
+    index: int = 0
+    until: StageName | None = None
 
-    def called(self, given: dict[str, Any], run: AnyRun) -> tuple[Any, list[Any]]:
+    def called(
+        self, given: dict[str, Any], run: AnyRun
+    ) -> tuple[Any, list[StageReport]]:
         """What upstream returns, and the reports of the stages that were run.
 
         Raises:

@@ -77,3 +77,14 @@ def weights(made: Made, cache: Path, tmp_path: Path) -> Path:
     # Not of another variant, which other tests make.
     (demo,) = (cache / "demo").glob("cogvideox-demo-[0-9]*")
     return Path(shutil.copytree(demo, tmp_path / "weights"))
+
+
+@pytest.fixture(scope="session")
+def folder(once: Once) -> Path:
+    """A pipeline in the layout that ``save_pretrained`` writes."""
+    from tests.pipelines.example import all_examples, made, saved
+
+    def write(folder: Path) -> None:
+        saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
+
+    return once("wan", write) / "pipeline"

@@ -66,3 +66,19 @@ def test_only_diffusers_can_be_compared_with(cli: Cli) -> None:
     ran = cli("bench", "--against", "other")
     assert ran.code == 2
     assert "diffusers" in ran.last
+
+
+def test_any_pipeline_is_measured_beside_upstream(cli: Cli, folder: Path) -> None:
+    asked = ("--size", "32x16", "--frames", "5", "--steps", "3", "--repeat", "2")
+    more = ("--option", "max_sequence_length=16")
+    ran = cli("bench", "--weights", folder, *asked, *more, "--against", "diffusers")
+    assert ran.code == 0, ran.err
+    first, *_ = ran.out.splitlines()
+    assert first.startswith("WanPipeline, 32x16, 5 frames, 3 steps, float32")
+    assert "largest difference of the frames: " in ran.out
+    ran = cli("bench", "--weights", folder, *asked, *more, "--json")
+    steady = ran.json["backends"]["tpuport"]["steady"]
+    assert list(steady["stages"]) == ["encode", "denoise", "decode"]
+    assert steady["seconds_per_step"] == pytest.approx(steady["stages"]["denoise"] / 3)
+    ran = cli("bench", "--weights", folder, *asked, "--cache", "taylorseer")
+    assert (ran.code, "enable_cache" in ran.last) == (2, True)

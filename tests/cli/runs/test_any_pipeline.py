@@ -35,16 +35,6 @@ ASKED = (
 )
 
 
-@pytest.fixture(scope="session")
-def folder(once: Once) -> Path:
-    """A pipeline in the layout that ``save_pretrained`` writes."""
-
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
-
-    return once("wan", write) / "pipeline"
-
-
 def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> None:
     """Also: the mesh is used, and the sidecar makes the frames again."""
     ran = cli(

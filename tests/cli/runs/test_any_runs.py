@@ -23,16 +23,6 @@ ASKED = (
 )
 
 
-@pytest.fixture(scope="session")
-def folder(once: Once) -> Path:
-    """A pipeline in the layout that ``save_pretrained`` writes."""
-
-    def write(folder: Path) -> None:
-        saved(made(all_examples()["WanPipeline"])[0], folder / "pipeline")
-
-    return once("wan", write) / "pipeline"
-
-
 def good(ran: Ran) -> Ran:
     assert ran.code == 0, ran.err
     return ran
