@@ -103,7 +103,7 @@ class Settings(RunSettings, Files, Asked):
     checkpoint_every: CheckpointEvery = setting(
         kinds.checkpoint_every,
         "--checkpoint-every N|TIME",
-        "Keep the run so often. (default: 60s)",
+        "How often to keep a run. (default: 60s)",
         default=CheckpointEvery(),
         commands="GNS",
         panel=FILES,

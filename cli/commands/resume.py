@@ -36,6 +36,7 @@ from tpuport.cli.shown.output import show_results
 from tpuport.core.files.run_lock import working_in
 from tpuport.core.files.run_record import RUN_FILE, STAGES, is_pipeline_run
 from tpuport.core.spec.requests import recorded_request
+from tpuport.errors import UsageError
 from tpuport.plugins import get_port
 
 
@@ -51,16 +52,20 @@ def resume(
 ) -> None:
     """Finish a run that ended early, and write its videos.
 
-    The run keeps its settings; --out names another place for the videos. Without --out
-    the video of a run with --run-dir becomes video.mp4 in that folder. The files of
-    other runs are removed afterwards.
+    The run keeps its settings, and the videos go where the run was to write them; --out
+    names another place. The folder of a run without --run-dir is removed afterwards.
 
-    Example: tpuport resume 20261124-081502-3fa9c1 --out fox.mp4
+    Example: tpuport resume fox --out fox.mp4
     """
     prepare(debug=settings.debug)
     started = time.perf_counter()
     folder = Path(name).expanduser()
     in_cache = not (folder / RUN_FILE).exists()
+    if in_cache and folder.is_dir():
+        raise UsageError(
+            f"{folder}: holds no run (there is no {RUN_FILE}); name a folder of "
+            "--run-dir, or an ID of `tpuport runs`"
+        )
     if in_cache:
         kept = kept_run(cache_folder(settings.cache_dir), name)
     else:

@@ -328,6 +328,9 @@ class AnyRun:
         from tpuport.core.pipelines.sidecar import frames_digest
 
         self.digests.append(frames_digest(made.frames[0]))
+        asked, found = self.settings.num_frames, len(made.frames[0])
+        if asked is not None and asked != found and index == 0:
+            say(f"{self.folder.class_name} made {plural(found, 'frame')}, not {asked}")
         if files is None:
             return
         files.take(index, made.frames[:1])

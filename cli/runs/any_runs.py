@@ -19,6 +19,7 @@ from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import atomic_write_bytes
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.run_lock import holder, working_in
+from tpuport.core.files.run_record import tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import Asked, read_value
@@ -118,11 +119,11 @@ def resume_any(settings: Settings, started: float) -> None:
         TpuportError: as of :func:`generate_any`.
     """
     assert settings.run_dir is not None
-    place = settings.out or str(settings.run_dir / "video.mp4")
     with (
         Display(signals.check) as display,
         _opened(settings, display, resumes=True) as (run, kept),
     ):
+        place = kept.record["out"] or str(settings.run_dir / "video.mp4")
         videos, report = run.make(run.outputs(place), started, kept)
     _show("resume", run, report, videos, settings.run_dir)
 
@@ -135,7 +136,7 @@ def _begun(run: AnyRun, out: str) -> Iterator[PipelineRun]:
     """
     from tpuport.core.drive.pipeline_run import PipelineRun
 
-    record, given = _record(run), run.settings.run_dir
+    record, given = _record(run, out), run.settings.run_dir
     with contextlib.ExitStack() as stack:
         if given is not None:
             folder = stack.enter_context(working_in(given))
@@ -144,16 +145,23 @@ def _begun(run: AnyRun, out: str) -> Iterator[PipelineRun]:
             keep_asked(folder, run.settings, out)
         kept = PipelineRun.open_or_begin(folder, record)
         _keep_inputs(kept, run)
-        if kept.begun:
-            say(f"going on with the run in {folder}")
+        _say_where(kept)
         stack.enter_context(going_on(folder))
         yield kept
+
+
+def _say_where(kept: PipelineRun) -> None:
+    """Say how far a run is that goes on."""
+    if tapes := tapes_in(kept.path):
+        done = ", ".join(told_of(tape) for tape in tapes)
+        say(f"going on with the run in {kept.path}, after {done}")
 
 
 def _own_folder(run: AnyRun, record: Record, stack: contextlib.ExitStack) -> Path:
     """A folder of the cache, named by what the run is of; held by ``stack``."""
     assert run.settings.cache_dir is not None
-    digest = hashlib.sha256(canonical(record)).hexdigest()[:12]
+    about = {**record, "out": "", "source": ""}  # wherever they are
+    digest = hashlib.sha256(canonical(about)).hexdigest()[:12]
     name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}-{digest}"
     for number in itertools.count(1):
         own = name if number == 1 else f"{name}-{number}"
@@ -185,6 +193,8 @@ def _opened(
         folder = find(settings, reporter)
         run = AnyRun.prepared(settings, folder, reporter, partly=True)
         _check_same(kept, run)
+        if resumes:
+            _say_where(kept)
         with going_on(path):
             yield run, kept
 
@@ -206,7 +216,7 @@ def _check_same(kept: PipelineRun, run: AnyRun) -> None:
     kept.check({**now, **same})  # type: ignore[typeddict-item]
 
 
-def _record(run: AnyRun) -> Record:
+def _record(run: AnyRun, out: str = "") -> Record:
     checkpoint = run.folder.checkpoint
     there = [name for name in run.folder.components() if _has_weights(run.folder, name)]
     return {
@@ -217,6 +227,7 @@ def _record(run: AnyRun) -> Record:
         "inputs": {_absolute(name): digest for name, digest in run.inputs.items()},
         "versions": versions(),
         "videos": len(run.videos()),
+        "out": out and str(Path(out).absolute()) + "/" * out.endswith("/"),
     }
 
 

@@ -93,7 +93,8 @@ def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:
     good(cli("generate", *asked, "--out", "one.gif"))
     good(cli("encode", *asked, "--run-dir", "run"))
     good(cli("denoise", "--run-dir", "run"))
-    good(cli("resume", "run", "--out", "two.gif"))
+    ran = good(cli("resume", "run", "--out", "two.gif"))
+    assert "going on with the run in run, after step 4" in ran.err
     assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
 
 
@@ -197,3 +198,13 @@ def test_there_is_nothing_to_resume(cli: Cli, tmp_path: Path) -> None:
     ran = cli("resume", tmp_path / "none")
     assert ran.code == 2
     assert "no run" in ran.last
+    ran = cli("resume", tmp_path)
+    assert ran.code == 2
+    assert "holds no run" in ran.last
+
+
+def test_another_number_of_frames_is_told(cli: Cli, folder: Path) -> None:
+    """Upstream rounds the number that its autoencoder cannot make."""
+    asked = ("--weights", folder, *ASKED[:4], "--frames", "6", *ASKED[6:])
+    ran = good(cli("generate", *asked, "--backend", "diffusers", "--out", "a.gif"))
+    assert "WanPipeline made 5 frames, not 6" in ran.err

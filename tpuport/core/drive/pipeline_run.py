@@ -29,7 +29,8 @@ class Record(TypedDict):
     """The content of ``run.json``.
 
     ``source`` is where the weights were, ``weights`` are fingerprints by component,
-    ``inputs`` digests of images and videos by file.
+    ``inputs`` digests of images and videos by file, ``out`` where the videos go; empty
+    for the run's folder.
     """
 
     pipeline: str
@@ -39,6 +40,7 @@ class Record(TypedDict):
     inputs: dict[str, str]
     versions: dict[str, str | None]
     videos: int
+    out: str
 
 
 class PipelineRun:
@@ -101,7 +103,7 @@ class PipelineRun:
         """
         found: dict[str, Any] = dict(self.record)
         now: dict[str, Any] = as_json(dict(record), "the run")
-        now["source"] = found["source"]
+        now |= {"source": found["source"], "out": found["out"]}
         weights = {**now["weights"], **found["weights"]}
         found["weights"], now["weights"] = weights, {**weights, **now["weights"]}
         different = differences(flatten(found, ""), flatten(now, ""))

@@ -204,7 +204,7 @@ def _check_same(
         if now is not component:
             raise UsageError(
                 f"{name} was replaced by a {type(now).__name__} after port(), which "
-                "would run on the host: call tpuport.unport() before, and port() after"
+                "would run on the host: call tpuport.unport(), replace it, and port()"
             )
 
 
