@@ -20,6 +20,7 @@ from tpuport.cli.runs.kept_runs import (
     KeptRun,
     asked_for,
     going_on,
+    is_kept,
     kept_run,
     look,
     out_of,
@@ -60,26 +61,25 @@ def resume(
     prepare(debug=settings.debug)
     started = time.perf_counter()
     folder = Path(name).expanduser()
-    in_cache = not (folder / RUN_FILE).exists()
-    if in_cache and folder.is_dir():
+    is_folder = (folder / RUN_FILE).exists()
+    if folder.is_dir() and not is_folder:
         raise UsageError(
             f"{folder}: holds no run (there is no {RUN_FILE}); name a folder of "
             "--run-dir, or an ID of `tpuport runs`"
         )
-    if in_cache:
-        kept = kept_run(cache_folder(settings.cache_dir), name)
-    else:
+    if is_folder:
         kept = look(folder)
+    else:
+        kept = kept_run(cache_folder(settings.cache_dir), name)
     if is_pipeline_run(kept.folder):
         settings = replace(settings, run_dir=kept.folder)
         resume_any(out_of(kept, settings), started)
     else:
-        _resume_stages(kept, settings, started, in_cache=in_cache)
+        _resume_stages(kept, settings, started)
 
 
-def _resume_stages(
-    kept: KeptRun, settings: Settings, started: float, *, in_cache: bool
-) -> None:
+def _resume_stages(kept: KeptRun, settings: Settings, started: float) -> None:
+    in_cache = is_kept(kept.folder)
     asked = (
         asked_for(kept, settings)
         if in_cache

@@ -29,9 +29,8 @@ def scan_(
     """Say what in a source does not port: file, line, remedy.
 
     CUDA, kernels of its own, values that a forward reads, and the like. Nothing of the
-    source is imported or run. A line says the file, what was found, what
-    to do, and which patch of tpuport covers the function, if one does. What upstream's
-    host code does between two modules is not looked at, but for CUDA.
+    source is imported or run. If a patch of tpuport covers the function, the line names
+    the patch. Host code between two modules is looked at for CUDA alone.
 
     Example: tpuport scan my_model/
     """

@@ -37,10 +37,9 @@ def measure_any(
         prompt = (PROMPT,) if "prompt" in folder.parameters else ()
         measured: dict[str, tuple[AnyRun, Taped]] = {}
         for backend in backends:
-            # Upstream's code knows no executables and no attention of ours.
             own = replace(settings, prompt=prompt, backend=backend)
             if backend == Backend.DIFFUSERS:
-                own = replace(own, executables=None)
+                own = replace(own, executables=None)  # not upstream's
             run = AnyRun.prepared(own, folder, display)
             measured[str(backend)] = run, stack.enter_context(run.opened())
         opened = time.perf_counter() - opened

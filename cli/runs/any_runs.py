@@ -23,7 +23,7 @@ from tpuport.core.files.run_record import tapes_in, told_of
 from tpuport.core.files.sealed_json import canonical
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import Asked, read_value
-from tpuport.errors import ArtifactError, UsageError
+from tpuport.errors import ArtifactError, UsageError, WriteError
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun, Record
@@ -167,8 +167,12 @@ def _own_folder(run: AnyRun, record: Record, stack: contextlib.ExitStack) -> Pat
         own = name if number == 1 else f"{name}-{number}"
         folder = run.settings.cache_dir / "runs" / own
         if holder(folder) is None:  # else another process makes the same video
-            with contextlib.suppress(ArtifactError):
+            try:
                 return stack.enter_context(temporary(folder))
+            except WriteError:
+                raise
+            except ArtifactError:  # which came first
+                continue
     raise AssertionError
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.cli.tools import Cli, Ran
+from tests.cli.tools import SMALL, Cli, Ran
 from tests.measure.kills import kill
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
 from tpuport.cli.runs import any_runs
 from tpuport.core.files.fingerprint import versions
+from tpuport.errors import WriteError
 
 ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "4"),
@@ -208,3 +210,24 @@ def test_another_number_of_frames_is_told(cli: Cli, folder: Path) -> None:
     asked = ("--weights", folder, *ASKED[:4], "--frames", "6", *ASKED[6:])
     ran = good(cli("generate", *asked, "--backend", "diffusers", "--out", "a.gif"))
     assert "WanPipeline made 5 frames, not 6" in ran.err
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no reason to try the next name, for ever."""
+
+    @contextlib.contextmanager
+    def full(place: Path) -> Iterator[Path]:
+        raise WriteError(f"{place}: cannot be written: no room is left")
+        yield
+
+    monkeypatch.setattr(any_runs, "temporary", full)
+    ran = cli("generate", "--weights", folder, *ASKED)
+    assert (ran.code, "cannot be written" in ran.last) == (1, True), ran.err
+
+
+def test_a_plugins_run_directory_is_resumed_too(cli: Cli) -> None:
+    good(cli("encode", "--prompt", "a fox", *SMALL, "--run-dir", "run"))
+    good(cli("resume", "run"))
+    assert Path("run/video.mp4").exists()

@@ -94,7 +94,7 @@ class Drive:
             self.called(asked.name)
             return asked.run()
         after = not denoises(asked.name) and self._decodes(asked.name)
-        self.tape.check_end(asked.name, after=after)
+        self.tape.check_end(asked, after=after)
         self.called(asked.name)
 
         def live(*args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from tpuport.core.drive.kept_values import Kept, KeptError, kept, shape_of
 from tpuport.core.drive.state_watch import Look, StateWatch
 from tpuport.core.enums import StageName, denoises
 from tpuport.core.seam.journal import Asked
+from tpuport.core.seam.pairs import is_denoiser
 from tpuport.errors import ArtifactError
 
 #: Attributes of a scheduler that no step changes.
@@ -133,8 +134,6 @@ class Tape:
     recorded: Recorded = field(init=False)
     unkept: str = field(default="", init=False)
     _between: bool = False
-    _since: int = 0
-    _recurring: set[str] = field(default_factory=set)
     _watches: dict[int, StateWatch] = field(default_factory=dict)
     _played_calls: int = 0
     _played_steps: int = 0
@@ -174,7 +173,7 @@ class Tape:
             self.before.calls
         )
 
-    def check_end(self, name: str, *, after: bool) -> None:
+    def check_end(self, asked: Asked, *, after: bool) -> None:
         """End the run before a call that belongs to the stage after the last.
 
         Args:
@@ -185,11 +184,11 @@ class Tape:
         """
         if not self.live:
             return
-        if self._finished is None and denoises(name):
+        if self._finished is None and _of_a_step(asked):
             self._finished = StageName.ENCODE
         if after:
             self._finished = StageName.DENOISE
-        encoded = self.until == StageName.ENCODE and denoises(name)
+        encoded = self.until == StageName.ENCODE and _of_a_step(asked)
         if encoded or (self.until == StageName.DENOISE and after):
             self.record()
             raise StageEnd
@@ -222,12 +221,11 @@ class Tape:
         # What an encoder keeps is of its own calls, which are all given back.
         if not after and (new.same(old) or not denoises(name)):
             with contextlib.suppress(KeptError):
-                whole = denoises(name) and "." not in name
-                answer = shape_of(result) if whole else kept(result)
+                answer = shape_of(result) if _by_shape(asked) else kept(result)
         given = new.digest(old) if answer is None else 0
         same = all(map(torch.equal, earlier, now))
         self._calls.append(Call(name, answer, given, None if same else kept(now)))
-        self._between |= denoises(name)
+        self._between |= _of_a_step(asked)
         return result
 
     def _again(self, call: Call, asked: Asked) -> Any:
@@ -276,8 +274,6 @@ class Tape:
             return self._step_again(self.before.steps[found[0]], scheduler)
         if not self.unkept:
             self._keep_step(key, number, scheduler, result, at)
-        if self._between:
-            self._forget_what_recurs(goes_on=at is not None)
         self._between = False
         return result
 
@@ -299,19 +295,6 @@ class Tape:
             self._steps.append(made)
         else:
             self._steps[at] = made
-
-    def _forget_what_recurs(self, *, goes_on: bool) -> None:
-        """Keep shapes alone of calls that every step makes, such as a controlnet's.
-
-        Args:
-            goes_on: whether the step before was one of the same pass.
-        """
-        since = self._calls[self._since :]
-        if goes_on:
-            for place, call in enumerate(since, self._since):
-                if call.answer is not None and call.name in self._recurring:
-                    self._calls[place] = replace(call, answer=call.answer.shape)
-        self._since, self._recurring = len(self._calls), {one.name for one in since}
 
     def _pass(self, key: int, scheduler: Any) -> int | None:
         """The place of the pass under way; ``None`` if this step begins one."""
@@ -343,6 +326,20 @@ class Tape:
         for generator, state in zip(self.generators, given, strict=True):
             generator.set_state(state)
         torch.set_rng_state(own)
+
+
+def _of_a_step(asked: Asked) -> bool:
+    """Whether upstream makes a call for each step: of a denoiser, or a controlnet."""
+    return denoises(asked.name) or _by_shape(asked)
+
+
+def _by_shape(asked: Asked) -> bool:
+    """Whether the next result of a step takes the place of all that a call answers.
+
+    A path leads to a part of a denoiser, which upstream may call once.
+    """
+    takes_time = denoises(asked.name) or is_denoiser(asked.module)
+    return takes_time and "." not in asked.name
 
 
 def _state_of(holder: Any) -> dict[str, Any]:
