@@ -70,8 +70,10 @@ class Run:
         until: StageName | None = None,
         kill_after: int | None = None,
         port: bool = False,
+        **more: Any,
     ) -> None:
         pipeline, call = made(one)
+        call |= more
         torch.manual_seed(3)
         generator = torch.Generator("cpu").manual_seed(3)
         given = {"output_type": "np", **call, "generator": generator}
@@ -165,6 +167,46 @@ def test_a_ported_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     again = Run(one, on_disk(killed.recorded, tmp_path), port=True)
     assert equal(again.arrays, whole.arrays)
     assert again.recorded.stepped == whole.recorded.stepped
+
+
+@pytest.mark.parametrize("after", [2, 3, 5])
+def test_the_history_of_a_scheduler_goes_along(after: int, tmp_path: Path) -> None:
+    """UniPC takes a step from the results of two steps before."""
+    one, more = all_examples()["WanPipeline"], {"num_inference_steps": 6}
+    whole = Run(one, **more)
+    recorded = Run(one, kill_after=after, **more).recorded
+    assert recorded.stepped > 0
+    assert equal(Run(one, on_disk(recorded, tmp_path), **more).arrays, whole.arrays)
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    """Also where upstream draws by what a denoiser answered, which is zero then."""
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.ones_(model.weight)
+
+    def drive(tape: Tape, steps: int) -> tuple[torch.Tensor, Recorded]:
+        torch.manual_seed(1)
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(4)
+        pipeline = SimpleNamespace(
+            components={"scheduler": scheduler, "transformer": model}
+        )
+        x = torch.ones(1, 4)
+        with driving(pipeline, Journal(Reporter()), Backend.TPUPORT, tape):
+            for timestep in scheduler.timesteps[:steps]:
+                answer = model(x)
+                if answer.abs().sum() > 0:
+                    torch.randn(3)
+                noise = torch.randn(1, 4)
+                (x,) = scheduler.step(answer, timestep, x + noise, return_dict=False)
+        tape.record()
+        return x, tape.recorded
+
+    with torch.no_grad():
+        expected, _ = drive(Tape(), 4)
+        _, recorded = drive(Tape(), 2)
+        found, _ = drive(Tape(recorded), 4)
+    assert torch.equal(found, expected)
 
 
 def test_calls_of_another_run_are_refused() -> None:
