@@ -217,8 +217,12 @@ def test_a_folder_that_cannot_be_made_is_an_error(
 ) -> None:
     """And no reason to try the next name, for ever."""
 
+    tried: list[Path] = []
+
     @contextlib.contextmanager
     def full(place: Path) -> Iterator[Path]:
+        tried.append(place)
+        assert len(tried) == 1
         raise WriteError(f"{place}: cannot be written: no room is left")
         yield
 

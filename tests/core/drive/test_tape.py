@@ -28,7 +28,8 @@ from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.ported import seam_of
 
 GATE = (
-    "WanPipeline",  # UniPC, which keeps two results
+    "WanPipeline",
+    "WanPipeline-2.2",  # UniPC, which keeps results of steps before
     "CogVideoXPipeline",
     "LTX2Pipeline",  # two schedulers step
     "AnyFlowFARPipeline",  # a cache of frames in an argument
@@ -172,7 +173,7 @@ def test_a_ported_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [2, 3, 5])
 def test_the_history_of_a_scheduler_goes_along(after: int, tmp_path: Path) -> None:
     """UniPC takes a step from the results of two steps before."""
-    one, more = all_examples()["WanPipeline"], {"num_inference_steps": 6}
+    one, more = all_examples()["WanPipeline-2.2"], {"num_inference_steps": 6}
     whole = Run(one, **more)
     recorded = Run(one, kill_after=after, **more).recorded
     assert recorded.stepped > 0
