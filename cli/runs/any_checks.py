@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
 from tpuport.cli.asked.settings import TABLE, Settings
-from tpuport.core.enums import Backend, Dtype
+from tpuport.core.enums import Backend, Dtype, Place
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import Reporter
 from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
@@ -36,7 +36,8 @@ _SHARED = frozenset(
         *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
         *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
         *("seed", "image", "video", "strength", "options", "search", "executables"),
-        *("run_dir", "checkpoint_every"),
+        *("run_dir", "checkpoint_every", "sharding", "blocks", "vae_tiling"),
+        *("encode_on", "latents"),
     }
 )
 
@@ -73,6 +74,15 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
             known = f"{folder.class_name} has {', '.join(components)}"
             hint = did_you_mean(name, components, known)
             raise UsageError(f"--on-host {name}: is no component; {hint}")
+
+
+def with_host(settings: Settings, folder: PipelineFolder) -> Settings:
+    """The settings with the text encoders among ``on_host``, for --encode-on host."""
+    if settings.encode_on != Place.HOST:
+        return settings
+    encoders = [name for name in folder.components() if "text_encoder" in name]
+    named = tuple(dict.fromkeys((*settings.on_host, *encoders)))
+    return replace(settings, on_host=named, encode_on=Place.DEVICE)
 
 
 def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:

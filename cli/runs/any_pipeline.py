@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport import api, targets
 from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.any_checks import (
@@ -21,6 +22,7 @@ from tpuport.cli.runs.any_checks import (
     refuse_flags,
     upstreams_errors,
     with_dtype,
+    with_host,
 )
 from tpuport.cli.runs.variants import of_plugin, resolved
 from tpuport.cli.shown import signals
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
     *("height", "width", "num_frames", "fps", "num_inference_steps"),
-    *("guidance_scale", "image", "video", "strength"),
+    *("guidance_scale", "image", "video", "strength", "latents"),
 )
 
 
@@ -108,11 +110,18 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     cache_folder(settings.cache_dir)
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
+    from tpuport.core.pipelines.call_arguments import SCHEDULER
     from tpuport.core.pipelines.folder import PipelineFolder
 
     assert settings.weights is not None
     folder = PipelineFolder.find(settings.weights, reporter)
-    return replace(folder, guidance=settings.guidance_scale)
+    folder = replace(
+        folder, guidance=settings.guidance_scale, tiling=settings.vae_tiling
+    )
+    scheduler = settings.options.get(SCHEDULER)
+    if scheduler is None or SCHEDULER in folder.parameters:
+        return folder
+    return folder.with_scheduler(str(scheduler))
 
 
 @dataclass
@@ -126,6 +135,7 @@ class AnyRun:
         patches: what became of each patch.
         calls: of modules, by name: of how many programs.
         blocks: those in place, which a plugin may have.
+        first: the number of the first video, for a replay of one of several.
     """
 
     settings: Settings
@@ -137,6 +147,7 @@ class AnyRun:
     patches: list[dict[str, Any]]
     calls: dict[str, int]
     blocks: Blocks = Blocks.UPSTREAM
+    first: int = 0
 
     @classmethod
     def prepared(
@@ -146,10 +157,12 @@ class AnyRun:
         reporter: Reporter,
         *,
         partly: bool = False,
+        first: int = 0,
     ) -> AnyRun:
         """Everything checked that needs no weights.
 
         Args:
+            first: the number of the first video.
             partly: some components are not called, and their weights may be missing.
 
         Raises:
@@ -158,12 +171,19 @@ class AnyRun:
         from tpuport.core.pipelines.call_arguments import arguments_of
 
         refuse_flags(settings, folder.class_name)
+        noise = read_noise(settings.latents)
+        if noise is not None:
+            if "latents" not in folder.all_parameters:
+                raise UsageError(f"--latents: {folder.class_name} takes none")
+            if not first:
+                noise.for_videos(max(len(settings.prompt), 1) * len(settings.seed))
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
         if settings.report is not None:
             check_report(settings.report, settings.inputs())
         check_attention_here(settings)
         arguments = arguments_of(folder, settings)
+        settings = with_host(settings, folder)
         check_on_host(settings, folder)
         placed = targets.place_for_port(settings.mesh, reporter)
         settings = with_dtype(settings, placed)
@@ -175,7 +195,9 @@ class AnyRun:
         if settings.executables is not None:
             check_executables(settings, folder, placed, reporter)
         inputs = {name: file_digest(Path(name)) for name in _files(settings)}
-        return cls(settings, folder, reporter, arguments, inputs, [], [], {})
+        return cls(
+            settings, folder, reporter, arguments, inputs, [], [], {}, first=first
+        )
 
     @property
     def how(self) -> dict[str, Any]:
@@ -187,6 +209,9 @@ class AnyRun:
             "mesh": str(targets.place_for_port(settings.mesh).spec),
             "attention": str(settings.attention),
             "on_host": list(settings.on_host),
+            "blocks": settings.blocks,
+            "sharding": settings.sharding,
+            "vae_tiling": settings.vae_tiling,
         }
 
     @property
@@ -316,11 +341,14 @@ class AnyRun:
         from tpuport.core.files.frames import FrameChecks, measure
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
 
+        settings = self.settings
         prompt, seed = self.videos()[one.index]
         given = {**self.arguments, **as_arrays(self.folder)}
         if prompt is not None:
             given["prompt"] = prompt
         torch.manual_seed(seed)  # of pipelines that draw without a generator
+        if settings.latents is not None:
+            given["latents"] = self._noise(one.index)
         if "generator" in self.folder.all_parameters:
             given["generator"] = torch.Generator("cpu").manual_seed(seed)
         output, reports = one.called(given, self)
@@ -331,6 +359,13 @@ class AnyRun:
         checks.add(one.index, made.frames.shape, measure(made.frames))
         checks.check()
         return made, reports
+
+    def _noise(self, index: int) -> Any:
+        """The initial noise of a video, which the user brought along."""
+        noise = read_noise(self.settings.latents)
+        assert noise is not None
+        of_all = noise.for_videos(max(len(self.videos()), len(noise.tensor)))
+        return of_all[index + self.first :][:1]
 
     def _write(self, index: int, made: Made, files: VideoFiles | None) -> None:
         from tpuport.core.pipelines.sidecar import frames_digest
@@ -365,7 +400,8 @@ class AnyRun:
             how: Any = self.how
             digest = self.digests[index]
             return sidecar.describe(
-                self.folder, request, how, self.inputs, digest, report, output
+                *(self.folder, request, how, self.inputs, digest, report, output),
+                noise=index + self.first,
             )
 
         return describe
@@ -471,7 +507,8 @@ class Taped:
 
 
 def _files(settings: Settings) -> list[str]:
-    named = [settings.image, settings.video, *settings.options.values()]
+    named = [settings.image, settings.video, settings.latents]
+    named += settings.options.values()
     texts = [text for text in named if isinstance(text, str)]
     return [t for t in texts if Path(t).expanduser().is_file()]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,8 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     with Display(signals.check) as display:
-        run = AnyRun.prepared(settings, find(settings, display), display)
+        folder, first = find(settings, display), recorded["noise"]
+        run = AnyRun.prepared(settings, folder, display, first=first)
         _check_same(file, recorded, run)
         outputs = run.outputs("") if asked.out is not None else None
         videos, report = run.make(outputs, started)
@@ -65,10 +66,8 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
     from tpuport.core.spec.run_settings import RunSettings
 
     request, how = recorded["request"], recorded["how"]
-    read = RunSettings.read(
-        {name: how[name] for name in ("backend", "dtype", "mesh", "attention")},
-        named=str,
-    )
+    known = {f.name for f in fields(RunSettings)} - {"on_host"}
+    read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
     return replace(
         asked,
         model=None,
@@ -77,6 +76,9 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
         dtype=read.dtype,
         mesh=read.mesh,
         attention=read.attention,
+        blocks=read.blocks,
+        sharding=read.sharding,
+        vae_tiling=read.vae_tiling,
         on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),
         negative_prompt=request["negative_prompts"][0],

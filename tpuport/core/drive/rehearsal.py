@@ -23,7 +23,7 @@ from tpuport.core.arrays import torch_dtype
 from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.device_memory import array_bytes
-from tpuport.core.pipelines.folder import PipelineFolder, with_tiles
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
@@ -235,7 +235,7 @@ def without_weights(
         if hasattr(module, "tie_weights"):
             module.tie_weights()
         parts[name] = _weightless(module, dtype, fill)
-    return with_tiles(folder.put_together(parts))
+    return folder.adjusted(folder.put_together(parts))
 
 
 def _is_module(cls: Any) -> bool:
