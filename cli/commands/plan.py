@@ -63,15 +63,6 @@ def plan(
             help="The stages to plan; several as encode,denoise.",
         ),
     ] = "denoise",
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            help="Videos of one prompt that are denoised together. (default: one "
-            "video of each --prompt, one after the other)",
-        ),
-    ] = None,
     dump: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +98,7 @@ def plan(
     prepare(debug=settings.debug)
     settings = with_model(settings, weights=False)
     run = _any if is_any(settings) else _known
-    made = run(settings, found, stage=stage, batch=batch, dump=dump, budget=budget)
+    made = run(settings, found, stage=stage, dump=dump, budget=budget)
     document = {"command": "plan", **made.as_dict()}
     if not settings.json:
         print(plan_text.everything(made) if verbose else plan_text.text(made))
@@ -129,11 +120,11 @@ def _known(
     topology: Topology,
     *,
     stage: str,
-    batch: int | None,
     dump: str | None,
     budget: float,
 ) -> Plan:
     """The plan of a model with a plugin."""
+    batch = settings.batch
     stages, prompts = _checked(settings, topology, stage, batch, dump)
     said = f"planning for {topology.name}"
     with Display(signals.check) as display, display.timed(said):

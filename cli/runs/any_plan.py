@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_checks import check_on_host, refuse_flags, rehearsal_of
+from tpuport.cli.runs.any_checks import (
+    check_on_host,
+    prompts_of,
+    refuse_flags,
+    rehearsal_of,
+)
 from tpuport.cli.runs.any_pipeline import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
@@ -67,7 +72,7 @@ def prepared(
     arguments = arguments_of(folder, settings)
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:
-        arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
+        arguments["prompt"] = prompts_of(settings, settings.prompt or (PROMPT,))
     arguments |= as_arrays(folder)
     latent = folder.blocks is None and "output_type" in folder.all_parameters
     if latent and stages == [StageName.DENOISE]:

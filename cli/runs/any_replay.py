@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import AnyRun, find
+from tpuport.cli.runs.any_pipeline import Again, AnyRun, find
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.run.progress import Display
@@ -36,8 +36,8 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     with Display(signals.check) as display:
-        folder, first = find(settings, display), recorded["noise"]
-        run = AnyRun.prepared(settings, folder, display, first=first)
+        folder, again = find(settings, display), _again(recorded)
+        run = AnyRun.prepared(settings, folder, display, again=again)
         _check_same(file, recorded, run)
         outputs = run.outputs("") if asked.out is not None else None
         videos, report = run.make(outputs, started)
@@ -61,6 +61,22 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     return document
 
 
+def _again(recorded: Sidecar) -> Again:
+    """The call that made the recorded video."""
+    request = recorded["request"]
+    prompts, seeds = request["prompts"], request["seeds"][0]
+    if len(prompts) != len(seeds) or not 0 <= recorded["video"] < len(prompts):
+        raise ArtifactError(
+            f"the sidecar names video {recorded['video']} of {len(prompts)} prompts "
+            f"and {len(seeds)} seeds; it cannot be replayed"
+        )
+    return Again(
+        videos=tuple(zip(prompts, seeds, strict=True)),
+        video=recorded["video"],
+        noise=recorded["noise"],
+    )
+
+
 def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
     """The settings of a recorded run; where the user gave some, those."""
     from tpuport.core.spec.run_settings import RunSettings
@@ -82,7 +98,8 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
         on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),
         negative_prompt=request["negative_prompts"][0],
-        seed=tuple(request["seeds"][0]),
+        seed=tuple(request["seeds"][0])[:1],
+        batch=len(request["prompts"]),
         options=request["options"],
         **request["flags"],
     )

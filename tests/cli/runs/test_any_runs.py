@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -70,6 +71,31 @@ def test_stages_over_machines_make_the_video_of_one_run(
         assert one.read_bytes() == two.read_bytes()
     again = good(cli("denoise", "--run-dir", "b", "--weights", second))
     assert "a step" not in again.err
+
+
+def test_videos_are_made_together_where_rows_are_split(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    """Videos of one call, in stages too; a replay makes the call again."""
+    prompts = ("--prompt", "a bird", "--prompt", "a cat")
+    asked = ("--weights", folder, *ASKED, *prompts, "--seed", "3")
+    one_by_one = good(cli("generate", *asked, "--out", "one/", "--json")).json
+    ran = good(cli("generate", *asked, "--mesh", "dp=3", "--out", "both/", "--json"))
+    assert "video 2" not in ran.err
+    for one, both in zip(one_by_one["videos"], ran.json["videos"], strict=True):
+        assert one["prompt"] == both["prompt"]
+        frames = [
+            [np.asarray(Image.open(f), int) for f in sorted(Path(v["path"]).iterdir())]
+            for v in (one, both)
+        ]
+        assert np.abs(np.subtract(*frames)).max() <= 1
+    again = good(cli("replay", ran.json["videos"][1]["path"], "--out", "again.gif"))
+    assert "the same frames as " in again.last
+    good(cli("encode", *asked, "--batch", "2", "--run-dir", "run"))
+    good(cli("denoise", "--run-dir", "run"))
+    staged = good(cli("decode", "--run-dir", "run", "--out", "staged/", "--json")).json
+    assert len(staged["videos"]) == 3
+    assert len(list(Path("run").glob("video-*"))) == 2
 
 
 def test_the_image_of_a_run_goes_with_its_folder(

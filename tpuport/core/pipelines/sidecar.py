@@ -95,12 +95,15 @@ def describe(
     frames: str,
     report: RunReport,
     output: Mapping[str, Any],
+    *,
+    video: int,
     noise: int,
 ) -> dict[str, Any]:
     """The sidecar of one video.
 
     Args:
-        noise: which of the noises of ``--latents`` it was made from.
+        video: which video of the call that the request is of.
+        noise: which of the noises of ``--latents`` the call's first was made from.
         frames: their digest; see :func:`frames_digest`.
         output: the file, its kind and its hash.
     """
@@ -111,7 +114,7 @@ def describe(
             "fingerprints": folder.checkpoint.fingerprints(folder.components()),
         },
         "request": request,
-        "video": 0,
+        "video": video,
         "noise": noise,
         "inputs": dict(inputs),
         "how": how,
