@@ -65,10 +65,10 @@ CONFIGS: dict[str, Callable[[], Config]] = {
         {
             "in_channels": 2,
             "dim": 32,
-            "n_layers": 7,
+            "n_layers": 13,
             "n_heads": 2,
             "cap_feat_dim": 8,
-            "injection_layer_ids": (1, 3, 5),
+            "injection_layer_ids": (1, 3, 5, 7, 9, 11),
             "min_num_gist_tokens": 4,
             "max_num_gist_tokens": 8,
             "gist_step": 4,
@@ -80,7 +80,7 @@ CONFIGS: dict[str, Callable[[], Config]] = {
         {
             "hidden_states": seeded(1, 1, 2, 8, 8),
             "timestep": torch.tensor([0.7]),
-            "encoder_hidden_states": seeded(2, 1, 4, 5, 8),
+            "encoder_hidden_states": seeded(2, 1, 7, 5, 8),
         },
     ),
     "HiDreamImageTransformer2DModel": lambda: (

@@ -43,7 +43,7 @@ def transformers() -> list[str]:
 
 
 #: BriaFibo2's loop gives each block of one kind a text of its own.
-TURNS = {"AceStepTransformer1DModel": 4, "BriaFibo2Transformer2DModel": 6}
+TURNS = {"AceStepTransformer1DModel": 4, "BriaFibo2Transformer2DModel": 12}
 
 
 @pytest.mark.parametrize("name", TURNS)
