@@ -106,13 +106,22 @@ def plan(
 
 
 def _any(
-    settings: Settings, topology: Topology, *, stage: str, budget: float, **own: Any
+    settings: Settings,
+    topology: Topology,
+    *,
+    stage: str,
+    dump: str | None,
+    budget: float,
 ) -> Plan:
-    """The plan of a pipeline without a plugin."""
-    _refuse(**own)
+    """The plan of a pipeline that upstream's code drives."""
+    folder = None if dump is None else Path(dump).expanduser()
+    if folder is not None:
+        check_dump(folder)
     with Display(signals.check) as display:
         planned = _stages(stage)
-        return plan_any(settings, topology, planned, budget=budget, reporter=display)
+        return plan_any(
+            settings, topology, planned, budget=budget, dump=folder, reporter=display
+        )
 
 
 def _known(
@@ -138,19 +147,6 @@ def _known(
             dump=dump,
             reporter=display,
         )
-
-
-def _refuse(**own: Any) -> None:
-    """Refuse options that are for models with a plugin.
-
-    Raises:
-        UsageError: which one.
-    """
-    for name, value in own.items():
-        if value is not None:
-            raise UsageError(
-                f"--{name}: is for models with a plugin; leave the option out"
-            )
 
 
 def _checked(

@@ -36,6 +36,7 @@ def plan_any(
     stages: Sequence[str],
     *,
     budget: float,
+    dump: Path | None,
     reporter: Reporter,
 ) -> Plan:
     """Plan the run that the settings ask for; of the folder only configs are read.
@@ -44,13 +45,14 @@ def plan_any(
         stages: names of those to plan.
         budget: seconds that a search for a mesh may take; a compile that has begun is
             finished.
+        dump: a folder for compiled programs, accounts and schedules.
 
     Raises:
         UsageError, WeightsError, MeshError: what is wrong.
     """
     folder, arguments = prepared(settings, stages, reporter)
     settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
-    one = _One(settings, folder, topology, arguments, stages, reporter)
+    one = _One(settings, folder, topology, arguments, stages, dump, reporter)
     if not settings.search:
         return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
     return _best(one, budget)
@@ -90,10 +92,12 @@ class _One:
         topology: Topology,
         arguments: Mapping[str, Any],
         stages: Sequence[str],
+        dump: Path | None,
         reporter: Reporter,
     ) -> None:
         self.settings, self.folder, self.topology = settings, folder, topology
         self.arguments, self.stages, self.reporter = arguments, stages, reporter
+        self.dump = dump
         self._again = False
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
@@ -120,6 +124,7 @@ class _One:
             arguments=self.arguments,
             stages=self.stages,
             cache=_schedules(self.settings),
+            dump=self.dump,
             reporter=self.reporter,
         )
 
@@ -143,6 +148,7 @@ def _best(one: _One, budget: float) -> Plan:
     seconds = [plan.seconds_per_step or float("inf") for plan in plans]
     order = sorted(range(len(plans)), key=lambda i: (not plans[i].fits, seconds[i]))
     best = plans[order[0]]
+    best.files = sorted({name for plan in plans for name in plan.files})
     best.meshes = [
         {
             "mesh": plans[i].mesh.shape,

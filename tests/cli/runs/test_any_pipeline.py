@@ -484,6 +484,7 @@ def test_a_plan_needs_configs_alone(copied: Path, tmp_path: Path) -> None:
     done = plan(
         tmp_path / "cache",
         *("--weights", str(copied), "--topology", "v6e-4", *ASKED, "--json"),
+        *("--dump", str(tmp_path / "dump")),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -495,3 +496,5 @@ def test_a_plan_needs_configs_alone(copied: Path, tmp_path: Path) -> None:
     assert stage["calls"] == 2
     assert found["seconds_per_step"] == pytest.approx(2 * program["seconds"])
     assert found["mesh"] == {"dp": 1, "sp": 4, "tp": 1}
+    assert "denoise-transformer-0-dp1-sp4-tp1.hlo.txt" in found["files"]
+    assert all((tmp_path / "dump" / name).exists() for name in found["files"])
