@@ -145,9 +145,7 @@ def build_pipeline(
     """
     store, made = ExecutableStore(folder), []
     with caching(folder, attached):
-        for program in found.programs:
-            if not program.by_stage.keys() & set(stages):
-                continue
+        for program in found.in_stages(stages):
             started = time.perf_counter()
             key = program.key()
             seconds = time.perf_counter() - started
@@ -173,10 +171,8 @@ def _measured(
     chip = chip_named(topology.chip)
     made: dict[StageName, list[Measured]] = {}
     kernels: dict[StageName, KernelsMet] = {}
-    for program in found.programs:
+    for program in found.in_stages(stages):
         wanted = [stage for stage in program.by_stage if stage in stages]
-        if not wanted:
-            continue
         for stage in wanted:
             kernels.setdefault(stage, KernelsMet(chip, cache, reporter))
         with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
