@@ -37,7 +37,8 @@ _SHARED = frozenset(
         *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
         *("seed", "image", "video", "strength", "options", "search", "executables"),
         *("run_dir", "checkpoint_every", "sharding", "blocks", "vae_tiling"),
-        *("encode_on", "latents", "batch"),
+        *("encode_on", "latents", "batch", "memory_report", "profile"),
+        *("profile_calls", "no_jit"),
     }
 )
 

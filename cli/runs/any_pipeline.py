@@ -41,7 +41,8 @@ from tpuport.core.reports import (
     plural,
 )
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.run_settings import DEMO
+from tpuport.core.spec.rules import check_inspection
+from tpuport.core.spec.run_settings import DEMO, PROFILED_CALLS
 from tpuport.errors import UsageError
 from tpuport.plugins import reader_of
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.run.inspection import Inspection
     from tpuport.core.seam.journal import Journal
 
 #: Of a request, what a sidecar keeps to ask again.
@@ -210,6 +212,7 @@ class AnyRun:
         if settings.report is not None:
             check_report(settings.report, settings.inputs())
         check_attention_here(settings)
+        check_inspection(settings)
         arguments = arguments_of(folder, settings)
         settings = with_host(settings, folder)
         check_on_host(settings, folder)
@@ -316,6 +319,9 @@ class AnyRun:
                     one = replace(opened, kept=kept, index=call, until=until)
                     made, reports = self.made(one)
                     stages += reports
+                    if one.inspection is not None:
+                        for line in one.inspection.lines(reports):
+                            self.reporter.say(line)
                     if made is not None:
                         self._write(numbers, made, files)
             report = self.report(stages, time.perf_counter() - started)
@@ -343,7 +349,26 @@ class AnyRun:
         pipeline, load = self._pipeline(late=late)
         pipeline.set_progress_bar_config(disable=True)
         with self._ported(pipeline) as journal:
-            yield Taped(pipeline, journal, load)
+            yield Taped(pipeline, journal, load, inspection=self._inspection(journal))
+
+    def _inspection(self, journal: Journal) -> Inspection | None:
+        """What looks at the calls of modules, if something was asked for."""
+        from tpuport.core.run.inspection import Inspection
+
+        asked = self.settings
+        if not (asked.memory_report or asked.profile or asked.no_jit):
+            return None
+        if asked.backend == Backend.DIFFUSERS:
+            say("--memory-report, --profile and --no-jit: not for upstream's code")
+            return None
+        return Inspection(
+            journal,
+            targets.place_for_port(asked.mesh).mesh.devices.flat,
+            memory=asked.memory_report,
+            profile=asked.profile,
+            calls=asked.profile_calls or PROFILED_CALLS,
+            op_by_op=asked.no_jit,
+        )
 
     @contextlib.contextmanager
     def _ported(self, pipeline: Any) -> Iterator[Any]:
@@ -523,8 +548,9 @@ class Taped:
     Attributes:
         load: gives a component its weights before it is called.
         kept: the run's folder; ``None`` to keep nothing.
-        index: of the video.
+        index: of the call.
         until: the stage to end with.
+        inspection: looks at the calls of modules.
     """
 
     pipeline: Any
@@ -533,6 +559,7 @@ class Taped:
     kept: PipelineRun | None = None
     index: int = 0
     until: StageName | None = None
+    inspection: Inspection | None = None
 
     def called(
         self, given: dict[str, Any], run: AnyRun
@@ -556,7 +583,7 @@ class Taped:
                 checkpoints = stack.enter_context(
                     Checkpoints(tape, folder, settings.checkpoint_every, run.reporter)
                 )
-            with upstreams_errors(name):
+            with self._noted(), upstreams_errors(name):
                 output, drive = called(
                     self.pipeline,
                     given,
@@ -564,10 +591,23 @@ class Taped:
                     settings.backend,
                     tape,
                     self.load,
+                    None if self.inspection is None else self.inspection.around,
                 )
             if checkpoints is not None and self.until is not None:
                 checkpoints.finish()
-        return output, drive.reports
+        if self.inspection is None:
+            return output, drive.reports
+        return output, self.inspection.ended(drive.reports)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What was noted until a run fails goes with the error."""
+        try:
+            yield
+        except BaseException as error:
+            if self.inspection is not None and (text := self.inspection.text()):
+                error.add_note(text)
+            raise
 
 
 def _files(settings: Settings) -> list[str]:

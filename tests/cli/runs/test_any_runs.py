@@ -116,6 +116,36 @@ def test_the_image_of_a_run_goes_with_its_folder(
     assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
 
 
+def test_memory_a_profile_and_op_by_op(cli: Cli, folder: Path) -> None:
+    asked = ("generate", "--weights", folder, *ASKED)
+    plain = good(cli(*asked, "--out", "plain/", "--json")).json
+    ran = good(
+        cli(
+            *(*asked, "--memory-report", "--profile", "traces", "--profile-calls", "2"),
+            *("--out", "noted/", "--json"),
+        )
+    )
+    assert "denoise  step 1" in ran.err
+    stages = {one["stage"]: one for one in ran.json["report"]["stages"]}
+    noted = stages["denoise"]["memory"]
+    assert {one["program"] for one in noted} == {"transformer"}
+    assert all(one["devices"][0]["peak"] > 0 for one in noted)
+    assert stages["denoise"]["profile"] == {"folder": "traces/denoise", "calls": 2}
+    assert list(Path("traces/denoise").rglob("*.trace.json.gz"))
+    slow = good(cli(*asked, "--no-jit-stage", "denoise", "--out", "slow/", "--json"))
+    found = {one["stage"]: one for one in slow.json["report"]["stages"]}
+    assert found["denoise"]["op_by_op"]
+    assert not found["denoise"]["compiles"]
+    assert found["decode"]["compiles"]
+    frames = [
+        [np.asarray(Image.open(f), int) for f in sorted(Path(name).iterdir())]
+        for document in (plain, ran.json, slow.json)
+        for name in [document["videos"][0]["path"]]
+    ]
+    assert np.array_equal(frames[0], frames[1])
+    assert np.abs(np.subtract(frames[0], frames[2])).max() <= 1
+
+
 def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:
     asked = ("--weights", folder, *ASKED, "--backend", "diffusers")
     good(cli("generate", *asked, "--out", "one.gif"))

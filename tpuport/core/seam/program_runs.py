@@ -22,7 +22,7 @@ from tpuport.core.reports import CompileReport
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw
 from tpuport.core.seam.journal import Called, Journal
-from tpuport.core.seam.module_state import State
+from tpuport.core.seam.module_state import State, forgetting
 from tpuport.core.seam.module_weights import ModuleWeights
 from tpuport.core.seam.pairs import Waiting, doubled, together
 from tpuport.core.seam.target import Target
@@ -211,10 +211,31 @@ class ProgramRuns(ModuleWeights):
                 arrays = self._run(program, inputs)
                 return arrays, arrays
             given.append([other for one, other in pairs if one is not other])
+        if self._journal.op_by_op:
+            return self._op_by_op(program, inputs, others)
         run = program.runs.get(differ)
         if run is None:
             run = program.runs[differ] = self._made_of(program, differ)
+        self._journal.ran = run
         return self._execute(run, self._placed(), given)
+
+    def _op_by_op(
+        self,
+        program: Program,
+        inputs: Sequence[jax.Array],
+        others: Sequence[jax.Array] | None,
+    ) -> Any:
+        """What a program gives back, each op by itself; two calls one by one."""
+        self._journal.ran = None
+        if others is not None:
+            return tuple(self._op_by_op(program, one, None) for one in (inputs, others))
+        with (
+            jax.disable_jit(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            forgetting(self.module),
+        ):
+            return program.call(self._placed(), inputs)
 
     def _placed(self) -> Mapping[str, jax.Array]:
         """The weights, on the devices."""
