@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,9 @@ from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import GATHERS, flags_for
 from tpuport.core.programs import executable_files as files
-from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
-from tpuport.core.programs.module_programs import lowered, module_key
+from tpuport.core.programs.jax_cache import cache_hits
 from tpuport.core.reports import CompileReport
+from tpuport.core.seam.arithmetic import FEWEST, Arithmetic
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw
 from tpuport.core.seam.journal import Called, Journal
@@ -42,6 +43,7 @@ class Program:
         used: positions of the tensors that are inputs; the others are constants.
         draws: random numbers that are inputs, after the tensors.
         attention, convolutions: what the calls in it run as.
+        in_parts: whether each device may hold a part of a result.
         trace_seconds: what tracing took.
         runs: compiled; for two calls as one, by the inputs that differ.
     """
@@ -54,6 +56,7 @@ class Program:
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionRecord, ...] = ()
     convolutions: tuple[ConvolutionRecord, ...] = ()
+    in_parts: bool = False
     trace_seconds: float = 0.0
     runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
@@ -81,6 +84,7 @@ class ProgramRuns(ModuleWeights):
 
     Args:
         module, name, target, journal: as of :class:`ModuleWeights`.
+        arithmetic: on results, of the port.
         make_room: called before weights are placed; other entries may have to go.
     """
 
@@ -90,16 +94,18 @@ class ProgramRuns(ModuleWeights):
         name: str,
         target: Target,
         journal: Journal,
+        arithmetic: Arithmetic,
         make_room: Callable[[Any], None],
     ) -> None:
         super().__init__(module, name, target, journal)
+        self._arithmetic = arithmetic
         self._make_room = make_room
         self._made: CompileReport | None = None
         self._built: files.Entry | None = None
         self._waiting: Waiting | None = None
         self._apart: list[Program] = []
 
-    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
+    def _result(self, program: Program, struct: Any, array: Any = None) -> DeviceTensor:
         """A tensor of the result; without an array, of the call that waits."""
         dtype = torch_dtype(str(struct.dtype))
         if dtype == torch.int32:
@@ -110,6 +116,10 @@ class ProgramRuns(ModuleWeights):
             read=lambda array: self._read(array).to(dtype),
             array=array,
             run=self.settle,
+            # Whole videos have no room on each device.
+            arithmetic=None
+            if program.in_parts or math.prod(struct.shape) < FEWEST
+            else self._arithmetic,
         )
 
     def _read(self, array: Any) -> torch.Tensor:
@@ -122,11 +132,14 @@ class ProgramRuns(ModuleWeights):
         first = self._waiting
         if first is None or first.program is not program:
             self.settle()
-            # The host may write to what is being uploaded, and replace weights.
-            jax.block_until_ready((inputs, self._placed()))
+            self._placed()
             infos = jax.tree.leaves(program.traced.out_info)
-            answers = [self._result(info) for info in infos]
-            self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
+            answers = [self._result(program, info) for info in infos]
+            self._waiting = Waiting(
+                program=program,
+                inputs=inputs,
+                answers=[answer.value for answer in answers],
+            )
             return answers
         self._waiting = None
         try:
@@ -139,7 +152,7 @@ class ProgramRuns(ModuleWeights):
             ours, theirs = self._run(program, first.inputs), self._run(program, inputs)
         for answer, array in zip(first.answers, ours, strict=True):
             answer.answered(array)
-        return [self._result(array, array) for array in theirs]
+        return [self._result(program, array, array) for array in theirs]
 
     def settle(self) -> None:
         """Run the call that waits, if one does."""
@@ -203,7 +216,8 @@ class ProgramRuns(ModuleWeights):
         if self._weights is None:
             self._make_room(self)
             self._journal.reporter.loading(self.name)
-            self._weights = self._place()
+            # The host may replace weights that are being uploaded.
+            self._weights = jax.block_until_ready(self._place())
         return self._weights
 
     def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
@@ -242,16 +256,9 @@ class ProgramRuns(ModuleWeights):
 
     def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
         """What runs a program; ``traced`` is one call of it, or two as one."""
-        built = self.target.built
-        with persistent_cache(self.target.cache):
-            if built is None:
-                run: Callable[..., Any] = traced.lower().compile()
-                return run
-            text = lowered(traced)
-            mesh = self.target.mesh
-            stages = self._stages()
-            key = module_key(self.name, self.module, mesh, self._structs, text, stages)
-            run, self._built = built.ready(key, text, mesh)
+        run, self._built = self.target.compiled(
+            traced, self.name, self.module, self._structs, self._stages()
+        )
         return run
 
     def _stages(self) -> list[str]:
