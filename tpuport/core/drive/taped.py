@@ -57,6 +57,8 @@ def called(
     """
     with driving(pipeline, journal, backend, tape) as drive:
         drive.before_live = before_live
+        if tape is not None:
+            tape.place = journal.between.of_host
         try:
             output = pipeline(**arguments)
         except StageEnd:
