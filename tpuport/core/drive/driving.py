@@ -262,8 +262,12 @@ class _Step:
 
 
 def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
+    before = vars(scheduler).get("step")
     vars(scheduler)["step"] = _Step(scheduler, drive)
-    stack.callback(vars(scheduler).pop, "step", None)
+    if before is None:
+        stack.callback(vars(scheduler).pop, "step", None)
+    else:  # a port's
+        stack.callback(vars(scheduler).update, step=before)
 
 
 def merged(reports: Iterable[StageReport]) -> list[StageReport]:
