@@ -125,13 +125,11 @@ def _compile(
     for asked in stages or ():
         if asked not in STAGES:
             raise UsageError(f"--stage {asked!r}: choose one of {', '.join(STAGES)}")
+    wanted = [n for n in STAGES if not stages or n in stages]
     if is_any(settings):
-        wanted = [n for n in STAGES if not stages or n in stages]
         return compile_any(settings, name, topology, wanted, folder)
     if settings.batch is not None:
-        raise UsageError(
-            "--batch: is for pipelines without a plugin; name each --prompt"
-        )
+        raise UsageError("--batch: is for any pipeline; name each --prompt here")
     known = check_early(settings)
     check_run_early(known, settings)
     if not settings.prompt:
@@ -148,7 +146,6 @@ def _compile(
         source = source_of(settings, session.variant)
         request = make_request(session, settings, source)
         display.say(in_words(request))
-        wanted = [n for n in STAGES if not stages or n in stages]
         if session.encode_on == Place.HOST and STAGES[0] in wanted:
             wanted.remove(STAGES[0])
         count = len(request.prompts)

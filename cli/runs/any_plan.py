@@ -113,7 +113,7 @@ class _One:
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""
-        from tpuport.core.plan.any_pipeline import plan_pipeline
+        from tpuport.core.plan.any_pipeline import Folders, plan_pipeline
 
         return plan_pipeline(
             self.folder,
@@ -123,8 +123,7 @@ class _One:
             self.settings,
             arguments=self.arguments,
             stages=self.stages,
-            cache=_schedules(self.settings),
-            dump=self.dump,
+            kept=Folders(_schedules(self.settings), self.dump),
             reporter=self.reporter,
         )
 

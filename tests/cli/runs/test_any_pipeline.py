@@ -178,7 +178,12 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
     def planned(spec: MeshSpec, found: Any = None) -> Any:
         step = seconds[str(spec)]
         return SimpleNamespace(
-            mesh=spec, fits=True, seconds_per_step=step, seconds=step, hbm_bytes=1
+            mesh=spec,
+            fits=True,
+            seconds_per_step=step,
+            seconds=step,
+            hbm_bytes=1,
+            files=[],
         )
 
     one: Any = SimpleNamespace(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpuport.core.arrays import torch_dtype
 from tpuport.core.cost.kernel_cycles import KernelsMet, keep_schedules
@@ -18,13 +18,24 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.build_ahead import Built, build_one, caching
-from tpuport.core.plan.dump_folder import keep_program
-from tpuport.core.plan.measure import Measured, measure
+from tpuport.core.plan.measure import Measured, keep_program, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.executable_files import ExecutableStore
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
+
+
+class Folders(NamedTuple):
+    """Folders of a plan.
+
+    Attributes:
+        schedules: of kernels, which are kept from plan to plan.
+        dump: for compiled programs, accounts and schedules; ``None`` for no dump.
+    """
+
+    schedules: Path
+    dump: Path | None = None
 
 
 def rehearsed(
@@ -61,25 +72,21 @@ def plan_pipeline(
     *,
     arguments: Mapping[str, Any],
     stages: Sequence[str],
-    cache: Path,
-    dump: Path | None = None,
+    kept: Folders,
     reporter: Reporter,
 ) -> Plan:
     """Compile every program of a rehearsed run and add it up.
 
     Args:
         stages: those whose programs are compiled.
-        cache: a folder for the schedules of kernels.
-        dump: a folder for compiled programs, accounts and schedules.
+        kept: where the schedules of kernels are kept, and the dump.
 
     Raises:
         KernelError, HloError: what was compiled could not be read.
         CompileError: a program does not compile, for another reason than its size.
     """
     chip = chip_named(topology.chip)
-    made, kernels, files = _measured(
-        found, topology, spec, stages, cache, dump, reporter
-    )
+    made, kernels, files = _measured(found, topology, spec, stages, kept, reporter)
     return Plan(
         files=files,
         model=folder.class_name,
@@ -162,19 +169,19 @@ def _measured(
     topology: Topology,
     spec: MeshSpec,
     stages: Sequence[str],
-    cache: Path,
-    dump: Path | None,
+    kept: Folders,
     reporter: Reporter,
 ) -> tuple[dict[StageName, list[Measured]], dict[StageName, KernelsMet], list[str]]:
     """Each stage's programs, compiled, their kernels, and the files of the dump."""
     files: list[str] = []
+    dump = kept.dump
     chip = chip_named(topology.chip)
     made: dict[StageName, list[Measured]] = {}
     kernels: dict[StageName, KernelsMet] = {}
     for program in found.in_stages(stages):
         wanted = [stage for stage in program.by_stage if stage in stages]
         for stage in wanted:
-            kernels.setdefault(stage, KernelsMet(chip, cache, reporter))
+            kernels.setdefault(stage, KernelsMet(chip, kept.schedules, reporter))
         with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
             measured = measure(
                 program,

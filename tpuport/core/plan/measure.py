@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from tpuport.core.cost.flops import model_flops
 from tpuport.core.cost.hlo import parse
 from tpuport.core.cost.network import Network
 from tpuport.core.cost.program_time import Account, Kernels, account
-from tpuport.core.files.atomic import one_line
+from tpuport.core.files.atomic import atomic_write_bytes, one_line
 from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.device_memory import plan_of, refused_bytes
+from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology
 from tpuport.core.plan.abstract_programs import device_bytes
 from tpuport.core.plan.build_ahead import CompileError
+from tpuport.core.plan.dump_folder import ACCOUNT, HLO
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 
 #: Characters that are kept of a compiler's message.
@@ -212,3 +216,29 @@ def _memory(
         resident=resident,
         total=every if total is None else total,
     )
+
+
+def keep_program(
+    dump: Path, measured: Measured, number: int, spec: MeshSpec, chip: Chip
+) -> list[str]:
+    """Write a compiled program and its account; the names of the files."""
+    dump.mkdir(parents=True, exist_ok=True)
+    mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
+    name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
+    written = []
+    if measured.hlo:
+        atomic_write_bytes(dump / f"{name}{HLO}", measured.hlo.encode())
+        written.append(f"{name}{HLO}")
+    if measured.account is not None:
+        document = {
+            "stage": measured.stage,
+            "program": measured.program,
+            "calls": measured.calls,
+            "clock_hz": chip.clock_hz,
+            "seconds": measured.account.seconds,
+            "rows": [row.as_dict() for row in measured.account.rows],
+        }
+        path = dump / f"{name}{ACCOUNT}"
+        atomic_write_bytes(path, json.dumps(document, indent=1).encode() + b"\n")
+        written.append(path.name)
+    return written

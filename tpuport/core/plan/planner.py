@@ -15,8 +15,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
 from tpuport.core.plan.default_mesh import default_mesh, heads_of
-from tpuport.core.plan.dump_folder import keep_program
-from tpuport.core.plan.measure import Measured, measure
+from tpuport.core.plan.measure import Measured, keep_program, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter

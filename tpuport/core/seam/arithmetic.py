@@ -295,8 +295,7 @@ class Arithmetic:
             value=node,
             strides=node.operation.strides,
             arithmetic=self,
-            base=base,
-            view=view,
+            view_of=None if base is None or view is None else (base, view),
         )
         self._wanted(node, made)
         return made

@@ -206,7 +206,7 @@ class DeviceTensor(torch.Tensor):
         run: makes the call that waits, which ends in :meth:`Value.answered`.
         value: in place of ``array`` and ``run``.
         arithmetic: computes operators; by default the host does.
-        base, view: the tensor that this is a view of, and how.
+        view_of: the tensor that this is a view of, and how.
 
     Attributes:
         value: what the devices have, or will.
@@ -235,8 +235,7 @@ class DeviceTensor(torch.Tensor):
         value: Value | None = None,
         strides: tuple[int, ...] | None = None,
         arithmetic: Computing | None = None,
-        base: DeviceTensor | None = None,
-        view: View | None = None,
+        view_of: tuple[DeviceTensor, View] | None = None,
     ) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device="cpu"
@@ -244,10 +243,11 @@ class DeviceTensor(torch.Tensor):
         made.value = value or Value(array, run, waits=array is None)
         made.arithmetic, made._read, made._asked = arithmetic, read, []
         made._host, made.writes, made.path = None, 0, ()
-        if base is None or view is None:
+        if view_of is None:
             with torch._C.DisableTorchFunctionSubclass():
                 made.family = Family(tuple(shape), made.stride(), dtype)
         else:
+            base, view = view_of
             made.family, made.path = base.family, (*base.path, view)
         made.family.add(made)
         return made
