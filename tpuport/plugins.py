@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -33,6 +35,20 @@ class Plugin:
     package: str
     module: str
     model: ModelPlugin | ModelPort
+
+    @property
+    def file(self) -> Path:
+        """The file of the module."""
+        name = self.module.partition(":")[0]
+        return Path(str(importlib.import_module(name).__file__))
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files of the module's package; of a module by itself, its file."""
+        top = importlib.import_module(self.module.partition(":")[0].partition(".")[0])
+        if not hasattr(top, "__path__"):
+            return [self.file]
+        return sorted(f for place in top.__path__ for f in Path(place).rglob("*.py"))
 
 
 def _package(entry_point: importlib.metadata.EntryPoint) -> str:
@@ -165,6 +181,11 @@ def reader_of_class(module: type) -> str | None:
         if plugin.component_of(module) is not None:
             return plugin.name
     return None
+
+
+def folder_of(model: str) -> Path:
+    """The folder of the module of an installed plugin."""
+    return installed_plugins()[model].file.parent
 
 
 def get_model(name: str) -> ModelPlugin | ModelPort:

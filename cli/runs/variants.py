@@ -18,7 +18,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.spec.demo_checkpoint import made_once
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.plugins import get_model
+from tpuport.plugins import folder_of, get_model
 
 
 def of_plugin(settings: Settings) -> ModelPlugin | None:
@@ -48,13 +48,16 @@ def resolved(
         return replace(settings, model=None)
     name, published = plugin.variant(settings.variant)
     settings = _with_defaults(settings, published.defaults)
+    beside = folder_of(plugin.name)
     source: str | Path | None = settings.weights
     if source in (None, "", DEMO):
         source = published.repo
         if not weights and published.configs:
-            source = _made(settings, plugin.name, name, published.read(), "configs")
+            source = _made(
+                settings, plugin.name, name, published.read(beside), "configs"
+            )
         elif not published.repo:
-            source = _made(settings, plugin.name, name, published.read(), DEMO)
+            source = _made(settings, plugin.name, name, published.read(beside), DEMO)
     say(f"{plugin.name} {name}: {source}")
     return replace(settings, model=None, variant=None, weights=source)
 

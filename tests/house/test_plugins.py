@@ -196,7 +196,7 @@ def toy() -> Any:
     """The example of the guide, as an installed plugin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
-        entry = metadata.EntryPoint("toy", "toy_plugin", hookspecs.GROUP)
+        entry = metadata.EntryPoint("toy", "toy_stages", hookspecs.GROUP)
         found = load_plugins([entry])
         patch.setattr(plugins, "installed_plugins", lambda: found)
         yield found["toy"]

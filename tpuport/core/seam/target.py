@@ -119,7 +119,7 @@ class Target:
             form = forms.get(name)
             claims[name] = Claim(
                 plugin=plugin.name,
-                plan=functools.partial(module.plan, name, layout),
+                plan=functools.partial(plugin.plan, name, layout),
                 transforms=form.transforms if form else (),
                 fits=form.fits if form else (lambda config: True),
                 whole=form is not None,
