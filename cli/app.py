@@ -17,6 +17,7 @@ from tpuport.cli.commands.compile import compile_
 from tpuport.cli.commands.doctor import doctor
 from tpuport.cli.commands.generate import generate
 from tpuport.cli.commands.models import models, plugins
+from tpuport.cli.commands.new_model import new_model
 from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
 from tpuport.cli.commands.replay import replay
@@ -57,6 +58,7 @@ app.command("plugins", cls=Command)(plugins)
 app.command("patches", cls=Command)(patches)
 app.command("scan", cls=Command)(scan_)
 app.command("check", cls=Command)(check_)
+app.command("new-model", cls=Command)(new_model)
 app.command("doctor", cls=Command)(doctor)
 
 

@@ -238,7 +238,7 @@ def compare(
     pair = Pair(ours=pipelines[0], theirs=pipelines[1], arguments=call)
     with reporter.timed("running upstream's own code"):
         expected = pair.expected()
-    found = []
+    found: list[Compared] = []
     for mesh in (MeshSpec(), MESH):
         if mesh.size > len(jax.devices()):
             reporter.say(f"mesh {mesh}: not tried, this process has too few devices")

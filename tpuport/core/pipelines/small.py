@@ -60,7 +60,8 @@ def of_class(name: str) -> Configs:
         part: [one for one in found if isinstance(one, type) and one is not type(None)]
         for part, found in cls._get_signature_types().items()
     }
-    needed, denoiser = {}, ""
+    needed: dict[str, Any] = {}
+    denoiser = ""
     for part, (kind, *_) in types.items():
         if kind in (bool, float, int, str):
             continue
@@ -159,7 +160,7 @@ def _encoder(
 
 
 def _small_encoder(config: Mapping[str, Any], words: Any) -> Configs:
-    own = {**_ENCODER}
+    own: dict[str, Any] = {**_ENCODER}
     if words is not None:
         own["vocab_size"] = len(words)
         own |= {name: getattr(words, name, None) for name in _IDS}
@@ -190,7 +191,7 @@ def of_folder(folder: Path) -> Configs:
 
 def small(configs: Mapping[str, Any]) -> Configs:
     """The configs of the same pipeline with few layers, heads and channels."""
-    index = {name: value for name, value in configs["model_index"].items()}
+    index = dict(configs["model_index"])
     made: Configs = {"model_index": index}
     for part, config in configs.items():
         if part == "model_index":

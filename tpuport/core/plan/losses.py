@@ -1,4 +1,4 @@
-"""Where a plan loses time on a TPU, the most first, each with a remedy and an example."""
+"""Where a plan loses time, the most first, each with a remedy and an example."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Target:
         if blocks == Blocks.NATIVE:
             forms = {n: m.native for n, m in plugin.modules.items() if m.native}
         claims = {}
-        for name, module in plugin.modules.items():
+        for name in plugin.modules:
             form = forms.get(name)
             claims[name] = Claim(
                 plugin=plugin.name,

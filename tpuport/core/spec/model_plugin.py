@@ -94,11 +94,11 @@ class Module:
         rules = rules_of(table)
         for pattern, rule in zip(table, rules, strict=False):
             if not any(re.fullmatch(rule.pattern, one) for one in weights):
-                ends = dict.fromkeys(re.sub(r".*\.\d+\.", "", one) for one in weights)
-                near = did_you_mean(pattern.replace("\\", ""), ends, "correct it")
+                ends = {".".join(one.split(".")[-2:]): None for one in weights}
+                near = did_you_mean(pattern.replace("\\", ""), ends, "correct it.")
                 raise ShardingError(
                     f"module {name}: layout pattern {pattern!r} matches no weight; "
-                    f"{near} or remove the pattern"
+                    f"{near} Else remove it"
                 )
         return plan_sharding(rules, weights, mesh, component=name)
 
