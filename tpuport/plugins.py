@@ -151,10 +151,15 @@ def model_plugins() -> list[ModelPlugin]:
 def plugin_for(pipeline: str) -> ModelPlugin | None:
     """The installed plugin that claims an upstream pipeline class.
 
+    A plugin of another package takes the place of one of tpuport's own.
+
     Raises:
         PluginError: two plugins claim the class.
     """
     found = [model for model in model_plugins() if pipeline in model.pipelines]
+    if len(found) > 1:
+        known = installed_plugins()
+        found = [m for m in found if not known[m.name].module.startswith("tpuport.")]
     if len(found) > 1:
         names = " and ".join(model.name for model in found)
         raise PluginError(f"{pipeline} is claimed by {names}; uninstall one")
@@ -181,6 +186,11 @@ def reader_of_class(module: type) -> str | None:
         if plugin.component_of(module) is not None:
             return plugin.name
     return None
+
+
+def find_plugin(model: str) -> Plugin | None:
+    """The installed plugin of a model; ``None`` if there is none of the name."""
+    return installed_plugins().get(model)
 
 
 def folder_of(model: str) -> Path:

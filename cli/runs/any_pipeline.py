@@ -40,7 +40,7 @@ from tpuport.core.reports import (
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.run_settings import DEMO
 from tpuport.errors import UsageError
-from tpuport.plugins import reader_of
+from tpuport.plugins import plugin_for, reader_of
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
@@ -73,7 +73,8 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
         return for_a_plugin(settings)
     with Display(signals.check) as display:
         folder = find(settings, display)
-    model = reader_of(folder.class_name)
+    name = folder.class_name
+    model = None if plugin_for(name) else reader_of(name)
     if model is not None:
         say(f"{folder.class_name}: run by the plugin of {model}")
     return settings if model is None else for_a_plugin(settings, model)

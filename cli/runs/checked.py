@@ -23,7 +23,7 @@ from tpuport.core.reports import Reporter
 from tpuport.core.spec.demo_checkpoint import made_once
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
-from tpuport.plugins import folder_of, installed_plugins
+from tpuport.plugins import find_plugin, folder_of
 
 if TYPE_CHECKING:
     from tpuport.core.drive.compared import Compared
@@ -53,6 +53,7 @@ class Checked:
         imports: of a plugin, behind :mod:`tpuport.plugin`.
         plan: at full size; ``None`` if there is none.
         unplanned: why there is no plan.
+        refused: the plan was.
         losses: what the plan loses, the most first.
     """
 
@@ -62,12 +63,14 @@ class Checked:
     imports: list[Finding] = field(default_factory=list)
     plan: Plan | None = None
     unplanned: str = ""
+    refused: bool = False
     losses: list[Loss] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
         """Whether nothing differs, and nothing was refused."""
-        return not self.imports and all(one.equal for one in self.compared)
+        equal = all(one.equal for one in self.compared)
+        return equal and not self.imports and not self.refused
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -114,8 +117,8 @@ class Subject:
             api.import_libraries(reporter)
         from tpuport.core.pipelines import small
 
-        plugins = installed_plugins()
-        plugin = plugins[name].model if name in plugins else None
+        known = find_plugin(name)
+        plugin = None if known is None else known.model
         if plugin is None or settings.weights:
             source = settings.weights or name
             own = plugin if isinstance(plugin, ModelPlugin) else None
@@ -126,11 +129,11 @@ class Subject:
                 "its configs"
             )
         plugin.check()
-        known = [one for one in plugin.variants.values() if one.configs]
-        if not known:
+        variants = [one for one in plugin.variants.values() if one.configs]
+        if not variants:
             return cls(plugin=plugin, configs=small.of_class(plugin.pipelines[0]))
-        built_in = [one for one in known if not one.repo]
-        configs = (built_in or known)[0].read(folder_of(name))
+        built_in = [one for one in variants if not one.repo]
+        configs = (built_in or variants)[0].read(folder_of(name))
         return cls(plugin=plugin, configs=configs, small=bool(built_in))
 
     @classmethod
@@ -196,8 +199,9 @@ def check(
     subject = Subject.find(name, settings, reporter)
     folder = subject.made(settings, reporter)
     found = Checked(pipeline=folder.class_name, weights=folder.folder)
-    if subject.plugin is not None:
-        found.imports = behind_the_door(installed_plugins()[name].sources)
+    plugin = find_plugin(name)
+    if plugin is not None:
+        found.imports = behind_the_door(plugin.sources)
     with upstreams_errors(folder.class_name):
         found.compared = compare(folder, settings, reporter)
     if topology is None:
@@ -210,7 +214,7 @@ def check(
             found.plan = plan_any(full, topology, stages, budget=0, reporter=reporter)
             found.losses = losses(found.plan)
     except TpuportError as error:
-        found.unplanned = one_line(error)
+        found.unplanned, found.refused = one_line(error), True
     if found.plan is None and not found.unplanned:
         found.unplanned = "no configs of a full size: add --weights FOLDER_OR_HUB_ID"
     return found

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.any_checks import upstreams_errors
-from tpuport.cli.runs.checked import Subject, arguments, target_of
+from tpuport.cli.runs.checked import Subject, arguments
 from tpuport.cli.shown import signals
-from tpuport.core.enums import Blocks, denoises
+from tpuport.core.enums import denoises
 from tpuport.core.files.atomic import cannot_write, temporary_beside
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
 from tpuport.errors import UsageError
-from tpuport.plugins import installed_plugins
+from tpuport.plugins import find_plugin
+from tpuport.targets import general_target, place_for_port
 
 if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
@@ -66,8 +67,8 @@ from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
 LAYOUT = {{
 {layout}}}
 
-# {pipeline} was built small and ported. These changes of tpuport ran, and stay
-# without a line here (`tpuport patches NAME` says all of one):
+# {pipeline} was built small and ported. These changes of tpuport ran,
+# and do so without a line here (`tpuport patches NAME` says all of one):
 {changes}# FILL IN: what the model needs beside them, as patches= of the plugin.
 
 PLUGIN = ModelPlugin(
@@ -161,10 +162,10 @@ def _checked(name: str, pipeline: str, out: Path) -> str:
             "small letters, digits, - and _"
         )
     package = f"tpuport_{name.replace('-', '_')}"
-    if name in installed_plugins():
+    known = find_plugin(name)
+    if known is not None:
         raise UsageError(
-            f"a plugin is called {name!r} already, of "
-            f"{installed_plugins()[name].package}; take another name"
+            f"a plugin of {known.package} is called {name!r} already; take another name"
         )
     if importlib.util.find_spec(package) is not None:
         raise UsageError(f"a package {package} is installed; take another name")
@@ -183,9 +184,8 @@ def _ported(
     from tpuport.core.drive.rehearsal import rehearse, without_weights
 
     folder = Subject(plugin=None, configs=configs).made(settings, reporter)
-    general = replace(settings, blocks=Blocks.UPSTREAM, weights=None)
-    target = target_of(folder, general, MeshSpec(), Reporter())
-    target, ran = counting(target)
+    placed = place_for_port(MeshSpec())
+    target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
     pipeline = without_weights(folder, torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     with (
@@ -214,7 +214,7 @@ def _tuple(spec: tuple[str | None, ...]) -> str:
 
 def _comment(changes: Mapping[str, str]) -> Iterator[str]:
     for name, reason in changes.items():
-        yield f"#   {textwrap.shorten(f'{name}: {reason}', 84, placeholder=' ...')}"
+        yield f"#   {textwrap.shorten(f'{name}: {reason}', 83, placeholder=' ...')}"
 
 
 def _repo(weights: str | Path | None) -> str:
