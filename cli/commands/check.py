@@ -48,7 +48,7 @@ def check_(
         bool, typer.Option("--no-plan", help="Leave out the plan at full size.")
     ] = False,
 ) -> None:
-    """Check a port: beside upstream's code, on a mesh, and on a TPU that is not there.
+    """Compare a port with upstream's code, and plan it for a TPU.
 
     The pipeline is built small and run on the CPU in float32. Each call of a component
     is compared with upstream's own; where they part, the smallest part of the module

@@ -32,7 +32,7 @@ def new_model(
         typer.Option("--out", metavar="FOLDER", help="A new folder. (default: NAME)"),
     ] = None,
 ) -> None:
-    """Write a package with a plugin for a pipeline class of diffusers.
+    """Write a package with a plugin for a pipeline class.
 
     The pipeline is built small and ported: the plugin says which changes to torchax
     and upstream ran. --weights names configs, where those of the class do not do.
