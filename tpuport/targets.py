@@ -118,9 +118,10 @@ def claimed_target(
     general = general_target(placed, settings)
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
     for one in model_plugins():
-        one.check()
+        one.check_claims()
     plugin = plugin_for(pipeline)
     if plugin is not None:
+        plugin.check()
         return _of_plugin(general, plugin, settings, reporter, pipeline)
     model = reader_of(pipeline)
     if model is None:
@@ -152,6 +153,7 @@ def module_target(
         return _without_plugin(general, settings, kind)
     found = get_model(model)
     if isinstance(found, ModelPlugin):
+        found.check()
         component = found.component_of(type(module))
         if component is None:
             raise UsageError(f"model {found.name!r} has no module of class {kind}")

@@ -151,6 +151,13 @@ class Subject:
             plugin=plugin, configs=configs, folder=folder.folder if few else None
         )
 
+    def as_small(self) -> Mapping[str, Any]:
+        """The configs at a small size."""
+        from tpuport.core.pipelines import small
+
+        as_it_is = self.small or self.folder is not None
+        return self.configs if as_it_is else small.small(self.configs)
+
     def made(self, settings: Settings, reporter: Reporter) -> PipelineFolder:
         """The folder of the pipeline at a small size, with weights.
 
@@ -165,7 +172,7 @@ class Subject:
         if folder is None:
             name = self.configs["model_index"]["_class_name"]
             try:
-                made = self.configs if self.small else small.small(self.configs)
+                made = self.as_small()
                 mark = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:8]
                 folder = cache_folder(settings.cache_dir) / "small" / f"{name}-{mark}"
                 what = f"making {name} small in {folder}"

@@ -122,16 +122,17 @@ def new_package(
 
     cls = small.pipeline_class(pipeline)
     if settings.weights:
-        configs = Subject.find(pipeline, settings, reporter).configs
-        found = configs["model_index"].get("_class_name")
+        subject = Subject.find(pipeline, settings, reporter)
+        found = subject.configs["model_index"].get("_class_name")
         if found != pipeline:
             raise UsageError(
                 f"--weights {settings.weights} is of a {found}, not of {pipeline}"
             )
     else:
-        configs = small.of_class(pipeline)
+        subject = Subject(plugin=None, configs=small.of_class(pipeline))
+    configs = subject.configs
     modules = [part for part in configs if denoises(part)]
-    rehearsal, changes = _ported(configs, settings, reporter)
+    rehearsal, changes = _ported(subject, settings, reporter)
     layout = {k: v for k, v in _SPLIT.items() if _matches(k, rehearsal)}
     words = {
         "name": name,
@@ -146,7 +147,7 @@ def new_package(
         "pyproject.toml": _PROJECT.format(**words),
         f"{package}/__init__.py": f'"""{pipeline} on TPUs."""\n',
         f"{package}/plugin.py": _PLUGIN.format(**words),
-        f"{package}/small.json": small.as_text(small.small(configs)),
+        f"{package}/small.json": small.as_text(subject.as_small()),
         f"{package}/full.json": small.as_text(configs),
         f"tests/test_{package.removeprefix('tpuport_')}.py": _TEST.format(**words),
     }
@@ -175,7 +176,7 @@ def _checked(name: str, pipeline: str, out: Path) -> str:
 
 
 def _ported(
-    configs: Mapping[str, Any], settings: Settings, reporter: Reporter
+    subject: Subject, settings: Settings, reporter: Reporter
 ) -> tuple[Rehearsal, dict[str, str]]:
     """The pipeline ported at a small size, and the changes that ran with reasons."""
     import torch
@@ -183,7 +184,7 @@ def _ported(
     from tpuport.core.drive.changes_run import counting
     from tpuport.core.drive.rehearsal import rehearse, without_weights
 
-    folder = Subject(plugin=None, configs=configs).made(settings, reporter)
+    folder = subject.made(settings, reporter)
     placed = place_for_port(MeshSpec())
     target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
     pipeline = without_weights(folder, torch.float32)

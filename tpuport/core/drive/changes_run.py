@@ -41,9 +41,9 @@ def _patch(patch: Patch, ran: Counter[str]) -> Patch:
 
         return replace(patch, replacement=wrapped)
     if isinstance(new, staticmethod | classmethod):
-        return replace(
-            patch, replacement=type(new)(_counted(new.__func__, patch.name, ran))
-        )
+        kind: Any = type(new)
+        new = kind(_counted(new.__func__, patch.name, ran))
+        return replace(patch, replacement=new)
     return replace(patch, replacement=_counted(new, patch.name, ran))
 
 

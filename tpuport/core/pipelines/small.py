@@ -16,10 +16,9 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 
 from tpuport.core.enums import denoises
-from tpuport.core.pipelines.stand_in import tokenizer
+from tpuport.core.pipelines.stand_in import class_of, tokenizer
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.errors import UsageError, did_you_mean
 
@@ -197,8 +196,8 @@ def small(configs: Mapping[str, Any]) -> Configs:
         if part == "model_index":
             continue
         library, name = index[part]
-        kind = getattr({"transformers": transformers}.get(library, diffusers), name)
-        if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+        kind = class_of(library, name)
+        if not issubclass(kind, torch.nn.Module):
             made[part] = dict(config)
         elif library == "transformers":
             words = _tokenizer_for(part, kind, index)

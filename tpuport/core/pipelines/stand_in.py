@@ -73,10 +73,7 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
         for name, entry in configs["model_index"].items():
             if name not in configs or not isinstance(entry, list):
                 continue
-            library, class_name = entry
-            cls = getattr(
-                {"transformers": transformers}.get(library, diffusers), class_name
-            )
+            cls = class_of(*entry)
             if not issubclass(cls, torch.nn.Module):
                 continue
             if hasattr(cls, "from_config"):
@@ -88,6 +85,20 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
                 if not weight.any():
                     torch.nn.init.normal_(weight, std=0.1)
             module.save_pretrained(folder / name)
+
+
+def class_of(library: str, name: str) -> Any:
+    """The class that an index names.
+
+    Raises:
+        PluginError: there is none.
+    """
+    known = {"transformers": transformers, "diffusers": diffusers}
+    module = known.get(library) or getattr(diffusers.pipelines, library, None)
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise PluginError(f"there is no class {name} in {library}")
+    return found
 
 
 def tokenizer(class_name: str) -> Any:

@@ -260,7 +260,24 @@ class ModelPlugin:
         Raises:
             PluginError: which one.
         """
+        self.check_claims()
         components: set[str] = set()
+        for claim in self._claims:
+            components |= import_named(claim)._get_signature_types().keys()
+        for name in self.modules.keys() - components:
+            known = sorted(components)
+            raise PluginError(
+                f"plugin {self.name}: modules[{name!r}] is no component of "
+                f"{' or '.join(self.pipelines)}; "
+                + did_you_mean(name, known, f"there are {', '.join(known)}")
+            )
+
+    def check_claims(self) -> None:
+        """Refuse a claim on a class that does not exist; imports no pipeline.
+
+        Raises:
+            PluginError: which one.
+        """
         for claim in self._claims:
             package, _, name = claim.partition(":")
             known = dir(import_named(package))
@@ -270,14 +287,6 @@ class ModelPlugin:
                     f"plugin {self.name}: claims {claim!r}, which does not exist; "
                     + did_you_mean(name, known, f"correct it, or update {package}")
                 )
-            components |= import_named(claim)._get_signature_types().keys()
-        for name in self.modules.keys() - components:
-            known = sorted(components)
-            raise PluginError(
-                f"plugin {self.name}: modules[{name!r}] is no component of "
-                f"{' or '.join(self.pipelines)}; "
-                + did_you_mean(name, known, f"there are {', '.join(known)}")
-            )
 
     def plan(
         self,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.tools import Cli
+from tests.cli.tools import Cli, call
 from tests.pipelines.example import all_examples, made, saved
 from tpuport import hookspecs, plugins
 from tpuport.core.plan.source_scan import behind_the_door
@@ -36,6 +36,15 @@ def tpuport_model():
         "wrong", "diffusers:LTXPipeline", patches=patches, variants={{"small": small}}
     )
 """
+
+
+@pytest.fixture
+def cli(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """``tpuport`` in an empty folder; without the run that other tests share."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPUPORT_CACHE_DIR", str(cache_dir))
+    return call
+
 
 Install = Callable[[Path, str, str], None]
 
@@ -134,6 +143,29 @@ def test_the_test_of_a_new_package_is_green(
     monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))
     importlib.import_module("test_my_ltx").test_the_port_is_exact()
     sys.modules.pop("test_my_ltx")
+
+
+def test_a_folder_stands_in_for_a_class_that_says_too_little(
+    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also: its configs make the small pipeline again."""
+    from tpuport.cli.runs import checked
+
+    folder = saved(made(all_examples()["LTX2Pipeline"])[0], tmp_path / "ltx2")
+    asked = ("new-model", "my-ltx2", "--class", "LTX2Pipeline")
+    assert "add --weights FOLDER" in cli(*asked).last
+    assert (
+        "is of a LTX2Pipeline"
+        in cli(
+            *("new-model", "mine", "--class", "WanPipeline", "--weights", folder)
+        ).last
+    )
+    ran = cli(*asked, "--weights", folder)
+    assert ran.code == 0, ran.err
+    install(tmp_path / "my-ltx2", "my-ltx2", "tpuport_my_ltx2.plugin")
+    monkeypatch.setattr(checked, "compare", lambda *_: [])
+    ran = cli("check", "my-ltx2", "--no-plan")
+    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize(
