@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
     from tpuport.core.drive.compared import Compared
 
+#: Devices, and compiles for CPUs in half the time. For TPUs nothing changes.
+_FLAGS = (
+    f"--xla_force_host_platform_device_count={MESH.size}",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
 #: Losses that are told without --json.
 _TOLD = 8
 
@@ -76,10 +82,9 @@ def check_(
 
 def prepare_devices() -> None:
     """CPU devices for a small mesh, before jax is imported; what the user set wins."""
-    flag = "--xla_force_host_platform_device_count"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "jax" not in sys.modules and flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={MESH.size}".strip()
+    if "jax" not in sys.modules:
+        flags = [*_FLAGS, os.environ.get("XLA_FLAGS", "")]
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 

@@ -8,6 +8,7 @@ the module are ported one by one, on what upstream gave them.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
@@ -59,9 +60,10 @@ class Compared:
         return not self.error and not self.first and _near(self.worst)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        calls = {name: list(found) for name, found in self.calls.items()}
-        return {**asdict(self), "calls": calls, "equal": self.equal}
+        """JSON-ready; a difference without bound is ``None``."""
+        calls = {n: [count, _finite(w)] for n, (count, w) in self.calls.items()}
+        worst = _finite(self.worst)
+        return {**asdict(self), "worst": worst, "calls": calls, "equal": self.equal}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +251,10 @@ def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
         here = float(apart.max()) / scale
         worst = max(worst, here if here == here else float("inf"))
     return worst
+
+
+def _finite(worst: float | None) -> float | None:
+    return worst if worst is not None and math.isfinite(worst) else None
 
 
 def _near(worst: float | None) -> bool:
