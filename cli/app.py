@@ -12,17 +12,17 @@ import tpuport
 from tpuport.cli.asked.parsing import Command, Group
 from tpuport.cli.commands.bench import bench
 from tpuport.cli.commands.bench_attention import bench_attention
+from tpuport.cli.commands.check import check_, scan_
 from tpuport.cli.commands.compile import compile_
 from tpuport.cli.commands.doctor import doctor
 from tpuport.cli.commands.generate import generate
-from tpuport.cli.commands.models import models
+from tpuport.cli.commands.models import models, plugins
+from tpuport.cli.commands.new_model import new_model
 from tpuport.cli.commands.patches import patches
 from tpuport.cli.commands.plan import plan
-from tpuport.cli.commands.plugins import plugins
 from tpuport.cli.commands.replay import replay
 from tpuport.cli.commands.resume import resume
 from tpuport.cli.commands.runs import clean, runs
-from tpuport.cli.commands.scan import scan_
 from tpuport.cli.commands.stages import decode, denoise, encode
 from tpuport.cli.commands.tune import tune
 from tpuport.cli.shown.errors import as_usage_error, explain
@@ -57,6 +57,8 @@ app.command("models", cls=Command)(models)
 app.command("plugins", cls=Command)(plugins)
 app.command("patches", cls=Command)(patches)
 app.command("scan", cls=Command)(scan_)
+app.command("check", cls=Command)(check_)
+app.command("new-model", cls=Command)(new_model)
 app.command("doctor", cls=Command)(doctor)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -33,6 +35,20 @@ class Plugin:
     package: str
     module: str
     model: ModelPlugin | ModelPort
+
+    @property
+    def file(self) -> Path:
+        """The file of the module."""
+        name = self.module.partition(":")[0]
+        return Path(str(importlib.import_module(name).__file__))
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files of the module's package; of a module by itself, its file."""
+        top = importlib.import_module(self.module.partition(":")[0].partition(".")[0])
+        if not hasattr(top, "__path__"):
+            return [self.file]
+        return sorted(f for place in top.__path__ for f in Path(place).rglob("*.py"))
 
 
 def _package(entry_point: importlib.metadata.EntryPoint) -> str:
@@ -135,10 +151,15 @@ def model_plugins() -> list[ModelPlugin]:
 def plugin_for(pipeline: str) -> ModelPlugin | None:
     """The installed plugin that claims an upstream pipeline class.
 
+    A plugin of another package takes the place of one of tpuport's own.
+
     Raises:
         PluginError: two plugins claim the class.
     """
     found = [model for model in model_plugins() if pipeline in model.pipelines]
+    if len(found) > 1:
+        known = installed_plugins()
+        found = [m for m in found if not known[m.name].module.startswith("tpuport.")]
     if len(found) > 1:
         names = " and ".join(model.name for model in found)
         raise PluginError(f"{pipeline} is claimed by {names}; uninstall one")
@@ -165,6 +186,16 @@ def reader_of_class(module: type) -> str | None:
         if plugin.component_of(module) is not None:
             return plugin.name
     return None
+
+
+def find_plugin(model: str) -> Plugin | None:
+    """The installed plugin of a model; ``None`` if there is none of the name."""
+    return installed_plugins().get(model)
+
+
+def folder_of(model: str) -> Path:
+    """The folder of the module of an installed plugin."""
+    return installed_plugins()[model].file.parent
 
 
 def get_model(name: str) -> ModelPlugin | ModelPort:

@@ -18,10 +18,11 @@ from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
-from tpuport.errors import UsageError
+from tpuport.errors import PluginError, UsageError
 from tpuport.plugins import (
     get_model,
     get_port,
+    model_plugins,
     plugin_for,
     reader_of,
     reader_of_class,
@@ -116,8 +117,11 @@ def claimed_target(
     """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
     general = general_target(placed, settings)
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
+    for one in model_plugins():
+        one.check_claims()
     plugin = plugin_for(pipeline)
     if plugin is not None:
+        plugin.check()
         return _of_plugin(general, plugin, settings, reporter, pipeline)
     model = reader_of(pipeline)
     if model is None:
@@ -149,6 +153,7 @@ def module_target(
         return _without_plugin(general, settings, kind)
     found = get_model(model)
     if isinstance(found, ModelPlugin):
+        found.check()
         component = found.component_of(type(module))
         if component is None:
             raise UsageError(f"model {found.name!r} has no module of class {kind}")
@@ -177,9 +182,30 @@ def _of_plugin(
     kind: str,
 ) -> Target:
     found = general.of_plugin(plugin, settings.blocks, settings.sharding)
+    _check_patches(plugin, settings.blocks)
     words = "native blocks" if found.blocks == Blocks.NATIVE else "upstream's blocks"
     reporter.say(f"{kind}: with the plugin of {plugin.name} and {words}")
     return found
+
+
+def _check_patches(plugin: ModelPlugin, blocks: Blocks) -> None:
+    """Refuse a plugin whose patches do not fit the installed upstream.
+
+    Raises:
+        PluginError: which patch, and of which module's native form.
+    """
+    from tpuport.core.tracing.patching import inspect_patches
+
+    for status in inspect_patches(plugin.patches_with(blocks)):
+        if status.state in ("gone", "broken"):
+            names = [
+                f"module {name}'s native form: "
+                for name, module in plugin.modules.items()
+                if module.native
+                and status.name in (patch.name for patch in module.native.patches)
+            ]
+            where = names[0] if names else ""
+            raise PluginError(f"plugin {plugin.name}: {where}{status.detail}")
 
 
 def _with_plugin(

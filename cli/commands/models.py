@@ -1,4 +1,4 @@
-"""``tpuport models``: what can be run."""
+"""``tpuport models`` and ``tpuport plugins``: what can be run, and its packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.step_cache import METHODS
 from tpuport.core.spec.variant import Variant
-from tpuport.plugins import model_plugins
+from tpuport.plugins import installed_plugins, model_plugins
 from tpuport.plugins import ports as known_ports
 
 _HEAD = (
@@ -66,6 +66,23 @@ def models(settings: Settings) -> None:
         print("\n".join(columns(_published(plugin), indent="  ")))
         if len(plugin.layouts) > 1:
             print(f"  --sharding: {', '.join(plugin.layouts)}")
+
+
+@command("plugins")
+def plugins(settings: Settings) -> None:
+    """List the installed plugins.
+
+    Example: tpuport plugins
+    """
+    found = [
+        (plugin.name, plugin.package, plugin.module, plugin.model.name)
+        for plugin in installed_plugins().values()
+    ]
+    if settings.json:
+        keys = ("name", "package", "module", "model")
+        print_json({"plugins": [dict(zip(keys, row, strict=True)) for row in found]})
+    else:
+        print("\n".join(columns([("NAME", "PACKAGE", "MODULE", "MODEL"), *found])))
 
 
 def _published(plugin: ModelPlugin) -> list[tuple[str, str, str]]:

@@ -44,7 +44,7 @@ from tpuport.core.run.progress import Display
 from tpuport.core.spec.rules import check_inspection
 from tpuport.core.spec.run_settings import DEMO, PROFILED_CALLS
 from tpuport.errors import UsageError
-from tpuport.plugins import reader_of
+from tpuport.plugins import plugin_for, reader_of
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
@@ -78,7 +78,8 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
         return for_a_plugin(settings, together=weights)
     with Display(signals.check) as display:
         folder = find(settings, display)
-    model = reader_of(folder.class_name)
+    name = folder.class_name
+    model = None if plugin_for(name) else reader_of(name)
     if model is not None:
         say(f"{folder.class_name}: run by the plugin of {model}")
     return (

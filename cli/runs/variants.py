@@ -16,9 +16,9 @@ from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.demo_checkpoint import made_once
-from tpuport.core.spec.model_plugin import ModelPlugin
+from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO
-from tpuport.plugins import get_model
+from tpuport.plugins import folder_of, get_model
 
 
 def of_plugin(settings: Settings) -> ModelPlugin | None:
@@ -52,17 +52,18 @@ def resolved(
     if source in (None, "", DEMO):
         source = published.repo
         if not weights and published.configs:
-            source = _made(settings, plugin.name, name, published.read(), "configs")
+            source = _made(settings, plugin.name, name, published, "configs")
         elif not published.repo:
-            source = _made(settings, plugin.name, name, published.read(), DEMO)
+            source = _made(settings, plugin.name, name, published, DEMO)
     say(f"{plugin.name} {name}: {source}")
     return replace(settings, model=None, variant=None, weights=source)
 
 
 def _made(
-    settings: Settings, model: str, variant: str, configs: Mapping[str, Any], kind: str
+    settings: Settings, model: str, variant: str, published: Published, kind: str
 ) -> Path:
     """A folder of the cache, made of configs; ``kind`` demo has random weights."""
+    configs = published.read(folder_of(model))
     content = json.dumps(configs, sort_keys=True).encode()
     mark = hashlib.sha256(content).hexdigest()[:8]
     folder = cache_folder(settings.cache_dir) / kind / f"{model}-{variant}-{mark}"

@@ -28,6 +28,8 @@ COMMANDS = (
     "models",
     "plugins",
     "scan",
+    "check",
+    "new-model",
     "doctor",
 )
 GROUPS = {"": {*COMMANDS}, "bench": {"attention"}, "runs": {"clean"}}

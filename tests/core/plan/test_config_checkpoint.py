@@ -15,7 +15,7 @@ from tpuport.plugins import get_port
 def test_it_is_said_what_a_demo_is_made_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(port: Any, variant: str, folder: Path) -> None:
+    def make(write: Any, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "model_index.json").write_text("{}")
 

@@ -186,7 +186,7 @@ def test_the_key_of_a_program_needs_no_tracing(cache_dir: Path) -> None:
     assert len(key.devices) == 8
     assert key.weights["to_q.weight"].endswith("split ('tp',)")
     assert key.arguments["['carry']"] == "float32[2, 5, 8, 8, 8]"
-    assert set(key.source) == {"tpuport", "toy_plugin", "toy_upstream"}
+    assert set(key.source) == {"tpuport", "toy_stages", "toy_upstream"}
     assert {"python", "jax", "jaxlib", "torch", "torchax"} <= set(key.versions)
     assert key.host == host_name()
 

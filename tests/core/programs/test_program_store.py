@@ -97,7 +97,7 @@ sys.path.insert(0, {example!r})
 from importlib import metadata
 from tpuport import hookspecs, plugins
 found = plugins.load_plugins(
-    [metadata.EntryPoint("toy", "toy_plugin", hookspecs.GROUP)]
+    [metadata.EntryPoint("toy", "toy_stages", hookspecs.GROUP)]
 )
 plugins.installed_plugins = lambda: found
 import jax, tpuport
@@ -187,7 +187,7 @@ def test_a_change_of_the_source_is_named_and_compiled_once(
     result, heard = make(tmp_path)
     (line,) = heard.about("recompiling denoise/step")
     assert line.endswith(
-        "tpuport source changed; toy_plugin source changed; toy_upstream source changed"
+        "tpuport source changed; toy_stages source changed; toy_upstream source changed"
     )
     assert result.report.programs == {"loaded": 0, "cached": 0, "compiled": 3}
     np.testing.assert_array_equal(result.frames, first.frames)

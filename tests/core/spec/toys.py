@@ -1,4 +1,4 @@
-"""The example port of docs/port-a-model.md, as an installed plugin."""
+"""A model with stages of its own, as an installed plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpuport import hookspecs, plugins
 from tpuport.core.reports import CompileReport, Reporter
 from tpuport.plugins import load_plugins
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "example"
+EXAMPLE = Path(__file__).parent / "toy"
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def installed_toy() -> Iterator[plugins.Plugin]:
     """``tpuport.load("toy")`` works in this block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
-        entry = metadata.EntryPoint("toy", "toy_plugin", hookspecs.GROUP)
+        entry = metadata.EntryPoint("toy", "toy_stages", hookspecs.GROUP)
         found = load_plugins([entry])
         patch.setattr(plugins, "installed_plugins", lambda: found)
         yield found["toy"]

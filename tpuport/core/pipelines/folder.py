@@ -414,7 +414,7 @@ class PipelineFolder:
     @contextlib.contextmanager
     def _loading(self, name: str, dtype: torch.dtype) -> Iterator[None]:
         try:
-            with _without_bars():
+            with without_bars():
                 yield
         except Exception as error:
             raise WeightsError(
@@ -458,7 +458,7 @@ def _all_blocks(blocks: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """No bars of diffusers and transformers: a reporter tells what is under way."""
     libraries = (diffusers.utils.logging, transformers.utils.logging)
     shown = [one for one in libraries if one.is_progress_bar_enabled()]

@@ -17,6 +17,7 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
+from tpuport.core.pipelines.folder import without_bars
 from tpuport.errors import PluginError
 
 #: Pieces with a meaning of their own in each kind of vocabulary.
@@ -67,22 +68,37 @@ def write_random(folder: Path, configs: Mapping[str, Any], seed: int = 0) -> Non
         PluginError: as of :func:`write_configs`.
     """
     write_configs(folder, configs)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_bars():
         torch.manual_seed(seed)
         for name, entry in configs["model_index"].items():
             if name not in configs or not isinstance(entry, list):
                 continue
-            library, class_name = entry
-            cls = getattr(
-                {"transformers": transformers}.get(library, diffusers), class_name
-            )
+            cls = class_of(*entry)
             if not issubclass(cls, torch.nn.Module):
                 continue
             if hasattr(cls, "from_config"):
                 module = cls.from_config(dict(configs[name]))
             else:
                 module = cls(cls.config_class(**configs[name]))
+            # Layers that begin as zeros would hide all that comes before them.
+            for weight in module.parameters():
+                if not weight.any():
+                    torch.nn.init.normal_(weight, std=0.1)
             module.save_pretrained(folder / name)
+
+
+def class_of(library: str, name: str) -> Any:
+    """The class that an index names.
+
+    Raises:
+        PluginError: there is none.
+    """
+    known = {"transformers": transformers, "diffusers": diffusers}
+    module = known.get(library) or getattr(diffusers.pipelines, library, None)
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise PluginError(f"there is no class {name} in {library}")
+    return found
 
 
 def tokenizer(class_name: str) -> Any:

@@ -121,6 +121,7 @@ def plan_pipeline(
             }
             for program in found.programs
         ],
+        host_seconds=found.host_seconds,
         notes=_host_time(found)
         + [
             note

@@ -138,6 +138,7 @@ class Plan:
             :class:`tpuport.core.spec.tiling.TilingDecision`, JSON-ready.
         calls: of a rehearsed pipeline, every module that upstream calls: its name, its
             stage, how often, and the dtypes and shapes of the inputs.
+        host_seconds: of a rehearsed step, outside of programs, on this machine.
     """
 
     model: str
@@ -161,6 +162,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     tiling: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    host_seconds: float | None = None
 
     @property
     def programs(self) -> tuple[Measured, ...]:

@@ -299,3 +299,35 @@ def by_kind(findings: Iterable[Finding]) -> dict[str, int]:
     for one in findings:
         counts[one.kind] = counts.get(one.kind, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+#: What a plugin may import of tpuport.
+DOOR = "tpuport.plugin"
+
+
+def behind_the_door(files: Iterable[Path]) -> list[Finding]:
+    """Imports of tpuport beside :mod:`tpuport.plugin`, which may move any day."""
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                module = node.module or ""
+                names = [module]
+                if module == "tpuport":
+                    names = [f"tpuport.{alias.name}" for alias in node.names]
+            for name in names:
+                if name.partition(".")[0] == "tpuport" and name != DOOR:
+                    found.append(
+                        Finding(
+                            file=file,
+                            line=getattr(node, "lineno", 0),
+                            kind="an import behind tpuport.plugin",
+                            code=ast.unparse(node),
+                            remedy=f"take the name from {DOOR}; nothing else is kept",
+                            within="",
+                        )
+                    )
+    return found

@@ -206,6 +206,19 @@ class ModuleWeights:
         raise NotImplementedError
 
 
+def check_claim(name: str, module: torch.nn.Module, target: Target) -> None:
+    """Refuse a plugin's layout that does not fit a component, before anything runs.
+
+    Raises:
+        ShardingError: the pattern, or the dim that its axis does not divide.
+    """
+    claim = target.claims.get(name)
+    if claim is None or claim.stacked is not None or _adapted(module):
+        return
+    if claim.fits(getattr(module, "config", {})):
+        claim.plan(module.state_dict(), dict(target.mesh.shape))
+
+
 def _target_of(name: str, target: Target) -> Target:
     """What programs of a module are made for.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tpuport.core.reports import Reporter
+from tpuport.core.seam.module_weights import check_claim
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
 from tpuport.errors import UsageError, did_you_mean
@@ -83,6 +84,7 @@ def port_pipeline(
 
     Raises:
         UsageError: it is ported already, or ``on_host`` names no component.
+        ShardingError: a plugin's layout does not fit a component.
     """
     components = modules_of(pipeline)
     for name in on_host:
@@ -93,6 +95,8 @@ def port_pipeline(
                 + did_you_mean(name, components, "name one of them")
             )
     taken = {name: c for name, c in components.items() if name not in on_host}
+    for name, component in taken.items():
+        check_claim(name, component, target)
     seam = Seam(taken, target, reporter or Reporter())
     # Weak: the pipeline and its seam go together.
     same = functools.partial(_check_same, weakref.ref(pipeline), taken)

@@ -138,11 +138,11 @@ class Target:
         if blocks == Blocks.NATIVE:
             forms = {n: m.native for n, m in plugin.modules.items() if m.native}
         claims = {}
-        for name, module in plugin.modules.items():
+        for name in plugin.modules:
             form = forms.get(name)
             claims[name] = Claim(
                 plugin=plugin.name,
-                plan=functools.partial(module.plan, name, layout),
+                plan=functools.partial(plugin.plan, name, layout),
                 transforms=form.transforms if form else (),
                 fits=form.fits if form else (lambda config: True),
                 whole=form is not None,

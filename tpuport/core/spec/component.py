@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from tpuport.core.spec.stage import Program
@@ -49,10 +50,11 @@ class Named(Generic[T]):
 
     Args:
         default: of the field; without one the field must be given.
+        made: a function is called without arguments, for the object.
     """
 
-    def __init__(self, *default: T) -> None:
-        self.default = default
+    def __init__(self, *default: T, made: bool = False) -> None:
+        self.default, self.made = default, made
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -68,12 +70,31 @@ class Named(Generic[T]):
             return self.default[0]
         value = vars(instance)[self.name]
         if isinstance(value, str):
-            value = vars(instance)[self.name] = import_named(value)
+            value = import_named(value)
+        if self.made and isinstance(value, FunctionType):
+            value = _made(value)
+        vars(instance)[self.name] = value
         found: T = value
         return found
 
-    def __set__(self, instance: object, value: T | str) -> None:
+    def __set__(self, instance: object, value: T | str | Callable[[], T]) -> None:
         vars(instance)[self.name] = value
+
+
+def _made(function: Callable[[], Any]) -> Any:
+    """What a plugin's function makes.
+
+    Raises:
+        PluginError: the function fails.
+    """
+    try:
+        return function()
+    except Exception as error:
+        where = f"{function.__module__}:{function.__qualname__}"
+        raise PluginError(
+            f"{where!r}, which a plugin names, fails: {type(error).__name__}: {error}; "
+            "fix or uninstall the plugin"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,13 @@ from tpuport.core.weights.sharding import (
     Spec,
     plan_sharding,
 )
-from tpuport.errors import PluginError, UnknownModelError, UsageError, did_you_mean
+from tpuport.errors import (
+    PluginError,
+    ShardingError,
+    UnknownModelError,
+    UsageError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from tpuport.core.tracing.op_overrides import OpOverride
@@ -45,9 +51,9 @@ class Module:
     Attributes:
         layout: how tensor parallelism splits the weights; see :data:`Layout`.
         layouts: other such tables by name, for ``--sharding NAME``.
-        native: the same computation written for the chip, or the
-            ``"package.module:name"`` of a :class:`NativeForm`. ``--blocks upstream``
-            turns the form off.
+        native: the same computation written for the chip: a :class:`NativeForm`, its
+            ``"package.module:name"``, or a function that makes one. ``--blocks
+            upstream`` turns the form off.
 
     Raises:
         ShardingError: a pattern is not a regex, or a spec not a tuple of axes.
@@ -56,7 +62,7 @@ class Module:
 
     layout: Layout = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    native: Named[NativeForm | None] = Named(None)
+    native: Named[NativeForm | None] = Named(None, made=True)
 
     def __post_init__(self) -> None:
         for name in self.layouts:
@@ -84,7 +90,16 @@ class Module:
             ShardingError: a pattern matches no weight, two match one, or a dim does not
                 divide its axis.
         """
-        rules = rules_of(self.layouts.get(layout, self.layout))
+        table = self.layouts.get(layout, self.layout)
+        rules = rules_of(table)
+        for pattern, rule in zip(table, rules, strict=False):
+            if not any(re.fullmatch(rule.pattern, one) for one in weights):
+                ends = {".".join(one.split(".")[-2:]): None for one in weights}
+                near = did_you_mean(pattern.replace("\\", ""), ends, "correct it.")
+                raise ShardingError(
+                    f"module {name}: layout pattern {pattern!r} matches no weight; "
+                    f"{near} Else remove it"
+                )
         return plan_sharding(rules, weights, mesh, component=name)
 
 
@@ -109,9 +124,9 @@ class Published:
 
     Attributes:
         repo: the hub id; empty for a small one that is made with random weights.
-        configs: a JSON file beside the plugin's module: ``model_index`` and the config
-            of each component, as the checkpoint has them. ``plan`` and ``compile`` need
-            no network then.
+        configs: a JSON file: ``model_index`` and the config of each component, as the
+            checkpoint has them. A relative name is of a file beside the plugin's
+            module. ``plan`` and ``compile`` need no network then.
         title: for people.
         defaults: keywords of upstream's call, such as ``num_frames``, which the
             checkpoint is published with and upstream's own defaults are not.
@@ -126,18 +141,22 @@ class Published:
         if not self.repo and not self.configs:
             raise PluginError("a variant needs the hub id of a checkpoint, or configs")
 
-    def read(self) -> Mapping[str, Mapping[str, Any]]:
+    def read(self, beside: Path = Path()) -> Mapping[str, Mapping[str, Any]]:
         """The configs, by component.
+
+        Args:
+            beside: the folder of the plugin's module.
 
         Raises:
             PluginError: there is no such file, or it is no JSON object.
         """
+        file = beside / self.configs
         try:
-            found = json.loads(Path(self.configs).read_text("utf-8"))
+            found = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise PluginError(f"{self.configs}: {error}") from error
+            raise PluginError(f"{file}: {error}") from error
         if not isinstance(found, dict) or "model_index" not in found:
-            raise PluginError(f"{self.configs} is no JSON object with a model_index")
+            raise PluginError(f"{file} is no JSON object with a model_index")
         return found
 
 
@@ -150,7 +169,7 @@ class ModelPlugin:
         claims: ``"package:Class"`` of the pipelines that the plugin is for.
         modules: what it knows of components, by name.
         patches: on upstream's code, while the pipeline's modules are traced; or the
-            ``"package.module:name"`` of a tuple of them.
+            ``"package.module:name"`` of a tuple of them, or a function that makes one.
         overrides: of torch operators, beside the standard ones.
         variants: published checkpoints by name; the first is the default.
         title: for people.
@@ -162,8 +181,8 @@ class ModelPlugin:
     name: str
     claims: str | tuple[str, ...]
     modules: Mapping[str, Module] = field(default_factory=dict)
-    patches: Named[tuple[Patch, ...]] = Named(())
-    overrides: Named[tuple[OpOverride, ...]] = Named(())
+    patches: Named[tuple[Patch, ...]] = Named((), made=True)
+    overrides: Named[tuple[OpOverride, ...]] = Named((), made=True)
     variants: Mapping[str, Published] = field(default_factory=dict)
     title: str = ""
 
@@ -234,6 +253,57 @@ class ModelPlugin:
                 f"model {self.name!r} has no variant {name}; {hint}"
             )
         return name, self.variants[name]
+
+    def check(self) -> None:
+        """Refuse claims and names of components that upstream has not.
+
+        Raises:
+            PluginError: which one.
+        """
+        self.check_claims()
+        components: set[str] = set()
+        for claim in self._claims:
+            components |= import_named(claim)._get_signature_types().keys()
+        for name in self.modules.keys() - components:
+            known = sorted(components)
+            raise PluginError(
+                f"plugin {self.name}: modules[{name!r}] is no component of "
+                f"{' or '.join(self.pipelines)}; "
+                + did_you_mean(name, known, f"there are {', '.join(known)}")
+            )
+
+    def check_claims(self) -> None:
+        """Refuse a claim on a class that does not exist; imports no pipeline.
+
+        Raises:
+            PluginError: which one.
+        """
+        for claim in self._claims:
+            package, _, name = claim.partition(":")
+            known = dir(import_named(package))
+            if name not in known:
+                known = [one for one in known if one.endswith("Pipeline")]
+                raise PluginError(
+                    f"plugin {self.name}: claims {claim!r}, which does not exist; "
+                    + did_you_mean(name, known, f"correct it, or update {package}")
+                )
+
+    def plan(
+        self,
+        name: str,
+        layout: str,
+        weights: Mapping[str, Any],
+        mesh: Mapping[str, int],
+    ) -> ShardingPlan:
+        """Where the weights of a component go; arguments as of :meth:`Module.plan`.
+
+        Raises:
+            ShardingError: as of :meth:`Module.plan`; the message names the plugin.
+        """
+        try:
+            return self.modules[name].plan(name, layout, weights, mesh)
+        except ShardingError as error:
+            raise ShardingError(f"plugin {self.name}: {error}") from None
 
     def component_of(self, kind: type) -> str | None:
         """The component that is of a class, or of one above, in a claimed pipeline."""

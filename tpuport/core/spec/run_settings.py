@@ -43,6 +43,8 @@ COMMANDS = {
     "U": "plugins",
     "X": "patches",
     "Y": "scan",
+    "H": "check",
+    "W": "new-model",
 }
 
 #: The panels of a help text, in order; ``None`` has what most runs name.
@@ -281,7 +283,7 @@ class RunSettings:
         kinds.weights,
         "--weights ID|FOLDER",
         "Hub id or folder. (default: the demo, or the run's)",
-        commands="GENDRSPCB",
+        commands="GENDRSPCBHW",
     )
     mesh: MeshSpec | None = how(
         kinds.mesh,
@@ -346,7 +348,7 @@ class RunSettings:
         "--cache-dir FOLDER",
         "Compiled programs, demo checkpoint, unfinished runs.",
         envvar="TPUPORT_CACHE_DIR",
-        commands="GENDRPCBATOLSK",
+        commands="GENDRPCBATOLSKHW",
     )
     compile_cache: bool = python_only(kinds.flag, default=True)
     no_compile_cache: None = file(

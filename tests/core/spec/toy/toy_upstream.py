@@ -1,4 +1,4 @@
-"""The "upstream" of the example: three tiny diffusers modules, ported by toy_plugin.
+"""The "upstream" of toy_stages: three tiny diffusers modules.
 
 Legend: B videos, L tokens, W width, T/Y/X frames, rows, columns, C channels.
 """

@@ -1,0 +1,187 @@
+"""``tpuport check`` and ``tpuport scan``: what does not port, run and read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpuport.cli.asked.absent_chips import prepare_topology
+from tpuport.cli.asked.environment import prepare
+from tpuport.cli.asked.options import command
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.checked import MESH, Checked, check
+from tpuport.cli.shown import signals
+from tpuport.cli.shown.output import print_json
+from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
+from tpuport.core.reports import bytes_text, plural, seconds_text
+from tpuport.core.run.progress import Display
+from tpuport.core.spec.model_port import BLOCKS, with_blocks
+from tpuport.plugins import model_plugins, ports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpuport.core.drive.compared import Compared
+
+#: Devices, and compiles for CPUs in half the time. For TPUs nothing changes.
+_FLAGS = (
+    f"--xla_force_host_platform_device_count={MESH.size}",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+#: Losses that are told without --json.
+_TOLD = 8
+
+
+@command("check")
+def check_(
+    settings: Settings,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FOLDER", help="A plugin, or a pipeline's folder or hub id."
+        ),
+    ],
+    topology: Annotated[
+        str,
+        typer.Option("--topology", metavar="SLICE", help="The TPU slice of the plan."),
+    ] = "v6e-8",
+    no_plan: Annotated[
+        bool, typer.Option("--no-plan", help="Leave out the plan at full size.")
+    ] = False,
+) -> None:
+    """Compare a port with upstream's code, and plan it for a TPU.
+
+    The pipeline is built small and run on the CPU in float32. Each call of a component
+    is compared with upstream's own; where they part, the smallest part of the module
+    is named. Then the full size is planned, and what loses time there is listed with
+    remedies. The exit code is 1 if something differs or is refused.
+
+    Example: tpuport check ltx --topology v6e-8
+    """
+    from tpuport.core.mesh.slices import parse_topology
+
+    found = None if no_plan else parse_topology(topology)
+    prepare_devices()
+    if found is not None:
+        prepare_topology(found)
+    prepare(debug=settings.debug)
+    with Display(signals.check) as display:
+        checked = check(name, settings, found, display)
+    if settings.json:
+        print_json({"command": "check", **checked.as_dict()})
+    else:
+        print("\n".join(_text(checked)))
+    if not checked.good:
+        raise typer.Exit(1)
+
+
+def prepare_devices() -> None:
+    """CPU devices for a small mesh, before jax is imported; what the user set wins."""
+    if "jax" not in sys.modules:
+        flags = [*_FLAGS, os.environ.get("XLA_FLAGS", "")]
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _text(found: Checked) -> Iterator[str]:
+    yield f"{found.pipeline}, small, in float32 beside upstream's own code:"
+    for one in found.compared:
+        yield f"  {one.mesh}: {_verdict(one)}"
+    for place in found.imports:
+        yield f"{place.file}:{place.line}: {place.kind}: {place.code}"
+        yield f"    {place.remedy}"
+    plan = found.plan
+    if plan is None:
+        yield f"no plan: {found.unplanned}"
+        return
+    step = plan.seconds_per_step
+    fits = "fits" if plan.fits else "does not fit"
+    each = "no time" if step is None else f"{seconds_text(step)} a step"
+    yield (
+        f"planned for {plan.topology}, mesh {plan.mesh}: {each}, {fits} with "
+        f"{bytes_text(plan.hbm_bytes)} a device"
+    )
+    for loss in found.losses[:_TOLD]:
+        yield f"  {seconds_text(loss.seconds)} a step: {loss.what}"
+        yield f"    {loss.remedy}; see {loss.example}"
+    if left := found.losses[_TOLD:]:
+        yield f"  and {plural(len(left), 'smaller loss')}: --json"
+
+
+def _verdict(one: Compared) -> str:
+    if one.error:
+        return f"refused: {one.error}"
+    calls = sum(count for count, _ in one.calls.values())
+    compared = f", {plural(calls, 'call')} compared" if calls else ""
+    worst = "no result" if one.worst is None else f"{one.worst:.1e}"
+    if one.equal:
+        return f"equal, largest difference {worst}{compared}"
+    if not one.first:
+        return f"differs by {worst}, and no call by itself{compared}"
+    apart = one.calls[one.first][1]
+    return f"differs: first {one.first}, by {apart:.1e}, in {one.part}{compared}"
+
+
+@command("scan")
+def scan_(
+    settings: Settings,
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A Python file, or a folder.")
+    ],
+) -> None:
+    """Say what in a source does not port: file, line, remedy.
+
+    CUDA, kernels of its own, values that a forward reads, and the like. Nothing of the
+    source is imported or run. If a patch of tpuport covers the function, the line names
+    the patch. Host code between two modules is looked at for CUDA alone.
+
+    Example: tpuport scan my_model/
+    """
+    prepare(debug=settings.debug)
+    files = sources_in(Path(path).expanduser())
+    with (
+        Display() as display,
+        display.timed("looking at the patches"),
+        signals.starting(before="\n"),
+    ):
+        patches = _patches()
+    found = [finding for file in files for finding in scan(file, patches)]
+    left = [one for one in found if not one.patch]
+    if settings.json:
+        print_json(
+            {
+                "files": len(files),
+                "findings": [one.as_dict() for one in found],
+                "kinds": by_kind(found),
+                "covered": len(found) - len(left),
+            }
+        )
+        return
+    for one in found:
+        print(_line(one))
+    covered = f", {len(found) - len(left)} covered by a patch" if found else ""
+    print(f"{plural(len(files), 'file')}: {plural(len(found), 'finding')}{covered}")
+
+
+def _line(one: Finding) -> str:
+    how = f"covered by the patch {one.patch}" if one.patch else one.remedy
+    return f"{one.file}:{one.line}: {one.kind}: {one.code}\n    {how}"
+
+
+def _patches() -> dict[str, str]:
+    """The target of every patch that some port has -> the patch's name."""
+    from tpuport.patches.standard import PATCHES
+
+    found = {patch.target: patch.name for patch in PATCHES}
+    for plugin in model_plugins():
+        for blocks in reversed(BLOCKS):
+            found |= {p.target: p.name for p in plugin.patches_with(blocks)}
+    for form in (form for port in ports() for form in port.all_forms):
+        for blocks in reversed(BLOCKS):
+            found |= {p.target: p.name for p in with_blocks(form, blocks).patches}
+    return found

@@ -1,0 +1,306 @@
+"""A pipeline built small, beside upstream's own code; and planned at its full size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport import api, targets
+from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.settings import PROMPT, Settings
+from tpuport.cli.runs.any_checks import upstreams_errors
+from tpuport.cli.runs.any_plan import plan_any
+from tpuport.cli.runs.variants import resolved
+from tpuport.cli.shown import signals
+from tpuport.core.enums import Dtype, StageName
+from tpuport.core.files.atomic import one_line
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.reports import Reporter
+from tpuport.core.spec.demo_checkpoint import made_once
+from tpuport.core.spec.model_plugin import ModelPlugin
+from tpuport.errors import TpuportError, UsageError
+from tpuport.plugins import find_plugin, folder_of
+
+if TYPE_CHECKING:
+    from tpuport.core.drive.compared import Compared
+    from tpuport.core.mesh.slices import Topology
+    from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.plan.losses import Loss
+    from tpuport.core.plan.plan import Plan
+    from tpuport.core.plan.source_scan import Finding
+    from tpuport.core.seam.target import Target
+
+#: The mesh that a pipeline is tried on, after one device.
+MESH = MeshSpec(dp=2, sp=2)
+#: What a small pipeline is asked for.
+_SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
+#: Bytes of weights of a folder that is run as it is.
+_FEW = 1 << 29
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """What was found of a plugin or a folder.
+
+    Attributes:
+        pipeline: the class.
+        weights: the small folder that ran.
+        compared: beside upstream's code, by mesh.
+        imports: of a plugin, behind :mod:`tpuport.plugin`.
+        plan: at full size; ``None`` if there is none.
+        unplanned: why there is no plan.
+        refused: the plan was.
+        losses: what the plan loses, the most first.
+    """
+
+    pipeline: str
+    weights: Path
+    compared: list[Compared] = field(default_factory=list)
+    imports: list[Finding] = field(default_factory=list)
+    plan: Plan | None = None
+    unplanned: str = ""
+    refused: bool = False
+    losses: list[Loss] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing differs, and nothing was refused."""
+        equal = all(one.equal for one in self.compared)
+        return equal and not self.imports and not self.refused
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "pipeline": self.pipeline,
+            "weights": str(self.weights),
+            "good": self.good,
+            "compared": [one.as_dict() for one in self.compared],
+            "imports": [one.as_dict() for one in self.imports],
+            "plan": self.plan.as_dict() if self.plan else None,
+            "unplanned": self.unplanned,
+            "losses": [asdict(one) for one in self.losses],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is checked: a plugin, or a folder of a pipeline.
+
+    Attributes:
+        plugin: ``None`` of a folder that was named.
+        configs: of the pipeline.
+        small: the configs are of a small pipeline already.
+        folder: that of a pipeline with few weights, which runs as it is.
+    """
+
+    plugin: ModelPlugin | None
+    configs: Mapping[str, Any]
+    small: bool = False
+    folder: Path | None = None
+
+    @classmethod
+    def find(cls, name: str, settings: Settings, reporter: Reporter) -> Subject:
+        """The plugin or the folder of a name.
+
+        Args:
+            settings: their weights take the place of a plugin's variants.
+
+        Raises:
+            UsageError: the name is of a model with stages of its own.
+            PluginError: what a plugin declares is not so.
+        """
+        with signals.starting(before="\n"):
+            api.import_libraries(reporter)
+        from tpuport.core.pipelines import small
+
+        known = find_plugin(name)
+        plugin = None if known is None else known.model
+        if plugin is None or settings.weights:
+            source = settings.weights or name
+            own = plugin if isinstance(plugin, ModelPlugin) else None
+            return cls._of_folder(own, source, reporter)
+        if not isinstance(plugin, ModelPlugin):
+            raise UsageError(
+                f"{name} has stages of its own; name a folder of its pipeline, or of "
+                "its configs"
+            )
+        plugin.check()
+        variants = [one for one in plugin.variants.values() if one.configs]
+        if not variants:
+            return cls(plugin=plugin, configs=small.of_class(plugin.pipelines[0]))
+        built_in = [one for one in variants if not one.repo]
+        configs = (built_in or variants)[0].read(folder_of(name))
+        return cls(plugin=plugin, configs=configs, small=bool(built_in))
+
+    @classmethod
+    def _of_folder(
+        cls, plugin: ModelPlugin | None, source: str | Path, reporter: Reporter
+    ) -> Subject:
+        from tpuport.core.pipelines import small
+        from tpuport.core.pipelines.folder import PipelineFolder
+
+        folder = PipelineFolder.find(source, reporter).fetched(reporter, weights=False)
+        configs = small.of_folder(folder.folder)
+        files = [f.stat().st_size for f in folder.folder.rglob("*.safetensors")]
+        few = bool(files) and sum(files) < _FEW
+        return cls(
+            plugin=plugin, configs=configs, folder=folder.folder if few else None
+        )
+
+    def as_small(self) -> Mapping[str, Any]:
+        """The configs at a small size."""
+        from tpuport.core.pipelines import small
+
+        as_it_is = self.small or self.folder is not None
+        return self.configs if as_it_is else small.small(self.configs)
+
+    def made(self, settings: Settings, reporter: Reporter) -> PipelineFolder:
+        """The folder of the pipeline at a small size, with weights.
+
+        Raises:
+            UsageError: the rules make no pipeline of the configs.
+        """
+        from tpuport.core.pipelines import small
+        from tpuport.core.pipelines.folder import PipelineFolder
+        from tpuport.core.pipelines.stand_in import write_random
+
+        folder = self.folder
+        if folder is None:
+            name = self.configs["model_index"]["_class_name"]
+            try:
+                made = self.as_small()
+                mark = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:8]
+                folder = cache_folder(settings.cache_dir) / "small" / f"{name}-{mark}"
+                what = f"making {name} small in {folder}"
+                made_once(folder, lambda p: write_random(p, made), what, reporter.say)
+            except TpuportError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"{name} cannot be made small by rule ({type(error).__name__}: "
+                    f"{one_line(error)}); give --weights SMALL_FOLDER, of a pipeline "
+                    "with less than 512 MB of weights"
+                ) from error
+        small.without_cleaning()
+        return PipelineFolder.find(folder, reporter)
+
+
+def check(
+    name: str, settings: Settings, topology: Topology | None, reporter: Reporter
+) -> Checked:
+    """Check a plugin or a folder.
+
+    Args:
+        topology: of the plan; ``None`` for none.
+
+    Raises:
+        TpuportError: there is nothing to run.
+    """
+    from tpuport.core.plan.losses import losses
+    from tpuport.core.plan.source_scan import behind_the_door
+
+    subject = Subject.find(name, settings, reporter)
+    folder = subject.made(settings, reporter)
+    found = Checked(pipeline=folder.class_name, weights=folder.folder)
+    plugin = find_plugin(name)
+    if plugin is not None:
+        found.imports = behind_the_door(plugin.sources)
+    with upstreams_errors(folder.class_name):
+        found.compared = compare(folder, settings, reporter)
+    if topology is None:
+        found.unplanned = "--no-plan"
+        return found
+    try:
+        full = _full(subject, name, settings)
+        if full is not None:
+            stages = [StageName.DENOISE]
+            found.plan = plan_any(full, topology, stages, budget=0, reporter=reporter)
+            found.losses = losses(found.plan)
+    except TpuportError as error:
+        found.unplanned, found.refused = one_line(error), True
+    if found.plan is None and not found.unplanned:
+        found.unplanned = "no configs of a full size: add --weights FOLDER_OR_HUB_ID"
+    return found
+
+
+def compare(
+    folder: PipelineFolder, settings: Settings, reporter: Reporter
+) -> list[Compared]:
+    """A small pipeline beside upstream's code: on one device, and on a mesh."""
+    import jax
+    import torch
+
+    from tpuport.core.drive.compared import Pair
+
+    pipelines = [folder.load(torch.float32, reporter) for _ in range(2)]
+    for one in pipelines:
+        one.set_progress_bar_config(disable=True)
+    given = arguments(folder)
+
+    def call() -> dict[str, Any]:
+        if "generator" not in folder.all_parameters:
+            return given
+        return {**given, "generator": torch.Generator("cpu").manual_seed(0)}
+
+    pair = Pair(ours=pipelines[0], theirs=pipelines[1], arguments=call)
+    with reporter.timed("running upstream's own code"):
+        expected = pair.expected()
+    found: list[Compared] = []
+    for mesh in (MeshSpec(), MESH):
+        if mesh.size > len(jax.devices()):
+            reporter.say(f"mesh {mesh}: not tried, this process has too few devices")
+            continue
+        with reporter.timed(f"running {folder.class_name} on {mesh}"):
+            target = target_of(folder, settings, mesh, Reporter())
+            found.append(pair.compare(target, expected, calls=not found))
+    return found
+
+
+def target_of(
+    folder: PipelineFolder, settings: Settings, mesh: MeshSpec, reporter: Reporter
+) -> Target:
+    """What programs of a small pipeline are made for."""
+    placed = targets.place_for_port(mesh)
+    own = replace(settings, dtype=Dtype.FLOAT32, mesh=mesh, cache_dir=None)
+    return targets.claimed_target(folder.class_name, placed, own, reporter)
+
+
+def arguments(folder: PipelineFolder) -> dict[str, Any]:
+    """The keywords of a small call, made-up pictures with them."""
+    import numpy as np
+
+    from tpuport.core.pipelines.call_arguments import (
+        PARAMETERS,
+        arguments_of,
+        as_arrays,
+    )
+
+    takes = folder.parameters
+    pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8)
+    offered: dict[str, Any] = {**_SMALL}
+    for name, picture in (("image", pixels[0]), ("video", pixels)):
+        needed = [p for p in PARAMETERS[name] if p in takes]
+        if needed and takes[needed[0]].default is takes[needed[0]].empty:
+            offered[name] = picture
+    known = {k: v for k, v in offered.items() if {*PARAMETERS[k]} & takes.keys()}
+    found = {**arguments_of(folder, Settings(**known)), **as_arrays(folder)}
+    if "prompt" in takes:
+        found["prompt"] = PROMPT
+    return found
+
+
+def _full(subject: Subject, name: str, settings: Settings) -> Settings | None:
+    """The settings of a plan at full size; ``None`` without configs for one."""
+    if settings.weights or subject.plugin is None:
+        source = settings.weights or name
+        return None if subject.folder else replace(settings, weights=source)
+    published = subject.plugin.variants
+    full = [key for key, one in published.items() if one.repo and one.configs]
+    if not full:
+        return None
+    asked = replace(settings, model=name, variant=full[0])
+    return resolved(asked, subject.plugin, weights=False)

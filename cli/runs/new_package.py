@@ -1,0 +1,248 @@
+"""A new plugin package, written for a pipeline class that is ported meanwhile."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport import api
+from tpuport.cli.asked.settings import Settings
+from tpuport.cli.runs.any_checks import upstreams_errors
+from tpuport.cli.runs.checked import Subject, arguments
+from tpuport.cli.shown import signals
+from tpuport.core.enums import denoises
+from tpuport.core.files.atomic import cannot_write, temporary_beside
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.reports import Reporter
+from tpuport.errors import UsageError
+from tpuport.plugins import find_plugin
+from tpuport.targets import general_target, place_for_port
+
+if TYPE_CHECKING:
+    from tpuport.core.drive.rehearsal import Rehearsal
+
+#: Ends of weights' names that split over tp alike in every transformer of diffusers.
+_SPLIT = {
+    r"to_[qkv]\.weight": ("tp", None),
+    r"to_[qkv]\.bias": ("tp",),
+    r"to_out\.0\.weight": (None, "tp"),
+    r"net\.0\.proj\.weight": ("tp", None),
+    r"net\.0\.proj\.bias": ("tp",),
+    r"net\.2\.weight": (None, "tp"),
+}
+
+_PROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "tpuport-{name}"
+version = "0.1.0"
+description = "{pipeline} on TPUs, for tpuport."
+requires-python = ">=3.11"
+dependencies = ["tpuport"]
+
+[project.entry-points.tpuport]
+{name} = "{package}.plugin"
+
+[tool.setuptools]
+packages = ["{package}"]
+package-data = {{ {package} = ["*.json"] }}
+"""
+
+_PLUGIN = '''\
+"""{pipeline} on TPUs: what the general port does not know."""
+
+from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
+
+# FILL IN: how --mesh tp=N splits the weights. A pattern is the end of a name; weights
+# of no pattern are whole. These match; `tpuport plan --verbose` shows where all go.
+LAYOUT = {{
+{layout}}}
+
+# {pipeline} was built small and ported. These changes of tpuport ran,
+# and do so without a line here (`tpuport patches NAME` says all of one):
+{changes}# FILL IN: what the model needs beside them, as patches= of the plugin.
+
+PLUGIN = ModelPlugin(
+    "{name}",
+    claims="diffusers:{pipeline}",
+    # FILL IN: native=a function that makes a NativeForm, once `tpuport check` says what
+    # loses time; docs/port-a-model.md shows one.
+    modules={{{modules}}},
+    variants={{
+        "small": Published(configs="small.json"),
+        # FILL IN: the hub id, and full.json as the checkpoint's configs are.
+        "full": Published("{repo}", configs="full.json"),
+    }},
+)
+
+
+@hookimpl
+def tpuport_model() -> ModelPlugin:
+    """Hand over the plugin."""
+    return PLUGIN
+'''
+
+_TEST = '''\
+"""The port makes upstream's video: on one device, and on a mesh."""
+
+from tpuport.cli import main
+
+
+def test_the_port_is_exact() -> None:
+    assert main(["check", "{name}", "--no-plan"]) == 0
+'''
+
+
+def new_package(
+    name: str, pipeline: str, out: Path, settings: Settings, reporter: Reporter
+) -> dict[str, Any]:
+    """Write a package; the document of the command.
+
+    Args:
+        pipeline: the class in diffusers.
+        out: a folder that is empty, or is not there.
+
+    Raises:
+        UsageError: the name or the class is none, or the folder is not empty.
+        TpuportError: the class cannot be built small, or not ported.
+    """
+    package = _checked(name, pipeline, out)
+    with signals.starting(before="\n"):
+        api.import_libraries(reporter)
+    from tpuport.core.pipelines import small
+
+    cls = small.pipeline_class(pipeline)
+    if settings.weights:
+        subject = Subject.find(pipeline, settings, reporter)
+        found = subject.configs["model_index"].get("_class_name")
+        if found != pipeline:
+            raise UsageError(
+                f"--weights {settings.weights} is of a {found}, not of {pipeline}"
+            )
+    else:
+        subject = Subject(plugin=None, configs=small.of_class(pipeline))
+    configs = subject.configs
+    modules = [part for part in configs if denoises(part)]
+    rehearsal, changes = _ported(subject, settings, reporter)
+    layout = {k: v for k, v in _SPLIT.items() if _matches(k, rehearsal)}
+    words = {
+        "name": name,
+        "package": package,
+        "pipeline": cls.__name__,
+        "repo": _repo(settings.weights),
+        "layout": "".join(f'    r"{k}": {_tuple(v)},\n' for k, v in layout.items()),
+        "modules": ", ".join(f'"{part}": Module(layout=LAYOUT)' for part in modules),
+        "changes": "".join(f"{line}\n" for line in _comment(changes)),
+    }
+    files = {
+        "pyproject.toml": _PROJECT.format(**words),
+        f"{package}/__init__.py": f'"""{pipeline} on TPUs."""\n',
+        f"{package}/plugin.py": _PLUGIN.format(**words),
+        f"{package}/small.json": small.as_text(subject.as_small()),
+        f"{package}/full.json": small.as_text(configs),
+        f"tests/test_{package.removeprefix('tpuport_')}.py": _TEST.format(**words),
+    }
+    _write(out, files)
+    return {"folder": str(out), "files": list(files), "changes": changes}
+
+
+def _checked(name: str, pipeline: str, out: Path) -> str:
+    """The name of the package; refuses what can be refused before imports."""
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+        raise UsageError(
+            f"a plugin may not be called {name!r}: begin with a small letter, and use "
+            "small letters, digits, - and _"
+        )
+    package = f"tpuport_{name.replace('-', '_')}"
+    known = find_plugin(name)
+    if known is not None:
+        raise UsageError(
+            f"a plugin of {known.package} is called {name!r} already; take another name"
+        )
+    if importlib.util.find_spec(package) is not None:
+        raise UsageError(f"a package {package} is installed; take another name")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there and not empty; name another with --out")
+    return package
+
+
+def _ported(
+    subject: Subject, settings: Settings, reporter: Reporter
+) -> tuple[Rehearsal, dict[str, str]]:
+    """The pipeline ported at a small size, and the changes that ran with reasons."""
+    import torch
+
+    from tpuport.core.drive.changes_run import counting
+    from tpuport.core.drive.rehearsal import rehearse, without_weights
+
+    folder = subject.made(settings, reporter)
+    placed = place_for_port(MeshSpec())
+    target, ran = counting(general_target(placed, replace(settings, cache_dir=None)))
+    pipeline = without_weights(folder, torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    with (
+        reporter.timed(f"porting {folder.class_name} at a small size"),
+        upstreams_errors(folder.class_name),
+    ):
+        found = rehearse(pipeline, target, arguments(folder), Reporter())
+    known = {**{p.name: p.reason for p in target.patches}}
+    known |= {one.name: one.reason for one in target.overrides}
+    return found, {name: known[name] for name in known if ran[name]}
+
+
+def _matches(pattern: str, found: Rehearsal) -> bool:
+    """Whether a weight of a denoiser has a name that ends so."""
+    return any(
+        re.fullmatch(rf"(?:.*\.)?{pattern}", weight)
+        for program in found.programs
+        if denoises(program.component)
+        for weight in program.weights
+    )
+
+
+def _tuple(spec: tuple[str | None, ...]) -> str:
+    return repr(spec).replace("'", '"')
+
+
+def _comment(changes: Mapping[str, str]) -> Iterator[str]:
+    for name, reason in changes.items():
+        yield f"#   {textwrap.shorten(f'{name}: {reason}', 83, placeholder=' ...')}"
+
+
+def _repo(weights: str | Path | None) -> str:
+    """A hub id; a folder is none."""
+    given = str(weights or "")
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not Path(given).exists()
+    return given if hub else "ORGANISATION/CHECKPOINT"
+
+
+def _write(out: Path, files: Mapping[str, str]) -> None:
+    """All files, or none.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    temporary = out
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(out)
+        for name, text in files.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).write_text(text, "utf-8")
+        if out.exists():
+            out.rmdir()  # empty, as was checked
+        temporary.rename(out)
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    finally:
+        if temporary != out:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""``tpuport check`` and ``tpuport new-model``: from a class name to an exact port."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.cli.tools import Cli, call
+from tests.pipelines.example import all_examples, made, saved
+from tpuport import hookspecs, plugins
+from tpuport.core.plan.source_scan import behind_the_door
+
+EXAMPLE = Path(__file__).parents[3] / "docs/example"
+
+#: A plugin that is not exact, and that looks behind the door.
+WRONG = """
+from tpuport import plugin
+from tpuport.core.arrays import to_torch
+
+def patches():
+    def louder(upstream):
+        return lambda self, x: upstream(self, x) * 1.01
+    target = "models.normalization:RMSNorm.forward"
+    return (plugin.diffusers_patch("louder", target, louder, "a test", wraps=True),)
+
+@plugin.hookimpl
+def tpuport_model():
+    small = plugin.Published(configs="{configs}")
+    return plugin.ModelPlugin(
+        "wrong", "diffusers:LTXPipeline", patches=patches, variants={{"small": small}}
+    )
+"""
+
+
+@pytest.fixture
+def cli(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """``tpuport`` in an empty folder; without the run that other tests share."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPUPORT_CACHE_DIR", str(cache_dir))
+    return call
+
+
+Install = Callable[[Path, str, str], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Make a module of a folder an installed plugin."""
+
+    def add(folder: Path, name: str, module: str) -> None:
+        monkeypatch.syspath_prepend(str(folder))
+        entry = metadata.EntryPoint(name, module, hookspecs.GROUP)
+        found = {**plugins.installed_plugins(), **plugins.load_plugins([entry])}
+        monkeypatch.setattr(plugins, "installed_plugins", lambda: found)
+
+    return add
+
+
+def test_the_example_is_exact_on_one_device_and_on_a_mesh(
+    cli: Cli, install: Install
+) -> None:
+    """Over 10 s: a pipeline is compiled for two meshes."""
+    install(EXAMPLE, "ltx", "toy_plugin")
+    ran = cli("check", "ltx", "--no-plan", "--json")
+    assert ran.code == 0, ran.err
+    told = ran.json
+    assert told["good"]
+    assert told["imports"] == []
+    assert [one["mesh"] for one in told["compared"]] == ["one device", "dp=2,sp=2"]
+    assert told["compared"][0]["calls"].keys() == {
+        *("text_encoder", "transformer", "vae.decode")
+    }
+
+
+def test_a_plugin_that_is_not_exact_is_told_where(
+    cli: Cli, install: Install, tmp_path: Path
+) -> None:
+    """Over 10 s: as above, and parts one by one."""
+    file = tmp_path / "wrong_plugin.py"
+    file.write_text(WRONG.format(configs=EXAMPLE / "ltx_small.json"))
+    install(tmp_path, "wrong", "wrong_plugin")
+    ran = cli("check", "wrong", "--no-plan")
+    assert ran.code == 1, ran.err
+    part = "transformer.transformer_blocks.0.norm1 (RMSNorm)"
+    assert "one device: differs: first transformer, by " in ran.out
+    assert f", in {part}" in ran.out
+    assert f"{file}:3: an import behind tpuport.plugin: " in ran.out
+
+
+def test_a_folder_with_few_weights_runs_as_it_is(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpuport.cli.runs import checked
+
+    monkeypatch.setattr(checked, "compare", lambda *_: [])
+    folder = saved(made(all_examples()["LTXPipeline"])[0], tmp_path / "ltx")
+    ran = cli("check", folder, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["weights"] == str(folder)
+    assert ran.json["unplanned"].startswith("no configs of a full size")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cogvideox", "cogvideox has stages of its own; name a folder"),
+        ("./nothing", "nothing"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(cli: Cli, name: str, said: str) -> None:
+    ran = cli("check", name, "--no-plan")
+    assert ran.code == 2
+    assert said in ran.last
+
+
+@pytest.mark.parametrize("name", ["Wan", "LTX", "CogVideoX", "HunyuanVideo", "Mochi"])
+def test_a_class_name_makes_a_package(cli: Cli, name: str, tmp_path: Path) -> None:
+    ran = cli("new-model", "my-model", "--class", f"{name}Pipeline", "--json")
+    assert ran.code == 0, ran.err
+    told, package = ran.json, tmp_path / "my-model/tpuport_my_model"
+    assert {"linear", "convolution"} <= told["changes"].keys()
+    text = (package / "plugin.py").read_text()
+    assert text.count("FILL IN") == 4
+    assert all(f"#   {change}: " in text for change in told["changes"])
+    assert max(map(len, text.splitlines())) <= 88
+    assert behind_the_door([package / "plugin.py"]) == []
+    full = json.loads((package / "full.json").read_text())
+    assert full["model_index"]["_class_name"] == f"{name}Pipeline"
+
+
+def test_the_test_of_a_new_package_is_green(
+    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 10 s: the package's test is a whole check."""
+    assert cli("new-model", "my-ltx", "--class", "LTXPipeline").code == 0
+    install(tmp_path / "my-ltx", "my-ltx", "tpuport_my_ltx.plugin")
+    monkeypatch.syspath_prepend(str(tmp_path / "my-ltx/tests"))
+    importlib.import_module("test_my_ltx").test_the_port_is_exact()
+    sys.modules.pop("test_my_ltx")
+
+
+def test_a_folder_stands_in_for_a_class_that_says_too_little(
+    cli: Cli, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also: its configs make the small pipeline again."""
+    from tpuport.cli.runs import checked
+
+    folder = saved(made(all_examples()["LTX2Pipeline"])[0], tmp_path / "ltx2")
+    asked = ("new-model", "my-ltx2", "--class", "LTX2Pipeline")
+    assert "add --weights FOLDER" in cli(*asked).last
+    assert (
+        "is of a LTX2Pipeline"
+        in cli(
+            *("new-model", "mine", "--class", "WanPipeline", "--weights", folder)
+        ).last
+    )
+    ran = cli(*asked, "--weights", folder)
+    assert ran.code == 0, ran.err
+    install(tmp_path / "my-ltx2", "my-ltx2", "tpuport_my_ltx2.plugin")
+    monkeypatch.setattr(checked, "compare", lambda *_: [])
+    ran = cli("check", "my-ltx2", "--no-plan")
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("My Model",), "a plugin may not be called 'My Model'"),
+        (("cogvideox",), "is called 'cogvideox' already"),
+        (("mine", "--class", "WanPipelin"), "did you mean WanPipeline?"),
+        (("mine", "--class", "WanTransformer3DModel"), "is no pipeline of diffusers"),
+        (("mine", "--out", "full"), "full is there and not empty"),
+        (("mine", "--class", "LTX2Pipeline"), "add --weights FOLDER"),
+    ],
+)
+def test_a_package_that_cannot_be_is_refused_before_anything_is_written(
+    cli: Cli, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    given = (
+        arguments if "--class" in arguments else (*arguments, "--class", "WanPipeline")
+    )
+    ran = cli("new-model", *given)
+    assert ran.code == 2
+    assert said in ran.last
+    assert [p.name for p in tmp_path.iterdir()] == ["full"]

@@ -1,0 +1,103 @@
+"""Where a port parts from upstream's code is found, down to the smallest module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pipelines.example import all_examples, made
+from tests.tolerances import TOLERANCES
+from tpuport import targets
+from tpuport.core.drive.changes_run import counting
+from tpuport.core.drive.compared import MOST, Pair, copied, difference
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.target import Target
+from tpuport.core.spec.run_settings import RunSettings
+from tpuport.patches.diffusers import diffusers_patch
+
+NORM = "models.normalization:RMSNorm.forward"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    one = all_examples()["LTXPipeline"]
+    ours, call = made(one)
+
+    def arguments() -> dict[str, Any]:
+        generator = torch.Generator("cpu").manual_seed(0)
+        return {**call, "generator": generator, "output_type": "np"}
+
+    return Pair(ours=ours, theirs=made(one)[0], arguments=arguments)
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> list[np.ndarray]:
+    return pair.expected()
+
+
+def target_with(replacement: Callable[..., Any] | None) -> Target:
+    placed = targets.place_for_port(MeshSpec())
+    found = targets.claimed_target("LTXPipeline", placed, RunSettings(), Reporter())
+    if replacement is None:
+        return found
+    patch = diffusers_patch("norm", NORM, replacement, "a test", wraps=True)
+    return replace(found, patches=(*found.patches, patch))
+
+
+def test_every_call_of_an_exact_port_is_as_upstreams(
+    pair: Pair, expected: list[np.ndarray]
+) -> None:
+    """Over 10 s: a pipeline's programs are compiled."""
+    target, ran = counting(target_with(None))
+    found = pair.compare(target, expected)
+    assert found.equal
+    counts = {name: count for name, (count, _) in found.calls.items()}
+    assert counts == {"text_encoder": 2, "transformer": 2, "vae.decode": 1}
+    assert {"linear", "convolution"} <= {name for name in ran if ran[name]}
+    assert TOLERANCES["video float32"] >= MOST
+
+
+def test_the_first_call_that_differs_and_its_smallest_part_are_named(
+    pair: Pair, expected: list[np.ndarray]
+) -> None:
+    """Over 10 s: as above, and parts of the transformer one by one."""
+    target = target_with(lambda upstream: lambda self, x: upstream(self, x) * 1.01)
+    found = pair.compare(target, expected, calls=False)
+    assert not found.equal
+    assert found.first == "transformer"
+    assert found.part == "transformer.transformer_blocks.0.norm1 (RMSNorm)"
+    assert found.calls["text_encoder"][1] < MOST < found.calls["transformer"][1]
+
+
+def test_a_module_that_is_refused_is_told_by_line(
+    pair: Pair, expected: list[np.ndarray]
+) -> None:
+    def asks(upstream: Any) -> Any:
+        return lambda self, x: upstream(self, x if x.sum() > 0 else -x)
+
+    found = pair.compare(target_with(asks), expected)
+    assert not found.equal
+    assert "transformer" in found.error
+    assert "test_compared.py" in found.error
+
+
+def test_differences_count_shapes_and_nans() -> None:
+    one, nan = np.ones((2, 3), np.float32), np.full((2, 3), np.nan, np.float32)
+    assert difference([one], [one]) == difference([nan], [nan]) == 0
+    assert difference([one], [nan]) == difference([one], [one[:1]]) == float("inf")
+    assert difference([one * 100], [one * 101]) == pytest.approx(1 / 101)
+
+
+def test_a_copy_shares_no_tensor_and_no_list() -> None:
+    given = ([torch.zeros(2)], {"a": torch.ones(1)})
+    (inner,), kept = copied(given)
+    inner += 1
+    kept["b"] = 1
+    assert not given[0][0].any()
+    assert "b" not in given[1]

@@ -1,0 +1,71 @@
+"""A pipeline is made small from its class name, or from configs of its full size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+
+from tests.pipelines.example import all_examples, made, saved
+from tpuport.core.drive.rehearsal import without_weights
+from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.small import as_text, of_class, of_folder, small
+from tpuport.core.pipelines.stand_in import write_configs
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.ported import modules_of
+from tpuport.errors import UsageError
+
+NAMES = (
+    "WanPipeline",
+    "LTXPipeline",
+    "CogVideoXPipeline",
+    "HunyuanVideoPipeline",
+    "MochiPipeline",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_name_is_enough(name: str, tmp_path: Path) -> None:
+    configs = of_class(name)
+    full, little = configs["transformer"], small(configs)["transformer"]
+    assert little["num_layers"] == 2 < full["num_layers"]
+    assert little["attention_head_dim"] == full["attention_head_dim"]
+    write_configs(tmp_path, small(configs))
+    folder = PipelineFolder.find(tmp_path, Reporter())
+    pipeline = without_weights(folder, torch.float32)
+    assert type(pipeline).__name__ == name
+    sizes = [p.numel() for m in modules_of(pipeline).values() for p in m.parameters()]
+    assert sum(sizes) < 100e6
+    assert json.loads(as_text(configs)) == configs
+
+
+def test_a_folder_has_the_configs_of_its_components(tmp_path: Path) -> None:
+    """Also: a text encoder's vocabulary is that of the tokenizer that stands in."""
+    folder = saved(made(all_examples()["LTXPipeline"])[0], tmp_path / "ltx")
+    configs = of_folder(folder)
+    assert {*configs} == {
+        *("model_index", "scheduler", "text_encoder", "transformer", "vae")
+    }
+    assert configs["transformer"]["num_attention_heads"] == 4
+    found = small(configs)
+    assert found["transformer"]["num_attention_heads"] == 2
+    assert found["text_encoder"]["d_model"] == configs["text_encoder"]["d_model"]
+    write_configs(tmp_path / "small", found)
+    assert diffusers.DiffusionPipeline.load_config(tmp_path / "small")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("WanPipelin", r"diffusers 0\.\d+\.\d+ has no WanPipelin; did you mean WanPip"),
+        ("WanTransformer3DModel", "is no pipeline of diffusers"),
+        ("DiffusionPipeline", "is no pipeline of diffusers"),
+        ("LTX2Pipeline", "cannot be made from its name alone: .*--weights FOLDER"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        of_class(name)

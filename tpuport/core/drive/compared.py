@@ -1,0 +1,261 @@
+"""A ported pipeline beside upstream's own code, call by call, and where they part.
+
+Every call that upstream's pipeline makes of a component is answered twice: by the port,
+whose answer goes on, and by a twin of the pipeline. Where the two differ, the parts of
+the module are ported one by one, on what upstream gave them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.core.files.atomic import one_line
+from tpuport.core.reports import Reporter
+from tpuport.core.seam.journal import Asked
+from tpuport.core.seam.ported import modules_of, port_module, port_pipeline, seam_of
+from tpuport.core.seam.ported import unport as unported
+from tpuport.core.seam.target import Target
+from tpuport.core.seam.values import put_together, take_apart
+from tpuport.errors import TpuportError
+
+#: The largest difference in float32, as a share of the largest value or of 1.
+MOST = 1e-4
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
+
+
+@dataclass(kw_only=True)
+class Compared:
+    """A pipeline's run on a mesh beside upstream's.
+
+    Attributes:
+        mesh: in words.
+        worst: the largest difference of what the pipeline makes; ``None`` if it failed.
+        calls: by the name of what was called, how often and the largest difference.
+        first: the call that differs first; empty if none does.
+        part: the smallest module that differs by itself, and its class: its own forward
+            differs, or a native form that takes its place.
+        error: what was refused.
+        patches: the names of the patches that ran while modules were traced.
+    """
+
+    mesh: str
+    worst: float | None = None
+    calls: dict[str, tuple[int, float]] = field(default_factory=dict)
+    first: str = ""
+    part: str = ""
+    error: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is as upstream's."""
+        return not self.error and not self.first and _near(self.worst)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; a difference without bound is ``None``."""
+        calls = {n: [count, _finite(w)] for n, (count, w) in self.calls.items()}
+        worst = _finite(self.worst)
+        return {**asdict(self), "worst": worst, "calls": calls, "equal": self.equal}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A pipeline in float32, once to be ported and once as it is.
+
+    Attributes:
+        ours, theirs: with equal weights.
+        arguments: makes the keywords of a call, with a generator of its own.
+    """
+
+    ours: Any
+    theirs: Any
+    arguments: Callable[[], Mapping[str, Any]]
+
+    def expected(self) -> list[np.ndarray]:
+        """What upstream's own code makes."""
+        return self._made(self.theirs)
+
+    def compare(
+        self, target: Target, expected: list[np.ndarray], *, calls: bool = True
+    ) -> Compared:
+        """Run the port, and find where it parts from upstream's code.
+
+        Args:
+            target: what programs are made for.
+            expected: from :meth:`expected`.
+            calls: compare each call; without, a run that makes the same is enough.
+        """
+        shape = dict(target.mesh.shape)
+        used = [f"{axis}={size}" for axis, size in shape.items() if size > 1]
+        found = Compared(mesh=",".join(used) or "one device")
+        given: dict[str, Called] = {}
+        port_pipeline(self.ours, target)
+        try:
+            if calls:
+                seam = seam_of(self.ours)
+                seam.journal.answer = lambda one: self._both(one, found, given)
+            found.worst = difference(self._made(self.ours), expected)
+        except TpuportError as error:
+            found.error = one_line(error)
+        finally:
+            unported(self.ours)
+        if not calls and not found.equal:
+            return self.compare(target, expected)
+        if found.first:
+            found.part = self._part(found.first, given[found.first], target)
+        return found
+
+    def _made(self, pipeline: Any) -> list[np.ndarray]:
+        torch.manual_seed(0)  # of pipelines that draw without a generator
+        output = pipeline(**self.arguments())
+        values = output.values() if hasattr(output, "values") else [output]
+        return [np.asarray(value) for value in values if value is not None]
+
+    def _both(self, asked: Asked, found: Compared, first: dict[str, Called]) -> Any:
+        """The port's answer to a call, compared with upstream's."""
+        given = copied((asked.args, asked.kwargs))
+        random = torch.get_rng_state()
+        theirs = self._theirs(asked.name, copied(given))
+        torch.set_rng_state(random)
+        ours = asked.run()
+        worst = difference(_arrays(ours), _arrays(theirs))
+        count, before = found.calls.get(asked.name, (0, 0.0))
+        found.calls[asked.name] = count + 1, max(before, worst)
+        if not _near(worst) and not found.first:
+            found.first = asked.name
+            first[asked.name] = given
+        return ours if _near(worst) else theirs
+
+    def _theirs(self, name: str, given: Called) -> Any:
+        args, kwargs = given
+        with torch.no_grad():
+            return attrgetter(name)(self.theirs)(*args, **kwargs)
+
+    def _part(self, name: str, given: Called, target: Target) -> str:
+        """The smallest part of a component whose own forward differs."""
+        component = name.partition(".")[0]
+        module = modules_of(self.theirs)[component]
+        claim = target.claims.get(component)
+        if claim is not None and claim.transforms:
+            assert target.general is not None  # parts hold weights as upstream does
+            target = target.general
+        target = replace(target, claims={})
+        with _recorded(module) as records:
+            self._theirs(name, given)
+        inside = name.partition(".")[2]
+        at = inside if inside in records else ""
+        while (part := _differing(module, records, at, target)) is not None:
+            at = part
+        kind = type(module.get_submodule(at)).__name__
+        return f"{component}.{at} ({kind})" if at else f"{component} ({kind})"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The first call of a module by upstream's code."""
+
+    given: Called
+    result: list[np.ndarray]
+
+
+@contextlib.contextmanager
+def _recorded(module: torch.nn.Module) -> Iterator[dict[str, _Record]]:
+    """The calls of all parts of a module, by path, in the order in which they end."""
+    found: dict[str, _Record] = {}
+    given: dict[str, Called] = {}
+
+    def before(path: str, args: Any, kwargs: Any) -> None:
+        if path not in given:
+            given[path] = copied((args, kwargs))
+
+    def after(path: str, result: Any) -> None:
+        if path not in found:
+            found[path] = _Record(given[path], _arrays(result))
+
+    with contextlib.ExitStack() as stack:
+        for path, child in module.named_modules():
+            hooks = (
+                child.register_forward_pre_hook(
+                    lambda _, args, kwargs, path=path: before(path, args, kwargs),
+                    with_kwargs=True,
+                ),
+                child.register_forward_hook(
+                    lambda _, args, result, path=path: after(path, result)
+                ),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+        yield found
+
+
+def _differing(
+    module: torch.nn.Module, records: Mapping[str, _Record], at: str, target: Target
+) -> str | None:
+    """The first part below ``at`` that differs by itself; ``None`` if none does."""
+    start = f"{at}." if at else ""
+    below = [path for path in records if path.startswith(start) and path != at]
+    for path in below:
+        if any(path.startswith(f"{other}.") for other in below):
+            continue  # a part of a part
+        child, record = module.get_submodule(path), records[path]
+        twin = port_module(child, target, Reporter())
+        try:
+            args, kwargs = copied(record.given)
+            with torch.no_grad():
+                result = _arrays(twin(*args, **kwargs))
+        except TpuportError:
+            return path
+        finally:
+            unported(twin)
+        if not _near(difference(result, record.result)):
+            return path
+    return None
+
+
+def copied(value: Any) -> Any:
+    """A value whose tensors and collections are its own."""
+    leaves: list[torch.Tensor] = []
+    form = take_apart(value, leaves, [])
+    return put_together(form, iter([leaf.detach().clone() for leaf in leaves]))
+
+
+def _arrays(value: Any) -> list[np.ndarray]:
+    leaves: list[torch.Tensor] = []
+    take_apart(value, leaves, [])
+    return [leaf.detach().float().numpy().copy() for leaf in leaves]
+
+
+def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest difference, as a share of the largest value or of 1.
+
+    Other shapes, and NaN on one side, are infinite.
+    """
+    worst = 0.0
+    if [one.shape for one in found] != [other.shape for other in expected]:
+        return float("inf")
+    for one, other in zip(found, expected, strict=True):
+        if one.dtype.kind not in "fiub" or not one.size:
+            continue
+        wide, truth = one.astype(np.float64), other.astype(np.float64)
+        same = (wide == truth) | (np.isnan(wide) & np.isnan(truth))
+        apart = np.where(same, 0.0, np.abs(wide - truth))
+        scale = max(1.0, float(np.abs(truth[np.isfinite(truth)]).max(initial=0.0)))
+        here = float(apart.max()) / scale
+        worst = max(worst, here if here == here else float("inf"))
+    return worst
+
+
+def _finite(worst: float | None) -> float | None:
+    return worst if worst is not None and math.isfinite(worst) else None
+
+
+def _near(worst: float | None) -> bool:
+    return worst is not None and worst < MOST
