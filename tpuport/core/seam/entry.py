@@ -30,10 +30,13 @@ from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import (
     Form,
     content_of,
+    names_of,
     put_together,
     same_content,
     take_apart,
 )
+from tpuport.core.space.pictures import Parts, Pictures, Tensor, pictures_of
+from tpuport.core.space.split_program import split_call
 from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import TpuportError
@@ -129,7 +132,11 @@ class Entry(ProgramRuns):
             found = self._together(program, inputs)
         else:
             arrays = jax.block_until_ready(self._run(program, inputs))
-            found = [self._result(array, array) for array in arrays]
+            shapes = program.shapes or [None] * len(arrays)
+            found = [
+                self._result(array, array, shape)
+                for array, shape in zip(arrays, shapes, strict=True)
+            ]
         return self._given_back(
             program.out, found, tensors, [*containers, *state.containers]
         )
@@ -149,7 +156,7 @@ class Entry(ProgramRuns):
         chosen = [tensors[place] for place in program.used]
         chosen += [draw.numbers() for draw in program.draws]
         return [
-            self._uploads.array(tensor, struct.sharding)
+            self._uploads.array(tensor, struct)
             for tensor, struct in zip(chosen, program.inputs, strict=True)
         ]
 
@@ -308,7 +315,7 @@ class Entry(ProgramRuns):
         count = len(tensors) - len(state.tensors)
         out = Out()
 
-        def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
+        def made_of(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
             given = {**dict(zip(used, arrays, strict=False)), **fixed}
             values = [given[i] for i in range(len(tensors))]
 
@@ -318,16 +325,19 @@ class Entry(ProgramRuns):
                 out.draws = tuple(made)
                 return result
 
-            found = ported.call(weights, run, values)
+            return ported.call(weights, run, values)
+
+        def call(weights: Any, arrays: Any) -> Any:
             constrain = jax.lax.with_sharding_constraint
+            found = made_of(weights, arrays)
             return [constrain(array, place(array.shape)) for array in found]
 
-        call.__name__ = self.name.replace(".", "_")
         structs = [_struct(tensors[i], place) for i in used]
         structs += [
             _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
-        runtime = ported.runtime
+        runtime, shapes = ported.runtime, None
+        pictures = self._pictures(form, tensors, used)
         runtime.records.clear()
         runtime.convolutions.clear()
         with contextlib.ExitStack() as stack:
@@ -337,6 +347,13 @@ class Entry(ProgramRuns):
             stack.enter_context(forgetting(self.module))
             if constant:
                 stack.enter_context(jax.ensure_compile_time_eval())
+            if pictures is not None:
+                split = split_call(
+                    self.name, made_of, runtime, self._structs, structs, pictures
+                )
+                call, structs, shapes = split.call, [*split.inputs], split.shapes
+                self._say_parts(pictures, split.parts)
+            call.__name__ = self.name.replace(".", "_")
             traced = self._jitted(call).trace(self._structs, structs)
         return Program(
             call=call,
@@ -347,7 +364,36 @@ class Entry(ProgramRuns):
             draws=draws,
             attention=tuple(runtime.records),
             convolutions=tuple(counted(runtime.convolutions)),
+            shapes=shapes,
         )
+
+    def _pictures(
+        self, form: Form, tensors: Sequence[torch.Tensor], used: Sequence[int]
+    ) -> Pictures | None:
+        """The pictures among a program's inputs, if a plugin lets them be split."""
+        if not self.target.splits_space(self.name):
+            return None
+        names = names_of(form)
+        names += ["an attribute"] * (len(tensors) - len(names))
+        return pictures_of(
+            self.name,
+            [
+                Tensor(
+                    name=names[i],
+                    shape=tuple(tensors[i].shape),
+                    floats=tensors[i].is_floating_point(),
+                )
+                for i in used
+            ],
+        )
+
+    def _say_parts(self, pictures: Pictures, parts: Parts) -> None:
+        devices = self.target.mesh.size
+        if parts.copies > 1:
+            self._journal.reporter.say(
+                f"{self.name}: a picture of {pictures.rows} x {pictures.columns} has "
+                f"{devices // parts.copies} parts, fewer than there are devices"
+            )
 
     def _forwarded(
         self,

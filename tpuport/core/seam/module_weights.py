@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -162,7 +163,9 @@ class ModuleWeights:
         else:
             whole = self._claim.plan(stored, shape)
         room = room_for_weights(mesh.devices.flat)
-        if not self._each_step:
+        if self.target.splits_space(self.name):
+            room = sys.maxsize  # each device computes with all of them
+        elif not self._each_step:
             room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
         self._structs = abstract_weights(

@@ -43,6 +43,7 @@ class Program:
         draws: random numbers that are inputs, after the tensors.
         attention, convolutions: what the calls in it run as.
         trace_seconds: what tracing took.
+        shapes: of the results; a picture in parts has more rows and columns in arrays.
         runs: compiled; for two calls as one, by the inputs that differ.
     """
 
@@ -55,6 +56,7 @@ class Program:
     attention: tuple[AttentionRecord, ...] = ()
     convolutions: tuple[ConvolutionRecord, ...] = ()
     trace_seconds: float = 0.0
+    shapes: tuple[tuple[int, ...], ...] | None = None
     runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
@@ -99,15 +101,23 @@ class ProgramRuns(ModuleWeights):
         self._waiting: Waiting | None = None
         self._apart: list[Program] = []
 
-    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
-        """A tensor of the result; without an array, of the call that waits."""
+    def _result(
+        self, struct: Any, array: Any = None, shape: tuple[int, ...] | None = None
+    ) -> DeviceTensor:
+        """A tensor of the result; without an array, of the call that waits.
+
+        Args:
+            shape: without phantom rows and columns, where the array has some.
+        """
+        real = tuple(struct.shape) if shape is None else shape
+        cut = tuple(map(slice, real))
         dtype = torch_dtype(str(struct.dtype))
         if dtype == torch.int32:
             dtype = torch.long  # torch's indices; programs count in 32 bits
         return DeviceTensor(
-            tuple(struct.shape),
+            real,
             dtype,
-            read=lambda array: self._read(array).to(dtype),
+            read=lambda array: self._read(array)[cut].to(dtype),
             array=array,
             run=self.settle,
         )
