@@ -139,9 +139,7 @@ class Target:
         return replace(
             self,
             # A model's own may be listed with the standard ones.
-            patches=tuple(
-                dict.fromkeys((*self.patches, *plugin.patches_with(blocks)))
-            ),
+            patches=tuple(dict.fromkeys((*self.patches, *plugin.patches_with(blocks)))),
             overrides=(*self.overrides, *plugin.overrides),
             claims=claims,
             blocks=Blocks.NATIVE if forms else Blocks.UPSTREAM,

@@ -114,11 +114,11 @@ class Locality:
             dims: list[Dims] = given  # type: ignore[assignment]
             if name in _EXCHANGES:
                 raise MixedError(f"{name} between devices")
-            if not any(has_split(dim) for one in dims for dim in one):
-                return [*map(whole, shapes)]
-            if name not in RULES:
+            if name in RULES:
+                return RULES[name](dims, params, shapes, self.sides)
+            if any(has_split(dim) for one in dims for dim in one):
                 raise MixedError(name)
-            return RULES[name](dims, params, shapes, self.sides)
+            return [*map(whole, shapes)]
         except MixedError as error:
             return [Mixed(f"{error}{_place_of(eqn)}")] * len(shapes)
 

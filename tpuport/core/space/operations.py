@@ -44,10 +44,9 @@ def _each(
     given: Sequence[Dims], params: Params, shapes: Shapes, sides: Sides
 ) -> list[Dims]:
     """Element by element; a scalar counts for all elements."""
-    full = [one for one in given if one]
-    out = full[0]
-    for other in full[1:]:
-        out = tuple(map(joined, out, other))
+    out: Dims = ()
+    for other in filter(None, given):
+        out = tuple(map(joined, out, other)) if out else other
     return [out] * len(shapes)
 
 
@@ -155,7 +154,12 @@ def _update(
 def _pad(
     given: Sequence[Dims], params: Params, shapes: Shapes, sides: Sides
 ) -> list[Dims]:
-    return [_cut(given[0], shapes[0], "pads")]
+    found = []
+    for dim, n, pads in zip(given[0], shapes[0], params["padding_config"], strict=True):
+        if any(pads):
+            _refuse(dim, "pads")
+        found.append(whole((n,))[0] if any(pads) else dim)
+    return [tuple(found)]
 
 
 def _product(
@@ -199,10 +203,10 @@ def _window(
         strict=True,
     )
     for dim, size, step, pads, n in rows:
-        if not has_split(dim):
-            found.append(whole((n,))[0])
-        elif (size, step) == (1, 1):
+        if (size, step, *pads) == (1, 1, 0, 0):
             found.append(dim)
+        elif not has_split(dim):
+            found.append(whole((n,))[0])
         else:
             one = dim[0]
             if len(dim) > 1 or one.border or size != step or one.size % size:
@@ -261,6 +265,15 @@ def _scatter(
     return [tuple(found)]
 
 
+def _iota(
+    given: Sequence[Dims], params: Params, shapes: Shapes, sides: Sides
+) -> list[Dims]:
+    at, (shape,) = params["dimension"], shapes
+    found = [(Factor(n, SAME),) for n in shape]
+    found[at] = whole(shape)[at]
+    return [tuple(found)]
+
+
 def _along(name: str) -> Rule:
     """A rule of an operation along one dim or several."""
 
@@ -272,7 +285,13 @@ def _along(name: str) -> Rule:
         for one in given:
             for at in along:
                 _refuse(one[at], "an operation along")
-        return [_cut(given[0], shape) for shape in shapes]
+        return [
+            tuple(
+                whole((n,))[0] if at in along else dim
+                for at, (dim, n) in enumerate(zip(given[0], shape, strict=True))
+            )
+            for shape in shapes
+        ]
 
     return rule
 
@@ -313,6 +332,7 @@ RULES: Mapping[str, Rule] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _gather,
+    "iota": _iota,
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
 }
