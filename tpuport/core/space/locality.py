@@ -73,11 +73,15 @@ class Locality:
                 found[dim] = (Factor(shape[dim], side.axis),)
         return tuple(found)
 
-    def results(self, jaxpr: core.Jaxpr, given: Sequence[Known]) -> list[Known]:
+    def results(
+        self, jaxpr: core.Jaxpr, given: Sequence[Known], at: Any = None
+    ) -> list[Known]:
         """What the results of a program are.
 
         Args:
             given: what its arguments are.
+            at: the operation that is this program; its own are told as this one. A
+                function of jax is traced once, for whoever calls it first.
         """
         known: dict[Any, Known] = dict(zip(jaxpr.invars, given, strict=True))
         for const in jaxpr.constvars:
@@ -89,11 +93,11 @@ class Locality:
             )
 
         for eqn in jaxpr.eqns:
-            found = self._made(eqn, [of(var) for var in eqn.invars])
+            found = self._made(eqn, [of(var) for var in eqn.invars], at)
             known.update(zip(eqn.outvars, found, strict=True))
         return [of(var) for var in jaxpr.outvars]
 
-    def _made(self, eqn: Any, given: list[Known]) -> Sequence[Known]:
+    def _made(self, eqn: Any, given: list[Known], at: Any) -> Sequence[Known]:
         name, params = eqn.primitive.name, eqn.params
         shapes = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
         try:
@@ -101,13 +105,13 @@ class Locality:
                 return [self._marked(params["mark"], shapes[0], given)]
             if name in _CALLS:
                 inner = params[_CALLS[name]]
-                return self.results(getattr(inner, "jaxpr", inner), given)
+                return self.results(getattr(inner, "jaxpr", inner), given, at or eqn)
             if name == "scan":
-                return self._scanned(params, given)
+                return self._scanned(params, given, at)
             if name == "while":
-                return self._repeated(params, given)
+                return self._repeated(params, given, at)
             if name == "cond":
-                return self._chosen(params, given)
+                return self._chosen(params, given, at)
             mixed = next((one for one in given if isinstance(one, Mixed)), None)
             if mixed is not None:
                 return [mixed] * len(shapes)
@@ -120,7 +124,7 @@ class Locality:
                 raise MixedError(name)
             return [*map(whole, shapes)]
         except MixedError as error:
-            return [Mixed(f"{error}{_place_of(eqn)}")] * len(shapes)
+            return [Mixed(f"{error}{_place_of(at or eqn)}")] * len(shapes)
 
     def _marked(self, mark: Mark, shape: tuple[int, ...], given: list[Known]) -> Known:
         _, *pictures = given
@@ -162,13 +166,15 @@ class Locality:
 
     # Control flow.
 
-    def _scanned(self, params: Mapping[str, Any], given: list[Known]) -> list[Known]:
+    def _scanned(
+        self, params: Mapping[str, Any], given: list[Known], at: Any
+    ) -> list[Known]:
         consts, carries = params["num_consts"], params["num_carry"]
         fixed, carry = given[:consts], given[consts : consts + carries]
         steps = [_step(one) for one in given[consts + carries :]]
         body = params["jaxpr"].jaxpr
         for _ in range(_PASSES):
-            found = self.results(body, [*fixed, *carry, *steps])
+            found = self.results(body, [*fixed, *carry, *steps], at)
             after = [_both(a, b) for a, b in zip(carry, found[:carries], strict=True)]
             if after == carry:
                 break
@@ -179,7 +185,9 @@ class Locality:
         ]
         return [*carry, *outs]
 
-    def _repeated(self, params: Mapping[str, Any], given: list[Known]) -> list[Known]:
+    def _repeated(
+        self, params: Mapping[str, Any], given: list[Known], at: Any
+    ) -> list[Known]:
         asks, does = params["cond_nconsts"], params["body_nconsts"]
         asked, fixed, carry = (
             given[:asks],
@@ -187,19 +195,21 @@ class Locality:
             given[asks + does :],
         )
         for _ in range(_PASSES):
-            found = self.results(params["body_jaxpr"].jaxpr, [*fixed, *carry])
+            found = self.results(params["body_jaxpr"].jaxpr, [*fixed, *carry], at)
             after = [_both(a, b) for a, b in zip(carry, found, strict=True)]
             if after == carry:
                 break
             carry = after
-        (goes_on,) = self.results(params["cond_jaxpr"].jaxpr, [*asked, *carry])
+        (goes_on,) = self.results(params["cond_jaxpr"].jaxpr, [*asked, *carry], at)
         return [goes_on] * len(carry) if isinstance(goes_on, Mixed) else carry
 
-    def _chosen(self, params: Mapping[str, Any], given: list[Known]) -> list[Known]:
+    def _chosen(
+        self, params: Mapping[str, Any], given: list[Known], at: Any
+    ) -> list[Known]:
         which, *rest = given
         if isinstance(which, Mixed):
             return [which] * len(params["branches"][0].jaxpr.outvars)
-        found = [self.results(branch.jaxpr, rest) for branch in params["branches"]]
+        found = [self.results(branch.jaxpr, rest, at) for branch in params["branches"]]
         out = found[0]
         for other in found[1:]:
             out = [_both(a, b) for a, b in zip(out, other, strict=True)]
@@ -270,9 +280,9 @@ def _place_of(eqn: Any) -> str:
     """The innermost line of upstream's code that made an operation."""
     from jax._src import source_info_util
 
-    own = ("/jax/", "/torch/", "/torchax/", "/tpuport/", "/jaxlib/", "/contextlib.py")
+    own = ("jax", "torch", "torchax", "tpuport", "jaxlib", "jaxtyping")
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         path = frame.file_name.replace("\\", "/")
-        if not any(part in path for part in own):
+        if not any(f"/{part}/" in path for part in own):
             return f" at {'/'.join(path.split('/')[-2:])}:{frame.start_line}"
     return ""

@@ -13,6 +13,7 @@ from typing import Any
 from tpuport.core.mesh.spatial_split import Side
 from tpuport.core.space.factors import (
     SAME,
+    WHOLE,
     Dim,
     Dims,
     Factor,
@@ -66,6 +67,18 @@ def _broadcast(
             found[at] = dim
         else:
             _refuse(dim, "copies")
+    return [tuple(found)]
+
+
+def _tile(
+    given: Sequence[Dims], params: Params, shapes: Shapes, sides: Sides
+) -> list[Dims]:
+    found = []
+    for dim, count, n in zip(given[0], params["reps"], shapes[0], strict=True):
+        if count > 1:
+            _refuse(dim, "copies")
+        same = count == 1 or all(one.kind == SAME for one in dim)
+        found.append(dim if count == 1 else (Factor(n, SAME if same else WHOLE),))
     return [tuple(found)]
 
 
@@ -322,6 +335,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "split"), _along("axis")),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
+    "tile": _tile,
     "squeeze": _squeeze,
     "transpose": _transpose,
     "concatenate": _concatenate,

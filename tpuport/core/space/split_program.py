@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.core.mesh.spatial_split import AXES, VIDEOS, HaloError
+from tpuport.core.mesh.spatial_split import VIDEOS, HaloError
 from tpuport.core.space.factors import Dims, MixedError, has_split, whole, whole_of
 from tpuport.core.space.locality import Locality, Mixed
 from tpuport.core.space.pictures import Parts, Pictures, Shape, ways
@@ -60,7 +60,7 @@ def split_call(
     """
     assert runtime.mesh is not None
     devices = list(runtime.mesh.devices.flat)
-    one = _Tracing(name, run, runtime, weights, arrays, pictures)
+    one = _Tracing(name, run, runtime, weights, arrays, pictures, devices)
     alone = Parts.whole(pictures, len(devices))
     jaxpr = one.trace(alone)
     shapes = tuple(aval.shape for aval in jaxpr.out_avals)
@@ -82,7 +82,7 @@ def split_call(
             continue
         break
     assert jaxpr is not None
-    return one.joined(jaxpr, parts, shapes, devices)
+    return one.joined(jaxpr, parts, shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class _Tracing:
     weights: Mapping[str, Any]
     arrays: Sequence[jax.ShapeDtypeStruct]
     pictures: Pictures
+    devices: Sequence[jax.Device]
 
     def by_video(self, made: Sequence[Shape]) -> bool:
         """Whether all that belongs to a video is a picture, as inputs and results."""
@@ -118,25 +119,28 @@ class _Tracing:
         }
         self.runtime.records.clear()
         self.runtime.convolutions.clear()
-        split = parts.split
-        sizes = (split.videos, split.rows, split.columns)
-        env = list(zip(AXES, sizes, strict=True))
+        mesh = parts.mesh(self.devices)
+        env = list(mesh.shape.items())
+        manual = mesh.abstract_mesh.update_axis_types(
+            dict.fromkeys(mesh.axis_names, jax.sharding.AxisType.Manual)
+        )
 
         def on_device(weights: Any, arrays: Any) -> Any:
             with self.runtime.split(parts.space):
                 return self.run(weights, arrays)
 
-        return jax.make_jaxpr(on_device, axis_env=env)(weights, local)
+        # As within shard_map: kernels ask for the kind of device.
+        with jax.sharding.use_abstract_mesh(manual):
+            return jax.make_jaxpr(on_device, axis_env=env)(weights, local)
 
     def joined(
         self,
         jaxpr: Any,
         parts: Parts,
         shapes: tuple[Shape, ...],
-        devices: Sequence[jax.Device],
     ) -> SplitCall:
         """The program of whole arrays."""
-        mesh = parts.mesh(devices)
+        mesh = parts.mesh(self.devices)
         locality = Locality(space=parts.space)
         count = len(jaxpr.in_avals) - len(self.arrays)
         given: list[Any] = [whole(aval.shape) for aval in jaxpr.in_avals]
