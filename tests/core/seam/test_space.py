@@ -15,7 +15,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.spatial_split import SpatialSplit
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.device_tensors import DeviceTensor
-from tpuport.core.seam.ported import port_module, seam_of
+from tpuport.core.seam.ported import port_module
 from tpuport.core.space import pictures as ways
 from tpuport.core.spec.model_plugin import ModelPlugin, Module
 from tpuport.core.spec.run_settings import RunSettings
@@ -170,9 +170,8 @@ def test_rows_that_become_one_stay_together(rows: int, columns: int) -> None:
     found, expected = ported(encoder, "sp=3", said)(x), encoder(x)
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= ATOL
-    assert any("a picture of 9 x 16 has 1 part" in one for one in said.lines) == (
-        rows == 9
-    )
+    whole = "a picture of 9 x 16 stays whole"
+    assert any(whole in line for line in said.lines) == (rows == 9)
 
 
 def test_a_small_picture_takes_some_of_the_devices() -> None:
@@ -180,6 +179,14 @@ def test_a_small_picture_takes_some_of_the_devices() -> None:
     found = ported(vae, "sp=8", said).decode(z)
     assert float((found - vae.decode(z)).abs().max()) <= ATOL
     assert [line for line in said.lines if "2 x 5 has 4 parts" in line]
+
+
+def test_a_border_wider_than_a_part_takes_fewer_devices() -> None:
+    wide = frozen(torch.nn.Conv2d(4, 4, 7, padding=3))
+    said, x = Said(), latents(1, 4, 4, 8)
+    found = ported(wide, "sp=4", said)(x)
+    assert float((found - wide(x)).abs().max()) <= ATOL
+    assert [line for line in said.lines if "4 x 8 has 2 parts" in line]
 
 
 def test_a_cache_of_another_split_is_put_in_its_place() -> None:

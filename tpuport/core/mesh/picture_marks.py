@@ -1,10 +1,10 @@
 """Marks in a program that is split in space: where its code exchanges what it needs.
 
 An operation that looks beyond a device's part of the picture is wrong by itself, unless
-its code brings what lies beside the part, or joins the devices' results. Such code marks
-its results. The check of a split program (:mod:`tpuport.core.space.locality`) believes
-marks and follows everything else. A mark is the identity, and no operation of the
-compiled program.
+its code brings what lies beside the part, or joins the devices' results. Such code
+marks its results. The check of a split program (:mod:`tpuport.core.space.locality`)
+believes marks and follows everything else. A mark is the identity, and no operation of
+the compiled program.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from tpuport.core.seam.values import (
     same_content,
     take_apart,
 )
-from tpuport.core.space.pictures import Parts, Pictures, Tensor, pictures_of
-from tpuport.core.space.split_program import split_call
+from tpuport.core.space.pictures import Pictures, Tensor, pictures_of
+from tpuport.core.space.split_program import Call, split_call
 from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import TpuportError
@@ -315,7 +315,7 @@ class Entry(ProgramRuns):
         count = len(tensors) - len(state.tensors)
         out = Out()
 
-        def made_of(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
+        def bare(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
             given = {**dict(zip(used, arrays, strict=False)), **fixed}
             values = [given[i] for i in range(len(tensors))]
 
@@ -325,12 +325,8 @@ class Entry(ProgramRuns):
                 out.draws = tuple(made)
                 return result
 
-            return ported.call(weights, run, values)
-
-        def call(weights: Any, arrays: Any) -> Any:
-            constrain = jax.lax.with_sharding_constraint
-            found = made_of(weights, arrays)
-            return [constrain(array, place(array.shape)) for array in found]
+            found: list[Any] = ported.call(weights, run, values)
+            return found
 
         structs = [_struct(tensors[i], place) for i in used]
         structs += [
@@ -347,12 +343,14 @@ class Entry(ProgramRuns):
             stack.enter_context(forgetting(self.module))
             if constant:
                 stack.enter_context(jax.ensure_compile_time_eval())
+            call = _placing(bare, place)
             if pictures is not None:
                 split = split_call(
-                    self.name, made_of, runtime, self._structs, structs, pictures
+                    self.name, bare, runtime, self._structs, structs, pictures
                 )
                 call, structs, shapes = split.call, [*split.inputs], split.shapes
-                self._say_parts(pictures, split.parts)
+                if split.told:
+                    self._journal.reporter.say(f"{self.name}: {split.told}")
             call.__name__ = self.name.replace(".", "_")
             traced = self._jitted(call).trace(self._structs, structs)
         return Program(
@@ -386,14 +384,6 @@ class Entry(ProgramRuns):
                 for i in used
             ],
         )
-
-    def _say_parts(self, pictures: Pictures, parts: Parts) -> None:
-        devices = self.target.mesh.size
-        if parts.copies > 1:
-            self._journal.reporter.say(
-                f"{self.name}: a picture of {pictures.rows} x {pictures.columns} has "
-                f"{devices // parts.copies} parts, fewer than there are devices"
-            )
 
     def _forwarded(
         self,
@@ -441,6 +431,16 @@ class Entry(ProgramRuns):
             f"line, or leave {component} to upstream's own code (--on-host, on_host=); "
             "upstream too may refuse what was asked for"
         )
+
+
+def _placing(run: Call, place: Callable[[tuple[int, ...]], NamedSharding]) -> Call:
+    """``run`` with its results where ``place`` has arrays of their shapes."""
+
+    def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
+        constrain = jax.lax.with_sharding_constraint
+        return [constrain(one, place(one.shape)) for one in run(weights, arrays)]
+
+    return call
 
 
 def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from tpuport.core.mesh.picture_marks import NAME, Mark

@@ -282,7 +282,7 @@ def _iota(
     given: Sequence[Dims], params: Params, shapes: Shapes, sides: Sides
 ) -> list[Dims]:
     at, (shape,) = params["dimension"], shapes
-    found = [(Factor(n, SAME),) for n in shape]
+    found: list[Dim] = [(Factor(n, SAME),) for n in shape]
     found[at] = whole(shape)[at]
     return [tuple(found)]
 
@@ -309,14 +309,15 @@ def _along(name: str) -> Rule:
     return rule
 
 
-_ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil
-clamp convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv
-erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt
-max min mul name ne neg nextafter not or population_count pow real
-reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-""".split()
+_ELEMENTWISE = (
+    *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type"),
+    *("copy", "copy_p", "cos", "cosh", "device_put", "div", "eq", "erf", "erf_inv"),
+    *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite"),
+    *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg"),
+    *("nextafter", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt"),
+    *("select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"),
+    *("tan", "tanh", "xor"),
+)
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _each),

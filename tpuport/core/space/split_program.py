@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,14 @@ class SplitCall:
         inputs: shapes and places of the arrays, phantoms included.
         shapes: of the results, without phantoms.
         parts: how the pictures are split.
+        told: why some devices have no part of their own, or empty.
     """
 
     call: Call
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     shapes: tuple[Shape, ...]
     parts: Parts
+    told: str = ""
 
 
 def split_call(
@@ -61,28 +64,18 @@ def split_call(
     assert runtime.mesh is not None
     devices = list(runtime.mesh.devices.flat)
     one = _Tracing(name, run, runtime, weights, arrays, pictures, devices)
-    alone = Parts.whole(pictures, len(devices))
-    jaxpr = one.trace(alone)
+    jaxpr = one.trace(Parts.whole(pictures, len(devices)))
     shapes = tuple(aval.shape for aval in jaxpr.out_avals)
     made = [
         aval.shape
         for aval in jaxpr.out_avals
         if aval.ndim in (4, 5) and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating)
     ]
-    parts = alone
     for parts in ways(pictures, made, len(devices), one.by_video(shapes)):
-        if parts == alone:
-            # The last trace told what the results are put together from.
-            jaxpr = one.trace(alone) if jaxpr is None else jaxpr
-            break
-        jaxpr = None
-        try:
-            jaxpr = one.trace(parts)
-        except HaloError:
-            continue
-        break
-    assert jaxpr is not None
-    return one.joined(jaxpr, parts, shapes)
+        # The last trace tells what the results are put together from.
+        with contextlib.suppress(HaloError):
+            return one.joined(one.trace(parts), parts, shapes)
+    raise AssertionError("a picture that is whole needs no neighbours")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +178,22 @@ class _Tracing:
                 for array, place in zip(out, places, strict=True)
             ]
 
-        return SplitCall(call=call, inputs=tuple(inputs), shapes=shapes, parts=parts)
+        told, size = "", f"{self.pictures.rows} x {self.pictures.columns}"
+        if parts.copies > 1:
+            count = len(self.devices) // parts.copies
+            told = (
+                f"a picture of {size} has {count} parts, fewer than there are devices"
+            )
+        if parts.copies == len(self.devices) > 1:
+            told = f"a picture of {size} stays whole on every device: it has no parts "
+            told += "that become parts of the results"
+        return SplitCall(
+            call=call,
+            inputs=tuple(inputs),
+            shapes=shapes,
+            parts=parts,
+            told=told,
+        )
 
     def _result(
         self, found: Dims | Mixed, local: Shape, real: Shape, parts: Parts
