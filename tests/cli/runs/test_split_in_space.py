@@ -56,8 +56,12 @@ def test_what_is_compiled_ahead_runs_and_is_upstreams(
     assert compiled.code == 0, compiled.err
     pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
     call = {
-        **{"prompt": "a fox", "height": 16, "width": 32, "num_frames": 17},
-        **{"num_inference_steps": 1, "max_sequence_length": 16},
+        "prompt": "a fox",
+        "height": 16,
+        "width": 32,
+        "num_frames": 17,
+        "num_inference_steps": 1,
+        "max_sequence_length": 16,
     }
     (expected,) = run(pipe, call)
     told = Told()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax._src import source_info_util
 from jax.extend import core
 
 from tpuport.core.mesh.picture_marks import NAME, Mark
@@ -277,8 +278,6 @@ def _both(one: Known, other: Known) -> Known:
 
 def _place_of(eqn: Any) -> str:
     """The innermost line of upstream's code that made an operation."""
-    from jax._src import source_info_util
-
     own = ("jax", "torch", "torchax", "tpuport", "jaxlib", "jaxtyping")
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         path = frame.file_name.replace("\\", "/")
