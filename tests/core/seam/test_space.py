@@ -15,7 +15,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.spatial_split import SpatialSplit
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.device_tensors import DeviceTensor
-from tpuport.core.seam.ported import port_module
+from tpuport.core.seam.ported import port_module, seam_of
 from tpuport.core.space import pictures as ways
 from tpuport.core.spec.model_plugin import ModelPlugin, Module
 from tpuport.core.spec.run_settings import RunSettings
@@ -203,6 +203,27 @@ def test_a_cache_of_another_split_is_put_in_its_place() -> None:
 
     for found, expected in zip(twice(module), twice(vae), strict=True):
         assert float((found - expected).abs().max()) <= ATOL
+
+
+class Two(torch.nn.Module):
+    """Two programs, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = torch.nn.Conv2d(4, 4, 3, padding=1)
+        self.down = torch.nn.Conv2d(4, 4, 2, stride=2)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.same(x))
+
+
+def test_programs_with_other_phantoms_hand_a_picture_on() -> None:
+    # Ten columns are 3 a device, and 4 where pairs stay together.
+    two, x = frozen(Two()), latents(1, 4, 4, 10)
+    module = ported(two, "sp=4")
+    assert float((module.decode(x) - two.decode(x)).abs().max()) <= ATOL
+    given = [e.programs[0].inputs[0].shape for e in seam_of(module).entries.values()]
+    assert given == [(1, 4, 4, 12), (1, 4, 4, 16)]
 
 
 def test_other_shapes_among_the_inputs_are_refused_by_name() -> None:
