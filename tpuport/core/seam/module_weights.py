@@ -95,6 +95,8 @@ class ModuleWeights:
         if self._ported is None:
             self._claim = self._fitting()
             stacked = None if self._claim is None else self._claim.stacked
+            if self.target.splits_space(self.name):
+                stacked = ()  # a kernel in a scan copies its pictures in and out
             if stacked is None:
                 names = PortedModule(self.module, self._runtime()).names
                 alike = alike_blocks(self.module)
