@@ -154,8 +154,8 @@ def _widths(real: Sequence[int], padded: Sequence[int]) -> list[tuple[int, int]]
 
 
 def _put(tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
-    array = to_numpy(tensor)
     try:
+        array = to_numpy(tensor)
         # A copy: JAX may share the memory of the host, and upstream writes to tensors.
         # Where a picture gets phantoms they are the copy.
         copied = np.pad(array, _widths(array.shape, place.shape))
