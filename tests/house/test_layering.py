@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mesh",),
         ("files",),
         ("tracing",),
+        ("space",),
         ("layers",),
         ("weights",),
         ("spec",),

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.layers.video_layers import KERNEL, PRODUCT, convolve, has_kernels
+from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.mesh.pictures import picture_of
 from tpuport.core.mesh.spatial_split import Border
 from tpuport.core.tracing.context import OpContext
@@ -262,6 +263,31 @@ def _make(context: OpContext) -> Callable[..., Any]:
     platform, space = context.platform, context.space
 
     def convolution(
+        input: jax.Array, weight: jax.Array, bias: jax.Array | None, *options: Any
+    ) -> Any:
+        """``aten.convolution``; its result in a split program is marked."""
+        out = convolved(input, weight, bias, *options)
+        if space is None or weight.ndim < 4:
+            return out
+        stride, padding, dilation = (tuple(one)[-2:] for one in options[:3])
+        stride, padding, dilation = (
+            one * (1 if len(one) == 2 else 2) for one in (stride, padding, dilation)
+        )
+        reach = [
+            d * (n - 1) + 1 for d, n in zip(dilation, weight.shape[-2:], strict=True)
+        ]
+        dims = (input.ndim - 2, input.ndim - 1)
+        mark = Mark(
+            name="a convolution",
+            dims=dims,
+            given=dims,
+            added=(2 * padding[0], 2 * padding[1]),
+            reach=(reach[0], reach[1]),
+            stride=stride,
+        )
+        return marked(mark, out, input)
+
+    def convolved(
         input: jax.Array,
         weight: jax.Array,
         bias: jax.Array | None,

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -73,7 +74,16 @@ def group_norm(
         out = out * weight.astype(jnp.float32).reshape(per_channel)
     if bias is not None:
         out = out + bias.astype(jnp.float32).reshape(per_channel)
-    return out.astype(input.dtype)
+    return _marked(space, out.astype(input.dtype), input)
+
+
+def _marked(space: Space | None, made: jax.Array, input: jax.Array) -> jax.Array:
+    """A norm of a picture, or what is whole of it; marked in a split program."""
+    if space is None:
+        return made
+    dims = (input.ndim - 2, input.ndim - 1)
+    of_picture = dims if made.ndim == input.ndim else None
+    return marked(Mark(name="a group norm", dims=of_picture, given=dims), made, input)
 
 
 def _moments(
@@ -115,7 +125,8 @@ def _native_group_norm(
     """``aten.native_group_norm``: (output, mean [N, G], reciprocal std [N, G])."""
     mean, variance = _moments(input, group, space)
     out = group_norm(input, group, weight, bias, eps, space=space)
-    return out, mean, 1 / jnp.sqrt(variance + eps)
+    deviation = 1 / jnp.sqrt(variance + eps)
+    return out, _marked(space, mean, input), _marked(space, deviation, input)
 
 
 def _native_layer_norm(

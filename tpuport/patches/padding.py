@@ -57,6 +57,8 @@ def pad(
         border = _border(mode, value, around)
         dims = (input.ndim - 2, input.ndim - 1)
         input = space.halo(input, dims, before, after, border)
+        if border == "edge":
+            return _lengthened(input, inside)
         return _widened(input, inside, mode, value)
     try:
         border = _border(mode, value, around)
@@ -70,6 +72,20 @@ def pad(
         array=out, source=source, before=before, after=after, border=border
     )
     return out
+
+
+def _lengthened(input: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """``input`` with its ends repeated, and nothing done along other dims."""
+    for axis, (before, after) in enumerate(pairs):
+        parts, n = [input], input.shape[axis]
+        if before:
+            first = jax.lax.slice_in_dim(input, 0, 1, axis=axis)
+            parts.insert(0, jnp.repeat(first, before, axis))
+        if after:
+            last = jax.lax.slice_in_dim(input, n - 1, n, axis=axis)
+            parts.append(jnp.repeat(last, after, axis))
+        input = jnp.concatenate(parts, axis) if len(parts) > 1 else input
+    return input
 
 
 def _widened(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.mesh.pictures import picture_of
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
@@ -134,6 +135,10 @@ def _make(context: OpContext, exact: bool) -> Callable[..., jax.Array]:
         output_size: Sequence[int] | None,
         *scales: float | Sequence[float] | None,
     ) -> jax.Array:
+        if context.space is not None and input.ndim >= 4:
+            out = resize(input, output_size, *scales)
+            dims = (input.ndim - 2, input.ndim - 1)
+            return marked(Mark(name="a resize", dims=dims, given=dims), out, input)
         picture = picture_of(context.mesh, *input.shape[-2:])
         whole = _sizes(input, output_size, *scales)[0]
         if (

@@ -175,9 +175,14 @@ class _OnHost(_Answers):
             return self._forward(*args, **kwargs)
 
     def _result(
-        self, program: Program, struct: Any, whole: torch.dtype, array: Any
+        self,
+        program: Program,
+        struct: Any,
+        whole: torch.dtype,
+        array: Any,
+        shape: tuple[int, ...] | None = None,
     ) -> DeviceTensor:
-        found = super()._result(program, struct, whole, array)
+        found = super()._result(program, struct, whole, array, shape)
         found.arithmetic = None  # what upstream's code answers is on the host
         return found
 

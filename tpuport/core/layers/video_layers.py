@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Float32
+from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.mesh.spatial_split import Space
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.convolution_notes import note
@@ -51,6 +52,15 @@ def has_kernels(context: OpContext) -> bool:
     return context.platform == "tpu" and alone
 
 
+def marked_picture(
+    context: OpContext, name: str, out: Array, *pictures: Array | None
+) -> Array:
+    """A layer's result from ``pictures``, of which the layer knew the borders."""
+    if context.space is None:
+        return out
+    return marked(Mark(name=name, dims=_DIMS, given=_DIMS), out, *pictures)
+
+
 def convolve(
     context: OpContext,
     x: Float[Array, "b t y x c"],
@@ -78,6 +88,20 @@ def convolve(
     Raises:
         NotImplementedError: the kernels cannot: another size, or not enough VMEM.
     """
+    out = _convolved(context, x, before, weight, bias, residual, shortcut)
+    pictures = (x, before, residual, shortcut and shortcut[0])
+    return marked_picture(context, "a convolution", out, *pictures)
+
+
+def _convolved(
+    context: OpContext,
+    x: Array,
+    before: Array | None,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    shortcut: tuple[Array, Array, Array] | None,
+) -> Array:
     options = kernel_options(context)
     weight = jnp.transpose(weight, (2, 3, 4, 1, 0))
     space = context.space
@@ -170,7 +194,7 @@ def enlarged_convolution(
     kernel = jnp.transpose(weight, (2, 3, 1, 0))[None]
     out = edged_convolution(video, kernel, bias, scale=2, copies=copies, **options)
     note(context, KERNEL)
-    return out
+    return marked_picture(context, "an enlarged convolution", out, x)
 
 
 def _edges(
@@ -287,7 +311,7 @@ def group_norm(
     )
     scale = weight.astype(jnp.float32) / jnp.sqrt(variance + eps)
     shift = jnp.broadcast_to(bias.astype(jnp.float32), scale.shape)
-    return apply_norm(
+    out, last = apply_norm(
         x,
         mean,
         scale,
@@ -297,6 +321,11 @@ def group_norm(
         kept=kept,
         **kernel_options(context),
     )
+    pictures = (x, modulation)
+    out = marked_picture(context, "a group norm", out, *pictures)
+    if last is not None:
+        last = marked_picture(context, "a group norm", last, *pictures)
+    return out, last
 
 
 def _channel_statistics(

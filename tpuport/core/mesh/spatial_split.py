@@ -19,8 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tpuport.core.compat import without_folding
 from tpuport.core.mesh.device_mesh import mesh_over
 from tpuport.core.mesh.mesh_spec import divisors
+from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.errors import PluginError
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ VIDEOS, ROWS, COLUMNS = AXES = ("videos", "rows", "columns")
 
 Border = Literal["zeros", "edge"]
 """What lies beyond the picture: zeros, or its outermost row or column again."""
+
+
+class HaloError(ValueError):
+    """More rows or columns are asked for than a neighbour has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +80,15 @@ class Side:
 
     def start(self, n: int) -> jax.Array:
         """Where this device's elements start in the whole side."""
+        return self.place() * n
+
+    def place(self) -> jax.Array:
+        """Which of the devices along the side this one is."""
         import jax
 
-        return jax.lax.axis_index(self.axis) * n
+        # It has no value yet, wherever constants are computed while tracing.
+        with without_folding():
+            return jax.lax.axis_index(self.axis)
 
     def real(self, n: int, ndim: int = 1, dim: int = 0) -> jax.Array:
         """Which of this device's elements are no phantoms.
@@ -130,7 +142,7 @@ def exchanged(
         pads[dim] = (before, after)
         return jnp.pad(x, pads, mode="edge" if border == "edge" else "constant")
     if max(before, after) > n:
-        raise ValueError(
+        raise HaloError(
             f"a halo of {max(before, after)} {side.axis}, where a device has {n}"
         )
 
@@ -147,7 +159,7 @@ def exchanged(
             x = jnp.where(real, x, last)
         else:
             x = jnp.where(real, x, 0)
-    place = jax.lax.axis_index(side.axis)
+    place = side.place()
     parts = [x]
     if before:
         got = side.moved(cut(n - before, n), 1)
@@ -192,13 +204,16 @@ class Space:
             border: what lies beyond the picture.
 
         Raises:
-            ValueError: more are asked for than a neighbour has.
+            HaloError: more are asked for than a neighbour has.
         """
+        wide = x
         for side, dim, n, m in zip(
             (self.rows, self.columns), dims, before, after, strict=True
         ):
-            x = exchanged(side, x, dim, n, m, border)
-        return x
+            wide = exchanged(side, wide, dim, n, m, border)
+        added = (before[0] + after[0], before[1] + after[1])
+        mark = Mark(name="a border", dims=dims, given=dims, added=added)
+        return marked(mark, wide, x)
 
     def moments(
         self, x: jax.Array, dims: tuple[int, int], axes: Sequence[int]
@@ -230,6 +245,7 @@ class Space:
             kept = x if real is None else jnp.where(real, x, 0)
             return jnp.sum(kept, axis=axes, keepdims=True)
 
+        picture = x
         mean = total(x) / some
         spread = total(jnp.square(x - mean))
         if not self.axes:
@@ -240,7 +256,8 @@ class Space:
         whole = jnp.sum(counts, 0)
         mean = jnp.sum(counts * means, 0) / whole
         spread = jnp.sum(spreads + counts * jnp.square(means - mean), 0)
-        return mean, spread / whole
+        mark = Mark(name="statistics", dims=None, given=dims)
+        return marked(mark, mean, picture), marked(mark, spread / whole, picture)
 
     def mask(self, shape: Sequence[int], dims: tuple[int, int]) -> jax.Array | None:
         """Which elements are no phantoms; ``None`` where all are real.
@@ -259,12 +276,13 @@ class Space:
         """The whole picture, phantom rows and columns cut off, on every device."""
         import jax
 
+        found = x
         for side, dim in zip((self.rows, self.columns), dims, strict=True):
             if side.parts > 1:
                 whole = side.whole(x.shape[dim])
-                x = jax.lax.all_gather(x, side.axis, axis=dim, tiled=True)
-                x = jax.lax.slice_in_dim(x, 0, whole, axis=dim)
-        return x
+                found = jax.lax.all_gather(found, side.axis, axis=dim, tiled=True)
+                found = jax.lax.slice_in_dim(found, 0, whole, axis=dim)
+        return marked(Mark(name="a gathered picture", dims=None, given=dims), found, x)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Element by element the sum over all devices that share a picture."""

@@ -441,7 +441,10 @@ class Arithmetic:
         return run(numbers, arrays)
 
     def _upload(self, tensor: torch.Tensor) -> Any:
-        return self.uploads.array(tensor, self.target.replicated)
+        place = jax.ShapeDtypeStruct(
+            tuple(tensor.shape), array_dtype(tensor), sharding=self.target.replicated
+        )
+        return self.uploads.array(tensor, place)
 
     def _replicated(self, array: Any) -> Any:
         return moved(array, self.target.replicated)

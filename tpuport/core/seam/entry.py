@@ -33,10 +33,13 @@ from tpuport.core.seam.target import Target
 from tpuport.core.seam.values import (
     Form,
     content_of,
+    names_of,
     put_together,
     same_content,
     take_apart,
 )
+from tpuport.core.space.pictures import Pictures, Tensor, pictures_of
+from tpuport.core.space.split_program import Call, split_call
 from tpuport.core.tracing.block_stacks import StackError
 from tpuport.core.tracing.context import Active, activated
 from tpuport.core.tracing.convolution_notes import counted
@@ -155,7 +158,7 @@ class Entry(ProgramRuns):
         chosen = [tensors[place] for place in program.used]
         chosen += [draw.numbers() for draw in program.draws]
         return [
-            self._uploads.array(tensor, struct.sharding)
+            self._uploads.array(tensor, struct)
             for tensor, struct in zip(chosen, program.inputs, strict=True)
         ]
 
@@ -357,7 +360,7 @@ class Entry(ProgramRuns):
         count = len(tensors) - len(state.tensors)
         out = Out()
 
-        def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
+        def bare(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
             given = {**dict(zip(used, arrays, strict=False)), **fixed}
             values = [given[i] for i in range(len(tensors))]
 
@@ -367,16 +370,15 @@ class Entry(ProgramRuns):
                 out.draws = tuple(made)
                 return result
 
-            found = ported.call(weights, run, values)
-            constrain = jax.lax.with_sharding_constraint
-            return [constrain(array, place(array.shape)) for array in found]
+            found: list[Any] = ported.call(weights, run, values)
+            return found
 
-        call.__name__ = self.name.replace(".", "_")
         structs = [_struct(tensors[i], place) for i in used]
         structs += [
             _struct(draw.example, lambda _: self.target.replicated) for draw in draws
         ]
-        runtime = ported.runtime
+        runtime, shapes = ported.runtime, None
+        pictures = self._pictures(form, tensors, used)
         runtime.records.clear()
         runtime.convolutions.clear()
         with contextlib.ExitStack() as stack:
@@ -386,6 +388,15 @@ class Entry(ProgramRuns):
             stack.enter_context(forgetting(self.module))
             if constant:
                 stack.enter_context(jax.ensure_compile_time_eval())
+            call = _placing(bare, place)
+            if pictures is not None:
+                split = split_call(
+                    self.name, bare, runtime, self._structs, structs, pictures
+                )
+                call, structs, shapes = split.call, [*split.inputs], split.shapes
+                if split.told:
+                    self._journal.reporter.say(f"{self.name}: {split.told}")
+            call.__name__ = self.name.replace(".", "_")
             traced = self._jitted(call).trace(self._structs, structs)
         return Program(
             call=call,
@@ -396,7 +407,28 @@ class Entry(ProgramRuns):
             draws=draws,
             attention=tuple(runtime.records),
             convolutions=tuple(counted(runtime.convolutions)),
-            in_parts=self._in_parts(tensors),
+            in_parts=self._in_parts(tensors) or shapes is not None,
+            shapes=shapes,
+        )
+
+    def _pictures(
+        self, form: Form, tensors: Sequence[torch.Tensor], used: Sequence[int]
+    ) -> Pictures | None:
+        """The pictures among a program's inputs, if a plugin lets them be split."""
+        if not self.target.splits_space(self.name):
+            return None
+        names = names_of(form)
+        names += ["an attribute"] * (len(tensors) - len(names))
+        return pictures_of(
+            self.name,
+            [
+                Tensor(
+                    name=names[i],
+                    shape=tuple(tensors[i].shape),
+                    floats=tensors[i].is_floating_point(),
+                )
+                for i in used
+            ],
         )
 
     def _forwarded(
@@ -445,6 +477,16 @@ class Entry(ProgramRuns):
             f"line, or leave {component} to upstream's own code (--on-host, on_host=); "
             "upstream too may refuse what was asked for"
         )
+
+
+def _placing(run: Call, place: Callable[[tuple[int, ...]], NamedSharding]) -> Call:
+    """``run`` with its results where ``place`` has arrays of their shapes."""
+
+    def call(weights: Mapping[str, Any], arrays: list[Any]) -> list[Any]:
+        constrain = jax.lax.with_sharding_constraint
+        return [constrain(one, place(one.shape)) for one in run(weights, arrays)]
+
+    return call
 
 
 def _readable(tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
-from jax.sharding import NamedSharding
 
 from tpuport.core.arrays import to_numpy
 from tpuport.core.reports import CompileReport, Reporter
@@ -128,19 +129,24 @@ class Uploads:
 
     _known: dict[int, tuple[Any, int, jax.Array]] = field(default_factory=dict)
 
-    def array(self, tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
-        """The tensor on the devices; uploaded once if nothing writes to it."""
+    def array(self, tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
+        """The tensor on the devices; uploaded once if nothing writes to it.
+
+        Args:
+            place: its sharding, and its shape there: a picture that is split may have
+                more rows and columns than the tensor.
+        """
         if isinstance(tensor, DeviceTensor):
             if (array := tensor.on_devices) is not None:
-                return moved(array, sharding)
+                return _moved(array, tuple(tensor.shape), place)
             tensor = tensor.on_host()
         if tensor.is_inference():
-            return _put(tensor, sharding)
+            return _put(tensor, place)
         key = id(tensor)
         known = self._known.get(key)
         if known and known[0]() is tensor and known[1] == tensor._version:
-            return moved(known[2], sharding)
-        array = _put(tensor, sharding)
+            return _moved(known[2], tuple(tensor.shape), place)
+        array = _put(tensor, place)
 
         def forget(_: Any) -> None:
             self._known.pop(key, None)
@@ -149,17 +155,50 @@ class Uploads:
         return array
 
 
-def moved(array: Any, sharding: NamedSharding) -> Any:
+def moved(array: Any, sharding: Any) -> Any:
     """The array where it is wanted."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     return jax.device_put(array, sharding)
 
 
-def _put(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
+def _moved(
+    array: jax.Array, real: tuple[int, ...], place: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """An array as a program takes it.
+
+    Args:
+        real: its shape without phantom rows and columns.
+    """
+    if array.shape != place.shape:
+        return _fitted(array, real, place)
+    return moved(array, place.sharding)
+
+
+def _fitted(
+    array: jax.Array, real: tuple[int, ...], place: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """An array with other phantom rows and columns."""
+
+    def fit(array: jax.Array) -> jax.Array:
+        array = array[tuple(map(slice, real))]
+        return jnp.pad(array, _widths(real, place.shape))
+
+    fitted: jax.Array = jax.jit(fit, out_shardings=place.sharding)(array)
+    return fitted
+
+
+def _widths(real: Sequence[int], padded: Sequence[int]) -> list[tuple[int, int]]:
+    return [(0, m - n) for n, m in zip(real, padded, strict=True)]
+
+
+def _put(tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
     try:
+        array = to_numpy(tensor)
         # A copy: JAX may share the memory of the host, and upstream writes to tensors.
-        return jax.device_put(to_numpy(tensor).copy(), sharding)
+        # Where a picture gets phantoms they are the copy.
+        copied = np.pad(array, _widths(array.shape, place.shape))
+        return jax.device_put(copied, place.sharding)
     except OverflowError as error:
         raise UsageError(
             f"an argument {tensor.dtype} {[*tensor.shape]} has {error}; programs "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -94,6 +95,8 @@ class ModuleWeights:
         if self._ported is None:
             self._claim = self._fitting()
             stacked = None if self._claim is None else self._claim.stacked
+            if self.target.splits_space(self.name):
+                stacked = ()  # a kernel in a scan copies its pictures in and out
             if stacked is None:
                 names = PortedModule(self.module, self._runtime()).names
                 alike = alike_blocks(self.module)
@@ -162,7 +165,9 @@ class ModuleWeights:
         else:
             whole = self._claim.plan(stored, shape)
         room = room_for_weights(mesh.devices.flat)
-        if not self._each_step:
+        if self.target.splits_space(self.name):
+            room = sys.maxsize  # each device computes with all of them
+        elif not self._each_step:
             room = min(room, MOST_WHOLE)
         self.plan = gathered(whole, ported, stored, room=room)
         self._structs = abstract_weights(

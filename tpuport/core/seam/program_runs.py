@@ -48,6 +48,7 @@ class Program:
         trace_seconds: what tracing took.
         dtypes: upstream's, of the tensors in forward's result; programs count in 32
             bits. Of what is not there, whole numbers have 64.
+        shapes: of the results; a picture in parts has more rows and columns in arrays.
         runs: compiled; for two calls as one, by the inputs that differ.
     """
 
@@ -62,6 +63,7 @@ class Program:
     in_parts: bool = False
     trace_seconds: float = 0.0
     dtypes: tuple[torch.dtype, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] | None = None
     runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
@@ -116,23 +118,36 @@ class ProgramRuns(ModuleWeights):
 
     def _results(self, program: Program, arrays: Iterable[Any]) -> list[DeviceTensor]:
         """The tensors of the result."""
-        found = zip(arrays, _whole(program), strict=False)
-        return [self._result(program, array, dtype, array) for array, dtype in found]
+        shapes = program.shapes or itertools.repeat(None)
+        found = zip(arrays, _whole(program), shapes, strict=False)
+        return [
+            self._result(program, array, dtype, array, shape)
+            for array, dtype, shape in found
+        ]
 
     def _result(
-        self, program: Program, struct: Any, whole: torch.dtype, array: Any
+        self,
+        program: Program,
+        struct: Any,
+        whole: torch.dtype,
+        array: Any,
+        shape: tuple[int, ...] | None = None,
     ) -> DeviceTensor:
         """A tensor of the result; without an array, of the call that waits.
 
-        ``whole`` is upstream's dtype if the tensor is of whole numbers of 32 bits.
+        Args:
+            whole: upstream's dtype if the tensor is of whole numbers of 32 bits.
+            shape: without phantom rows and columns, where the array has some.
         """
+        real = tuple(struct.shape) if shape is None else shape
+        cut = tuple(map(slice, real))
         dtype = torch_dtype(str(struct.dtype))
         if dtype == torch.int32:
             dtype = whole
         return DeviceTensor(
-            tuple(struct.shape),
+            real,
             dtype,
-            read=lambda array: self._read(array).to(dtype),
+            read=lambda array: self._read(array)[cut].to(dtype),
             array=array,
             run=self.settle,
             # Whole videos have no room on each device.

@@ -44,6 +44,7 @@ class Claim:
         stacked: its lists of blocks that run as one scan; ``None`` for those found.
         fits: whether its config is one that the native blocks know.
         whole: native blocks are in place, which take the place of the whole forward.
+        split: of ``Module.split``; it holds for the parts that upstream calls, too.
     """
 
     plugin: str
@@ -52,6 +53,7 @@ class Claim:
     stacked: tuple[StackedBlocks, ...] | None = None
     fits: Callable[[Mapping[str, Any]], bool] = lambda config: True
     whole: bool = False
+    split: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,6 +90,15 @@ class Target:
     def replicated(self) -> NamedSharding:
         """The whole array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def splits_space(self, name: str) -> bool:
+        """Whether programs of a module, or of a part, are split in space.
+
+        On one CPU device there is nothing to split; on one TPU kernels are in place.
+        """
+        claim = self.claims.get(name.partition(".")[0])
+        alone = self.mesh.size == 1 and self.mesh.devices.flat[0].platform != "tpu"
+        return claim is not None and claim.split == "space" and not alone
 
     def runtime(self, *, exact: bool) -> Runtime:
         """A tracing environment; ``exact`` asks for float32 products in full."""
@@ -138,7 +149,7 @@ class Target:
         if blocks == Blocks.NATIVE:
             forms = {n: m.native for n, m in plugin.modules.items() if m.native}
         claims = {}
-        for name in plugin.modules:
+        for name, module in plugin.modules.items():
             form = forms.get(name)
             claims[name] = Claim(
                 plugin=plugin.name,
@@ -146,10 +157,12 @@ class Target:
                 transforms=form.transforms if form else (),
                 fits=form.fits if form else (lambda config: True),
                 whole=form is not None,
+                split=module.split,
             )
         return replace(
             self,
-            patches=(*self.patches, *plugin.patches_with(blocks)),
+            # A model's own may be listed with the standard ones.
+            patches=tuple(dict.fromkeys((*self.patches, *plugin.patches_with(blocks)))),
             overrides=(*self.overrides, *plugin.overrides),
             claims=claims,
             blocks=Blocks.NATIVE if forms else Blocks.UPSTREAM,

@@ -230,6 +230,25 @@ def _may_hold_tensors(value: Any, depth: int) -> bool:
     return (named and not callable(value)) or _holds_tensors(value, depth)
 
 
+def names_of(form: Form) -> list[str]:
+    """Names of a call's tensors, for people.
+
+    Args:
+        form: of the arguments by position and by name.
+    """
+    args, kwargs = form.parts
+    return [*_named(args, "argument "), *_named(kwargs, "")]
+
+
+def _named(form: Form, name: str) -> Iterator[str]:
+    if form.kind == "tensor":
+        yield name
+    keys = form.keys if form.kind in ("dict", "object") else range(len(form.parts))
+    for key, part in zip(keys, form.parts, strict=False):
+        top = not name or name == "argument "
+        yield from _named(part, f"{name}{key}" if top else f"{name}[{key!r}]")
+
+
 def content_of(container: Any) -> list[Any]:
     """What a list, a dict or an object holds now."""
     if isinstance(container, list):

@@ -43,6 +43,9 @@ A pattern matches a name, or the end of a name behind a dot. Weights of no patte
 whole on every device, or in parts that are gathered where they do not fit.
 """
 
+SPLITS = ("space",)
+"""What ``Module.split`` takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
@@ -54,17 +57,26 @@ class Module:
         native: the same computation written for the chip: a :class:`NativeForm`, its
             ``"package.module:name"``, or a function that makes one. ``--blocks
             upstream`` turns the form off.
+        split: ``"space"`` gives each device a part of the pictures in every program of
+            the component, an autoencoder that convolves them: rows, columns, and videos
+            of a batch. What is not local in a picture is refused, so its operations
+            must be those of :mod:`tpuport.patches`, or patched.
 
     Raises:
         ShardingError: a pattern is not a regex, or a spec not a tuple of axes.
-        PluginError: a layout has a name that tpuport gives itself.
+        PluginError: a layout has a name that tpuport gives itself, or there is no such
+            split.
     """
 
     layout: Layout = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     native: Named[NativeForm | None] = Named(None, made=True)
+    split: str | None = None
 
     def __post_init__(self) -> None:
+        if self.split not in (None, *SPLITS):
+            known = ", ".join(map(repr, SPLITS))
+            raise PluginError(f"split={self.split!r}: a module has {known}, or None")
         for name in self.layouts:
             if name in (DEFAULT_LAYOUT, GATHERED):
                 raise PluginError(f"a layout may not be called {name!r}")

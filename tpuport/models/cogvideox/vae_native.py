@@ -21,6 +21,7 @@ from tpuport.core.layers.video_layers import (
     enlarged_convolution,
     group_norm,
     has_kernels,
+    marked_picture,
     modulation_maps,
 )
 from tpuport.core.tracing.context import Active, current
@@ -128,6 +129,7 @@ def _norm(
             for name in ("weight", "bias")
         )
         maps = modulation_maps(z, x.shape[3], weights, biases)
+        maps = marked_picture(active.context, "a modulation", maps, z)
         for _ in convs:
             note(active.context, PRODUCT)
     weight, bias = active.arrays((layer.weight, layer.bias))

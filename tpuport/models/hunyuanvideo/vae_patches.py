@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from tpuport.core.layers.attention_lengths import length_attention
+from tpuport.core.mesh.picture_marks import Mark, marked
 from tpuport.core.tracing.chunk_state import current_chunk
 from tpuport.core.tracing.context import Active, OpContext, current
 from tpuport.core.tracing.patching import Patch
@@ -95,13 +96,16 @@ def _attend_by_frames(
         start = chunk.start
         key = chunk.with_all_before(module, "keys", key)
         value = chunk.with_all_before(module, "values", value)
-    arrays = [active.arrays(x) for x in (query, key, value)]
-    if (space := active.context.space) is not None:
-        arrays[1:] = [space.gather(x, (3, 4)) for x in arrays[1:]]
-    context, (q, k, v) = active.context, arrays
-    found: torch.Tensor = active.tensors(
-        _frame_by_frame(context, q, k, v, heads, start)
-    )
+    context = active.context
+    q, k, v = (active.arrays(x) for x in (query, key, value))
+    picture = q
+    if context.space is not None:
+        k, v = (context.space.gather(x, (3, 4)) for x in (k, v))
+    out = _frame_by_frame(context, q, k, v, heads, start)
+    if context.space is not None:
+        mark = Mark(name="attention", dims=(3, 4), given=(3, 4))
+        out = marked(mark, out, picture)
+    found: torch.Tensor = active.tensors(out)
     return found
 
 

@@ -1,0 +1,75 @@
+"""A pipeline whose plugin splits the autoencoder in space, compiled ahead and run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+import tpuport
+from tests.cli.conftest import Cli
+from tests.pipelines.example import all_examples, made, run, saved
+from tpuport import targets
+from tpuport.cli.runs import any_pipeline
+from tpuport.core.reports import Reporter
+from tpuport.plugin import ModelPlugin, Module
+
+PLUGIN = ModelPlugin(
+    "trial",
+    "diffusers:CogVideoXPipeline",
+    modules={"vae": Module(split="space")},
+    patches="tpuport.models.cogvideox.patches:PATCHES",
+)
+
+
+class Told(Reporter):
+    def __init__(self) -> None:
+        self.reports: list[Any] = []
+
+    def compiled(self, report: Any) -> None:
+        self.reports.append(report)
+
+
+def test_what_is_compiled_ahead_runs_and_is_upstreams(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 10 s: every program of a pipeline is compiled once, and the pipeline runs
+    twice.
+    """
+    monkeypatch.setattr(targets, "plugin_for", lambda pipeline: PLUGIN)
+    for module in (any_pipeline, targets):
+        monkeypatch.setattr(module, "reader_of", lambda pipeline: None)
+    folder = saved(made(all_examples()["CogVideoXPipeline"])[0], tmp_path / "cog")
+    bare = Path(shutil.copytree(folder, tmp_path / "bare"))
+    for file in bare.rglob("*.safetensors"):
+        file.unlink()
+    asked = ("--prompt", "a fox", "--size", "32x16", "--frames", "17", "--steps", "1")
+    compiled = cli(
+        *("compile", "--weights", bare, *asked, "--mesh", "sp=2"),
+        *("--option", "max_sequence_length=16", "--out", "built", "--json"),
+    )
+    assert compiled.code == 0, compiled.err
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
+    call = {
+        "prompt": "a fox",
+        "height": 16,
+        "width": 32,
+        "num_frames": 17,
+        "num_inference_steps": 1,
+        "max_sequence_length": 16,
+    }
+    (expected,) = run(pipe, call)
+    told = Told()
+    with tpuport.ported(pipe, mesh="sp=2", executables="built", reporter=told):
+        (found,) = run(pipe, call)
+    assert np.abs(found - expected).max() < 1e-4
+    assert {(one.stage, one.program) for one in told.reports} >= {("vae", "decoder")}
+    assert [one.loaded for one in told.reports] == [True] * len(
+        compiled.json["programs"]
+    )
+    assert torch.is_tensor(pipe.vae.decoder.conv_in.conv.weight)
