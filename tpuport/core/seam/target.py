@@ -21,6 +21,7 @@ from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.context import AttentionPolicy
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.runtime import Runtime
@@ -41,6 +42,7 @@ class Claim:
         stacked: its lists of blocks that run as one scan; ``None`` for those found.
         fits: whether its config is one that the native blocks know.
         whole: native blocks are in place, which take the place of the whole forward.
+        split: where its forward splits; ``None`` for what is found.
     """
 
     plugin: str
@@ -49,6 +51,7 @@ class Claim:
     stacked: tuple[StackedBlocks, ...] | None = None
     fits: Callable[[Mapping[str, Any]], bool] = lambda config: True
     whole: bool = False
+    split: ForwardSplit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,6 +126,7 @@ class Target:
                 transforms=form.transforms if form else (),
                 fits=form.fits if form else (lambda config: True),
                 whole=form is not None,
+                split=form.split if form else None,
             )
         return replace(
             self,
@@ -154,6 +158,7 @@ class Target:
                 transforms=about.transforms,
                 stacked=tuple(map(StackedBlocks.of, about.stacked)),
                 whole=component in form.denoisers,
+                split=about.split,
             )
         return replace(
             self,
