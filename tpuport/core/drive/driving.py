@@ -218,6 +218,9 @@ def driving(
             drive.begin(StageName.ENCODE)
             yield drive
             drive.end()
+        caches = drive.caches
+        if caches is not None and caches.calls[0] and not caches.calls[1]:
+            journal.reporter.say(f"step cache {caches.cache}: no call was cached")
 
 
 def _schedulers(pipeline: Any) -> list[Any]:
