@@ -167,6 +167,16 @@ def test_an_expert_that_takes_over_begins_with_full_steps() -> None:
     assert caches.calls == (8, 4)
 
 
+def test_a_call_that_missed_a_full_step_is_full() -> None:
+    """Step 4 is full, and the second call of a step is not made there."""
+    cache = parse("taylorseer:start=1,end=8,interval=3")
+    caches, _ = drive({"transformer": Toy()}, cache, 8, unguided=())
+    assert caches.calls == (16, 8)
+    caches, _ = drive({"transformer": Toy()}, cache, 8, unguided=(4,))
+    # The second call is full in step 5, and cached again in step 6.
+    assert caches.calls == (15, 7)
+
+
 def test_features_that_are_linear_in_the_step_are_predicted_exactly() -> None:
     toy = Toy()
     cache = parse("taylorseer:start=2,end=9,interval=4,order=1")
@@ -238,9 +248,16 @@ class Scheduler:
 
 
 def drive(
-    modules: dict[str, Any], cache: StepCache | None, steps: int, switch: int = 99
+    modules: dict[str, Any],
+    cache: StepCache | None,
+    steps: int,
+    switch: int = 99,
+    unguided: tuple[int, ...] | None = None,
 ) -> tuple[StepCaches, list[torch.Tensor]]:
-    """Drive toys; from step ``switch`` on the last one. Returns their answers."""
+    """Drive toys; from step ``switch`` on the last one. Returns their answers.
+
+    With ``unguided``, there is a second call in all steps but these.
+    """
     scheduler, x, answers = Scheduler(steps), torch.ones(2, 4), []
     pipeline = SimpleNamespace(components={"scheduler": scheduler, **modules})
     caches = step_caches(pipeline, cache or Always(method="taylorseer"))
@@ -253,6 +270,8 @@ def drive(
         for number, timestep in enumerate(scheduler.timesteps):
             one = [*modules.values()][-(number >= switch)]
             answers.append(one(x, timestep))
+            if unguided is not None and number not in unguided:
+                one(x, timestep)
             scheduler.step(answers[-1], timestep, x)
     return caches, answers
 
