@@ -177,6 +177,14 @@ def test_a_call_that_missed_a_full_step_is_full() -> None:
     assert caches.calls == (15, 7)
 
 
+def test_a_short_pass_after_the_first_is_full() -> None:
+    caches, _ = drive({"transformer": Toy()}, parse("taylorseer:start=1,end=8"), 8)
+    assert caches.calls[1] > 0
+    made = caches.calls
+    caches.stepping(torch.arange(2.0), 2)
+    assert (caches._full, caches.calls) == ((True, True), made)
+
+
 def test_features_that_are_linear_in_the_step_are_predicted_exactly() -> None:
     toy = Toy()
     cache = parse("taylorseer:start=2,end=9,interval=4,order=1")

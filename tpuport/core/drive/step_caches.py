@@ -139,9 +139,13 @@ class StepCaches:
         if timesteps is self._timesteps and self._step < len(self._full):
             return
         try:
-            self._timesteps, self._full = timesteps, self.cache.schedule(total)
+            self._full = self.cache.schedule(total)
         except UsageError as error:
-            raise StepCacheError(str(error)) from error
+            if self._timesteps is None:
+                raise StepCacheError(str(error)) from error
+            # A short pass after the first one: refining has few steps.
+            self._full = (True,) * max(total, 1)
+        self._timesteps = timesteps
         self._step, self.histories = 0, {}
         self._made.clear()
         self._declared.clear()  # an adapter may have come

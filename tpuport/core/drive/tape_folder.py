@@ -161,7 +161,7 @@ class TapeFolder:
         calls += [_call(one, named, len(calls) + at) for at, one in enumerate(new)]
         last = _Tensors(f"steps-{recorded.stepped:05}.safetensors")
         steps = [_step(one, last, at) for at, one in enumerate(recorded.steps)]
-        histories = last.take(kept(dict(recorded.histories)).settled(), "histories")
+        histories = last.take(kept(dict(recorded.histories), always=True), "histories")
         old = [name for name in files if name.startswith("steps-")]
         for name in old:
             del files[name]
@@ -238,7 +238,7 @@ class _Tensors:
 
     def take(self, value: Kept, name: str) -> _Kept:
         listed: list[list[Any]] = []
-        for number, tensor in enumerate(value.tensors):
+        for number, tensor in enumerate(value.settled().tensors):
             if tensor.is_meta:
                 listed.append([dtype_name(tensor.dtype), list(tensor.shape)])
                 continue

@@ -66,6 +66,8 @@ def called(
         drive.before_live, drive.caches = before_live, caches
         if around is not None:
             drive.around = around
+        if tape is not None:
+            tape.place = journal.between.of_host
         try:
             output = pipeline(**arguments)
         except StageEnd:
