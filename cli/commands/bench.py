@@ -22,7 +22,7 @@ from tpuport.cli.asked.sessions import (
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.any_bench import measure_any
 from tpuport.cli.runs.any_pipeline import is_any, with_model
-from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared
+from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared, priced
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.enums import Backend, Pixels
@@ -81,12 +81,7 @@ def bench(
         caches = [StepCache(method=name) for name in METHODS]
     settings = with_model(settings)
     if is_any(settings):
-        if caches:
-            raise UsageError(
-                "--cache, --quality: are for models with a plugin; from Python, "
-                "pipe.transformer.enable_cache works after tpuport.port(pipe)"
-            )
-        result = measure_any(settings, repeat=repeat, against=against)
+        result = measure_any(settings, repeat=repeat, against=against, caches=caches)
     else:
         result = measure(settings, repeat=repeat, against=against, caches=caches)
     if settings.json:
@@ -165,7 +160,7 @@ def measure(
             )
     if cached:
         result["step_caches"] = {
-            name: _price(runs["tpuport"], runs[name], result["backends"], name)
+            name: priced(runs["tpuport"], runs[name], result["backends"], name)
             for name in cached
         }
     result["notes"] += machine.notes()
@@ -186,20 +181,6 @@ def _about(session: Session, request: Request, report: RunReport) -> dict[str, A
         "settings": request.as_dict(),
         "implementations": choices(session.port),
         "versions": versions(),
-    }
-
-
-def _price(
-    exact: Runs, cached: Runs, backends: dict[str, Any], name: str
-) -> dict[str, Any]:
-    """What a step cache saves, as ratios above 1, and what it costs."""
-    from tpuport.core.files.quality import compare
-
-    before, after = (backends[key]["steady"] for key in ("tpuport", name))
-    return {
-        "speedup": before["seconds"] / after["seconds"],
-        "denoise_speedup": before["stages"]["denoise"] / after["stages"]["denoise"],
-        **compare(cached.frames, exact.frames),
     }
 
 

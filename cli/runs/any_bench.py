@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from tpuport.cli.asked.settings import PROMPT, Settings
 from tpuport.cli.runs.any_pipeline import AnyRun, Taped, find
-from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared
+from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared, priced
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.files.fingerprint import versions
+from tpuport.core.spec.step_cache import StepCache
 
 
 def measure_any(
-    settings: Settings, *, repeat: int, against: str | None
+    settings: Settings,
+    *,
+    repeat: int,
+    against: str | None,
+    caches: Sequence[StepCache] = (),
 ) -> dict[str, Any]:
     """Run the benchmark; the result is JSON-ready, as of a model with a plugin.
 
     Each backend has a pipeline of its own, with its own weights.
 
     Args:
-        repeat: steady runs of each backend.
+        repeat: steady runs of each.
+        caches: step caches, each run in turns with the exact run.
         against: ``"diffusers"``, to measure upstream's code too.
 
     Raises:
@@ -30,7 +37,8 @@ def measure_any(
     """
     machine = Machine.now()
     backends = [Backend.TPUPORT, *([Backend.DIFFUSERS] if against else [])]
-    runs = {str(name): Runs() for name in backends}
+    cached = {str(cache): cache for cache in caches}
+    runs = {str(name): Runs() for name in (*backends, *cached)}
     with Once() as display, contextlib.ExitStack() as stack:
         opened = time.perf_counter()
         folder = find(settings, display)
@@ -38,10 +46,16 @@ def measure_any(
         measured: dict[str, tuple[AnyRun, Taped]] = {}
         for backend in backends:
             own = replace(settings, prompt=prompt, backend=backend)
-            if backend == Backend.DIFFUSERS:
-                own = replace(own, executables=None)  # not upstream's
+            if backend == Backend.DIFFUSERS:  # neither is upstream's
+                own = replace(own, executables=None, step_cache=None)
+            else:
+                own = replace(own, step_cache=caches[0] if caches else None)
             run = AnyRun.prepared(own, folder, display)
-            measured[str(backend)] = run, stack.enter_context(run.opened())
+            one = stack.enter_context(run.opened())
+            measured[str(backend)] = run, replace(one, caches=None)
+            if one.caches is not None:
+                for name, cache in cached.items():
+                    measured[name] = run, replace(one, caches=one.caches.other(cache))
         opened = time.perf_counter() - opened
         # Turn by turn, so that a machine that slows down slows all.
         for turn in range(1 + repeat):
@@ -72,9 +86,14 @@ def measure_any(
         "backends": {name: taken.as_dict(steps) for name, taken in runs.items()},
     }
     if against:
-        mine, theirs = runs.values()
+        mine, theirs = (runs[str(name)] for name in backends)
         result |= compared(mine, theirs, result["backends"], against)
         result["notes"].append(FIRST_NOTE)
+    if cached:
+        exact = runs[str(Backend.TPUPORT)]
+        result["step_caches"] = {
+            name: priced(exact, runs[name], result["backends"], name) for name in cached
+        }
     result["notes"] += machine.notes()
     return result
 

@@ -38,7 +38,7 @@ _SHARED = frozenset(
         *("seed", "image", "video", "strength", "options", "search", "executables"),
         *("run_dir", "checkpoint_every", "sharding", "blocks", "vae_tiling"),
         *("encode_on", "latents", "batch", "memory_report", "profile"),
-        *("profile_calls", "no_jit"),
+        *("profile_calls", "no_jit", "step_cache"),
     }
 )
 
@@ -136,11 +136,7 @@ def check_mesh(
         return
     if placed.mesh.shape["dp"] <= 2 and placed.mesh.shape["tp"] == 1:
         return
-    given = dict(arguments)
-    if "prompt" in folder.parameters:
-        given["prompt"] = prompts_of(settings, settings.prompt)
-    if folder.blocks is None and "output_type" in folder.all_parameters:
-        given["output_type"] = "latent"
+    given = _given(settings, folder, arguments)
     try:
         rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
     except MeshError:
@@ -148,6 +144,53 @@ def check_mesh(
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")
+
+
+def check_step_cache(
+    settings: Settings,
+    folder: PipelineFolder,
+    placed: PlacedMesh,
+    arguments: Mapping[str, Any],
+    reporter: Reporter,
+) -> None:
+    """Refuse a step cache that the pipeline cannot have, before weights are read.
+
+    Raises:
+        StepCacheError: why.
+    """
+    from tpuport.core.arrays import torch_dtype
+    from tpuport.core.drive import rehearsal
+    from tpuport.core.drive.step_caches import StepCacheError
+
+    if settings.step_cache is None:
+        return
+    own = replace(settings, cache_dir=None)
+    target = targets.claimed_target(folder.class_name, placed, own, Reporter())
+    given = _given(settings, folder, arguments)
+    try:
+        with upstreams_errors(folder.class_name):
+            pipeline = rehearsal.without_weights(
+                folder, torch_dtype(str(settings.dtype))
+            )
+            pipeline.set_progress_bar_config(disable=True)
+            rehearsal.check_step_cache(pipeline, target, given, settings.step_cache)
+    except StepCacheError:
+        raise
+    except Exception:
+        # Made-up values are not everywhere good enough; the run checks the cache too.
+        reporter.say(f"the step cache is checked once {folder.class_name} runs")
+
+
+def _given(
+    settings: Settings, folder: PipelineFolder, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keywords of a call that is rehearsed up to its latents."""
+    given = dict(arguments)
+    if "prompt" in folder.parameters:
+        given["prompt"] = prompts_of(settings, settings.prompt)
+    if folder.blocks is None and "output_type" in folder.all_parameters:
+        given["output_type"] = "latent"
+    return given
 
 
 def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
@@ -193,6 +236,7 @@ def rehearsal_of(
             arguments,
             reporter,
             on_host=settings.on_host,
+            cache=settings.step_cache,
         )
 
 

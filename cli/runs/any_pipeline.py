@@ -19,6 +19,7 @@ from tpuport.cli.runs.any_checks import (
     check_executables,
     check_mesh,
     check_on_host,
+    check_step_cache,
     refuse_flags,
     upstreams_errors,
     with_batch,
@@ -48,15 +49,17 @@ from tpuport.plugins import plugin_for, reader_of
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
+    from tpuport.core.drive.step_caches import StepCaches
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
     from tpuport.core.run.inspection import Inspection
     from tpuport.core.seam.journal import Journal
+    from tpuport.core.seam.target import Target
 
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
     *("height", "width", "num_frames", "fps", "num_inference_steps"),
-    *("guidance_scale", "image", "video", "strength", "latents"),
+    *("guidance_scale", "image", "video", "strength", "latents", "step_cache"),
 )
 
 
@@ -225,6 +228,7 @@ class AnyRun:
         folder.check_components(weights=not partly)
         settings = with_batch(settings, folder, placed)
         check_mesh(settings, folder, placed, arguments, reporter)
+        check_step_cache(settings, folder, placed, arguments, reporter)
         if settings.executables is not None:
             check_executables(settings, folder, placed, reporter)
         inputs = {name: file_digest(Path(name)) for name in _files(settings)}
@@ -349,8 +353,9 @@ class AnyRun:
         """
         pipeline, load = self._pipeline(late=late)
         pipeline.set_progress_bar_config(disable=True)
-        with self._ported(pipeline) as journal:
-            yield Taped(pipeline, journal, load, inspection=self._inspection(journal))
+        with self._ported(pipeline) as (journal, caches):
+            inspection = self._inspection(journal)
+            yield Taped(pipeline, journal, load, caches, inspection=inspection)
 
     def _inspection(self, journal: Journal) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
@@ -372,13 +377,14 @@ class AnyRun:
         )
 
     @contextlib.contextmanager
-    def _ported(self, pipeline: Any) -> Iterator[Any]:
+    def _ported(self, pipeline: Any) -> Iterator[tuple[Journal, StepCaches | None]]:
         from tpuport.core.seam.journal import Journal
         from tpuport.core.seam.ported import port_pipeline, seam_of, unport
 
         settings = self.settings
         if settings.backend == Backend.DIFFUSERS:
-            yield Journal(self.reporter)
+            with self._cached(pipeline) as caches:
+                yield Journal(self.reporter), caches
             return
         placed = targets.place_for_port(settings.mesh)
         name = self.folder.class_name
@@ -386,14 +392,29 @@ class AnyRun:
         built = targets.executables_for(name, placed, settings, self.reporter)
         self.blocks = target.blocks
         target = replace(target, built=built)
-        port_pipeline(pipeline, target, settings.on_host, self.reporter)
-        seam = seam_of(pipeline)
-        try:
-            yield seam.journal
-            self.patches = seam.patches()
-            self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
-        finally:
-            unport(pipeline)
+        with self._cached(pipeline, target) as caches:
+            port_pipeline(pipeline, target, settings.on_host, self.reporter)
+            seam = seam_of(pipeline)
+            try:
+                yield seam.journal, caches
+                self.patches = seam.patches()
+                self.calls = {name: len(e.programs) for name, e in seam.entries.items()}
+            finally:
+                unport(pipeline)
+
+    @contextlib.contextmanager
+    def _cached(
+        self, pipeline: Any, target: Target | None = None
+    ) -> Iterator[StepCaches | None]:
+        """In this block the denoisers can be called with a step cache, if asked for."""
+        from tpuport.core.drive.step_caches import standing, step_caches
+
+        if self.settings.step_cache is None:
+            yield None
+            return
+        caches = step_caches(pipeline, self.settings.step_cache, target)
+        with standing(caches.modules.values()):
+            yield caches
 
     def made(self, one: Taped) -> tuple[Made | None, list[StageReport]]:
         """One video, and the reports of its stages; ``None`` for a stage before it.
@@ -474,6 +495,8 @@ class AnyRun:
 
         settings = self.settings
         flags = {n: getattr(settings, n) for n in _FLAGS}
+        if settings.step_cache is not None:
+            flags["step_cache"] = str(settings.step_cache)
 
         def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
             number = index + (self.again.video if self.again else 0)
@@ -548,6 +571,7 @@ class Taped:
 
     Attributes:
         load: gives a component its weights before it is called.
+        caches: the step cache, in place.
         kept: the run's folder; ``None`` to keep nothing.
         index: of the call.
         until: the stage to end with.
@@ -557,6 +581,7 @@ class Taped:
     pipeline: Any
     journal: Journal
     load: Callable[[str], None]
+    caches: StepCaches | None = None
     kept: PipelineRun | None = None
     index: int = 0
     until: StageName | None = None
@@ -593,6 +618,7 @@ class Taped:
                     tape,
                     self.load,
                     None if self.inspection is None else self.inspection.around,
+                    self.caches,
                 )
             if checkpoints is not None and self.until is not None:
                 checkpoints.finish()

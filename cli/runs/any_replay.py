@@ -13,6 +13,7 @@ from tpuport.cli.runs.any_pipeline import Again, AnyRun, find
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.run.progress import Display
+from tpuport.core.spec import kinds
 from tpuport.errors import ArtifactError, ReplayError, WeightsError
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
     from tpuport.core.spec.run_settings import RunSettings
 
     request, how = recorded["request"], recorded["how"]
+    flags = request["flags"]
     known = {f.name for f in fields(RunSettings)} - {"on_host"}
     read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
     return replace(
@@ -101,7 +103,7 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
         seed=tuple(request["seeds"][0])[:1],
         batch=len(request["prompts"]),
         options=request["options"],
-        **request["flags"],
+        **{**flags, "step_cache": kinds.step_cache(flags.get("step_cache"))},
     )
 
 

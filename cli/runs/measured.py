@@ -74,6 +74,20 @@ def compared(
     }
 
 
+def priced(
+    exact: Runs, cached: Runs, backends: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """What a step cache saves, as ratios above 1, and what it costs."""
+    from tpuport.core.files.quality import compare
+
+    before, after = (backends[key]["steady"] for key in ("tpuport", name))
+    return {
+        "speedup": before["seconds"] / after["seconds"],
+        "denoise_speedup": before["stages"]["denoise"] / after["stages"]["denoise"],
+        **compare(cached.frames, exact.frames),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """How busy the machine was at the start.

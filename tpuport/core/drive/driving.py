@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tpuport.core.drive.step_caches import StepCaches
 from tpuport.core.drive.tape import Tape
 from tpuport.core.enums import Backend, StageName, denoises
 from tpuport.core.reports import Reporter, StageReport
@@ -37,6 +38,7 @@ class Drive:
         tape: answers what was recorded, and records the rest.
         before_live: told the name of a call that is not given back.
         around: makes such a call, of a stage; to look at it.
+        caches: let most steps reuse what others computed.
         steps: when the result of each ``scheduler.step`` was there.
         reports: of the stages that ended.
         stage: under way.
@@ -49,6 +51,7 @@ class Drive:
     tape: Tape | None = None
     before_live: Callable[[str], None] = lambda name: None
     around: Callable[[StageName, str, Callable[[], Any]], Any] = _made
+    caches: StepCaches | None = None
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
@@ -100,6 +103,8 @@ class Drive:
 
     def answered(self, asked: Asked) -> Any:
         """The result of a module's call."""
+        if self.caches is not None:
+            asked = self.caches.taken(asked, self._timesteps, self._planned())
         if self.tape is None:
             self.called(asked.name)
             assert self.stage is not None
@@ -126,6 +131,8 @@ class Drive:
         """The result of a scheduler's step; of a copied one, nobody is told."""
         tape, between = self.tape, self.journal.between
         live = tape is None or tape.live
+        if key == 0 and self.caches is not None:
+            self.caches.stepping(self._timesteps, self._planned())
         arrives: Callable[[], None] | None = None
 
         def made() -> Any:
@@ -179,8 +186,11 @@ class Drive:
     def _planned(self) -> int:
         """How many steps there are; a run from a video leaves the first ones out."""
         left_out = getattr(self.scheduler, "begin_index", None) or 0
-        timesteps = getattr(self.scheduler, "timesteps", None)
-        return 0 if timesteps is None else len(timesteps) - left_out
+        return 0 if self._timesteps is None else len(self._timesteps) - left_out
+
+    @property
+    def _timesteps(self) -> Any:
+        return getattr(self.scheduler, "timesteps", None)
 
     def _report(self, stage: StageName, now: float) -> StageReport:
         calls = [c for c in self.journal.calls if c.started >= self._since]
@@ -238,6 +248,9 @@ def driving(
             drive.begin(StageName.ENCODE)
             yield drive
             drive.end()
+        caches = drive.caches
+        if caches is not None and caches.calls[0] and not caches.calls[1]:
+            journal.reporter.say(f"step cache {caches.cache}: no call was cached")
 
 
 def _schedulers(pipeline: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from accelerate import init_empty_weights
 
 from tpuport.core.arrays import array_dtype, torch_dtype
 from tpuport.core.drive.driving import Drive, driving
+from tpuport.core.drive.step_caches import standing, step_caches
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.pipelines.folder import PipelineFolder
@@ -36,6 +37,7 @@ from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
 from tpuport.core.seam.seam import Seam
 from tpuport.core.seam.target import Target
+from tpuport.core.spec.step_cache import StepCache
 from tpuport.core.tracing.context import AttentionRecord, ConvolutionRecord
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.sharding import ShardingPlan
@@ -389,6 +391,7 @@ def rehearse(
     arguments: Mapping[str, Any],
     reporter: Reporter,
     on_host: Collection[str] = (),
+    cache: StepCache | None = None,
 ) -> Rehearsal:
     """Drive ``pipeline`` once with made-up answers.
 
@@ -397,8 +400,10 @@ def rehearse(
         target: for real devices, or for those of a topology.
         arguments: keywords of the call, the prompt included.
         on_host: components that run by upstream's code, and so have no programs.
+        cache: of steps; a denoiser has two programs then.
 
     Raises:
+        StepCacheError: there is no such cache for the pipeline.
         TpuportError: a module cannot become a program.
     """
     modules = modules_of(pipeline)
@@ -412,10 +417,14 @@ def rehearse(
         return kind(stage, module, forward, name, *rest)
 
     computing = functools.partial(_Arithmetic, stage)
-    seam = Seam(modules, target, reporter, answering, computing)
     with contextlib.ExitStack() as stack:
+        caches = None if cache is None else step_caches(pipeline, cache, target)
+        if caches is not None:
+            stack.enter_context(standing(caches.modules.values()))
+        seam = Seam(modules, target, reporter, answering, computing)
         stack.callback(seam.close)
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
+        drive.caches = caches
         pipeline(**arguments)
         between = [end - begin for begin, end in pairwise(drive.steps)]
         entries = [e for e in seam.entries.values() if type(e) is _Answers]
@@ -432,3 +441,38 @@ def rehearse(
             host_seconds=median(between) if between else None,
             held=held,
         )
+
+
+class _Reached(BaseException):
+    """The first call of a denoiser."""
+
+
+def check_step_cache(
+    pipeline: Any, target: Target, arguments: Mapping[str, Any], cache: StepCache
+) -> None:
+    """Drive ``pipeline`` up to the first call of a denoiser, and find its split.
+
+    Args:
+        pipeline: from :func:`without_weights`.
+        target: what programs are made for.
+        arguments: keywords of the call, the prompt included.
+
+    Raises:
+        StepCacheError: there is no such cache for the pipeline.
+    """
+
+    def answering(*args: Any) -> Entry:
+        return _OnHost(lambda: StageName.ENCODE, *args)
+
+    def reached() -> None:
+        raise _Reached
+
+    with contextlib.ExitStack() as stack:
+        caches = step_caches(pipeline, cache, target)
+        caches.on_call = reached
+        seam = Seam(modules_of(pipeline), target, Reporter(), answering)
+        stack.callback(seam.close)
+        drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
+        drive.caches = caches
+        stack.enter_context(contextlib.suppress(_Reached))
+        pipeline(**arguments)

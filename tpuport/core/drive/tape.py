@@ -19,6 +19,7 @@ import torch
 
 from tpuport.core.drive.kept_values import Kept, KeptError, Place, kept, shape_of
 from tpuport.core.drive.state_watch import Look, StateWatch
+from tpuport.core.drive.step_caches import History, Key, StepCaches
 from tpuport.core.enums import StageName, denoises
 from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.pairs import is_denoiser
@@ -88,12 +89,14 @@ class Recorded:
         steps: the last one of each pass.
         stepped: how many there were.
         finished: the last stage that is over.
+        histories: what a step cache keeps; nobody writes to these tensors.
     """
 
     calls: tuple[Call, ...] = ()
     steps: tuple[Step, ...] = ()
     stepped: int = 0
     finished: StageName | None = None
+    histories: Mapping[Key, History] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,6 +127,7 @@ class Tape:
         generators: random numbers that the pipeline draws from.
         guidance: components with a state that changes with the steps.
         place: gives a tensor that was on the devices back to them.
+        caches: the step cache of the run.
         unkept: why no run can go on from this one; empty if one can.
     """
 
@@ -133,6 +137,7 @@ class Tape:
     generators: Sequence[torch.Generator] = ()
     guidance: Mapping[str, Any] = field(default_factory=dict)
     place: Place = lambda tensor: tensor
+    caches: StepCaches | None = None
     recorded: Recorded = field(init=False)
     unkept: str = field(default="", init=False)
     _between: bool = False
@@ -157,6 +162,7 @@ class Tape:
                 tuple(self._steps),
                 self._played_steps,
                 self._finished,
+                {} if self.caches is None else self.caches.histories,
             )
             self.on_recorded()
 
@@ -262,6 +268,8 @@ class Tape:
         self._counts[key] = number + 1
         live = self._played_steps >= self.before.stepped
         self._played_steps += 1
+        if self._played_steps == self.before.stepped and self.caches is not None:
+            self.caches.histories = dict(self.before.histories)
         result = run()
         at = self._pass(key, scheduler)
         if not live:

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from typing_extensions import TypedDict
 
 from tpuport.core.arrays import dtype_name, torch_dtype
-from tpuport.core.drive.kept_values import Kept
+from tpuport.core.drive.kept_values import Kept, kept
 from tpuport.core.drive.tape import Call, Recorded, Step
 from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import cannot_write, one_line, replacing
@@ -73,6 +73,7 @@ class _Tape(TypedDict):
     stepped: int
     calls: list[_Calls]
     steps: list[_Step]
+    histories: _Kept
     files: dict[str, _File]
 
 
@@ -120,6 +121,7 @@ class TapeFolder:
                 tuple(_read_step(one, tensors) for one in tape["steps"]),
                 tape["stepped"],
                 tape["finished"],
+                _read(tape["histories"], tensors).value(),
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ArtifactError(
@@ -159,6 +161,7 @@ class TapeFolder:
         calls += [_call(one, named, len(calls) + at) for at, one in enumerate(new)]
         last = _Tensors(f"steps-{recorded.stepped:05}.safetensors")
         steps = [_step(one, last, at) for at, one in enumerate(recorded.steps)]
+        histories = last.take(kept(dict(recorded.histories), always=True), "histories")
         old = [name for name in files if name.startswith("steps-")]
         for name in old:
             del files[name]
@@ -176,6 +179,7 @@ class TapeFolder:
                     for one, alike in itertools.groupby(calls)
                 ],
                 "steps": steps,
+                "histories": histories,
                 "files": files,
             }
             write_document(self.file, TAPE_SCHEMA, content)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpuport.core.drive.driving import Drive, driving
+from tpuport.core.drive.step_caches import StepCaches
 from tpuport.core.drive.tape import Recorded, StageEnd, Tape
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.seam.journal import Journal
@@ -46,6 +47,7 @@ def called(
     tape: Tape | None = None,
     before_live: Callable[[str], None] = lambda name: None,
     around: Callable[[StageName, str, Callable[[], Any]], Any] | None = None,
+    caches: StepCaches | None = None,
 ) -> tuple[Any, Drive]:
     """What upstream returns, and what happened.
 
@@ -53,12 +55,15 @@ def called(
         journal: of the pipeline's seam; of one that is not ported, a new one.
         before_live: told the name of a call that is not given back.
         around: makes such a call, to look at it.
+        caches: the step cache of the run, in place.
 
     Returns:
         the output; ``None`` if the stage that the tape ends with is over.
     """
+    if tape is not None:
+        tape.caches = caches
     with driving(pipeline, journal, backend, tape) as drive:
-        drive.before_live = before_live
+        drive.before_live, drive.caches = before_live, caches
         if around is not None:
             drive.around = around
         if tape is not None:

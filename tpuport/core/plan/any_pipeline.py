@@ -24,6 +24,7 @@ from tpuport.core.programs.executable_files import ExecutableStore
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
+from tpuport.core.spec.step_cache import StepCache
 
 
 class Folders(NamedTuple):
@@ -46,11 +47,13 @@ def rehearsed(
     reporter: Reporter,
     *,
     on_host: Collection[str] = (),
+    cache: StepCache | None = None,
 ) -> Rehearsal:
     """The run of a folder's pipeline on ``target``; only configs are read.
 
     Args:
         on_host: components that run by upstream's code, and so have no programs.
+        cache: of steps.
 
     Raises:
         WeightsError: a config does not build its class.
@@ -60,7 +63,7 @@ def rehearsed(
         pipeline = without_weights(folder, torch_dtype(dtype))
     pipeline.set_progress_bar_config(disable=True)
     with reporter.timed(f"rehearsing {folder.class_name}"):
-        return rehearse(pipeline, target, arguments, Reporter(), on_host)
+        return rehearse(pipeline, target, arguments, Reporter(), on_host, cache)
 
 
 def plan_pipeline(

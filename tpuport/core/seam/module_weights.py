@@ -10,12 +10,14 @@ import jax
 import torch
 
 from tpuport.core.arrays import array_dtype, to_numpy
+from tpuport.core.reports import Reporter
 from tpuport.core.seam.blocks import alike_blocks, usable_stacks
 from tpuport.core.seam.journal import Journal
 from tpuport.core.seam.module_state import ModuleTree
 from tpuport.core.seam.pairs import is_denoiser
 from tpuport.core.seam.target import Claim, Target
 from tpuport.core.tracing.block_stacks import StackedBlocks
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.patching import PatchStatus
 from tpuport.core.tracing.ported_module import PortedModule
 from tpuport.core.tracing.runtime import Runtime
@@ -222,6 +224,16 @@ def check_claim(name: str, module: torch.nn.Module, target: Target) -> None:
         return
     if claim.fits(getattr(module, "config", {})):
         claim.plan(module.state_dict(), dict(target.mesh.shape))
+
+
+def declared_split(
+    name: str, module: torch.nn.Module, target: Target
+) -> ForwardSplit | None:
+    """Where a module's forward splits, if a plugin says so for the module as it is."""
+    if name not in target.claims:
+        return None
+    claim = ModuleWeights(module, name, target, Journal(Reporter()))._fitting()
+    return None if claim is None else claim.split
 
 
 def _target_of(name: str, target: Target) -> Target:

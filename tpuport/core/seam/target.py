@@ -24,6 +24,7 @@ from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.context import AttentionPolicy
+from tpuport.core.tracing.forward_split import ForwardSplit
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.runtime import Runtime
@@ -44,7 +45,8 @@ class Claim:
         stacked: its lists of blocks that run as one scan; ``None`` for those found.
         fits: whether its config is one that the native blocks know.
         whole: native blocks are in place, which take the place of the whole forward.
-        split: of ``Module.split``; it holds for the parts that upstream calls, too.
+        space: ``Module.split``; it holds for the parts that upstream calls, too.
+        split: where its forward splits; ``None`` for what is found.
     """
 
     plugin: str
@@ -53,7 +55,8 @@ class Claim:
     stacked: tuple[StackedBlocks, ...] | None = None
     fits: Callable[[Mapping[str, Any]], bool] = lambda config: True
     whole: bool = False
-    split: str | None = None
+    space: bool = False
+    split: ForwardSplit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +101,7 @@ class Target:
         """
         claim = self.claims.get(name.partition(".")[0])
         alone = self.mesh.size == 1 and self.mesh.devices.flat[0].platform != "tpu"
-        return claim is not None and claim.split == "space" and not alone
+        return claim is not None and claim.space and not alone
 
     def runtime(self, *, exact: bool) -> Runtime:
         """A tracing environment; ``exact`` asks for float32 products in full."""
@@ -157,7 +160,8 @@ class Target:
                 transforms=form.transforms if form else (),
                 fits=form.fits if form else (lambda config: True),
                 whole=form is not None,
-                split=module.split,
+                space=module.split == "space",
+                split=form.split if form else None,
             )
         return replace(
             self,
@@ -190,6 +194,7 @@ class Target:
                 transforms=about.transforms,
                 stacked=tuple(map(StackedBlocks.of, about.stacked)),
                 whole=component in form.denoisers,
+                split=about.split,
             )
         return replace(
             self,

@@ -14,7 +14,7 @@ TaylorSeer, arXiv 2503.06923, on the output of the last block alone (diffusers 0
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -221,10 +221,25 @@ class StepCache:
             if full:
                 nodes = [step, *nodes][: self.depth]
                 continue
-            for m, node in enumerate(nodes):
-                others = [other for other in nodes if other != node]
-                table[step, m] = np.prod([(step - o) / (node - o) for o in others])
+            table[step] = self.weights_at(step, nodes)
         return table
+
+    def weights_at(self, step: int, nodes: Sequence[int]) -> np.ndarray:
+        """The row of :meth:`weights` of a cached step.
+
+        Args:
+            nodes: the full steps whose states are kept, the newest first.
+
+        Returns:
+            Float32 [depth].
+        """
+        import numpy as np
+
+        row = np.zeros(len(nodes), np.float32)
+        for m, node in enumerate(nodes):
+            others = [other for other in nodes if other != node]
+            row[m] = np.prod([(step - o) / (node - o) for o in others])
+        return row
 
     def initial(self, struct: Tree) -> tuple[Tree, ...]:
         """The states kept before the first step: zeros, none of which is ever read.

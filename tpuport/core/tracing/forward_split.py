@@ -37,11 +37,14 @@ class ForwardSplit:
         blocks: dotted names of the ``ModuleList`` s of blocks, in the order they run.
         state: the names under which a block takes what the block before returned.
         head: names that forward still reads after the last block; ``None`` for all.
+        places: where a block takes each of ``state`` by position; ``None`` for the
+            first positions, in their order.
     """
 
     blocks: tuple[str, ...]
     state: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     head: tuple[str, ...] | None = None
+    places: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks or not self.state:
@@ -55,6 +58,11 @@ class ForwardSplit:
                 f"ForwardSplit head {self.head!r} must be some of its state "
                 f"{self.state!r}, or None for all"
             )
+
+    def named(self) -> Iterator[tuple[int, str]]:
+        """The names of the state, each with its place among positional arguments."""
+        places = range(len(self.state)) if self.places is None else self.places
+        return zip(places, self.state, strict=True)
 
     def names(self, where: Where) -> tuple[str, ...]:
         """The names of a state captured at ``where``."""
@@ -129,7 +137,7 @@ def resume(
         values = {**_arguments(last_path, split, args, kwargs), **state}
         if where == "after_last":
             return _as_returned(split, values)
-        for index, name in enumerate(split.state):
+        for index, name in split.named():
             if name in kwargs:
                 kwargs[name] = values[name]
             else:
@@ -166,7 +174,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """The state among the arguments of a block."""
     values = {}
-    for index, name in enumerate(split.state):
+    for index, name in split.named():
         if name in kwargs:
             values[name] = kwargs[name]
         elif index < len(args):

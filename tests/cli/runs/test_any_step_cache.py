@@ -1,0 +1,79 @@
+"""``--cache`` for a pipeline without stages of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.tools import Cli
+from tests.pipelines.example import all_examples, made, saved
+from tests.processes import Once
+from tpuport.cli.commands import bench
+
+SIZE = ("--size", "32x16", "--frames", "5", "--option", "max_sequence_length=16")
+ASKED = ("--prompt", "a fox runs", *SIZE, "--steps", "6")
+CACHE = ("--cache", "taylorseer:start=1,interval=3")
+
+
+def test_a_step_cache_is_recorded_and_replayed(cli: Cli, folder: Path) -> None:
+    asked = ("--weights", folder, *ASKED, *CACHE)
+    ran = cli("generate", *asked, "--out", "one.gif", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["calls"]["transformer"] == 2
+    flags = json.loads(Path("one.gif.json").read_text())["request"]["flags"]
+    assert flags["step_cache"] == "taylorseer:start=1,interval=3,order=1"
+    again = cli("replay", "one.gif")
+    assert again.code == 0, again.err
+
+
+def test_stages_have_the_step_cache_of_the_run(cli: Cli, folder: Path) -> None:
+    asked = ("--weights", folder, *ASKED, *CACHE)
+    assert cli("generate", *asked, "--out", "one.gif").code == 0
+    for command in (("encode", *asked), ("denoise",), ("decode", "--out", "two.gif")):
+        ran = cli(*command, "--run-dir", "run")
+        assert ran.code == 0, ran.err
+    assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+    other = cli("generate", *asked[:-1], "taylorseer", "--run-dir", "run")
+    assert (other.code, "step_cache" in other.last) == (1, True)
+
+
+def test_a_step_cache_is_measured(cli: Cli, folder: Path) -> None:
+    asked = ("--weights", folder, *SIZE, "--steps", "6", "--repeat", "1", "--quality")
+    ran = cli("bench", *asked, "--against", "diffusers", "--json")
+    assert ran.code == 0, ran.err
+    prices = ran.json["step_caches"]
+    assert [name.partition(":")[0] for name in prices] == ["deepcache", "taylorseer"]
+    assert all(5 < price["psnr"] < 100 for price in prices.values())
+    assert ran.json["max_frame_difference"] < 1e-4
+    assert "none (exact)" in "\n".join(bench._text(ran.json))
+
+
+def test_a_step_cache_is_refused_before_weights_are_read(
+    cli: Cli, folder: Path, once: Once
+) -> None:
+    def write(place: Path) -> None:
+        saved(made(all_examples()["LattePipeline"])[0], place / "pipeline")
+
+    latte = once("latte", write) / "pipeline"
+    size = ("--size", "16x16", "--frames", "5", "--steps", "6")
+    ran = cli("generate", "--weights", latte, "--prompt", "a", *CACHE, *size)
+    assert ran.code == 2, ran.err
+    assert "transformer (LatteTransformer3DModel) has no place" in ran.last
+    ran = cli(
+        "generate", "--weights", folder, *ASKED[:-1], "2", *CACHE[:1], "deepcache"
+    )
+    assert ran.code == 2
+    assert "would cache none of 2 steps" in ran.last
+    assert "loading" not in ran.err
+
+
+def test_both_programs_are_compiled_ahead(cli: Cli, folder: Path) -> None:
+    asked = ("--weights", folder, *ASKED, *CACHE)
+    built = cli("compile", *asked, "--stage", "denoise", "--out", "built", "--json")
+    assert built.code == 0, built.err
+    assert len(built.json["programs"]) == 2
+    more = ("--executables", "built", "--no-compile-cache", "--out", "v.gif")
+    ran = cli("generate", *asked, *more, "--json")
+    assert ran.code == 0, ran.err
+    denoise = ran.json["report"]["stages"][1]
+    assert [compiled["loaded"] for compiled in denoise["compiles"]] == [True, True]
