@@ -13,6 +13,7 @@ device. After attention the text's result is read out again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,12 @@ class Stream:
         """Queries or keys: projected, normed and rotated by ``tables``."""
         given = None
         if norm is not None:
-            given = token_norms.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
+            weight, bias = parameters(norm)
+            width = math.prod(norm.weight.shape) if weight is not None else 0
+            head_dim = linear.weight.shape[0] // count
+            given = token_norms.HeadNorm(
+                weight, bias, norm.eps, _centres(norm), across=width > head_dim
+            )
         found = self.heads(linear, y, count)
         return token_norms.turned(self.tokens, found, given, tables, y.dtype)
 
@@ -131,7 +137,7 @@ def _centres(norm: Any) -> bool:
     """
     from diffusers.models.normalization import RMSNorm
 
-    if isinstance(norm, RMSNorm):
+    if isinstance(norm, RMSNorm | torch.nn.RMSNorm):
         return False
     if isinstance(norm, torch.nn.LayerNorm):
         return True
