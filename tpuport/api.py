@@ -384,7 +384,7 @@ def make_mesh(
     """
     import jax
 
-    from tpuport.core.spec.default_mesh import default_mesh
+    from tpuport.core.plan.default_mesh import default_mesh
 
     devices = jax.devices() if devices is None else devices
     if asked is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from tpuport.core.spec.model_plugin import ModelPlugin
     from tpuport.core.spec.model_port import ModelPort
 
 GROUP = "tpuport"
@@ -21,13 +22,13 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 
 @hookspec
-def tpuport_model() -> ModelPort:  # type: ignore[empty-body]
-    """Hand over one model port.
+def tpuport_model() -> ModelPlugin | ModelPort:  # type: ignore[empty-body]
+    """Hand over what the package knows of a model.
 
     Called once, when the plugins are loaded; it must import neither torch nor jax, so
     that ``tpuport --help`` and ``tpuport models`` stay quick. What needs them goes into
-    functions that the port refers to.
+    modules that the plugin names.
 
     Returns:
-        The port. Its ``name`` must not be taken by another plugin.
+        The plugin. Its ``name`` must not be taken by another plugin.
     """

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from tpuport import hookspecs
-from tpuport.errors import PluginError, UnknownModelError
+from tpuport.errors import PluginError, UnknownModelError, UsageError
 
 if TYPE_CHECKING:
+    from tpuport.core.spec.model_plugin import ModelPlugin
     from tpuport.core.spec.model_port import ModelPort
 
 
@@ -25,13 +26,13 @@ class Plugin:
         name: of its entry point.
         package: the distribution it comes from, with its version.
         module: the module that implements the hooks.
-        port: the model it hands over.
+        model: what it hands over.
     """
 
     name: str
     package: str
     module: str
-    port: ModelPort
+    model: ModelPlugin | ModelPort
 
 
 def _package(entry_point: importlib.metadata.EntryPoint) -> str:
@@ -52,18 +53,19 @@ def load_plugins(
     plugins: dict[str, Plugin] = {}
     for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
         plugin = _load(entry_point)
-        other = plugins.get(plugin.port.name)
+        other = plugins.get(plugin.model.name)
         if other is not None:
             raise PluginError(
-                f"two plugins are called {plugin.port.name!r}: {other.module} of "
+                f"two plugins are called {plugin.model.name!r}: {other.module} of "
                 f"{other.package} and {plugin.module} of {plugin.package}; uninstall "
                 "one"
             )
-        plugins[plugin.port.name] = plugin
+        plugins[plugin.model.name] = plugin
     return plugins
 
 
 def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
+    from tpuport.core.spec.model_plugin import ModelPlugin
     from tpuport.core.spec.model_port import ModelPort
 
     package = _package(entry_point)
@@ -88,23 +90,23 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
             f"{known}"
         ) from error
     try:
-        ports = manager.hook.tpuport_model()
+        found = manager.hook.tpuport_model()
     except Exception as error:
         raise PluginError(
             f"{where} ({entry_point.value}) failed in tpuport_model: "
             f"{type(error).__name__}: {error}; fix or uninstall it"
         ) from error
-    if len(ports) != 1 or not isinstance(ports[0], ModelPort):
-        found = [type(port).__name__ for port in ports]
+    if len(found) != 1 or not isinstance(found[0], ModelPlugin | ModelPort):
+        kinds = [type(one).__name__ for one in found]
         raise PluginError(
-            f"{where} handed over {found or 'nothing'} from tpuport_model; one "
-            "ModelPort is expected"
+            f"{where} handed over {kinds or 'nothing'} from tpuport_model; one "
+            "ModelPlugin is expected"
         )
     return Plugin(
         name=entry_point.name,
         package=package,
         module=entry_point.value,
-        port=ports[0],
+        model=found[0],
     )
 
 
@@ -114,36 +116,86 @@ def installed_plugins() -> dict[str, Plugin]:
     return load_plugins(importlib.metadata.entry_points(group=hookspecs.GROUP))
 
 
+def ports() -> list[ModelPort]:
+    """The installed models with stages of their own."""
+    from tpuport.core.spec.model_port import ModelPort
+
+    models = [plugin.model for plugin in installed_plugins().values()]
+    return [model for model in models if isinstance(model, ModelPort)]
+
+
+def model_plugins() -> list[ModelPlugin]:
+    """The installed plugins that upstream's pipelines run with."""
+    from tpuport.core.spec.model_plugin import ModelPlugin
+
+    models = [plugin.model for plugin in installed_plugins().values()]
+    return [model for model in models if isinstance(model, ModelPlugin)]
+
+
+def plugin_for(pipeline: str) -> ModelPlugin | None:
+    """The installed plugin that claims an upstream pipeline class.
+
+    Raises:
+        PluginError: two plugins claim the class.
+    """
+    found = [model for model in model_plugins() if pipeline in model.pipelines]
+    if len(found) > 1:
+        names = " and ".join(model.name for model in found)
+        raise PluginError(f"{pipeline} is claimed by {names}; uninstall one")
+    return found[0] if found else None
+
+
 def reader_of(pipeline: str) -> str | None:
-    """The installed model that reads checkpoints of an upstream pipeline class."""
-    for name, plugin in installed_plugins().items():
-        if any(pipeline in form.pipelines for form in plugin.port.all_forms):
-            return name
+    """The installed model with stages that reads checkpoints of a pipeline class."""
+    for port in ports():
+        if any(pipeline in form.pipelines for form in port.all_forms):
+            return port.name
     return None
 
 
 def reader_of_class(module: type) -> str | None:
     """The installed model that has an upstream class, or one below, as a component."""
     names = {cls.__name__ for cls in module.__mro__}
-    for name, plugin in installed_plugins().items():
-        for form in plugin.port.all_forms:
+    for port in ports():
+        for form in port.all_forms:
             for component in form.components.values():
                 if component.class_path.partition(":")[2] in names:
-                    return name
+                    return port.name
+    for plugin in model_plugins():
+        if plugin.component_of(module) is not None:
+            return plugin.name
     return None
 
 
-def get_port(model: str) -> ModelPort:
-    """The port of a model.
+def get_model(name: str) -> ModelPlugin | ModelPort:
+    """The model of a name.
 
     Raises:
         UnknownModelError: no plugin has that name; the message lists those there are.
     """
     plugins = installed_plugins()
-    if model not in plugins:
+    if name not in plugins:
         names = ", ".join(sorted(plugins)) or "none: reinstall tpuport"
         raise UnknownModelError(
-            f"no model is called {model!r}; installed: {names}. `tpuport plugins` "
+            f"no model is called {name!r}; installed: {names}. `tpuport plugins` "
             "shows where they come from"
         )
-    return plugins[model].port
+    return plugins[name].model
+
+
+def get_port(name: str) -> ModelPort:
+    """The model of a name, which has stages of its own.
+
+    Raises:
+        UnknownModelError: no plugin has that name.
+        UsageError: upstream's own pipeline runs the model.
+    """
+    from tpuport.core.spec.model_plugin import ModelPlugin
+
+    found = get_model(name)
+    if isinstance(found, ModelPlugin):
+        raise UsageError(
+            f"{name} is run by upstream's own pipeline: load it by diffusers, and hand "
+            "it to tpuport.port()"
+        )
+    return found

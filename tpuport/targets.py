@@ -7,16 +7,25 @@ of a pipeline or a module adds its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpuport.core.enums import Blocks
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
+from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.run_settings import RunSettings
 from tpuport.core.weights.sharding import DEFAULT_LAYOUT
 from tpuport.errors import UsageError
-from tpuport.plugins import get_port, reader_of, reader_of_class
+from tpuport.plugins import (
+    get_model,
+    get_port,
+    plugin_for,
+    reader_of,
+    reader_of_class,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -107,6 +116,9 @@ def claimed_target(
     """:func:`general_target` with what the plugin of a pipeline class knows, if any."""
     general = general_target(placed, settings)
     pipeline = pipeline.replace("ModularPipeline", "Pipeline")  # of equal modules
+    plugin = plugin_for(pipeline)
+    if plugin is not None:
+        return _of_plugin(general, plugin, settings, reporter, pipeline)
     model = reader_of(pipeline)
     if model is None:
         return _without_plugin(general, settings, pipeline)
@@ -135,12 +147,19 @@ def module_target(
     model = model or reader_of_class(type(module))
     if model is None:
         return _without_plugin(general, settings, kind)
-    port = with_blocks(get_port(model), settings.blocks)
+    found = get_model(model)
+    if isinstance(found, ModelPlugin):
+        component = found.component_of(type(module))
+        if component is None:
+            raise UsageError(f"model {found.name!r} has no module of class {kind}")
+        own = replace(found, modules={kind: found.modules[component]})
+        return _of_plugin(general, own, settings, reporter, kind)
+    port = with_blocks(found, settings.blocks)
     form, name = port.form_of_module(type(module))
-    component, config = form.components[name], getattr(module, "config", None)
-    if component.heads is not None and config is not None:
+    about, config = form.components[name], getattr(module, "config", None)
+    if about.heads is not None and config is not None:
         values: Any = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        placed.spec.validate(heads={name: component.heads(values)})
+        placed.spec.validate(heads={name: about.heads(values)})
     return _with_plugin(general, form, {kind: name}, settings, reporter, kind)
 
 
@@ -148,6 +167,19 @@ def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target
     if settings.sharding != DEFAULT_LAYOUT:
         raise UsageError(f"sharding: is for a plugin, and {kind} has none")
     return general
+
+
+def _of_plugin(
+    general: Target,
+    plugin: ModelPlugin,
+    settings: RunSettings,
+    reporter: Reporter,
+    kind: str,
+) -> Target:
+    found = general.of_plugin(plugin, settings.blocks, settings.sharding)
+    words = "native blocks" if found.blocks == Blocks.NATIVE else "upstream's blocks"
+    reporter.say(f"{kind}: with the plugin of {plugin.name} and {words}")
+    return found
 
 
 def _with_plugin(

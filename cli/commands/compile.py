@@ -85,7 +85,7 @@ def compile_(
     Example: tpuport compile --topology v6e-8 --variant 5b --out programs
     """
     found = _prepare_devices(topology, debug=settings.debug)
-    settings = with_model(settings)
+    settings = with_model(settings, weights=False)
     document = _compile(settings, topology, found, stage)
     give_out(document, as_json=settings.json, report=settings.report)
 

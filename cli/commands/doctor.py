@@ -163,7 +163,7 @@ def _plugins() -> list[str]:
     from tpuport.plugins import installed_plugins
 
     return [
-        f"{plugin.port.name} ({plugin.module}, {plugin.package})"
+        f"{plugin.model.name} ({plugin.module}, {plugin.package})"
         for plugin in installed_plugins().values()
     ]
 

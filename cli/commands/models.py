@@ -10,10 +10,12 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
 from tpuport.core.spec.choices import names_of
+from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort
 from tpuport.core.spec.step_cache import METHODS
 from tpuport.core.spec.variant import Variant
-from tpuport.plugins import installed_plugins
+from tpuport.plugins import model_plugins
+from tpuport.plugins import ports as known_ports
 
 _HEAD = (
     *("MODEL", "VARIANT", "FROM", "SIZE", "FRAMES", "FPS", "STEPS", "GUIDANCE"),
@@ -36,9 +38,10 @@ def models(settings: Settings) -> None:
 
     Example: tpuport models
     """
-    ports = [plugin.port for plugin in installed_plugins().values()]
+    ports, plugins = known_ports(), model_plugins()
     if settings.json:
-        print_json({"models": [_document(port) for port in ports]})
+        documents = [*map(_document, ports), *map(_plugin_document, plugins)]
+        print_json({"models": documents})
         return
     rows: list[tuple[str, ...]] = [_HEAD]
     rows += [_row(port, variant) for port in ports for variant in port.variants]
@@ -58,6 +61,37 @@ def models(settings: Settings) -> None:
             print(f"  --{component}: {', '.join(names)}")
         if any(c.split for f in port.all_forms for c in f.components.values()):
             print(f"  --cache: {', '.join(METHODS)}; see docs/step-caching.md")
+    for plugin in plugins:
+        print(f"\n{plugin.name}: {plugin.title or ', '.join(plugin.pipelines)}")
+        print("\n".join(columns(_published(plugin), indent="  ")))
+        if len(plugin.layouts) > 1:
+            print(f"  --sharding: {', '.join(plugin.layouts)}")
+
+
+def _published(plugin: ModelPlugin) -> list[tuple[str, str, str]]:
+    """Name, hub id and title of each variant."""
+    return [
+        (name, one.repo or "built in", one.title)
+        for name, one in plugin.variants.items()
+    ]
+
+
+def _plugin_document(plugin: ModelPlugin) -> dict[str, Any]:
+    return {
+        "model": plugin.name,
+        "title": plugin.title,
+        "pipelines": list(plugin.pipelines),
+        "sharding": list(plugin.layouts),
+        "variants": [
+            {
+                "variant": name,
+                "repo_id": one.repo or None,
+                "title": one.title,
+                "defaults": dict(one.defaults),
+            }
+            for name, one in plugin.variants.items()
+        ],
+    }
 
 
 def _row(port: ModelPort, variant: Variant) -> tuple[str, ...]:

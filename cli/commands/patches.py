@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -18,15 +18,17 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import print_json
 from tpuport.cli.shown.tables import columns
+from tpuport.core.enums import Blocks
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.fingerprint import version
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
+from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, inspect_overrides
 from tpuport.core.tracing.patching import Patch, PatchStatus, inspect_patches
 from tpuport.errors import PatchError, UsageError, did_you_mean
-from tpuport.plugins import get_port, installed_plugins
+from tpuport.plugins import get_model, installed_plugins
 
 OneName = Annotated[
     str | None,
@@ -105,26 +107,26 @@ def patches(
     Example: tpuport patches layer_norm
     """
     entries: list[Entry] = []
-    if model is None:
-        ports = [plugin.port for plugin in installed_plugins().values()]
-    else:
-        ports = [get_port(model)]
+    found = [plugin.model for plugin in installed_plugins().values()]
+    models = found if model is None else [get_model(model)]
     prepare(debug=settings.debug)
     with (
         Display() as display,
         display.timed("looking at upstream's code"),
         signals.starting(before="\n"),  # mostly imports; nothing is written
     ):
-        known = _names(ports)
+        known = _names(models)
         if name is None or name in known:  # else diffusers need not be imported
-            entries = [e for e in examine(ports) if name in (None, e.name)]
+            entries = [e for e in examine(models) if name in (None, e.name)]
     if not entries and name is not None:
         near = did_you_mean(name, known, "`tpuport patches` lists them")
         raise UsageError(f"no patch is called {name!r}; {near}")
     if settings.json:
         print_json({"patches": [asdict(entry) for entry in entries]})
     elif name is not None:
-        forms = {port.name: [form.form for form in port.all_forms] for port in ports}
+        forms: dict[str, list[str]] = {}
+        for user in _users(models):
+            forms.setdefault(user.name, []).append(user.form)
         for entry in entries:
             print("\n".join([f"{entry.name}: {_status(entry)}", *_block(entry, forms)]))
     else:
@@ -134,8 +136,45 @@ def patches(
         raise PatchError("; ".join(dict.fromkeys(wrong)))
 
 
-def examine(ports: Iterable[ModelPort]) -> list[Entry]:
-    """Every patch, then every override, of all forms of the ports, each once.
+@dataclass(frozen=True, kw_only=True)
+class User:
+    """What has patches and overrides: a form of a model, or a plugin.
+
+    Attributes:
+        name: of the model.
+        form: of the model.
+        patches: in force, by blocks.
+        overrides: of torch operators.
+    """
+
+    name: str
+    form: str = ""
+    patches: dict[Blocks, tuple[Patch, ...]]
+    overrides: tuple[OpOverride, ...]
+
+
+def _users(models: Iterable[ModelPlugin | ModelPort]) -> Iterator[User]:
+    for model in models:
+        if isinstance(model, ModelPlugin):
+            from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
+
+            yield User(
+                name=model.name,
+                patches={b: (*PATCHES, *model.patches_with(b)) for b in BLOCKS},
+                overrides=(*ANY_OVERRIDES, *model.overrides),
+            )
+            continue
+        for form in model.all_forms:
+            yield User(
+                name=form.name,
+                form=form.form,
+                patches={b: tuple(with_blocks(form, b).patches) for b in BLOCKS},
+                overrides=tuple(form.overrides),
+            )
+
+
+def examine(models: Iterable[ModelPlugin | ModelPort]) -> list[Entry]:
+    """Every patch, then every override, of all models, each once.
 
     Patches that one kind of blocks has alone are among them and say so.
     """
@@ -144,7 +183,7 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
     found: dict[Patch | OpOverride, Entry] = {}
 
     def add(
-        thing: Patch | OpOverride, form: ModelPort, state: str, why: str, blocks: str
+        thing: Patch | OpOverride, user: User, state: str, why: str, blocks: str
     ) -> None:
         entry = found.setdefault(thing, _entry(thing, blocks))
         if entry.blocks != blocks:
@@ -153,35 +192,34 @@ def examine(ports: Iterable[ModelPort]) -> list[Entry]:
         # target in one of them.
         if _STATES.index(state) >= _STATES.index(entry.state):
             entry.state, entry.detail = state, why
-        entry.models.setdefault(form.name, []).append(form.form)
+        entry.models.setdefault(user.name, []).append(user.form)
 
-    for port in ports:
-        for form in port.all_forms:
-            for patch, by_blocks in _states(form).items():
-                worst = max(by_blocks.values(), key=lambda s: _STATES.index(s.state))
-                blocks = "" if len(by_blocks) == len(BLOCKS) else next(iter(by_blocks))
-                add(patch, form, worst.state, worst.detail, blocks)
-            for status in inspect_overrides((*form.overrides, *EVERYWHERE)):
-                add(status.override, form, status.state, status.detail, "")
+    for user in _users(models):
+        for patch, by_blocks in _states(user).items():
+            worst = max(by_blocks.values(), key=lambda s: _STATES.index(s.state))
+            blocks = "" if len(by_blocks) == len(BLOCKS) else next(iter(by_blocks))
+            add(patch, user, worst.state, worst.detail, blocks)
+        for status in inspect_overrides((*user.overrides, *EVERYWHERE)):
+            add(status.override, user, status.state, status.detail, "")
     return sorted(found.values(), key=lambda entry: entry.kind != "patch")
 
 
-def _names(ports: Iterable[ModelPort]) -> list[str]:
+def _names(models: Iterable[ModelPlugin | ModelPort]) -> list[str]:
     """The names of all patches and overrides, without a look at upstream's code."""
     from tpuport.core.layers.model_runtime import EVERYWHERE
 
     found = {override.name for override in EVERYWHERE}
-    for form in (form for port in ports for form in port.all_forms):
-        found |= {override.name for override in form.overrides}
-        found |= {p.name for b in BLOCKS for p in with_blocks(form, b).patches}
+    for user in _users(models):
+        found |= {override.name for override in user.overrides}
+        found |= {patch.name for each in user.patches.values() for patch in each}
     return sorted(found)
 
 
-def _states(form: ModelPort) -> dict[Patch, dict[str, PatchStatus]]:
+def _states(user: User) -> dict[Patch, dict[str, PatchStatus]]:
     """What would become of each patch, by the blocks that it is in force with."""
     found: dict[Patch, dict[str, PatchStatus]] = {}
-    for blocks in reversed(BLOCKS):  # what every port has comes first
-        patches = with_blocks(form, blocks).patches
+    for blocks in reversed(BLOCKS):  # what every model has comes first
+        patches = user.patches[blocks]
         states = inspect_patches(patches)
         for patch, state in zip(patches, states, strict=True):
             found.setdefault(patch, {})[blocks] = state

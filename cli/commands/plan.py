@@ -105,7 +105,7 @@ def plan(
     found = parse_topology(topology)
     prepare_topology(found)
     prepare(debug=settings.debug)
-    settings = with_model(settings)
+    settings = with_model(settings, weights=False)
     run = _any if is_any(settings) else _known
     made = run(settings, found, stage=stage, batch=batch, dump=dump, budget=budget)
     document = {"command": "plan", **made.as_dict()}

@@ -16,7 +16,7 @@ def plugins(settings: Settings) -> None:
     Example: tpuport plugins
     """
     found = [
-        (plugin.name, plugin.package, plugin.module, plugin.port.name)
+        (plugin.name, plugin.package, plugin.module, plugin.model.name)
         for plugin in installed_plugins().values()
     ]
     if settings.json:

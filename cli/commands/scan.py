@@ -16,7 +16,7 @@ from tpuport.core.plan.source_scan import Finding, by_kind, scan, sources_in
 from tpuport.core.reports import plural
 from tpuport.core.run.progress import Display
 from tpuport.core.spec.model_port import BLOCKS, with_blocks
-from tpuport.plugins import installed_plugins
+from tpuport.plugins import model_plugins, ports
 
 
 @command("scan")
@@ -67,10 +67,13 @@ def _line(one: Finding) -> str:
 
 def _patches() -> dict[str, str]:
     """The target of every patch that some port has -> the patch's name."""
-    forms = [f for p in installed_plugins().values() for f in p.port.all_forms]
-    return {
-        patch.target: patch.name
-        for form in forms
-        for blocks in reversed(BLOCKS)
-        for patch in with_blocks(form, blocks).patches
-    }
+    from tpuport.patches.standard import PATCHES
+
+    found = {patch.target: patch.name for patch in PATCHES}
+    for plugin in model_plugins():
+        for blocks in reversed(BLOCKS):
+            found |= {p.target: p.name for p in plugin.patches_with(blocks)}
+    for form in (form for port in ports() for form in port.all_forms):
+        for blocks in reversed(BLOCKS):
+            found |= {p.target: p.name for p in with_blocks(form, blocks).patches}
+    return found

@@ -22,6 +22,7 @@ from tpuport.cli.runs.any_checks import (
     upstreams_errors,
     with_dtype,
 )
+from tpuport.cli.runs.variants import of_plugin, resolved
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.enums import Backend, Blocks, StageName, denoises
@@ -54,13 +55,20 @@ _FLAGS = (
 )
 
 
-def with_model(settings: Settings) -> Settings:
-    """The settings with the model whose plugin reads the pipeline; without, as given.
+def with_model(settings: Settings, *, weights: bool = True) -> Settings:
+    """The settings with a model that has stages, or with the folder of a pipeline.
+
+    Args:
+        weights: of a plugin's variant are wanted; without, its configs are enough.
 
     Raises:
         WeightsError: the folder has no index.
         HubError: the hub cannot be reached.
+        UnknownModelError: no plugin has the name, or the plugin no such variant.
     """
+    plugin = of_plugin(settings)
+    if plugin is not None:
+        return resolved(settings, plugin, weights=weights)
     if settings.model is not None or settings.weights in (None, "", DEMO):
         return for_a_plugin(settings)
     with Display(signals.check) as display:

@@ -19,6 +19,7 @@ LAYERS = (
     ("kernels",),
     ("core",),
     ("hookspecs", "patches"),
+    ("plugin",),
     ("models",),
     ("plugins",),
     ("targets",),

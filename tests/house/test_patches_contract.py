@@ -20,11 +20,11 @@ from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing.op_overrides import OpOverride, resolve_operator
 from tpuport.core.tracing.patching import Patch, applied, inspect_patches
 from tpuport.errors import OpConflictError, PatchError
-from tpuport.plugins import installed_plugins
+from tpuport.plugins import ports
 
 TESTS = Path(__file__).parents[1]
 
-PORTS = [plugin.port for plugin in installed_plugins().values()]
+PORTS = ports()
 #: With upstream's blocks, and with native ones where there are any.
 FORMS = {
     " ".join(filter(None, (form.name, form.form, form.blocks))): form

@@ -84,7 +84,7 @@ def test_plugins_are_found_by_model_name_and_know_their_package(site: Site) -> N
         "acme-video 1.5",
         "first",
     )
-    assert acme.port.name == "acme"
+    assert acme.model.name == "acme"
 
 
 def test_two_plugins_of_one_model_name_are_refused(site: Site) -> None:
@@ -111,7 +111,10 @@ def test_two_plugins_of_one_model_name_are_refused(site: Site) -> None:
             "does not fit the hooks of this tpuport",
         ),
         (PORT.format(name="x").replace("@hookimpl", ""), "handed over nothing"),
-        ("x = 1", "handed over nothing from tpuport_model; one ModelPort is expected"),
+        (
+            "x = 1",
+            "handed over nothing from tpuport_model; one ModelPlugin is expected",
+        ),
         (RETURN.format("return 'a port'"), "handed over ['str'] from tpuport_model"),
         (RETURN.format("return None"), "handed over nothing from tpuport_model"),
         (RETURN.format("1 / 0"), "failed in tpuport_model: ZeroDivisionError"),
@@ -145,7 +148,7 @@ def test_the_built_in_models_come_through_the_entry_points() -> None:
         found = installed_plugins()[name]
         assert found.module == entry.value
         assert found.package == f"tpuport {metadata.version('tpuport')}"
-        assert get_port(name) is found.port
+        assert get_port(name) is found.model
 
 
 def test_an_unknown_model_is_answered_with_the_installed_ones() -> None:

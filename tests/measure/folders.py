@@ -24,6 +24,7 @@ from tests.pipelines.tokenizers import (
     llama_tokenizer,
     t5_tokenizer,
 )
+from tpuport.plugins import get_port
 
 
 def xxl(kind: str, vocabulary: int) -> Any:
@@ -137,7 +138,29 @@ def ltx_2() -> Any:
     )
 
 
+def cogvideox() -> Any:
+    """``THUDM/CogVideoX1.5-5B``."""
+    configs = get_port("cogvideox").variant("1.5-5b").configs
+    return diffusers.CogVideoXPipeline(
+        tokenizer=t5_tokenizer(),
+        text_encoder=xxl("T5", 32128),
+        transformer=_of(diffusers.CogVideoXTransformer3DModel, configs["transformer"]),
+        vae=_of(diffusers.AutoencoderKLCogVideoX, configs["vae"]),
+        scheduler=diffusers.CogVideoXDPMScheduler(
+            snr_shift_scale=1.0,
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            timestep_spacing="trailing",
+        ),
+    )
+
+
+def _of(kind: Any, config: Any) -> Any:
+    return kind.from_config({k: v for k, v in config.items() if k[0] != "_"})
+
+
 MODELS: dict[str, Callable[[], Any]] = {
+    "cogvideox1.5-5b": cogvideox,
     "wan2.1-14b": wan,
     "hunyuanvideo-13b": hunyuan_video,
     "mochi": mochi,

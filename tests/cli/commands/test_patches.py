@@ -25,9 +25,9 @@ from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.errors import PatchError
 from tpuport.models.cogvideox.plugin import PORT
-from tpuport.plugins import Plugin, installed_plugins
+from tpuport.plugins import Plugin, ports
 
-PORTS = [plugin.port for plugin in installed_plugins().values()]
+PORTS = ports()
 FORMS = [form for port in PORTS for form in port.all_forms]
 #: What is listed of each form: with upstream's blocks or with native ones.
 LISTED = {
@@ -60,7 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
     def install(*ports: ModelPort) -> None:
         found = {
-            port.name: Plugin(name=port.name, package="acme 1", module="m", port=port)
+            port.name: Plugin(name=port.name, package="acme 1", module="m", model=port)
             for port in ports
         }
         monkeypatch.setattr(command, "installed_plugins", lambda: found)

@@ -93,7 +93,7 @@ def chosen(port: ModelPort) -> ModelPort:
 def toy() -> Iterator[ModelPort]:
     """The toy as it is installed, with one implementation."""
     with installed_toy() as plugin:
-        yield plugin.port
+        yield plugin.model
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def install(
     (name, plugin), *_ = plugins.installed_plugins().items()
 
     def install(port: ModelPort) -> None:
-        found = {name: replace(plugin, port=port)}
+        found = {name: replace(plugin, model=port)}
         monkeypatch.setattr(plugins, "installed_plugins", lambda: found)
 
     return install

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.spec.default_mesh import default_mesh
+from tpuport.core.plan.default_mesh import default_mesh
 from tpuport.core.spec.model_port import with_blocks
 from tpuport.core.weights.checkpoint import Checkpoint
 from tpuport.plugins import get_port

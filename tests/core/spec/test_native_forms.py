@@ -79,7 +79,7 @@ def with_form(port: ModelPort, form: NativeForm | None = FORM) -> ModelPort:
 def toy() -> Iterator[ModelPort]:
     """The toy as it is installed: without native blocks."""
     with installed_toy() as plugin:
-        yield plugin.port
+        yield plugin.model
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def install(
     (name, plugin), *_ = plugins.installed_plugins().items()
 
     def install(form: NativeForm) -> None:
-        found = {name: replace(plugin, port=with_form(toy, form))}
+        found = {name: replace(plugin, model=with_form(toy, form))}
         monkeypatch.setattr(plugins, "installed_plugins", lambda: found)
 
     return install

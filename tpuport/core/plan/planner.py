@@ -17,13 +17,13 @@ from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
+from tpuport.core.plan.default_mesh import default_mesh, heads_of
 from tpuport.core.plan.dump_folder import ACCOUNT, HLO
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
 from tpuport.core.reports import Reporter
 from tpuport.core.spec.choices import choices, with_chosen
-from tpuport.core.spec.default_mesh import default_mesh, heads_of
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.request import Request
 from tpuport.core.spec.requests import Requests

@@ -93,13 +93,12 @@ class ModuleWeights:
     def _port(self) -> PortedModule:
         if self._ported is None:
             self._claim = self._fitting()
-            if self._claim is None:
+            stacked = None if self._claim is None else self._claim.stacked
+            if stacked is None:
                 names = PortedModule(self.module, self._runtime()).names
                 alike = alike_blocks(self.module)
-                self._rebuild(usable_stacks(self.module, alike, names.tied))
-            else:
-                stacked = self._claim.about.stacked
-                self._rebuild(tuple(map(StackedBlocks.of, stacked)))
+                stacked = usable_stacks(self.module, alike, names.tied)
+            self._rebuild(stacked)
         assert self._ported is not None
         return self._ported
 
@@ -113,18 +112,27 @@ class ModuleWeights:
         claim = self.target.claims.get(self.name)
         if claim is None:
             return None
-        other = "" if _upstreams_attention(self.module) else "attention"
-        try:
-            claim.plan(self._stored(), dict(self.target.mesh.shape))
-        except ShardingError:
-            other = "weights"
+        other, adapted = "", _adapted(self.module)
+        if not claim.fits(getattr(self.module, "config", {})):
+            other = "settings in its config"
+        elif claim.whole and not _upstreams_attention(self.module):
+            other = "attention"
+        elif claim.whole and adapted:
+            other = "weights, of an adapter,"
+        else:
+            try:
+                claim.plan(self._stored(), dict(self.target.mesh.shape))
+            except ShardingError:
+                if claim.stacked is None and not adapted:
+                    raise  # of the plugin's layout
+                other = "weights"
         if not other:
             return claim
         assert self.target.general is not None
         self.target = self.target.general
         self._journal.reporter.say(
-            f"{self.name} has other {other} than the plugin of {claim.port.name} "
-            "knows, of an adapter say: it runs as any module, without the plugin"
+            f"{self.name} has other {other} than the plugin of {claim.plugin} knows: "
+            "it runs as any module, without the plugin"
         )
         return None
 
@@ -166,7 +174,7 @@ class ModuleWeights:
         ported = self._port()
         tensors = ported.tensors()
         names = (*ported.names.stored, *ported.names.computed)
-        transforms = () if self._claim is None else self._claim.about.transforms
+        transforms = () if self._claim is None else self._claim.transforms
         config = getattr(self.module, "config", {})
         transform = transformer(transforms, config, ported.names.stored)
         return place_weights(
@@ -205,10 +213,15 @@ def _target_of(name: str, target: Target) -> Target:
     itself, because of a hook say, is called as upstream's.
     """
     claim = target.claims.get(name.partition(".")[0])
-    if "." in name and claim and claim.component in claim.port.denoisers:
+    if "." in name and claim and claim.whole:
         assert target.general is not None
         return target.general
     return target
+
+
+def _adapted(module: torch.nn.Module) -> bool:
+    """Whether some layers are an adapter's, in place of upstream's."""
+    return any(hasattr(child, "base_layer") for child in module.modules())
 
 
 def _upstreams_attention(module: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from tpuport.core.layers.attention_lengths import LENGTH_ATTENTION
 from tpuport.core.layers.exchanged_attention import EXCHANGED_ATTENTION
 from tpuport.core.layers.model_runtime import EVERYWHERE, model_runtime
 from tpuport.core.programs.module_programs import ModulePrograms
-from tpuport.core.spec.component import Component
+from tpuport.core.spec.component import NativeForm
+from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort
+from tpuport.core.tracing.block_stacks import StackedBlocks
 from tpuport.core.tracing.context import AttentionPolicy
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.core.tracing.runtime import Runtime
 from tpuport.core.weights.sharding import ShardingPlan
+from tpuport.core.weights.transforms import WeightTransform
 from tpuport.kernels.attention.choice import AttentionChoice
 
 
@@ -31,27 +34,21 @@ class Claim:
     """What a plugin knows of a component.
 
     Attributes:
-        port: the form of the model, with its blocks in place.
-        component: the name of the component there.
-        layout: of the sharding rules.
+        plugin: its name.
+        plan: ``plan(weights, mesh)``: where the weights go. Raises ShardingError for
+            weights that the plugin does not know.
+        transforms: of the weights.
+        stacked: its lists of blocks that run as one scan; ``None`` for those found.
+        fits: whether its config is one that the native blocks know.
+        whole: native blocks are in place, which take the place of the whole forward.
     """
 
-    port: ModelPort
-    component: str
-    layout: str
-
-    def plan(self, stored: Mapping[str, Any], mesh: Mapping[str, int]) -> ShardingPlan:
-        """Where the weights go.
-
-        Raises:
-            ShardingError: the weights are not those that the rules are for.
-        """
-        return self.port.sharding_plan(self.component, self.layout, stored, mesh)
-
-    @property
-    def about(self) -> Component:
-        """The component as the plugin declares it."""
-        return self.port.components[self.component]
+    plugin: str
+    plan: Callable[[Mapping[str, Any], Mapping[str, int]], ShardingPlan]
+    transforms: tuple[WeightTransform, ...] = ()
+    stacked: tuple[StackedBlocks, ...] | None = None
+    fits: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +63,7 @@ class Target:
         implementation: of attention.
         everywhere: the op overrides of attention.
         claims: what a plugin knows of components, by name.
+        blocks: those in place.
         general: for a component that is not as the plugin knows it.
         cache: a folder where jax keeps compiled programs; ``None`` keeps none.
         built: executables that are used in place of compiling.
@@ -79,6 +77,7 @@ class Target:
     general: Target | None = None
     cache: Path | None = None
     built: ModulePrograms | None = None
+    blocks: Blocks = Blocks.UPSTREAM
     attention: AttentionPolicy = AttentionPolicy()
     implementation: AttentionChoice = AttentionChoice()
 
@@ -86,12 +85,6 @@ class Target:
     def replicated(self) -> NamedSharding:
         """The whole array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def blocks(self) -> Blocks:
-        """The blocks in place."""
-        forms = [claim.port for claim in self.claims.values()]
-        return forms[0].blocks if forms else Blocks.UPSTREAM
 
     def runtime(self, *, exact: bool) -> Runtime:
         """A tracing environment; ``exact`` asks for float32 products in full."""
@@ -106,28 +99,69 @@ class Target:
             matmul_precision="highest" if exact else None,
         )
 
-    def claimed(self, form: ModelPort, names: Mapping[str, str], layout: str) -> Target:
+    def of_plugin(self, plugin: ModelPlugin, blocks: Blocks, layout: str) -> Target:
         """This general target with what a plugin knows.
 
         Args:
-            form: of the plugin, with its blocks in place.
+            blocks: ``NATIVE`` puts the native blocks in place that the plugin has.
+            layout: of the sharding rules.
+
+        Raises:
+            UsageError: the plugin has no such layout.
+            PluginError: what the plugin names cannot be imported.
+        """
+        plugin.check_layout(layout)
+        forms: dict[str, NativeForm] = {}
+        if blocks == Blocks.NATIVE:
+            forms = {n: m.native for n, m in plugin.modules.items() if m.native}
+        claims = {}
+        for name, module in plugin.modules.items():
+            form = forms.get(name)
+            claims[name] = Claim(
+                plugin=plugin.name,
+                plan=functools.partial(module.plan, name, layout),
+                transforms=form.transforms if form else (),
+                fits=form.fits if form else (lambda config: True),
+                whole=form is not None,
+            )
+        return replace(
+            self,
+            patches=(*self.patches, *plugin.patches_with(blocks)),
+            overrides=(*self.overrides, *plugin.overrides),
+            claims=claims,
+            blocks=Blocks.NATIVE if forms else Blocks.UPSTREAM,
+            general=self,
+        )
+
+    def claimed(self, form: ModelPort, names: Mapping[str, str], layout: str) -> Target:
+        """This general target with what a model with stages knows.
+
+        Args:
+            form: of the model, with its blocks in place.
             names: of modules at the seam -> the component that each is.
             layout: of the sharding rules.
 
         Raises:
             UsageError: the model has no such layout.
         """
-        for component in names.values():
+        claims = {}
+        for name, component in names.items():
             form.rules(component, layout)
+            about = form.components[component]
+            claims[name] = Claim(
+                plugin=form.name,
+                plan=functools.partial(form.sharding_plan, component, layout),
+                transforms=about.transforms,
+                stacked=tuple(map(StackedBlocks.of, about.stacked)),
+                whole=component in form.denoisers,
+            )
         return replace(
             self,
             patches=tuple(form.patches),
             overrides=tuple(form.overrides),
             attention=form.attention,
             everywhere=EVERYWHERE,
-            claims={
-                name: Claim(port=form, component=component, layout=layout)
-                for name, component in names.items()
-            },
+            claims=claims,
+            blocks=form.blocks,
             general=self,
         )

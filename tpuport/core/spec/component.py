@@ -85,11 +85,14 @@ class NativeForm:
             take the place of the port's patches on the same targets.
         transforms: of the weights that these want in another order.
         split: takes the place of ``Component.split``; ``None`` to keep it.
+        fits: whether these blocks know a module's config; one that they do not know
+            runs as upstream's.
     """
 
     patches: tuple[Patch, ...]
     transforms: tuple[WeightTransform, ...] = ()
     split: ForwardSplit | None = None
+    fits: Callable[[Mapping[str, Any]], bool] = lambda config: True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,11 +59,31 @@ def demo_checkpoint(
         WeightsError: the cache folder cannot be written.
     """
     folder = cache / DEMO / f"{port.name}-{variant}-{port.demo_version}"
-    if not _intact(folder):
-        for_what = f", {why}" if why else ""
-        say(f"making the demo checkpoint of {port.name} in {folder}{for_what}")
-        _make(port, variant, folder)
+    for_what = f", {why}" if why else ""
+    made_once(
+        folder,
+        lambda place: port.make_demo(place, variant),
+        f"making the demo checkpoint of {port.name} in {folder}{for_what}",
+        say,
+    )
     return Checkpoint(folder, DEMO)
+
+
+def made_once(
+    folder: Path, make: Callable[[Path], None], what: str, say: Callable[[str], None]
+) -> None:
+    """Have ``make`` fill ``folder``, unless it did and nothing is damaged since.
+
+    Args:
+        make: takes an empty folder.
+        what: for ``say``, which is told when the folder is made.
+
+    Raises:
+        WeightsError: the folder cannot be written.
+    """
+    if not _intact(folder):
+        say(what)
+        _make(make, folder)
 
 
 def write_checkpoint(
@@ -127,7 +147,7 @@ def _intact(folder: Path) -> bool:
         return False
 
 
-def _make(port: ModelPort, variant: str, folder: Path) -> None:
+def _make(make: Callable[[Path], None], folder: Path) -> None:
     from safetensors import SafetensorError
 
     temporary = folder
@@ -135,7 +155,7 @@ def _make(port: ModelPort, variant: str, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(folder)
         temporary.mkdir()
-        port.make_demo(temporary, variant)
+        make(temporary)
         seal = {"fingerprint": fingerprint_files(temporary, _files(temporary))}
         (temporary / _SEAL).write_text(json.dumps(seal) + "\n")
         if folder.is_dir():

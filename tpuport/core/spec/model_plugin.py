@@ -1,0 +1,246 @@
+"""What a plugin says of upstream's classes: data, and no pipeline.
+
+A plugin makes a pipeline faster, or lets a module trace that does not. What a plugin
+leaves out comes from the general port. Importing this module, or building a plugin,
+imports neither torch nor jax.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuport.core.enums import Blocks
+from tpuport.core.spec.component import Named, NativeForm, import_named
+from tpuport.core.weights.sharding import (
+    DEFAULT_LAYOUT,
+    GATHERED,
+    ShardingPlan,
+    ShardRule,
+    Spec,
+    plan_sharding,
+)
+from tpuport.errors import PluginError, UnknownModelError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from tpuport.core.tracing.op_overrides import OpOverride
+    from tpuport.core.tracing.patching import Patch
+
+Layout = Mapping[str, Spec]
+"""Pattern of a weight's name -> the mesh axes that split each dim.
+
+A pattern matches a name, or the end of a name behind a dot. Weights of no pattern are
+whole on every device, or in parts that are gathered where they do not fit.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """What a plugin knows of one component of a pipeline. Every field is optional.
+
+    Attributes:
+        layout: how tensor parallelism splits the weights; see :data:`Layout`.
+        layouts: other such tables by name, for ``--sharding NAME``.
+        native: the same computation written for the chip, or the
+            ``"package.module:name"`` of a :class:`NativeForm`. ``--blocks upstream``
+            turns the form off.
+
+    Raises:
+        ShardingError: a pattern is not a regex, or a spec not a tuple of axes.
+        PluginError: a layout has a name that tpuport gives itself.
+    """
+
+    layout: Layout = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    native: Named[NativeForm | None] = Named(None)
+
+    def __post_init__(self) -> None:
+        for name in self.layouts:
+            if name in (DEFAULT_LAYOUT, GATHERED):
+                raise PluginError(f"a layout may not be called {name!r}")
+        for layout in (self.layout, *self.layouts.values()):
+            rules_of(layout)
+
+    def plan(
+        self,
+        name: str,
+        layout: str,
+        weights: Mapping[str, Any],
+        mesh: Mapping[str, int],
+    ) -> ShardingPlan:
+        """Where the weights go.
+
+        Args:
+            name: of the component.
+            layout: of ``layouts``; any other name is ``layout``.
+            weights: name -> tensor.
+            mesh: axis -> size.
+
+        Raises:
+            ShardingError: a pattern matches no weight, two match one, or a dim does not
+                divide its axis.
+        """
+        rules = rules_of(self.layouts.get(layout, self.layout))
+        return plan_sharding(rules, weights, mesh, component=name)
+
+
+def rules_of(layout: Layout) -> tuple[ShardRule, ...]:
+    """A layout as rules, of which one matches each weight.
+
+    Raises:
+        ShardingError: a pattern is not a regex, or a spec not a tuple of axes.
+    """
+    named = [
+        ShardRule(pattern=rf"(?:.*\.)?(?:{pattern})", spec=spec)
+        for pattern, spec in layout.items()
+    ]
+    taken = "|".join(rule.pattern for rule in named)
+    others = rf"(?!(?:{taken})$).*" if named else ".*"
+    return (*named, ShardRule(pattern=others, spec=(), optional=True))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published checkpoint.
+
+    Attributes:
+        repo: the hub id; empty for a small one that is made with random weights.
+        configs: a JSON file beside the plugin's module: ``model_index`` and the config
+            of each component, as the checkpoint has them. ``plan`` and ``compile`` need
+            no network then.
+        title: for people.
+        defaults: keywords of upstream's call, such as ``num_frames``, which the
+            checkpoint is published with and upstream's own defaults are not.
+    """
+
+    repo: str = ""
+    configs: str | Path = ""
+    title: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.repo and not self.configs:
+            raise PluginError("a variant needs the hub id of a checkpoint, or configs")
+
+    def read(self) -> Mapping[str, Mapping[str, Any]]:
+        """The configs, by component.
+
+        Raises:
+            PluginError: there is no such file, or it is no JSON object.
+        """
+        try:
+            found = json.loads(Path(self.configs).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise PluginError(f"{self.configs}: {error}") from error
+        if not isinstance(found, dict) or "model_index" not in found:
+            raise PluginError(f"{self.configs} is no JSON object with a model_index")
+        return found
+
+
+@dataclass(frozen=True)
+class ModelPlugin:
+    """Everything that a plugin hands over.
+
+    Attributes:
+        name: what ``--model`` takes.
+        claims: ``"package:Class"`` of the pipelines that the plugin is for.
+        modules: what it knows of components, by name.
+        patches: on upstream's code, while the pipeline's modules are traced; or the
+            ``"package.module:name"`` of a tuple of them.
+        overrides: of torch operators, beside the standard ones.
+        variants: published checkpoints by name; the first is the default.
+        title: for people.
+
+    Raises:
+        PluginError: a name or a claim is not one.
+    """
+
+    name: str
+    claims: str | tuple[str, ...]
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    patches: Named[tuple[Patch, ...]] = Named(())
+    overrides: Named[tuple[OpOverride, ...]] = Named(())
+    variants: Mapping[str, Published] = field(default_factory=dict)
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
+            raise PluginError(
+                f"a plugin may not be called {self.name!r}: use small letters, digits, "
+                "dots and dashes"
+            )
+        for claim in self._claims:
+            if not re.fullmatch(r"[\w.]+:\w+", claim):
+                raise PluginError(
+                    f'plugin {self.name}: claim {claim!r} is not "package:Class"'
+                )
+        for name, module in self.modules.items():
+            if not isinstance(module, Module):
+                raise PluginError(f"plugin {self.name}: modules[{name!r}] is no Module")
+
+    @property
+    def _claims(self) -> tuple[str, ...]:
+        return (self.claims,) if isinstance(self.claims, str) else self.claims
+
+    @property
+    def pipelines(self) -> tuple[str, ...]:
+        """The names of the pipeline classes."""
+        return tuple(claim.partition(":")[2] for claim in self._claims)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """What ``--sharding`` takes."""
+        own = [name for module in self.modules.values() for name in module.layouts]
+        return (DEFAULT_LAYOUT, *dict.fromkeys(own))
+
+    def patches_with(self, blocks: Blocks) -> tuple[Patch, ...]:
+        """The patches that are in force with some blocks."""
+        added = [
+            patch
+            for module in self.modules.values()
+            if blocks == Blocks.NATIVE and module.native
+            for patch in module.native.patches
+        ]
+        targets = {patch.target for patch in added}
+        kept = [patch for patch in self.patches if patch.target not in targets]
+        return (*kept, *dict.fromkeys(added))
+
+    def check_layout(self, layout: str) -> None:
+        """Refuse a layout that no module has.
+
+        Raises:
+            UsageError: no module has the layout.
+        """
+        if layout not in self.layouts:
+            known = ", ".join(self.layouts)
+            raise UsageError(f"sharding {layout!r}: {self.name} has {known}")
+
+    def variant(self, name: str | None) -> tuple[str, Published]:
+        """The variant of a name, by default the first, and its name.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        if name is None and self.variants:
+            name = next(iter(self.variants))
+        if name is None or name not in self.variants:
+            known = ", ".join(self.variants) or "none; use --weights"
+            hint = did_you_mean(name or "", self.variants, f"it has {known}")
+            raise UnknownModelError(
+                f"model {self.name!r} has no variant {name}; {hint}"
+            )
+        return name, self.variants[name]
+
+    def component_of(self, kind: type) -> str | None:
+        """The component that is of a class, or of one above, in a claimed pipeline."""
+        names = {cls.__name__ for cls in kind.__mro__}
+        for claim in self._claims:
+            pipeline = import_named(claim)
+            for name, types in pipeline._get_signature_types().items():
+                if name in self.modules and names & {one.__name__ for one in types}:
+                    return name
+        return None
