@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -54,14 +55,16 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         shift, scale, gate, ff_shift, ff_scale, ff_gate = ((p, p) for p in parts)
 
         y = tokens.norm(self.norm1, x, shift, scale)
+        q = tokens.turned(attn.to_q, attn.norm_q, y, attn.heads, turn)
+        q, (to_k, to_v, to_out) = _behind(q, attn.to_k, attn.to_v, attn.to_out[0])
         out = joint.attend(
             sequence,
-            tokens.turned(attn.to_q, attn.norm_q, y, attn.heads, turn),
-            tokens.turned(attn.to_k, attn.norm_k, y, attn.heads, turn),
-            tokens.heads(attn.to_v, y, attn.heads),
+            q,
+            tokens.turned(to_k, attn.norm_k, y, attn.heads, turn),
+            tokens.heads(to_v, y, attn.heads),
             x.dtype,
         )
-        x = tokens.add(x, tokens.output(attn.to_out[0], out), gate)
+        x = tokens.add(x, tokens.output(to_out, out), gate)
 
         y = x
         if not isinstance(self.norm2, torch.nn.Identity):
@@ -77,6 +80,18 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return forward
+
+
+def _behind(x: jax.Array, *linears: Any) -> tuple[jax.Array, list[Any]]:
+    """``x`` once the weights of layers are there, and these layers.
+
+    The exchange of heads for tokens waits for ``x``, and so does not hold up the links
+    while weights that are held in parts are gathered.
+    """
+    weights, biases = zip(*map(parameters, linears), strict=True)
+    x, weights = jax.lax.optimization_barrier((x, weights))
+    pairs = zip(weights, biases, strict=True)
+    return x, [SimpleNamespace(weight=w, bias=b) for w, b in pairs]
 
 
 def _cross_attention(
