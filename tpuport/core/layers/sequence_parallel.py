@@ -185,7 +185,11 @@ def sequence_attention(
         place = jax.lax.axis_index(exchange.axis)
         mine = None if lengths is None else exchange.lengths(lengths, place)
         if blocks is not None:
-            q, k, v = (exchange.to_parts(x) for x in (q, k, v))
+            # One after the other, as the links take them: an exchange runs beside the
+            # products that give what the next one takes.
+            q = exchange.to_parts(q)
+            k = exchange.to_parts(_after(k, q))
+            v = exchange.to_parts(_after(v, k))
             return exchange.from_parts(
                 splash_in_parts(
                     q,
@@ -351,6 +355,14 @@ class _Exchange:
             return swap(x)
         groups = self.degrees.exchanges
         return _batched(functools.partial(swap, axis_index_groups=groups))(x)
+
+
+def _after(
+    x: Float[Array, "*dims"], first: Float[Array, "*others"]
+) -> Float[Array, "*dims"]:
+    """``x`` once ``first`` is there."""
+    after: Array = jax.lax.optimization_barrier((x, first))[0]
+    return after
 
 
 def _batched(swap: Callable[[Array], Array]) -> Callable[[Array], Array]:

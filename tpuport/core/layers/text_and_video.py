@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ import torch
 
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers import joint_sequence, token_norms
-from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
+from tpuport.core.layers.feed_forward import feed_forward, gelu_dense, pieces_of
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import current
@@ -59,9 +60,17 @@ class Stream:
         """A stream whose ``first`` tokens are marked."""
         return cls(tokens, replace(tokens, text=first, text_first=True))
 
-    def norm(self, norm: Any, x: jax.Array, shift: Pair, scale: Pair) -> jax.Array:
-        """``x`` [B, L, E] normed and modulated."""
+    def norm(
+        self,
+        norm: Any,
+        x: jax.Array,
+        shift: Pair | None = None,
+        scale: Pair | None = None,
+    ) -> jax.Array:
+        """``x`` [B, L, E] normed, and modulated if there are a shift and a scale."""
         weight, bias = parameters(norm)
+        if shift is None or scale is None:
+            shift = scale = (jnp.zeros(x.shape[::2], jnp.float32),) * 2
         y = token_norms.modulated_norm(
             self.marked,
             x,
@@ -77,6 +86,22 @@ class Stream:
     def add(self, x: jax.Array, update: jax.Array, gate: Pair) -> jax.Array:
         """``x + gate * update``, [B, L, E]."""
         return joint_sequence.gated(self.marked, x, update, text=gate[0], video=gate[1])
+
+    @classmethod
+    def whole(cls, sequence: JointSequence, count: int) -> Stream:
+        """A stream of ``count`` other tokens, whole on every device."""
+        return cls.of(text_alone(replace(sequence, text=count)))
+
+    def behind(self, x: jax.Array, *linears: Any) -> tuple[jax.Array, list[Any]]:
+        """``x`` once the weights of layers are there, and these layers.
+
+        The exchange of heads for tokens waits for ``x``, and so does not hold up the
+        links while weights that are held in parts are gathered.
+        """
+        weights, biases = zip(*map(parameters, linears), strict=True)
+        x, weights = jax.lax.optimization_barrier((x, weights))
+        pairs = zip(weights, biases, strict=True)
+        return x, [SimpleNamespace(weight=w, bias=b) for w, b in pairs]
 
     def heads(self, linear: Any, y: jax.Array, count: int) -> jax.Array:
         """A projection of ``y`` [B, L, E] to ``count`` heads, in float32."""
@@ -103,15 +128,23 @@ class Stream:
         """The projection [B, L, E] of what attention gave."""
         return joint_sequence.from_heads(self.tokens, out, *parameters(linear))
 
-    def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
-        """Both layers with a GELU between them, in float32."""
+    def feed_forward(
+        self, ff: Any, y: jax.Array, *, in_pieces: bool = False
+    ) -> jax.Array:
+        """Both layers with a GELU between them, in float32.
+
+        Args:
+            in_pieces: of inner features whose weights fit VMEM.
+        """
         first, _, last = ff.net[:3]
+        given = parameters(first.proj)
         return feed_forward(
             self.tokens,
             y,
-            parameters(first.proj),
+            given,
             parameters(last),
             tanh=first.approximate == "tanh",
+            pieces=pieces_of(self.tokens, given[0]) if in_pieces else 1,
         )
 
     def hidden(self, linear: Any, y: jax.Array) -> jax.Array:

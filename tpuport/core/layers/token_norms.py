@@ -173,8 +173,8 @@ def turned(
 
     Args:
         x: as :func:`to_heads` gives it, from weights in the order of halves.
-        norm: norm over the head dim, or over all heads, or ``None``. Its input is ``x`` rounded to
-            ``dtype``, because upstream rounds its projection before the norm.
+        norm: norm over the head dim, or over all heads, or ``None``. Its input is ``x``
+            rounded to ``dtype``, because upstream rounds its projection before it.
         tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
     """
     axis = 2 if sequence.feature_major else 3

@@ -7,31 +7,25 @@ E width, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.core.layers import joint_sequence as joint
-from tpuport.core.layers.joint_sequence import JointSequence
-from tpuport.core.layers.text_and_video import (
+from tpuport.plugin import (
+    ForwardSplit,
+    JointSequence,
+    NativeForm,
     Stream,
+    WeightTransform,
+    current,
+    diffusers_patch,
     parameters,
     refuse_kwargs,
-    text_alone,
+    to_halves,
 )
-from tpuport.core.spec.component import NativeForm
-from tpuport.core.tracing.context import current
-from tpuport.core.tracing.forward_split import ForwardSplit
-from tpuport.core.weights.transforms import WeightTransform, to_halves
-from tpuport.kernels.padding import pad_dim
-from tpuport.patches.diffusers import diffusers_patch
-
-#: Text tokens of a prompt, which follow those of an image; upstream's own number.
-TEXT = 512
+from tpuport.plugin import joint_sequence as joint
 
 
 def _modulation(table: jax.Array, temb: jax.Array) -> list[jax.Array]:
@@ -56,7 +50,7 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
         y = tokens.norm(self.norm1, x, shift, scale)
         q = tokens.turned(attn.to_q, attn.norm_q, y, attn.heads, turn)
-        q, (to_k, to_v, to_out) = _behind(q, attn.to_k, attn.to_v, attn.to_out[0])
+        q, (to_k, to_v) = tokens.behind(q, attn.to_k, attn.to_v)
         out = joint.attend(
             sequence,
             q,
@@ -64,34 +58,23 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             tokens.heads(to_v, y, attn.heads),
             x.dtype,
         )
-        x = tokens.add(x, tokens.output(to_out, out), gate)
+        x = tokens.add(x, tokens.output(attn.to_out[0], out), gate)
 
-        y = x
-        if not isinstance(self.norm2, torch.nn.Identity):
-            still = (jnp.zeros((x.shape[0], x.shape[2]), jnp.float32),) * 2
-            y = tokens.norm(self.norm2, x, still, still)
+        y = (
+            x
+            if isinstance(self.norm2, torch.nn.Identity)
+            else tokens.norm(self.norm2, x)
+        )
         out = _cross_attention(self.attn2, sequence, y, others)
         wide = tokens.output(self.attn2.to_out[0], out).astype(jnp.float32)
         x = sequence.split((x.astype(jnp.float32) + wide).astype(x.dtype))
 
         y = tokens.norm(self.norm3, x, ff_shift, ff_scale)
-        x = tokens.add(x, tokens.feed_forward(self.ffn, y), ff_gate)
+        x = tokens.add(x, tokens.feed_forward(self.ffn, y, in_pieces=True), ff_gate)
         found: torch.Tensor = active.tensors(x)
         return found
 
     return forward
-
-
-def _behind(x: jax.Array, *linears: Any) -> tuple[jax.Array, list[Any]]:
-    """``x`` once the weights of layers are there, and these layers.
-
-    The exchange of heads for tokens waits for ``x``, and so does not hold up the links
-    while weights that are held in parts are gathered.
-    """
-    weights, biases = zip(*map(parameters, linears), strict=True)
-    x, weights = jax.lax.optimization_barrier((x, weights))
-    pairs = zip(weights, biases, strict=True)
-    return x, [SimpleNamespace(weight=w, bias=b) for w, b in pairs]
 
 
 def _cross_attention(
@@ -102,14 +85,14 @@ def _cross_attention(
     q = tokens.turned(attn.to_q, attn.norm_q, y, attn.heads)
 
     def attended(k: Any, norm: Any, v: Any, those: jax.Array) -> jax.Array:
-        words = Stream.of(text_alone(replace(sequence, text=those.shape[1])))
+        words = Stream.whole(sequence, those.shape[1])
         keys = words.turned(k, norm, those, attn.heads)
         values = words.heads(v, those, attn.heads)
         return joint.attend_others(sequence, q, keys, values, y.dtype)
 
     if attn.add_k_proj is None:
         return attended(attn.to_k, attn.norm_k, attn.to_v, others)
-    first = others.shape[1] - TEXT
+    first = others.shape[1] - 512  # upstream's own number of text tokens
     image, text = others[:, :first], others[:, first:]
     found = attended(attn.to_k, attn.norm_k, attn.to_v, text)
     return found + attended(attn.add_k_proj, attn.norm_added_k, attn.add_v_proj, image)
@@ -150,11 +133,14 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         each = None
         if timestep.ndim == 2:  # one for each token, 2.2 5B
             each = sequence.padded
-            times = sequence.split(pad_dim(active.arrays(timestep), 1, each))
-            timestep = active.tensors(times.reshape(-1))
+            padding = (0, each - timestep.shape[1])
+            timestep = torch.nn.functional.pad(timestep, padding).flatten()
         temb, projected, text, image = self.condition_embedder(
             timestep, encoder_hidden_states, encoder_hidden_states_image, each
         )
+        if each is not None:  # each device its own
+            split = map(sequence.split, active.arrays((temb, projected)))
+            temb, projected = active.tensors(tuple(split))
         projected = projected.unflatten(-1, (6, -1))
         if image is not None:
             text = torch.concat([image, text], dim=1)
@@ -174,10 +160,6 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         return Transformer2DModelOutput(sample=found) if return_dict else (found,)
 
     return forward
-
-
-def _halves(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
-    return to_halves(tensor, int(config["attention_head_dim"]))
 
 
 _MODULE = "models.transformers.transformer_wan"
@@ -202,15 +184,11 @@ TRANSFORMER = NativeForm(
     ),
     transforms=(
         WeightTransform(
-            pattern=r"blocks\.\d+\.attn1\.to_[qk]\.(weight|bias)",
-            apply=_halves,
+            pattern=r"blocks\.\d+\.attn1\.(to|norm)_[qk]\.(weight|bias)",
+            apply=lambda rows, config: to_halves(rows, config["attention_head_dim"]),
             reason="rotary pairs as halves of the head dim",
-        ),
-        WeightTransform(
-            pattern=r"blocks\.\d+\.attn1\.norm_[qk]\.weight",
-            apply=_halves,
-            reason="the norms of the same elements",
         ),
     ),
     split=ForwardSplit(blocks=("blocks",), state=("hidden_states",)),
+    fits=lambda config: config.get("qk_norm") == "rms_norm_across_heads",
 )
