@@ -25,7 +25,7 @@ import torch
 
 from tpuport.core.arrays import Array, Bool, Float, Int
 from tpuport.core.layers import joint_sequence, token_norms
-from tpuport.core.layers.feed_forward import feed_forward, gelu_dense, pieces_of
+from tpuport.core.layers.feed_forward import feed_forward, gelu_dense
 from tpuport.core.layers.joint_sequence import JointSequence
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import current
@@ -128,23 +128,15 @@ class Stream:
         """The projection [B, L, E] of what attention gave."""
         return joint_sequence.from_heads(self.tokens, out, *parameters(linear))
 
-    def feed_forward(
-        self, ff: Any, y: jax.Array, *, in_pieces: bool = False
-    ) -> jax.Array:
-        """Both layers with a GELU between them, in float32.
-
-        Args:
-            in_pieces: of inner features whose weights fit VMEM.
-        """
+    def feed_forward(self, ff: Any, y: jax.Array) -> jax.Array:
+        """Both layers with a GELU between them, in float32."""
         first, _, last = ff.net[:3]
-        given = parameters(first.proj)
         return feed_forward(
             self.tokens,
             y,
-            given,
+            parameters(first.proj),
             parameters(last),
             tanh=first.approximate == "tanh",
-            pieces=pieces_of(self.tokens, given[0]) if in_pieces else 1,
         )
 
     def hidden(self, linear: Any, y: jax.Array) -> jax.Array:

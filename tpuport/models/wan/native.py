@@ -70,7 +70,7 @@ def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         x = sequence.split((x.astype(jnp.float32) + wide).astype(x.dtype))
 
         y = tokens.norm(self.norm3, x, ff_shift, ff_scale)
-        x = tokens.add(x, tokens.feed_forward(self.ffn, y, in_pieces=True), ff_gate)
+        x = tokens.add(x, tokens.feed_forward(self.ffn, y), ff_gate)
         found: torch.Tensor = active.tensors(x)
         return found
 
