@@ -95,7 +95,7 @@ class Settings(RunSettings, Files, Asked):
     on_host: tuple[str, ...] = setting(
         kinds.texts,
         "--on-host COMPONENT",
-        "Run a component by plain upstream code; may be repeated.",
+        "Run a component by upstream's code, on the CPU.",
         default=(),
         commands="GENDPC",
         panel=WHERE,
@@ -107,6 +107,13 @@ class Settings(RunSettings, Files, Asked):
         default=CheckpointEvery(),
         commands="GNS",
         panel=FILES,
+    )
+    batch: int | None = setting(
+        kinds.positive,
+        "--batch N",
+        "Videos that are made together, in one call.",
+        commands="GEPC",
+        panel=WHAT,
     )
     report: Path | None = setting(
         kinds.path,

@@ -128,6 +128,10 @@ def _compile(
     if is_any(settings):
         wanted = [n for n in STAGES if not stages or n in stages]
         return compile_any(settings, name, topology, wanted, folder)
+    if settings.batch is not None:
+        raise UsageError(
+            "--batch: is for pipelines without a plugin; name each --prompt"
+        )
     known = check_early(settings)
     check_run_early(known, settings)
     if not settings.prompt:

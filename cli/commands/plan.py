@@ -63,15 +63,6 @@ def plan(
             help="The stages to plan; several as encode,denoise.",
         ),
     ] = "denoise",
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            help="Videos of one prompt that are denoised together. (default: one "
-            "video of each --prompt, one after the other)",
-        ),
-    ] = None,
     dump: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +98,7 @@ def plan(
     prepare(debug=settings.debug)
     settings = with_model(settings, weights=False)
     run = _any if is_any(settings) else _known
-    made = run(settings, found, stage=stage, batch=batch, dump=dump, budget=budget)
+    made = run(settings, found, stage=stage, dump=dump, budget=budget)
     document = {"command": "plan", **made.as_dict()}
     if not settings.json:
         print(plan_text.everything(made) if verbose else plan_text.text(made))
@@ -115,13 +106,22 @@ def plan(
 
 
 def _any(
-    settings: Settings, topology: Topology, *, stage: str, budget: float, **own: Any
+    settings: Settings,
+    topology: Topology,
+    *,
+    stage: str,
+    dump: str | None,
+    budget: float,
 ) -> Plan:
-    """The plan of a pipeline without a plugin."""
-    _refuse(**own)
+    """The plan of a pipeline that upstream's code drives."""
+    folder = None if dump is None else Path(dump).expanduser()
+    if folder is not None:
+        check_dump(folder)
     with Display(signals.check) as display:
         planned = _stages(stage)
-        return plan_any(settings, topology, planned, budget=budget, reporter=display)
+        return plan_any(
+            settings, topology, planned, budget=budget, dump=folder, reporter=display
+        )
 
 
 def _known(
@@ -129,11 +129,11 @@ def _known(
     topology: Topology,
     *,
     stage: str,
-    batch: int | None,
     dump: str | None,
     budget: float,
 ) -> Plan:
     """The plan of a model with a plugin."""
+    batch = settings.batch
     stages, prompts = _checked(settings, topology, stage, batch, dump)
     said = f"planning for {topology.name}"
     with Display(signals.check) as display, display.timed(said):
@@ -147,19 +147,6 @@ def _known(
             dump=dump,
             reporter=display,
         )
-
-
-def _refuse(**own: Any) -> None:
-    """Refuse options that are for models with a plugin.
-
-    Raises:
-        UsageError: which one.
-    """
-    for name, value in own.items():
-        if value is not None:
-            raise UsageError(
-                f"--{name}: is for models with a plugin; leave the option out"
-            )
 
 
 def _checked(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
 from tpuport.cli.asked.settings import TABLE, Settings
-from tpuport.core.enums import Backend, Dtype
+from tpuport.core.enums import Backend, Dtype, Place
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import Reporter
 from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
@@ -36,7 +36,9 @@ _SHARED = frozenset(
         *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
         *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
         *("seed", "image", "video", "strength", "options", "search", "executables"),
-        *("run_dir", "checkpoint_every"),
+        *("run_dir", "checkpoint_every", "sharding", "blocks", "vae_tiling"),
+        *("encode_on", "latents", "batch", "memory_report", "profile"),
+        *("profile_calls", "no_jit"),
     }
 )
 
@@ -75,6 +77,38 @@ def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
             raise UsageError(f"--on-host {name}: is no component; {hint}")
 
 
+def with_host(settings: Settings, folder: PipelineFolder) -> Settings:
+    """The settings with the text encoders among ``on_host``, for --encode-on host."""
+    if settings.encode_on != Place.HOST:
+        return settings
+    encoders = [name for name in folder.components() if "text_encoder" in name]
+    named = tuple(dict.fromkeys((*settings.on_host, *encoders)))
+    return replace(settings, on_host=named, encode_on=Place.DEVICE)
+
+
+def with_batch(
+    settings: Settings, folder: PipelineFolder, placed: PlacedMesh
+) -> Settings:
+    """The settings with the number of videos of a call.
+
+    Raises:
+        UsageError: the pipeline makes one video in a call.
+    """
+    count = max(len(settings.prompt), 1) * len(settings.seed)
+    takes = {"prompt", "generator"} <= folder.all_parameters.keys()
+    sounds = any("audio" in name for name in folder.components())
+    alone = settings.image or settings.video or folder.blocks is not None or sounds
+    if settings.batch is not None:
+        if settings.batch > 1 and (alone or not takes):
+            raise UsageError(
+                f"--batch {settings.batch}: {folder.class_name} makes one video in a "
+                "call here; leave the flag out"
+            )
+        return replace(settings, batch=min(settings.batch, count))
+    wide = placed.mesh.shape["dp"] > 2 and takes and not alone
+    return replace(settings, batch=count if wide else 1)
+
+
 def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:
     """The settings with a dtype: float32 on CPUs, else bfloat16."""
     if settings.dtype is not None:
@@ -104,7 +138,7 @@ def check_mesh(
         return
     given = dict(arguments)
     if "prompt" in folder.parameters:
-        given["prompt"] = settings.prompt[0]
+        given["prompt"] = prompts_of(settings, settings.prompt)
     if folder.blocks is None and "output_type" in folder.all_parameters:
         given["output_type"] = "latent"
     try:
@@ -114,6 +148,13 @@ def check_mesh(
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")
+
+
+def prompts_of(settings: Settings, prompts: Sequence[str]) -> Any:
+    """What a call is given for as many videos as are made together."""
+    pairs = [prompt for prompt in prompts for _ in settings.seed]
+    given = (pairs * (settings.batch or 1))[: settings.batch or 1]
+    return given if len(given) > 1 else given[0]
 
 
 def rehearsal_of(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import api, targets
 from tpuport.cli.asked.cache_folder import cache_folder
+from tpuport.cli.asked.noise import read_noise
 from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.runs.any_checks import (
@@ -20,7 +21,9 @@ from tpuport.cli.runs.any_checks import (
     check_on_host,
     refuse_flags,
     upstreams_errors,
+    with_batch,
     with_dtype,
+    with_host,
 )
 from tpuport.cli.runs.variants import of_plugin, resolved
 from tpuport.cli.shown import signals
@@ -38,7 +41,8 @@ from tpuport.core.reports import (
     plural,
 )
 from tpuport.core.run.progress import Display
-from tpuport.core.spec.run_settings import DEMO
+from tpuport.core.spec.rules import check_inspection
+from tpuport.core.spec.run_settings import DEMO, PROFILED_CALLS
 from tpuport.errors import UsageError
 from tpuport.plugins import reader_of
 
@@ -46,12 +50,13 @@ if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
     from tpuport.core.pipelines.call_arguments import Made
     from tpuport.core.pipelines.folder import PipelineFolder
+    from tpuport.core.run.inspection import Inspection
     from tpuport.core.seam.journal import Journal
 
 #: Of a request, what a sidecar keeps to ask again.
 _FLAGS = (
     *("height", "width", "num_frames", "fps", "num_inference_steps"),
-    *("guidance_scale", "image", "video", "strength"),
+    *("guidance_scale", "image", "video", "strength", "latents"),
 )
 
 
@@ -70,17 +75,24 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
     if plugin is not None:
         return resolved(settings, plugin, weights=weights)
     if settings.model is not None or settings.weights in (None, "", DEMO):
-        return for_a_plugin(settings)
+        return for_a_plugin(settings, together=weights)
     with Display(signals.check) as display:
         folder = find(settings, display)
     model = reader_of(folder.class_name)
     if model is not None:
         say(f"{folder.class_name}: run by the plugin of {model}")
-    return settings if model is None else for_a_plugin(settings, model)
+    return (
+        settings if model is None else for_a_plugin(settings, model, together=weights)
+    )
 
 
-def for_a_plugin(settings: Settings, model: str | None = None) -> Settings:
+def for_a_plugin(
+    settings: Settings, model: str | None = None, *, together: bool = True
+) -> Settings:
     """The settings of a model with a plugin.
+
+    Args:
+        together: whether the command makes all videos in one call.
 
     Raises:
         UsageError: a flag that only pipelines without a plugin have.
@@ -89,6 +101,11 @@ def for_a_plugin(settings: Settings, model: str | None = None) -> Settings:
         raise UsageError(
             "--on-host: is for pipelines without a plugin; --encode-on host runs the "
             "text encoder of a model with one on the CPU"
+        )
+    if settings.batch is not None and together:
+        raise UsageError(
+            "--batch: is for pipelines without a plugin; a model with one makes all "
+            "videos together"
         )
     if settings.checkpoint_every != CheckpointEvery():
         raise UsageError(
@@ -108,11 +125,33 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     cache_folder(settings.cache_dir)
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
+    from tpuport.core.pipelines.call_arguments import SCHEDULER
     from tpuport.core.pipelines.folder import PipelineFolder
 
     assert settings.weights is not None
     folder = PipelineFolder.find(settings.weights, reporter)
-    return replace(folder, guidance=settings.guidance_scale)
+    folder = replace(
+        folder, guidance=settings.guidance_scale, tiling=settings.vae_tiling
+    )
+    scheduler = settings.options.get(SCHEDULER)
+    if scheduler is None or SCHEDULER in folder.parameters:
+        return folder
+    return folder.with_scheduler(str(scheduler))
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a replay makes again: the call that made a video.
+
+    Attributes:
+        videos: prompt and seed of each video of the call.
+        video: which of these is wanted.
+        noise: which of the noises of ``--latents`` the first was made from.
+    """
+
+    videos: tuple[tuple[str | None, int], ...]
+    video: int
+    noise: int
 
 
 @dataclass
@@ -126,6 +165,7 @@ class AnyRun:
         patches: what became of each patch.
         calls: of modules, by name: of how many programs.
         blocks: those in place, which a plugin may have.
+        again: what a replay makes again; ``None`` for what the settings ask for.
     """
 
     settings: Settings
@@ -137,6 +177,7 @@ class AnyRun:
     patches: list[dict[str, Any]]
     calls: dict[str, int]
     blocks: Blocks = Blocks.UPSTREAM
+    again: Again | None = None
 
     @classmethod
     def prepared(
@@ -146,10 +187,12 @@ class AnyRun:
         reporter: Reporter,
         *,
         partly: bool = False,
+        again: Again | None = None,
     ) -> AnyRun:
         """Everything checked that needs no weights.
 
         Args:
+            again: what a replay makes again.
             partly: some components are not called, and their weights may be missing.
 
         Raises:
@@ -158,12 +201,20 @@ class AnyRun:
         from tpuport.core.pipelines.call_arguments import arguments_of
 
         refuse_flags(settings, folder.class_name)
+        noise = read_noise(settings.latents)
+        if noise is not None:
+            if "latents" not in folder.all_parameters:
+                raise UsageError(f"--latents: {folder.class_name} takes none")
+            if again is None:
+                noise.for_videos(max(len(settings.prompt), 1) * len(settings.seed))
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
         if settings.report is not None:
             check_report(settings.report, settings.inputs())
         check_attention_here(settings)
+        check_inspection(settings)
         arguments = arguments_of(folder, settings)
+        settings = with_host(settings, folder)
         check_on_host(settings, folder)
         placed = targets.place_for_port(settings.mesh, reporter)
         settings = with_dtype(settings, placed)
@@ -171,11 +222,14 @@ class AnyRun:
         folder.check_packages(arguments)
         folder = folder.fetched(reporter)
         folder.check_components(weights=not partly)
+        settings = with_batch(settings, folder, placed)
         check_mesh(settings, folder, placed, arguments, reporter)
         if settings.executables is not None:
             check_executables(settings, folder, placed, reporter)
         inputs = {name: file_digest(Path(name)) for name in _files(settings)}
-        return cls(settings, folder, reporter, arguments, inputs, [], [], {})
+        return cls(
+            settings, folder, reporter, arguments, inputs, [], [], {}, again=again
+        )
 
     @property
     def how(self) -> dict[str, Any]:
@@ -187,6 +241,9 @@ class AnyRun:
             "mesh": str(targets.place_for_port(settings.mesh).spec),
             "attention": str(settings.attention),
             "on_host": list(settings.on_host),
+            "blocks": settings.blocks,
+            "sharding": settings.sharding,
+            "vae_tiling": settings.vae_tiling,
         }
 
     @property
@@ -198,14 +255,23 @@ class AnyRun:
 
     def videos(self) -> list[tuple[str | None, int]]:
         """Prompt and seed of each video."""
+        if self.again is not None:
+            return list(self.again.videos)
         prompts = self.settings.prompt or (None,)
         return [(prompt, seed) for prompt in prompts for seed in self.settings.seed]
+
+    def together(self) -> list[range]:
+        """The numbers of the videos of each call."""
+        count = len(self.videos())
+        each = self.settings.batch or 1
+        return [range(n, min(n + each, count)) for n in range(0, count, each)]
 
     def outputs(self, name: str) -> Outputs:
         """Where the videos go; creates nothing."""
         from tpuport.core.pipelines.call_arguments import default_of
 
-        outputs = outputs_of(self.settings, name, len(self.videos()))
+        count = 1 if self.again is not None else len(self.videos())
+        outputs = outputs_of(self.settings, name, count)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
@@ -243,17 +309,21 @@ class AnyRun:
                 files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
             stages: list[Any] = []
             count = len(self.videos())
-            for index in range(count):
+            for call, numbers in enumerate(self.together()):
                 with contextlib.ExitStack() as told:
-                    if index:  # the stages were told with the first video
-                        what = f"video {index + 1} of {count}"
+                    if call:  # the stages were told with the first call
+                        which = " and ".join(str(n + 1) for n in numbers)
+                        what = f"video {which} of {count}"
                         told.enter_context(self.reporter.timed(what))
                         opened.journal.reporter = Reporter()
-                    one = replace(opened, kept=kept, index=index, until=until)
+                    one = replace(opened, kept=kept, index=call, until=until)
                     made, reports = self.made(one)
                     stages += reports
+                    if one.inspection is not None:
+                        for line in one.inspection.lines(reports):
+                            self.reporter.say(line)
                     if made is not None:
-                        self._write(index, made, files)
+                        self._write(numbers, made, files)
             report = self.report(stages, time.perf_counter() - started)
             videos = [] if files is None else files.publish(self._describer(report))
         return videos, report
@@ -279,7 +349,26 @@ class AnyRun:
         pipeline, load = self._pipeline(late=late)
         pipeline.set_progress_bar_config(disable=True)
         with self._ported(pipeline) as journal:
-            yield Taped(pipeline, journal, load)
+            yield Taped(pipeline, journal, load, inspection=self._inspection(journal))
+
+    def _inspection(self, journal: Journal) -> Inspection | None:
+        """What looks at the calls of modules, if something was asked for."""
+        from tpuport.core.run.inspection import Inspection
+
+        asked = self.settings
+        if not (asked.memory_report or asked.profile or asked.no_jit):
+            return None
+        if asked.backend == Backend.DIFFUSERS:
+            say("--memory-report, --profile and --no-jit: not for upstream's code")
+            return None
+        return Inspection(
+            journal,
+            targets.place_for_port(asked.mesh).mesh.devices.flat,
+            memory=asked.memory_report,
+            profile=asked.profile,
+            calls=asked.profile_calls or PROFILED_CALLS,
+            op_by_op=asked.no_jit,
+        )
 
     @contextlib.contextmanager
     def _ported(self, pipeline: Any) -> Iterator[Any]:
@@ -316,35 +405,67 @@ class AnyRun:
         from tpuport.core.files.frames import FrameChecks, measure
         from tpuport.core.pipelines.call_arguments import as_arrays, made_of
 
-        prompt, seed = self.videos()[one.index]
-        given = {**self.arguments, **as_arrays(self.folder)}
-        if prompt is not None:
-            given["prompt"] = prompt
-        torch.manual_seed(seed)  # of pipelines that draw without a generator
-        if "generator" in self.folder.all_parameters:
-            given["generator"] = torch.Generator("cpu").manual_seed(seed)
+        numbers = self.together()[one.index]
+        given = {**self.arguments, **as_arrays(self.folder), **self._own(numbers)}
+        torch.manual_seed(self.videos()[numbers[0]][1])  # of pipelines that draw so
         output, reports = one.called(given, self)
         if one.until is not None:
             return None, reports
         made = made_of(output, one.pipeline)
         checks = FrameChecks()
-        checks.add(one.index, made.frames.shape, measure(made.frames))
+        for number, frames in zip(numbers, made.frames, strict=False):
+            checks.add(number, frames[None].shape, measure(frames[None]))
         checks.check()
         return made, reports
 
-    def _write(self, index: int, made: Made, files: VideoFiles | None) -> None:
+    def _own(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """The keywords of a call that are its videos' own; several are in lists."""
+        import torch
+
+        known = self.folder.all_parameters
+        videos = [self.videos()[number] for number in numbers]
+        found: dict[str, list[Any]] = {}
+        if videos[0][0] is not None:
+            found["prompt"] = [prompt for prompt, _ in videos]
+        if "generator" in known:
+            found["generator"] = [
+                torch.Generator("cpu").manual_seed(seed) for _, seed in videos
+            ]
+        given: dict[str, Any] = {
+            name: values if len(values) > 1 else values[0]
+            for name, values in found.items()
+        }
+        noise = read_noise(self.settings.latents)
+        if noise is not None:
+            of_all = noise.for_videos(max(len(self.videos()), len(noise.tensor)))
+            first = numbers[0] + (self.again.noise if self.again else 0)
+            given["latents"] = of_all[first : first + len(numbers)]
+        return given
+
+    def _write(
+        self, numbers: Sequence[int], made: Made, files: VideoFiles | None
+    ) -> None:
         from tpuport.core.pipelines.sidecar import frames_digest
 
-        self.digests.append(frames_digest(made.frames[0]))
+        if len(made.frames) < len(numbers):
+            raise UsageError(
+                f"{self.folder.class_name} made {plural(len(made.frames), 'video')} of "
+                f"{len(numbers)} prompts: leave --batch out"
+            )
         asked, found = self.settings.num_frames, len(made.frames[0])
-        if asked is not None and asked != found and index == 0:
+        if asked is not None and asked != found and numbers[0] == 0:
             say(f"{self.folder.class_name} made {plural(found, 'frame')}, not {asked}")
-        if files is None:
+        wanted = numbers if self.again is None else numbers[self.again.video :][:1]
+        for number in wanted:
+            frames = made.frames[number - numbers[0]]
+            self.digests.append(frames_digest(frames))
+            if files is not None:
+                files.take(number - wanted[0] * bool(self.again), frames[None])
+        if files is None or made.sound is None:
             return
-        files.take(index, made.frames[:1])
-        if made.sound is not None and files.outputs.kind in SOUNDING:
-            files.sound(index, made.sound, made.rate)
-        elif made.sound is not None:
+        if files.outputs.kind in SOUNDING:
+            files.sound(numbers[0], made.sound, made.rate)
+        else:
             say(f"the sound is left out: .{files.outputs.kind} holds none")
 
     def _describer(self, report: RunReport) -> Any:
@@ -354,18 +475,22 @@ class AnyRun:
         flags = {n: getattr(settings, n) for n in _FLAGS}
 
         def describe(index: int, output: Mapping[str, Any]) -> dict[str, Any]:
-            prompt, seed = self.videos()[index]
+            number = index + (self.again.video if self.again else 0)
+            call = next(c for c in self.together() if number in c)
+            videos = [self.videos()[n] for n in call]
             request: sidecar.Request = {
-                "prompts": [prompt],
-                "negative_prompts": [settings.negative_prompt],
-                "seeds": [[seed]],
+                "prompts": [prompt for prompt, _ in videos],
+                "negative_prompts": [settings.negative_prompt] * len(videos),
+                "seeds": [[seed for _, seed in videos]],
                 "flags": {n: v for n, v in flags.items() if v is not None},
                 "options": dict(settings.options),
             }
             how: Any = self.how
             digest = self.digests[index]
             return sidecar.describe(
-                self.folder, request, how, self.inputs, digest, report, output
+                *(self.folder, request, how, self.inputs, digest, report, output),
+                video=number - call[0],
+                noise=call[0] + (self.again.noise if self.again else 0),
             )
 
         return describe
@@ -423,8 +548,9 @@ class Taped:
     Attributes:
         load: gives a component its weights before it is called.
         kept: the run's folder; ``None`` to keep nothing.
-        index: of the video.
+        index: of the call.
         until: the stage to end with.
+        inspection: looks at the calls of modules.
     """
 
     pipeline: Any
@@ -433,6 +559,7 @@ class Taped:
     kept: PipelineRun | None = None
     index: int = 0
     until: StageName | None = None
+    inspection: Inspection | None = None
 
     def called(
         self, given: dict[str, Any], run: AnyRun
@@ -456,7 +583,7 @@ class Taped:
                 checkpoints = stack.enter_context(
                     Checkpoints(tape, folder, settings.checkpoint_every, run.reporter)
                 )
-            with upstreams_errors(name):
+            with self._noted(), upstreams_errors(name):
                 output, drive = called(
                     self.pipeline,
                     given,
@@ -464,14 +591,28 @@ class Taped:
                     settings.backend,
                     tape,
                     self.load,
+                    None if self.inspection is None else self.inspection.around,
                 )
             if checkpoints is not None and self.until is not None:
                 checkpoints.finish()
-        return output, drive.reports
+        if self.inspection is None:
+            return output, drive.reports
+        return output, self.inspection.ended(drive.reports)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What was noted until a run fails goes with the error."""
+        try:
+            yield
+        except BaseException as error:
+            if self.inspection is not None and (text := self.inspection.text()):
+                error.add_note(text)
+            raise
 
 
 def _files(settings: Settings) -> list[str]:
-    named = [settings.image, settings.video, *settings.options.values()]
+    named = [settings.image, settings.video, settings.latents]
+    named += settings.options.values()
     texts = [text for text in named if isinstance(text, str)]
     return [t for t in texts if Path(t).expanduser().is_file()]
 

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_checks import check_on_host, refuse_flags, rehearsal_of
+from tpuport.cli.runs.any_checks import (
+    check_on_host,
+    prompts_of,
+    refuse_flags,
+    rehearsal_of,
+)
 from tpuport.cli.runs.any_pipeline import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
@@ -31,6 +36,7 @@ def plan_any(
     stages: Sequence[str],
     *,
     budget: float,
+    dump: Path | None,
     reporter: Reporter,
 ) -> Plan:
     """Plan the run that the settings ask for; of the folder only configs are read.
@@ -39,13 +45,14 @@ def plan_any(
         stages: names of those to plan.
         budget: seconds that a search for a mesh may take; a compile that has begun is
             finished.
+        dump: a folder for compiled programs, accounts and schedules.
 
     Raises:
         UsageError, WeightsError, MeshError: what is wrong.
     """
     folder, arguments = prepared(settings, stages, reporter)
     settings = replace(settings, dtype=settings.dtype or Dtype.BFLOAT16)
-    one = _One(settings, folder, topology, arguments, stages, reporter)
+    one = _One(settings, folder, topology, arguments, stages, dump, reporter)
     if not settings.search:
         return one.plan(settings.mesh or MeshSpec(sp=topology.devices))
     return _best(one, budget)
@@ -67,7 +74,7 @@ def prepared(
     arguments = arguments_of(folder, settings)
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:
-        arguments["prompt"] = (settings.prompt or (PROMPT,))[0]
+        arguments["prompt"] = prompts_of(settings, settings.prompt or (PROMPT,))
     arguments |= as_arrays(folder)
     latent = folder.blocks is None and "output_type" in folder.all_parameters
     if latent and stages == [StageName.DENOISE]:
@@ -85,10 +92,12 @@ class _One:
         topology: Topology,
         arguments: Mapping[str, Any],
         stages: Sequence[str],
+        dump: Path | None,
         reporter: Reporter,
     ) -> None:
         self.settings, self.folder, self.topology = settings, folder, topology
         self.arguments, self.stages, self.reporter = arguments, stages, reporter
+        self.dump = dump
         self._again = False
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
@@ -115,6 +124,7 @@ class _One:
             arguments=self.arguments,
             stages=self.stages,
             cache=_schedules(self.settings),
+            dump=self.dump,
             reporter=self.reporter,
         )
 
@@ -138,6 +148,7 @@ def _best(one: _One, budget: float) -> Plan:
     seconds = [plan.seconds_per_step or float("inf") for plan in plans]
     order = sorted(range(len(plans)), key=lambda i: (not plans[i].fits, seconds[i]))
     best = plans[order[0]]
+    best.files = sorted({name for plan in plans for name in plan.files})
     best.meshes = [
         {
             "mesh": plans[i].mesh.shape,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import AnyRun, find
+from tpuport.cli.runs.any_pipeline import Again, AnyRun, find
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.run.progress import Display
@@ -36,7 +36,8 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     prompt = textwrap.shorten(recorded["request"]["prompts"][0] or "", 80)
     say(f"replaying {file} ({recorded['pipeline']}, {prompt!r})")
     with Display(signals.check) as display:
-        run = AnyRun.prepared(settings, find(settings, display), display)
+        folder, again = find(settings, display), _again(recorded)
+        run = AnyRun.prepared(settings, folder, display, again=again)
         _check_same(file, recorded, run)
         outputs = run.outputs("") if asked.out is not None else None
         videos, report = run.make(outputs, started)
@@ -60,15 +61,29 @@ def replay_any(file: Path, asked: Settings) -> dict[str, Any]:
     return document
 
 
+def _again(recorded: Sidecar) -> Again:
+    """The call that made the recorded video."""
+    request = recorded["request"]
+    prompts, seeds = request["prompts"], request["seeds"][0]
+    if len(prompts) != len(seeds) or not 0 <= recorded["video"] < len(prompts):
+        raise ArtifactError(
+            f"the sidecar names video {recorded['video']} of {len(prompts)} prompts "
+            f"and {len(seeds)} seeds; it cannot be replayed"
+        )
+    return Again(
+        videos=tuple(zip(prompts, seeds, strict=True)),
+        video=recorded["video"],
+        noise=recorded["noise"],
+    )
+
+
 def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
     """The settings of a recorded run; where the user gave some, those."""
     from tpuport.core.spec.run_settings import RunSettings
 
     request, how = recorded["request"], recorded["how"]
-    read = RunSettings.read(
-        {name: how[name] for name in ("backend", "dtype", "mesh", "attention")},
-        named=str,
-    )
+    known = {f.name for f in fields(RunSettings)} - {"on_host"}
+    read = RunSettings.read({n: v for n, v in how.items() if n in known}, named=str)
     return replace(
         asked,
         model=None,
@@ -77,10 +92,14 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
         dtype=read.dtype,
         mesh=read.mesh,
         attention=read.attention,
+        blocks=read.blocks,
+        sharding=read.sharding,
+        vae_tiling=read.vae_tiling,
         on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),
         negative_prompt=request["negative_prompts"][0],
-        seed=tuple(request["seeds"][0]),
+        seed=tuple(request["seeds"][0])[:1],
+        batch=len(request["prompts"]),
         options=request["options"],
         **request["flags"],
     )

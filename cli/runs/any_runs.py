@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from tpuport.core.reports import Reporter, RunReport
 
 #: How each stage of a run is run: by the flags of its command.
-_OF_A_STAGE = ("mesh", "attention", "backend", "on_host")
+_OF_A_STAGE = (
+    *("mesh", "attention", "backend", "on_host", "blocks", "sharding", "vae_tiling"),
+)
 #: Of the settings of a run, what its folder keeps beside what was asked for.
 _HOW = (*_OF_A_STAGE, "dtype")
 
@@ -230,7 +232,7 @@ def _record(run: AnyRun, out: str = "") -> Record:
         "asked": _plain(run),
         "inputs": {_absolute(name): digest for name, digest in run.inputs.items()},
         "versions": versions(),
-        "videos": len(run.videos()),
+        "videos": len(run.together()),
         "out": out and str(Path(out).absolute()) + "/" * out.endswith("/"),
     }
 
@@ -267,7 +269,7 @@ def _copy_of(kept: PipelineRun, name: str) -> Path:
 def _plain(run: AnyRun) -> dict[str, Any]:
     """What was asked for, as JSON; what was not given is left out."""
     settings = run.settings
-    names = [f.name for f in fields(Asked)] + list(_HOW)
+    names = [f.name for f in fields(Asked)] + ["latents", "batch", *_HOW]
     known = {f.name for f in fields(Settings) if f.init and f.name in names}
 
     def plain(value: Any) -> Any:

@@ -61,6 +61,28 @@ CONFIGS: dict[str, Callable[[], Config]] = {
             "context_latents": seeded(3, 1, 12, 16),
         },
     ),
+    "BriaFibo2Transformer2DModel": lambda: (
+        {
+            "in_channels": 2,
+            "dim": 32,
+            "n_layers": 13,
+            "n_heads": 2,
+            "cap_feat_dim": 8,
+            "injection_layer_ids": (1, 3, 5, 7, 9, 11),
+            "min_num_gist_tokens": 4,
+            "max_num_gist_tokens": 8,
+            "gist_step": 4,
+            "gist_min_text_len": 4,
+            "gist_max_text_len": 8,
+            "axes_dims": (8, 4, 4),
+            "axes_lens": (16, 16, 16),
+        },
+        {
+            "hidden_states": seeded(1, 1, 2, 8, 8),
+            "timestep": torch.tensor([0.7]),
+            "encoder_hidden_states": seeded(2, 1, 7, 5, 8),
+        },
+    ),
     "HiDreamImageTransformer2DModel": lambda: (
         {
             **ROPE,

@@ -140,7 +140,10 @@ def test_a_component_on_the_host_is_in_no_plan(
     assert {plan.component.partition(".")[0] for plan in found.plans} == components
     entry = next(p for p in found.programs if p.name == "transformer")
     vae = sum(p.total_bytes for p in found.plans if p.component != "transformer")
-    assert entry.resident <= vae
+    assert entry in found.in_stages(["denoise", "decode"])
+    assert 0 < entry.resident <= vae
+    assert found.in_stages(["denoise"]) == [entry]
+    assert not entry.resident  # a stage may be a run of its own
 
 
 def planned_calls(

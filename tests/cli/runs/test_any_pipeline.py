@@ -71,6 +71,48 @@ def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> N
     assert read_back("again.gif")[:3] == (5, 16, 32)
 
 
+def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> None:
+    """Noise from a file, another scheduler, an encoder on the host; and a replay."""
+    noise = torch.randn(2, 16, 2, 2, 4, generator=torch.Generator().manual_seed(9))
+    save_file({"noise": noise}, "noise.safetensors")
+    ran = cli(
+        *("generate", "--weights", folder, *ASKED, "--seed", "3,4", "--json"),
+        *(
+            "--latents",
+            "noise.safetensors",
+            "--option",
+            "scheduler=UniPCMultistepScheduler",
+        ),
+        *("--encode-on", "host", "--vae-tiling", "on", "--out", "frames/"),
+    )
+    assert ran.code == 0, ran.err
+    document = ran.json
+    assert "text_encoder" not in document["calls"]
+    upstream = diffusers.DiffusionPipeline.from_pretrained(folder)
+    upstream.set_progress_bar_config(disable=True)
+    upstream.vae.enable_tiling()
+    upstream.scheduler = diffusers.UniPCMultistepScheduler.from_config(
+        upstream.scheduler.config
+    )
+    frames = upstream(
+        prompt="a fox runs",
+        negative_prompt="blurry",
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        latents=noise[1:],
+        output_type="np",
+    ).frames[0]
+    files = sorted(Path(document["videos"][1]["path"]).iterdir())
+    found = np.stack([np.asarray(Image.open(file)) for file in files])
+    assert np.abs(found - np.rint(frames * 255)).max() <= 1
+    again = cli("replay", document["videos"][1]["path"], "--out", "again.gif")
+    assert again.code == 0, again.err
+    assert "the same frames as " in again.last
+
+
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copied"))
@@ -89,6 +131,10 @@ WRONG = {
     "two videos a file": (("--option", "num_videos_per_prompt=2"), "--seed 1,2"),
     "an image": (("--image", "x.png"), "WanPipeline takes none"),
     "a variant": (("--variant", "5b"), "models with a plugin"),
+    "a scheduler": (
+        ("--option", "scheduler=clock"),
+        "takes FlowMatchEulerDiscreteScheduler",
+    ),
     "a component": (("--on-host", "texts"), "text_encoder"),
     "a component of upstream's": (
         ("--on-host", "vae", "--backend", "diffusers"),
@@ -438,6 +484,7 @@ def test_a_plan_needs_configs_alone(copied: Path, tmp_path: Path) -> None:
     done = plan(
         tmp_path / "cache",
         *("--weights", str(copied), "--topology", "v6e-4", *ASKED, "--json"),
+        *("--dump", str(tmp_path / "dump")),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -449,3 +496,5 @@ def test_a_plan_needs_configs_alone(copied: Path, tmp_path: Path) -> None:
     assert stage["calls"] == 2
     assert found["seconds_per_step"] == pytest.approx(2 * program["seconds"])
     assert found["mesh"] == {"dp": 1, "sp": 4, "tp": 1}
+    assert "denoise-transformer-0-dp1-sp4-tp1.hlo.txt" in found["files"]
+    assert all((tmp_path / "dump" / name).exists() for name in found["files"])

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -72,6 +73,31 @@ def test_stages_over_machines_make_the_video_of_one_run(
     assert "a step" not in again.err
 
 
+def test_videos_are_made_together_where_rows_are_split(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    """Videos of one call, in stages too; a replay makes the call again."""
+    prompts = ("--prompt", "a bird", "--prompt", "a cat")
+    asked = ("--weights", folder, *ASKED, *prompts, "--seed", "3")
+    one_by_one = good(cli("generate", *asked, "--out", "one/", "--json")).json
+    ran = good(cli("generate", *asked, "--mesh", "dp=3", "--out", "both/", "--json"))
+    assert "video 2" not in ran.err
+    for one, both in zip(one_by_one["videos"], ran.json["videos"], strict=True):
+        assert one["prompt"] == both["prompt"]
+        frames = [
+            [np.asarray(Image.open(f), int) for f in sorted(Path(v["path"]).iterdir())]
+            for v in (one, both)
+        ]
+        assert np.abs(np.subtract(*frames)).max() <= 1
+    again = good(cli("replay", ran.json["videos"][1]["path"], "--out", "again.gif"))
+    assert "the same frames as " in again.last
+    good(cli("encode", *asked, "--batch", "2", "--run-dir", "run"))
+    good(cli("denoise", "--run-dir", "run"))
+    staged = good(cli("decode", "--run-dir", "run", "--out", "staged/", "--json")).json
+    assert len(staged["videos"]) == 3
+    assert len(list(Path("run").glob("video-*"))) == 2
+
+
 def test_the_image_of_a_run_goes_with_its_folder(
     cli: Cli, tmp_path: Path, once: Once
 ) -> None:
@@ -88,6 +114,36 @@ def test_the_image_of_a_run_goes_with_its_folder(
     good(cli("denoise", "--run-dir", "run"))
     good(cli("decode", "--run-dir", "run", "--out", "two.gif"))
     assert Path("one.gif").read_bytes() == Path("two.gif").read_bytes()
+
+
+def test_memory_a_profile_and_op_by_op(cli: Cli, folder: Path) -> None:
+    asked = ("generate", "--weights", folder, *ASKED)
+    plain = good(cli(*asked, "--out", "plain/", "--json")).json
+    ran = good(
+        cli(
+            *(*asked, "--memory-report", "--profile", "traces", "--profile-calls", "2"),
+            *("--out", "noted/", "--json"),
+        )
+    )
+    assert "denoise  step 1" in ran.err
+    stages = {one["stage"]: one for one in ran.json["report"]["stages"]}
+    noted = stages["denoise"]["memory"]
+    assert {one["program"] for one in noted} == {"transformer"}
+    assert all(one["devices"][0]["peak"] > 0 for one in noted)
+    assert stages["denoise"]["profile"] == {"folder": "traces/denoise", "calls": 2}
+    assert list(Path("traces/denoise").rglob("*.trace.json.gz"))
+    slow = good(cli(*asked, "--no-jit-stage", "denoise", "--out", "slow/", "--json"))
+    found = {one["stage"]: one for one in slow.json["report"]["stages"]}
+    assert found["denoise"]["op_by_op"]
+    assert not found["denoise"]["compiles"]
+    assert found["decode"]["compiles"]
+    frames = [
+        [np.asarray(Image.open(f), int) for f in sorted(Path(name).iterdir())]
+        for document in (plain, ran.json, slow.json)
+        for name in [document["videos"][0]["path"]]
+    ]
+    assert np.array_equal(frames[0], frames[1])
+    assert np.abs(np.subtract(frames[0], frames[2])).max() <= 1
 
 
 def test_upstreams_own_code_runs_in_stages_too(cli: Cli, folder: Path) -> None:

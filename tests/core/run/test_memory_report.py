@@ -12,8 +12,6 @@ import pytest
 import tpuport
 from tests.core.spec.toys import installed_toy
 from tpuport.core.mesh.device_memory import plan_of
-from tpuport.core.programs.lowering import Traced
-from tpuport.core.programs.program_store import Ready
 from tpuport.core.reports import memory_table
 from tpuport.core.run.memory_report import MemoryLog
 
@@ -34,11 +32,11 @@ class Counted:
         return self.stats
 
 
-def product() -> Ready:
+def product() -> Any:
     """``x`` [512, 512] becomes ``(x @ w) @ w`` in its own place."""
     x = jnp.ones((512, 512))
     lowered = jax.jit(lambda w, x: (x @ w) @ w, donate_argnums=1).lower(x, x)
-    return Ready(call=lowered.compile(), traced=Traced())
+    return lowered.compile()
 
 
 def test_what_the_backend_counts_is_told_as_it_is() -> None:
@@ -77,7 +75,7 @@ def test_without_a_count_the_plan_of_the_program_stands_in() -> None:
 def test_what_has_no_plan_is_unknown() -> None:
     log = MemoryLog(jax.devices()[:1])
     log.begins("a run", "decode", "chunk")
-    log.ended("decode", 0, "next", Ready(call=lambda *args: None, traced=Traced()))
+    log.ended("decode", 0, "next", lambda *args: None)
     (call,) = log.calls("decode")
     assert (call["source"], call["devices"], call["parts"]) == ("unknown", (), {})
     assert plan_of(None) == {}
@@ -156,7 +154,7 @@ def test_an_error_tells_what_was_gathered_until_then(tmp_path: Path) -> None:
 
 
 def test_a_run_forgets_what_is_not_of_it() -> None:
-    call = Ready(call=lambda *args: None, traced=Traced())
+    call = None
     log = MemoryLog(jax.devices()[:1])
     stages = ("encode", "denoise", "decode")
 

@@ -135,17 +135,16 @@ def test_a_loop_that_is_no_scan_runs_block_by_block() -> None:
 class Adding(Block):
     """Takes one more argument than a block."""
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: float) -> torch.Tensor:
         return super().forward(x) + y
 
 
 class Injecting(Model):
-    """Every third block is given another argument than the third before."""
+    """Every third block is given another number than the third before."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        start = x
         for index, block in enumerate(self.blocks):
-            more = (start * index,) if isinstance(block, Adding) else ()
+            more = (float(index),) if isinstance(block, Adding) else ()
             x = block(x, *more)
         return x
 

@@ -421,6 +421,40 @@ def test_a_tensor_that_forward_writes_to_is_written_to() -> None:
     assert close(mine, theirs)
 
 
+class Counting(torch.nn.Module):
+    """Whole numbers of all widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        levels = torch.tensor([2, 3], dtype=torch.int32)
+        self.register_buffer("levels", levels, persistent=False)
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        kinds = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+        places = x.argsort(dim=-1)
+        found = {str(kind): places.to(kind) for kind in kinds}
+        flat = found["torch.int32"].flatten()
+        return found | {
+            "levels": self.levels * 2,
+            "like": torch.zeros_like(given) + given,
+            "narrow": flat // 2,
+            "sum": flat.sum(),
+            "places": places.to(given.dtype) + places,
+            "mask": x > 0,
+            "x": x,
+        }
+
+
+@pytest.mark.parametrize("given", [torch.int32, torch.int64, torch.uint8])
+def test_whole_numbers_have_upstreams_dtype(given: torch.dtype) -> None:
+    module, numbers = Counting(), torch.arange(4).to(given)
+    found, expected = tpuport.port(module)(X, numbers), module(X, numbers)
+    assert {k: v.dtype for k, v in found.items()} == {
+        k: v.dtype for k, v in expected.items()
+    }
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_numbers_beyond_32_bits_are_refused() -> None:
     with pytest.raises(UsageError, match="32 bits"):
         tpuport.port(torch.nn.Identity())(torch.tensor([2**40]))

@@ -89,6 +89,14 @@ def kinds_take_their_own(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
     return x, y
 
 
+def each_has_its_own_condition(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    before = x
+    for index, block in enumerate(blocks):
+        before = x
+        x, y = block(x, y, cond * (index // 2))
+    return x, y, before
+
+
 LOOPS: dict[str, Loop] = {
     f.__name__: f
     for f in (
@@ -99,6 +107,7 @@ LOOPS: dict[str, Loop] = {
         stops_early,
         runs_twice,
         looks_inside,
+        each_has_its_own_condition,
     )
 }
 
@@ -229,6 +238,7 @@ def largest(module: torch.nn.Module, stacked: Any, batch: int) -> tuple[float, f
         ("stops_early", [4]),
         ("runs_twice", [4, 5, 5]),
         ("looks_inside", [5]),
+        ("each_has_its_own_condition", [4, 5]),
     ],
 )
 def test_a_loop_is_one_scan_or_as_many_as_it_has_parts(

@@ -55,9 +55,15 @@ def scales_by_the_index(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
     return x, y
 
 
-def makes_another_condition(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+def makes_a_condition_of_the_state(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
     for block in blocks:
-        x, y = block(x, y, cond * 2)
+        x, y = block(x, y, cond * x.mean())
+    return x, y
+
+
+def makes_a_wider_condition(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
+    for index, block in enumerate(blocks):
+        x, y = block(x, y, cond.expand(-1, WIDTH) if index else cond)
     return x, y
 
 
@@ -94,7 +100,8 @@ def turns_the_state_round(blocks: Any, x: Any, y: Any, cond: Any) -> Any:
         (adds_to_the_state, "blocks.1", "another argument (a tensor [2, 3, 6]"),
         (writes_to_the_state, "blocks.1", "state that was written to"),
         (scales_by_the_index, "blocks.1", "another argument (1.0, not 0.0)"),
-        (makes_another_condition, "blocks.1", "another argument (a tensor [2, 1]"),
+        (makes_a_condition_of_the_state, "blocks.1", "another argument (a tensor [2, "),
+        (makes_a_wider_condition, "blocks.1", "another argument (a tensor [2, 6]"),
         (gives_more_to_some, "blocks.1", "other arguments than the first"),
         (always_from_the_start, "blocks.1", "does not take what the block before"),
         (skips_one, "blocks.2", "runs after blocks.0"),

@@ -25,6 +25,10 @@ from tpuport.core.seam.standing import Standing, is_ported
 UNITS = {StageName.ENCODE: "call", StageName.DENOISE: "step", StageName.DECODE: "call"}
 
 
+def _made(stage: StageName, name: str, run: Callable[[], Any]) -> Any:
+    return run()
+
+
 @dataclass(eq=False)
 class Drive:
     """What happens in one call of a pipeline.
@@ -32,6 +36,7 @@ class Drive:
     Attributes:
         tape: answers what was recorded, and records the rest.
         before_live: told the name of a call that is not given back.
+        around: makes such a call, of a stage; to look at it.
         steps: when each ``scheduler.step`` had ended.
         reports: of the stages that ended.
         stage: under way.
@@ -42,6 +47,7 @@ class Drive:
     backend: Backend
     tape: Tape | None = None
     before_live: Callable[[str], None] = lambda name: None
+    around: Callable[[StageName, str, Callable[[], Any]], Any] = _made
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
@@ -92,7 +98,8 @@ class Drive:
         """The result of a module's call."""
         if self.tape is None:
             self.called(asked.name)
-            return asked.run()
+            assert self.stage is not None
+            return self.around(self.stage, asked.name, asked.run)
         after = not denoises(asked.name) and self._decodes(asked.name)
         self.tape.check_end(asked, after=after)
         self.called(asked.name)
@@ -101,7 +108,8 @@ class Drive:
             assert self.stage is not None
             self._tell(self.stage)
             self.before_live(asked.name)
-            return asked.answer(*args, **kwargs)
+            run = functools.partial(asked.answer, *args, **kwargs)
+            return self.around(self.stage, asked.name, run)
 
         return self.tape.call(replace(asked, answer=live), after=after)
 

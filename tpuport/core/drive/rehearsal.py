@@ -23,7 +23,7 @@ from tpuport.core.arrays import torch_dtype
 from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.device_memory import array_bytes
-from tpuport.core.pipelines.folder import PipelineFolder, with_tiles
+from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.programs.lowering import Traced as Told
 from tpuport.core.programs.module_programs import lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
@@ -190,6 +190,8 @@ class Rehearsal:
         blocks: those in place.
         host_seconds: of a step on this machine, outside of programs: upstream's code,
             the scheduler's, and the port's. The middle of all steps but the first.
+        held: bytes of weights of each module that stay on a device; modules that do not
+            fit together take turns.
     """
 
     programs: tuple[Rehearsed, ...]
@@ -197,6 +199,19 @@ class Rehearsal:
     plans: tuple[ShardingPlan, ...]
     blocks: Blocks
     host_seconds: float | None
+    held: Mapping[str, int]
+
+    def in_stages(self, stages: Collection[str]) -> list[Rehearsed]:
+        """The programs that some stages call, beside the weights of these stages.
+
+        Each stage may be a run of its own, which reads the weights that it calls.
+        """
+        found = [one for one in self.programs if one.by_stage.keys() & set(stages)]
+        held = sum(self.held.get(name, 0) for name in {one.name for one in found})
+        for one in found:
+            own = array_bytes(jax.tree.leaves(one.weights))
+            one.resident = max(held - own, 0)
+        return found
 
 
 def without_weights(
@@ -235,7 +250,7 @@ def without_weights(
         if hasattr(module, "tie_weights"):
             module.tie_weights()
         parts[name] = _weightless(module, dtype, fill)
-    return with_tiles(folder.put_together(parts))
+    return folder.adjusted(folder.put_together(parts))
 
 
 def _is_module(cls: Any) -> bool:
@@ -334,14 +349,12 @@ def rehearse(
         entries = [e for e in seam.entries.values() if type(e) is _Answers]
         programs = [program for entry in entries for program in entry.rehearsed()]
         plans = [entry.plan for entry in entries if entry.plan is not None]
-        held = sum(e.bytes_per_device for e in entries if e.placed)
-        for program in programs:
-            own = array_bytes(jax.tree.leaves(program.weights))
-            program.resident = max(held - own, 0)
+        held = {e.name: e.bytes_per_device for e in entries if e.placed}
         return Rehearsal(
             programs=tuple(programs),
             steps=len(drive.steps),
             plans=tuple(plans),
             blocks=target.blocks,
             host_seconds=median(between) if between else None,
+            held=held,
         )

@@ -45,18 +45,22 @@ def called(
     backend: Backend,
     tape: Tape | None = None,
     before_live: Callable[[str], None] = lambda name: None,
+    around: Callable[[StageName, str, Callable[[], Any]], Any] | None = None,
 ) -> tuple[Any, Drive]:
     """What upstream returns, and what happened.
 
     Args:
         journal: of the pipeline's seam; of one that is not ported, a new one.
         before_live: told the name of a call that is not given back.
+        around: makes such a call, to look at it.
 
     Returns:
         the output; ``None`` if the stage that the tape ends with is over.
     """
     with driving(pipeline, journal, backend, tape) as drive:
         drive.before_live = before_live
+        if around is not None:
+            drive.around = around
         try:
             output = pipeline(**arguments)
         except StageEnd:

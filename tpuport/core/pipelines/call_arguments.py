@@ -36,6 +36,8 @@ _FILES = ("image", "video")
 #: Frames a second of a file whose pipeline has no such parameter: what
 #: ``diffusers.utils.export_to_video`` takes.
 FPS = 10.0
+#: The option that names another scheduler, where a pipeline has no such parameter.
+SCHEDULER = "scheduler"
 _REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 #: Outputs of pipelines, and of blocks.
 FRAMES, SOUNDS, RATE = (
@@ -69,6 +71,8 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
                 f"{', '.join(takes)}"
             )
     for option, value in asked.options.items():
+        if option == SCHEDULER and SCHEDULER not in takes:
+            continue  # see PipelineFolder
         if option in found or option == "prompt":
             raise UsageError(f"--option {option}: was given by a flag too")
         found[option] = _option(folder, option, value)

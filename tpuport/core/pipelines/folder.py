@@ -18,7 +18,7 @@ import diffusers
 import torch
 import transformers
 
-from tpuport.core.enums import denoises
+from tpuport.core.enums import Tiling, denoises
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.reports import Reporter
@@ -32,7 +32,13 @@ from tpuport.core.weights.checkpoint import (
 )
 from tpuport.core.weights.configs import building
 from tpuport.core.weights.hub import fetch
-from tpuport.errors import WeightsError, damaged, did_you_mean, quoted
+from tpuport.errors import (
+    UsageError,
+    WeightsError,
+    damaged,
+    did_you_mean,
+    quoted,
+)
 
 #: What tpuport gives by itself.
 _OWN = frozenset(
@@ -42,14 +48,6 @@ _OWN = frozenset(
 
 #: Autoencoders whose decode upstream has in tiles alone. No config asks for tiles.
 _TILED = ("AutoencoderKLAllegro",)
-
-
-def with_tiles(pipeline: Any) -> Any:
-    """``pipeline``, whose autoencoder decodes in tiles if upstream has nothing else."""
-    for component in pipeline.components.values():
-        if type(component).__name__ in _TILED:
-            component.enable_tiling()
-    return pipeline
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,9 @@ class PipelineFolder:
         index: ``model_index.json``, or ``modular_model_index.json``.
         checkpoint: the folder, as far as weights and fingerprints go.
         guidance: the scale, for a pipeline whose guidance is a component.
+        tiling: whether autoencoders work in tiles; AUTO is as upstream has it.
+        scheduler: a class in place of the checkpoint's scheduler, made from its config;
+            empty for the checkpoint's own.
     """
 
     folder: Path
@@ -69,6 +70,8 @@ class PipelineFolder:
     index: Mapping[str, Any]
     checkpoint: Checkpoint
     guidance: float | None = None
+    tiling: Tiling = Tiling.AUTO
+    scheduler: str = ""
 
     @classmethod
     def find(cls, weights: str | Path, reporter: Reporter) -> PipelineFolder:
@@ -348,7 +351,53 @@ class PipelineFolder:
         for name, component in pipeline.components.items():
             if isinstance(component, torch.nn.Module):
                 self._check_tensors(name, component)
-        return with_tiles(pipeline)
+        return self.adjusted(pipeline)
+
+    def adjusted(self, pipeline: Any) -> Any:
+        """``pipeline`` with the scheduler and the tiles that were asked for."""
+        for component in pipeline.components.values():
+            if not hasattr(component, "enable_tiling"):
+                continue
+            needed = type(component).__name__ in _TILED
+            if self.tiling == Tiling.ON or (needed and self.tiling == Tiling.AUTO):
+                component.enable_tiling()
+            elif self.tiling == Tiling.OFF:
+                component.disable_tiling()
+        if self.scheduler:
+            config = pipeline.scheduler.config
+            kind = getattr(diffusers, self.scheduler)
+            pipeline.register_modules(scheduler=kind.from_config(config))
+        return pipeline
+
+    def with_scheduler(self, name: str) -> PipelineFolder:
+        """The folder with another scheduler.
+
+        Args:
+            name: of a class of diffusers, or a part of the name of a class that the
+                pipeline is known to take, such as ``ddim``; ``checkpoint`` for its own.
+
+        Raises:
+            UsageError: there is no such scheduler.
+        """
+        if name == "checkpoint":
+            return replace(self, scheduler="")
+        own = self.components().get("scheduler")
+        hints: dict[str, Any] = {}
+        if self.blocks is None:
+            hints = self.pipeline_class._get_signature_types()
+        taken = [one.__name__ for one in hints.get("scheduler", ())]
+        if own is not None and hasattr(diffusers, own[1]):
+            taken += getattr(getattr(diffusers, own[1]), "_compatibles", [])
+        known = [one for one in dict.fromkeys(taken) if hasattr(diffusers, one)]
+        kind = getattr(diffusers, name, None)
+        found = [name] if hasattr(kind, "set_timesteps") else []
+        found = found or [one for one in known if name.lower() in one.lower()]
+        if not found:
+            raise UsageError(
+                f"scheduler={name}: {self.class_name} takes "
+                f"{', '.join(known) or 'no other scheduler'}"
+            )
+        return replace(self, scheduler=found[0])
 
     def load_component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         """One component with its weights, on the CPU.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import TypedDict
 
-from tpuport.core.enums import Backend, Dtype
+from tpuport.core.enums import Backend, Blocks, Dtype, Tiling
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.files.sealed_json import read_sidecar
 from tpuport.core.files.typed import checked
@@ -47,6 +47,9 @@ class How(TypedDict):
     mesh: str
     attention: str
     on_host: list[str]
+    blocks: Blocks
+    sharding: str
+    vae_tiling: Tiling
 
 
 class Output(TypedDict):
@@ -65,6 +68,7 @@ class Sidecar(TypedDict):
     weights: Weights
     request: Request
     video: int
+    noise: int
     inputs: dict[str, str]
     how: How
     versions: dict[str, str | None]
@@ -91,10 +95,15 @@ def describe(
     frames: str,
     report: RunReport,
     output: Mapping[str, Any],
+    *,
+    video: int,
+    noise: int,
 ) -> dict[str, Any]:
     """The sidecar of one video.
 
     Args:
+        video: which video of the call that the request is of.
+        noise: which of the noises of ``--latents`` the call's first was made from.
         frames: their digest; see :func:`frames_digest`.
         output: the file, its kind and its hash.
     """
@@ -105,7 +114,8 @@ def describe(
             "fingerprints": folder.checkpoint.fingerprints(folder.components()),
         },
         "request": request,
-        "video": 0,
+        "video": video,
+        "noise": noise,
         "inputs": dict(inputs),
         "how": how,
         "versions": versions(),

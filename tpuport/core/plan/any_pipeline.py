@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.core.arrays import torch_dtype
-from tpuport.core.cost.kernel_cycles import KernelsMet
+from tpuport.core.cost.kernel_cycles import KernelsMet, keep_schedules
 from tpuport.core.drive.rehearsal import Rehearsal, rehearse, without_weights
 from tpuport.core.enums import StageName
 from tpuport.core.mesh.chips import chip as chip_named
@@ -18,6 +18,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.plan.build_ahead import Built, build_one, caching
+from tpuport.core.plan.dump_folder import keep_program
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.executable_files import ExecutableStore
@@ -61,6 +62,7 @@ def plan_pipeline(
     arguments: Mapping[str, Any],
     stages: Sequence[str],
     cache: Path,
+    dump: Path | None = None,
     reporter: Reporter,
 ) -> Plan:
     """Compile every program of a rehearsed run and add it up.
@@ -68,14 +70,18 @@ def plan_pipeline(
     Args:
         stages: those whose programs are compiled.
         cache: a folder for the schedules of kernels.
+        dump: a folder for compiled programs, accounts and schedules.
 
     Raises:
         KernelError, HloError: what was compiled could not be read.
         CompileError: a program does not compile, for another reason than its size.
     """
     chip = chip_named(topology.chip)
-    made, kernels = _measured(found, topology, spec, stages, cache, reporter)
+    made, kernels, files = _measured(
+        found, topology, spec, stages, cache, dump, reporter
+    )
     return Plan(
+        files=files,
         model=folder.class_name,
         variant="",
         weights=folder.reference,
@@ -139,9 +145,7 @@ def build_pipeline(
     """
     store, made = ExecutableStore(folder), []
     with caching(folder, attached):
-        for program in found.programs:
-            if not program.by_stage.keys() & set(stages):
-                continue
+        for program in found.in_stages(stages):
             started = time.perf_counter()
             key = program.key()
             seconds = time.perf_counter() - started
@@ -159,25 +163,38 @@ def _measured(
     spec: MeshSpec,
     stages: Sequence[str],
     cache: Path,
+    dump: Path | None,
     reporter: Reporter,
-) -> tuple[dict[StageName, list[Measured]], dict[StageName, KernelsMet]]:
-    """Each stage's programs, compiled, and the kernels that they call."""
+) -> tuple[dict[StageName, list[Measured]], dict[StageName, KernelsMet], list[str]]:
+    """Each stage's programs, compiled, their kernels, and the files of the dump."""
+    files: list[str] = []
     chip = chip_named(topology.chip)
     made: dict[StageName, list[Measured]] = {}
     kernels: dict[StageName, KernelsMet] = {}
-    for program in found.programs:
+    for program in found.in_stages(stages):
         wanted = [stage for stage in program.by_stage if stage in stages]
-        if not wanted:
-            continue
         for stage in wanted:
             kernels.setdefault(stage, KernelsMet(chip, cache, reporter))
         with reporter.timed(f"compiling {program.name} for {spec} of {topology.name}"):
-            measured = measure(program, topology, chip, kernels[wanted[0]])
+            measured = measure(
+                program,
+                topology,
+                chip,
+                kernels[wanted[0]],
+                keep_text=dump is not None,
+            )
         program.forget()
+        if dump is not None:
+            number = sum(map(len, made.values()))
+            files += keep_program(dump, measured, number, spec, chip)
+            measured = replace(measured, hlo="")
         for stage in wanted:
             one = replace(measured, stage=stage, calls=program.by_stage[stage])
             made.setdefault(stage, []).append(one)
-    return made, kernels
+    if dump is not None:
+        uses = {k: use for met in kernels.values() for k, use in met.uses.items()}
+        files += keep_schedules(uses.values(), dump)
+    return made, kernels, files
 
 
 def topology_mesh(topology: Topology, spec: MeshSpec | None) -> Any:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from tpuport.core.enums import StageName
+from tpuport.core.files.atomic import atomic_write_bytes
+from tpuport.core.mesh.chips import Chip
+from tpuport.core.mesh.mesh_spec import MeshSpec
+from tpuport.core.plan.measure import Measured
 from tpuport.core.spec.rules import check_own_folder
 
 HLO, ACCOUNT = ".hlo.txt", ".account.json"
@@ -35,3 +40,29 @@ def _is_own(path: Path) -> bool:
         with path.open("rb") as opened:
             return opened.read(len(begin)) == begin
     return False
+
+
+def keep_program(
+    dump: Path, measured: Measured, number: int, spec: MeshSpec, chip: Chip
+) -> list[str]:
+    """Write a compiled program and its account; the names of the files."""
+    dump.mkdir(parents=True, exist_ok=True)
+    mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
+    name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
+    written = []
+    if measured.hlo:
+        atomic_write_bytes(dump / f"{name}{HLO}", measured.hlo.encode())
+        written.append(f"{name}{HLO}")
+    if measured.account is not None:
+        document = {
+            "stage": measured.stage,
+            "program": measured.program,
+            "calls": measured.calls,
+            "clock_hz": chip.clock_hz,
+            "seconds": measured.account.seconds,
+            "rows": [row.as_dict() for row in measured.account.rows],
+        }
+        path = dump / f"{name}{ACCOUNT}"
+        atomic_write_bytes(path, json.dumps(document, indent=1).encode() + b"\n")
+        written.append(path.name)
+    return written

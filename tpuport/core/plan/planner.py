@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.core.cost.kernel_cycles import KernelsMet, keep_schedules
-from tpuport.core.files.atomic import atomic_write_bytes
-from tpuport.core.mesh.chips import Chip
 from tpuport.core.mesh.chips import chip as chip_named
 from tpuport.core.mesh.compiler_flags import flags_for
 from tpuport.core.mesh.device_mesh import build_mesh, place_mesh
@@ -18,7 +15,7 @@ from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.plan.abstract_programs import AbstractProgram, abstract_programs
 from tpuport.core.plan.default_mesh import default_mesh, heads_of
-from tpuport.core.plan.dump_folder import ACCOUNT, HLO
+from tpuport.core.plan.dump_folder import keep_program
 from tpuport.core.plan.measure import Measured, measure
 from tpuport.core.plan.plan import Plan, StagePlan
 from tpuport.core.programs.components import Components
@@ -283,7 +280,9 @@ class Planner:
             program.forget()
             if dump is not None:
                 number = len(form.programs)
-                files += self._noted(_write(dump, measured, number, spec, self.chip))
+                files += self._noted(
+                    keep_program(dump, measured, number, spec, self.chip)
+                )
                 measured = replace(measured, hlo="")
             form.programs.append(measured)
         if dump is not None:
@@ -309,29 +308,3 @@ class Planner:
         """What tpuport sets for the programs of some stages, each once."""
         chosen = [flags_for(self.devices[0], stage) for stage in stages]
         return tuple(dict.fromkeys(text for one in chosen for text in one.texts))
-
-
-def _write(
-    dump: Path, measured: Measured, number: int, spec: MeshSpec, chip: Chip
-) -> list[str]:
-    """The compiled program and its account, as files of the dump."""
-    dump.mkdir(parents=True, exist_ok=True)
-    mesh = "-".join(f"{axis}{size}" for axis, size in spec.shape.items())
-    name = f"{measured.stage}-{measured.program}-{number}-{mesh}"
-    written = []
-    if measured.hlo:
-        atomic_write_bytes(dump / f"{name}{HLO}", measured.hlo.encode())
-        written.append(f"{name}{HLO}")
-    if measured.account is not None:
-        document = {
-            "stage": measured.stage,
-            "program": measured.program,
-            "calls": measured.calls,
-            "clock_hz": chip.clock_hz,
-            "seconds": measured.account.seconds,
-            "rows": [row.as_dict() for row in measured.account.rows],
-        }
-        path = dump / f"{name}{ACCOUNT}"
-        atomic_write_bytes(path, json.dumps(document, indent=1).encode() + b"\n")
-        written.append(path.name)
-    return written

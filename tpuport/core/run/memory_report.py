@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from tpuport.core.mesh.device_memory import plan_of
-from tpuport.core.programs.program_store import Ready
 from tpuport.core.reports import (
     LIVE,
     PLANNED,
@@ -56,14 +55,18 @@ class MemoryLog:
         self._run = run
         self._stages[stage] = (unit, [])
 
-    def ended(self, stage: str, call: int, program: str, ready: Ready) -> None:
-        """A call has ended; others may be under way by now."""
+    def ended(self, stage: str, call: int, program: str, compiled: Any) -> None:
+        """A call has ended; others may be under way by now.
+
+        Args:
+            compiled: what ran; ``None`` if nothing was compiled.
+        """
         parts: Mapping[str, int] = {}
         source, found = LIVE, _live(self._devices)
         if not found:
-            parts = plan_of(ready.call)
+            parts = plan_of(compiled)
             source = PLANNED if parts else UNKNOWN
-            found = _planned(ready, self._devices, parts) if parts else ()
+            found = _planned(compiled, self._devices, parts) if parts else ()
         noted = CallMemory(
             stage=stage,
             program=program,
@@ -100,11 +103,11 @@ def _live(devices: Sequence[Any]) -> tuple[DeviceMemory, ...]:
 
 
 def _planned(
-    ready: Ready, devices: Sequence[Any], parts: Mapping[str, int]
+    compiled: Any, devices: Sequence[Any], parts: Mapping[str, int]
 ) -> tuple[DeviceMemory, ...]:
     """The plan of a program on its devices; on all where it does not tell which."""
     in_use = parts["arguments"] + parts["outputs"] - parts["shared"] + parts["code"]
-    shardings = jax.tree.leaves(getattr(ready.call, "output_shardings", None))
+    shardings = jax.tree.leaves(getattr(compiled, "output_shardings", None))
     sets = (getattr(sharding, "device_set", None) for sharding in shardings)
     used = next(filter(None, sets), devices)
     peak = in_use + parts["temporaries"]

@@ -356,7 +356,9 @@ class _Flight:
             number = run.done + ended.number
             run.reporter.advanced(self.stage.name, number + 1, run.total)
             if run.memory is not None:
-                run.memory.ended(self.stage.name, number, ended.program, ended.ready)
+                run.memory.ended(
+                    self.stage.name, number, ended.program, ended.ready.call
+                )
             if work.watch is not None:
                 work.watch(ended.number, ended.output)
             if work.to_frames is not None:

@@ -81,6 +81,11 @@ class DeviceTensor(torch.Tensor):
         return None
 
     @property
+    def present(self) -> Any:
+        """The array; ``None`` while the call waits for another one."""
+        return self._array
+
+    @property
     def host(self) -> torch.Tensor | None:
         """The tensor on the host, if something has read it."""
         return self._host

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 
 from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.enums import denoises
@@ -35,6 +37,7 @@ from tpuport.core.seam.values import (
     take_apart,
 )
 from tpuport.core.tracing.block_stacks import StackError
+from tpuport.core.tracing.context import Active, activated
 from tpuport.core.tracing.convolution_notes import counted
 from tpuport.errors import TpuportError
 
@@ -129,7 +132,7 @@ class Entry(ProgramRuns):
             found = self._together(program, inputs)
         else:
             arrays = jax.block_until_ready(self._run(program, inputs))
-            found = [self._result(array, array) for array in arrays]
+            found = self._results(program, arrays)
         return self._given_back(
             program.out, found, tensors, [*containers, *state.containers]
         )
@@ -271,7 +274,47 @@ class Entry(ProgramRuns):
                 continue
             self._check_mesh(program)
             seconds = time.perf_counter() - started
-            return replace(program, trace_seconds=seconds), constant
+            known = self._dtypes(program, form, state, tensors)
+            return replace(program, trace_seconds=seconds, dtypes=known), constant
+
+    def _dtypes(
+        self,
+        program: Program,
+        form: Form,
+        state: State,
+        tensors: Sequence[torch.Tensor],
+    ) -> tuple[torch.dtype, ...]:
+        """Upstream's dtypes of the tensors in forward's result, if a program loses any.
+
+        Upstream's forward runs once more, on tensors without numbers. A forward that
+        reads numbers cannot: of its result nothing is known.
+        """
+        infos = jax.tree.leaves(program.traced.out_info)
+        if not any(info.dtype == jnp.int32 for info in infos):
+            return ()
+        count, leaves = len(tensors) - len(state.tensors), list[torch.Tensor]()
+        ported = self._port()
+        runtime = ported.runtime
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forgetting(self.module))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(activated(Active(runtime.env, runtime.op_context())))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            values = [*map(empty, tensors)]
+            args, kwargs = put_together(form, iter(values[:count]))
+            own = iter(values[count:])
+            stack.enter_context(self._attributes.held(state.form, own, []))
+            weights = {name: empty(t) for name, t in ported.tensors().items()}
+            stack.enter_context(_reparametrize_module(self.module, weights))
+            try:
+                take_apart(self._forward(*args, **kwargs), leaves, [])
+            except RuntimeError:  # torch's, at the line that reads
+                return ()
+        return tuple(leaf.dtype for leaf in leaves)
 
     def _check_mesh(self, program: Program) -> None:
         """Refuse a mesh with an axis over which a denoiser splits nothing."""

@@ -63,6 +63,8 @@ class Journal:
     Attributes:
         on_call: told the name of what upstream's pipeline is about to call.
         answer: gives the result of a call; by default, by running the call.
+        ran: the last program that ran, compiled.
+        op_by_op: whether programs run op by op, to debug.
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -70,6 +72,8 @@ class Journal:
         self.calls: deque[Called] = deque(maxlen=1 << 16)
         self.on_call: Callable[[str], None] = lambda name: None
         self.answer: Callable[[Asked], Any] = Asked.run
+        self.ran: Any = None
+        self.op_by_op = False
         self._inside = False
 
     def call(self, asked: Asked) -> Any:

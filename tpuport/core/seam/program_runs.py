@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from tpuport.core.reports import CompileReport
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw
 from tpuport.core.seam.journal import Called, Journal
-from tpuport.core.seam.module_state import State
+from tpuport.core.seam.module_state import State, forgetting
 from tpuport.core.seam.module_weights import ModuleWeights
 from tpuport.core.seam.pairs import Waiting, doubled, together
 from tpuport.core.seam.target import Target
@@ -43,6 +44,8 @@ class Program:
         draws: random numbers that are inputs, after the tensors.
         attention, convolutions: what the calls in it run as.
         trace_seconds: what tracing took.
+        dtypes: upstream's, of the tensors in forward's result; programs count in 32
+            bits. Of what is not there, whole numbers have 64.
         runs: compiled; for two calls as one, by the inputs that differ.
     """
 
@@ -55,6 +58,7 @@ class Program:
     attention: tuple[AttentionRecord, ...] = ()
     convolutions: tuple[ConvolutionRecord, ...] = ()
     trace_seconds: float = 0.0
+    dtypes: tuple[torch.dtype, ...] = ()
     runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
@@ -70,6 +74,11 @@ class Out:
 
     result: Form | None = None
     draws: tuple[Draw, ...] = ()
+
+
+def _whole(program: Program) -> Iterator[torch.dtype]:
+    """Upstream's dtypes of the results, for those that are whole numbers."""
+    return itertools.chain(program.dtypes, itertools.repeat(torch.long))
 
 
 class _ApartError(TpuportError):
@@ -99,11 +108,19 @@ class ProgramRuns(ModuleWeights):
         self._waiting: Waiting | None = None
         self._apart: list[Program] = []
 
-    def _result(self, struct: Any, array: Any = None) -> DeviceTensor:
-        """A tensor of the result; without an array, of the call that waits."""
+    def _results(self, program: Program, arrays: Iterable[Any]) -> list[DeviceTensor]:
+        """The tensors of the result."""
+        found = zip(arrays, _whole(program), strict=False)
+        return [self._result(array, dtype, array) for array, dtype in found]
+
+    def _result(self, struct: Any, whole: torch.dtype, array: Any) -> DeviceTensor:
+        """A tensor of the result; without an array, of the call that waits.
+
+        ``whole`` is upstream's dtype if the tensor is of whole numbers of 32 bits.
+        """
         dtype = torch_dtype(str(struct.dtype))
         if dtype == torch.int32:
-            dtype = torch.long  # torch's indices; programs count in 32 bits
+            dtype = whole
         return DeviceTensor(
             tuple(struct.shape),
             dtype,
@@ -125,7 +142,8 @@ class ProgramRuns(ModuleWeights):
             # The host may write to what is being uploaded, and replace weights.
             jax.block_until_ready((inputs, self._placed()))
             infos = jax.tree.leaves(program.traced.out_info)
-            answers = [self._result(info) for info in infos]
+            found = zip(infos, _whole(program), strict=False)
+            answers = [self._result(info, dtype, None) for info, dtype in found]
             self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
             return answers
         self._waiting = None
@@ -139,7 +157,7 @@ class ProgramRuns(ModuleWeights):
             ours, theirs = self._run(program, first.inputs), self._run(program, inputs)
         for answer, array in zip(first.answers, ours, strict=True):
             answer.answered(array)
-        return [self._result(array, array) for array in theirs]
+        return self._results(program, theirs)
 
     def settle(self) -> None:
         """Run the call that waits, if one does."""
@@ -193,10 +211,31 @@ class ProgramRuns(ModuleWeights):
                 arrays = self._run(program, inputs)
                 return arrays, arrays
             given.append([other for one, other in pairs if one is not other])
+        if self._journal.op_by_op:
+            return self._op_by_op(program, inputs, others)
         run = program.runs.get(differ)
         if run is None:
             run = program.runs[differ] = self._made_of(program, differ)
+        self._journal.ran = run
         return self._execute(run, self._placed(), given)
+
+    def _op_by_op(
+        self,
+        program: Program,
+        inputs: Sequence[jax.Array],
+        others: Sequence[jax.Array] | None,
+    ) -> Any:
+        """What a program gives back, each op by itself; two calls one by one."""
+        self._journal.ran = None
+        if others is not None:
+            return tuple(self._op_by_op(program, one, None) for one in (inputs, others))
+        with (
+            jax.disable_jit(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            forgetting(self.module),
+        ):
+            return program.call(self._placed(), inputs)
 
     def _placed(self) -> Mapping[str, jax.Array]:
         """The weights, on the devices."""

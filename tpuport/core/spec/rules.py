@@ -103,7 +103,8 @@ def check(known: Known) -> None:
 
 
 @rule
-def _inspection(settings: RunSettings) -> None:
+def check_inspection(settings: RunSettings) -> None:
+    """Refuse a folder for profiles in which there is something else."""
     if settings.profile is None and settings.profile_calls is not None:
         raise UsageError("--profile-calls goes with --profile only")
     if settings.profile is not None:

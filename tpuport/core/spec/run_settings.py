@@ -244,7 +244,7 @@ class Asked:
     options: Mapping[str, Any] = what(
         kinds.options,
         "--option -o NAME=VALUE",
-        "A setting that only this model has; may be repeated.",
+        "Any other setting; may be repeated.",
         default=dict,
     )
 

@@ -10,7 +10,8 @@ more scan; a loop that does anything else between its blocks is refused, by name
 Where some kinds of blocks take turns, the body is one block of each kind.
 
 The state is found by looking: the arguments of a block that the block before returned.
-All other arguments must be the very same objects for every block of a kind.
+All other arguments must be the very same objects for every block of a kind, or tensors
+alike that were all there before the first block ran: a text of each block's own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_pytree
 
@@ -189,6 +191,8 @@ class _Chain:
         starts: where scans begin -> the arguments there; a scan begins at a block if
             the state in front of the block was read.
         ran: the outputs of the blocks that ran.
+        own: block -> slot -> an array that the first block of the turn got another of;
+            a block where a scan begins has none.
     """
 
     runner: _Runner
@@ -198,6 +202,7 @@ class _Chain:
     traced: dict[int, TracedBlock] = field(default_factory=dict)
     starts: dict[int, list[Any]] = field(default_factory=dict)
     ran: dict[int, list[Any]] = field(default_factory=dict)
+    own: dict[int, dict[int, jax.Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.last = self.start
@@ -223,8 +228,7 @@ class _Chain:
             raise self.runner.error(index, problem)
         state = self._state(index, call)
         known = self.traced.get(self.runner.turn(index))
-        if known is not None:
-            self._check(index, call, state, known)
+        own = {} if known is None else self._check(index, call, state, known)
         if not state:
             problem = "does not take what the block before returned"
             raise self.runner.error(index, problem)
@@ -241,6 +245,7 @@ class _Chain:
         if self.last in self.ran:
             # The state was read: a new scan continues from here.
             self.starts[index] = known.given(self.ran[self.last])
+        self.own[index] = own
         self.last = index
 
     def output(self, index: int) -> Any:
@@ -288,7 +293,13 @@ class _Chain:
             arrays = self._scan(start, rounds, arrays)
         for index in range(start + rounds * len(self.runner.turns), stop):
             arrays = self._at(index + 1).given(self._block(index, arrays))
+            arrays = self._owned(index + 1, arrays)
         return arrays
+
+    def _owned(self, index: int, arrays: Sequence[Any]) -> list[Any]:
+        """``arrays`` with those that block ``index`` alone is given."""
+        own = self.own.get(index, {})
+        return [own.get(slot, array) for slot, array in enumerate(arrays)]
 
     def _scan(self, start: int, rounds: int, arrays: list[Any]) -> list[Any]:
         """The arguments of a block of the same turn, so many rounds after ``start``."""
@@ -299,16 +310,20 @@ class _Chain:
         turns = len(self.runner.turns)
         indices = range(start, start + turns)
 
-        def step(values: list[Any], layers: Sequence[Mapping[str, Any]]) -> list[Any]:
+        def step(
+            values: list[Any], layers: Sequence[Mapping[str, Any]], own: Any
+        ) -> list[Any]:
             given = list(arrays)
             for slot, value in zip(slots, values, strict=True):
                 given[slot] = value
-            for index, layer in zip(indices, layers, strict=True):
+            for index, layer, more in zip(indices, layers, own, strict=True):
+                for slot, array in more.items():
+                    given[slot] = array
                 out = self._at(index)(layer, given)
                 given = self._at(index + 1).given(out)
             return [given[slot] for slot in slots]
 
-        def part(carry: tuple[Any, list[Any]], _: None) -> Any:
+        def part(carry: tuple[Any, list[Any]], own: Any) -> Any:
             place, values = carry
             layers = [
                 {
@@ -322,20 +337,33 @@ class _Chain:
                 }
                 for index in indices
             ]
-            return (place + 1, step(values, layers)), None
+            return (place + 1, step(values, layers, own)), None
 
         weights = [self.runner.arrays(turn) for turn in range(turns)]
+        stop = start + rounds * turns
+        own = [self._stacked(range(index, stop, turns)) for index in indices]
         values = [arrays[slot] for slot in slots]
         if rounds * turns == self.runner.count:
-            values, _ = jax.lax.scan(lambda v, w: (step(v, w), None), values, weights)
+            values, _ = jax.lax.scan(
+                lambda v, given: (step(v, *given), None), values, (weights, own)
+            )
         else:
             # Layers are picked by their index: cutting the stack would copy it.
             carry = (start // turns, values)
-            (_, values), _ = jax.lax.scan(part, carry, length=rounds)
-        after = list(arrays)
+            (_, values), _ = jax.lax.scan(part, carry, own, length=rounds)
+        after = self._owned(stop, arrays)
         for slot, value in zip(slots, values, strict=True):
             after[slot] = value
         return after
+
+    def _stacked(self, blocks: range) -> dict[int, jax.Array]:
+        """By slot, the arrays that not all of these blocks of one turn are given."""
+        first = self._at(blocks[0]).arrays
+        slots = {slot for index in blocks for slot in self.own.get(index, {})}
+        return {
+            slot: jnp.stack([self._owned(index, first)[slot] for index in blocks])
+            for slot in sorted(slots)
+        }
 
     def _block(self, index: int, arrays: list[Any]) -> list[Any]:
         """One block on its weights."""
@@ -363,20 +391,31 @@ class _Chain:
 
     def _check(
         self, index: int, call: _Call, state: dict[int, int], known: TracedBlock
-    ) -> None:
-        """Refuse a call that is not like the first one of this turn."""
+    ) -> dict[int, jax.Array]:
+        """By slot, the arrays that the first block of this turn got others of.
+
+        Raises:
+            PluginError: the call is not like the first one of this turn.
+        """
         error = self.runner.error
+        own: dict[int, jax.Array] = {}
         if call.tree != known.tree or len(call.leaves) != len(known.leaves):
             raise error(index, "is called with other arguments than the first")
         for position, leaf in enumerate(call.leaves):
             first = known.leaves[position]
-            if position not in state and not same(leaf, first):
+            if position in state or same(leaf, first):
+                continue
+            array = known.alike(position, leaf)
+            # What is made from the result of a block is there too late for its scan.
+            if array is None or self.ran:
                 raise error(
                     index,
                     f"is called with another argument ({_text(leaf)}, not "
                     f"{_text(first)}) than the blocks before it, and it is not what "
                     "the block before returned",
                 )
+            own[known.slot[position]] = array
+        return own
 
     def _check_state(
         self, index: int, state: Mapping[int, int], known: TracedBlock

@@ -99,6 +99,15 @@ class TracedBlock:
             arrays[self.slot[position]] = outputs[output]
         return arrays
 
+    def alike(self, position: int, leaf: Any) -> jax.Array | None:
+        """The array of an argument of another call, if it may stand in the first's."""
+        first = self.arrays[self.slot[position]] if position in self.slot else None
+        if first is None or not _is_array(leaf):
+            return None
+        array = _strong(self.env.t2j_iso(leaf))
+        same_kind = (array.shape, array.dtype) == (first.shape, first.dtype)
+        return array if same_kind else None
+
     def wrapped(self, make: Callable[[int], torch.Tensor]) -> Any:
         """What the block returns, with ``make(i)`` for tensor ``i``."""
         tensors = map(make, range(len(self.structs)))
