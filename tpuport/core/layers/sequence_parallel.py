@@ -185,25 +185,8 @@ def sequence_attention(
         place = jax.lax.axis_index(exchange.axis)
         mine = None if lengths is None else exchange.lengths(lengths, place)
         if blocks is not None:
-            # One after the other, as the links take them: an exchange runs beside the
-            # products that give what the next one takes.
-            q = exchange.to_parts(q)
-            k = exchange.to_parts(_after(k, q))
-            v = exchange.to_parts(_after(v, k))
-            return exchange.from_parts(
-                splash_in_parts(
-                    q,
-                    k,
-                    v,
-                    blocks=blocks,
-                    chip=context.chip or DEFAULT_CHIP,
-                    platform=context.platform,
-                    kv_len=kv_len,
-                    kv_lengths=mine,
-                    scale=scale,
-                    hidden=True,
-                )
-            )
+            given = {"kv_len": kv_len, "kv_lengths": mine, "scale": scale}
+            return _in_parts(exchange, context, (q, k, v), blocks, **given)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         if exchange.degrees.ring == 1:
             return exchange.to_tokens(run(q, k, v, mine))
@@ -355,6 +338,33 @@ class _Exchange:
             return swap(x)
         groups = self.degrees.exchanges
         return _batched(functools.partial(swap, axis_index_groups=groups))(x)
+
+
+def _in_parts(
+    exchange: _Exchange,
+    context: OpContext,
+    arrays: tuple[Array, Array, Array],
+    blocks: SplashBlocks,
+    **options: Any,
+) -> Float[Array, "b h d l"]:
+    """Attention on parts as devices exchange them, which nobody joins."""
+    q, k, v = arrays
+    # One after the other, as the links take them: an exchange runs beside the products
+    # that give what the next one takes.
+    q = exchange.to_parts(q)
+    k = exchange.to_parts(_after(k, q))
+    v = exchange.to_parts(_after(v, k))
+    out = splash_in_parts(
+        q,
+        k,
+        v,
+        blocks=blocks,
+        chip=context.chip or DEFAULT_CHIP,
+        platform=context.platform,
+        hidden=True,
+        **options,
+    )
+    return exchange.from_parts(out)
 
 
 def _after(

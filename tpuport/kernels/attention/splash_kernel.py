@@ -154,9 +154,9 @@ def run(
         of the shape and dtype of ``state``.
     """
     blocks = plan.blocks
-    *parts, batch, heads = q.shape[:-2]
-    last_two = q.shape[-2:]
-    depth, q_len = reversed(last_two) if plan.token_major else last_two
+    batch, heads, depth, q_len = q.shape[-4:]
+    if plan.token_major:
+        depth, q_len = q_len, depth
     rows = v.shape[-1 if plan.token_major else -2]
     first, last = _block_range(plan, lengths)
 
@@ -168,10 +168,9 @@ def run(
     if plan.parts > 1:
         spec = functools.partial(_parted_spec, q_len)
     out = spec(rows, blocks.q, q_map)
-    shape = (q_len, rows) if plan.token_major else (rows, q_len)
-    out_shape = jax.ShapeDtypeStruct((*parts, batch, heads, *shape), q.dtype)
-    operands, aliases = [lengths, first, last, q, k, v], {}
-    in_state = []
+    shape = (*q.shape[:-2], *((q_len, rows) if plan.token_major else (rows, q_len)))
+    out_shape = jax.ShapeDtypeStruct(shape, q.dtype)
+    operands, aliases, in_state = [lengths, first, last, q, k, v], {}, []
     if plan.partial:
         assert state is not None
         out = pl.BlockSpec((None, None, rows + SUM_ROWS, blocks.q), q_map)
