@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from tpuport.core.drive.driving import driving
 from tpuport.core.enums import Backend
 from tpuport.core.reports import Reporter
-from tpuport.core.seam.journal import Asked, Journal
+from tpuport.core.seam.journal import Asked, AtOnce, Journal
 
 
 def scheduler() -> Any:
@@ -84,4 +86,29 @@ def test_a_copied_scheduler_steps_by_itself() -> None:
             (found,) = sound.step(x, timestep, x, return_dict=False)
             assert torch.equal(found, video)
     assert own.step_index == sound.step_index == 3
+    assert len(drive.steps) == 3
+
+
+def test_the_host_is_ahead_of_the_devices_by_one_step() -> None:
+    """A step is told of when its result is there, and a stage ends with all."""
+    own, there = scheduler(), list[int]()
+    pipeline = SimpleNamespace(components={"scheduler": own})
+    x = torch.ones(1, 4)
+    journal = Journal(Reporter())
+
+    class Devices(AtOnce):
+        made = 0
+
+        def step(self) -> Callable[[], None]:
+            self.made += 1
+            return functools.partial(there.append, self.made)
+
+    journal.between = Devices()
+    with driving(pipeline, journal, Backend.TPUPORT) as drive:
+        for number, timestep in enumerate(own.timesteps):
+            own.step(x, timestep, x)
+            assert there == list(range(1, number + 1))
+            assert len(drive.steps) == number
+        journal.call(asked("vae"))
+        assert there == [1, 2, 3]
     assert len(drive.steps) == 3

@@ -78,6 +78,18 @@ def test_an_answer_that_is_read_at_once_is_there(
     assert runs(ported) == [()]
 
 
+def test_arithmetic_on_an_answer_waits_for_the_second_call(
+    module: Denoiser, ported: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_runs, "FEWEST", 1)
+    first = ported(X, T, PROMPT)[0].mul_(2)[None]
+    second = ported(X, T, OTHER)[0]
+    mixed = first + 3 * (second - first)
+    one, other = 2 * module(X, T, PROMPT)[0][None], module(X, T, OTHER)[0]
+    assert close(mixed.on_host(), one + 3 * (other - one))
+    assert runs(ported) == [(False, False, True)]
+
+
 def test_equal_calls_run_once(module: Denoiser, ported: torch.nn.Module) -> None:
     (first,), (second,) = ported(X, T, PROMPT), ported(X, T, PROMPT)
     assert close(first, module(X, T, PROMPT)[0])

@@ -37,9 +37,10 @@ class Drive:
         tape: answers what was recorded, and records the rest.
         before_live: told the name of a call that is not given back.
         around: makes such a call, of a stage; to look at it.
-        steps: when each ``scheduler.step`` had ended.
+        steps: when the result of each ``scheduler.step`` was there.
         reports: of the stages that ended.
         stage: under way.
+        made: how many steps the host has made; the devices may be one behind.
     """
 
     scheduler: Any
@@ -51,11 +52,13 @@ class Drive:
     steps: list[float] = field(default_factory=list)
     reports: list[StageReport] = field(default_factory=list)
     stage: StageName | None = None
+    made: int = 0
     _since: float = 0.0
     _schedulers: int = 0
     _again: int = 0
     _told: bool = False
     _stepped: bool = False
+    _under_way: Callable[[], None] | None = None
 
     @property
     def _reporter(self) -> Reporter:
@@ -80,6 +83,7 @@ class Drive:
     def end(self) -> None:
         """The stage under way ends."""
         assert self.stage is not None
+        self.arrived()
         if self._told:
             report = self._report(self.stage, time.perf_counter())
             self.reports.append(report)
@@ -120,19 +124,45 @@ class Drive:
 
     def step(self, key: int, scheduler: Any, run: Callable[[], Any]) -> Any:
         """The result of a scheduler's step; of a copied one, nobody is told."""
-        tape = self.tape
+        tape, between = self.tape, self.journal.between
         live = tape is None or tape.live
-        result = run() if tape is None else tape.step(key, scheduler, run)
+        arrives: Callable[[], None] | None = None
+
+        def made() -> Any:
+            nonlocal arrives
+            result = run()
+            arrives = between.step()
+            return result
+
+        result = made() if tape is None else tape.step(key, scheduler, made)
         self._stepped = True
         if key == 0:
             self._again += not live
-            self.stepped()
+            self.stepped(arrives)
         return result
 
-    def stepped(self) -> None:
-        """``scheduler.step`` ended."""
+    def stepped(self, arrives: Callable[[], None] | None) -> None:
+        """``scheduler.step`` ended; the host goes on once the one before is there.
+
+        Args:
+            arrives: waits for the result; ``None`` if the result is there.
+        """
         if self.stage == StageName.ENCODE:
             self.begin(StageName.DENOISE)
+        self.made += 1
+        self.arrived()
+        if arrives is None:
+            self._tell_step()
+        self._under_way = arrives
+
+    def arrived(self) -> None:
+        """Wait for the last step."""
+        wait, self._under_way = self._under_way, None
+        if wait is not None:
+            wait()
+            self._tell_step()
+
+    def _tell_step(self) -> None:
         self.steps.append(time.perf_counter())
         if not self._told:
             return
@@ -141,7 +171,7 @@ class Drive:
 
     def _decodes(self, name: str) -> bool:
         """Whether a call that does not denoise comes after the steps."""
-        if self.steps and len(self.steps) >= self._planned():
+        if self.made and self.made >= self._planned():
             return True
         # Steps may be left out, and copies of the scheduler may make all of them.
         return self._stepped and "decode" in name
@@ -240,8 +270,12 @@ class _Step:
 
 
 def _hook(scheduler: Any, drive: Drive, stack: contextlib.ExitStack) -> None:
+    before = vars(scheduler).get("step")
     vars(scheduler)["step"] = _Step(scheduler, drive)
-    stack.callback(vars(scheduler).pop, "step", None)
+    if before is None:
+        stack.callback(vars(scheduler).pop, "step", None)
+    else:  # a port's
+        stack.callback(vars(scheduler).update, step=before)
 
 
 def merged(reports: Iterable[StageReport]) -> list[StageReport]:

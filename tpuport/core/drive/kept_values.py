@@ -10,12 +10,14 @@ from __future__ import annotations
 import enum
 import importlib
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import TypeIs
 
 from tpuport.core.arrays import dtype_name, torch_dtype
 from tpuport.core.seam.device_tensors import DeviceTensor
@@ -26,6 +28,8 @@ _LIBRARIES = frozenset({"collections", "diffusers", "torch", "transformers"})
 #: Objects within objects, at most.
 _DEEPEST = 32
 Later = Callable[[], torch.Tensor | None]
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Gives a tensor that was on the devices back to them."""
 
 
 class KeptError(TpuportError):
@@ -40,16 +44,16 @@ class Kept:
         plain: JSON; a tensor is a number in ``tensors``.
         tensors: on the CPU, contiguous, of no one else; on ``meta`` where the shape
             and the dtype alone are kept.
-        later: of tensors on the devices, by number, what gives them.
+        later: of tensors on the devices, by number, what gives them, once.
     """
 
     plain: Any
     tensors: tuple[torch.Tensor, ...]
     later: Mapping[int, Later] = field(default_factory=dict)
 
-    def value(self) -> Any:
-        """The value, with tensors of its own; of shapes alone, zeros."""
-        return _Giving(self.tensors).value(self.plain)
+    def value(self, place: Place = lambda tensor: tensor) -> Any:
+        """The value, with tensors of its own; of shapes alone, zeros on the host."""
+        return _Giving(self.settled().tensors, place).value(self.plain)
 
     @property
     def shape(self) -> Kept:
@@ -66,13 +70,16 @@ class Kept:
         return Kept(self.plain, tuple(tensors))
 
 
-def kept(value: Any) -> Kept:
+def kept(value: Any, *, always: bool = False) -> Kept:
     """``value``, copied; tensors on the devices once it is settled.
+
+    Args:
+        always: whether tensors on the devices are wanted that nobody reads.
 
     Raises:
         KeptError: a part of it is of a class that no file can hold.
     """
-    return _take(value, with_values=True)
+    return _take(value, with_values=True, always=always)
 
 
 def shape_of(value: Any) -> Kept:
@@ -84,8 +91,8 @@ def shape_of(value: Any) -> Kept:
     return _take(value, with_values=False)
 
 
-def _take(value: Any, *, with_values: bool) -> Kept:
-    taking = _Taking([], with_values, {})
+def _take(value: Any, *, with_values: bool, always: bool = False) -> Kept:
+    taking = _Taking([], with_values, always, {})
     plain = taking.plain(value, 0)
     return Kept(plain, tuple(taking.tensors), taking.later)
 
@@ -94,6 +101,7 @@ def _take(value: Any, *, with_values: bool) -> Kept:
 class _Taking:
     tensors: list[torch.Tensor]
     with_values: bool
+    always: bool
     later: dict[int, Later]
 
     def plain(self, value: Any, depth: int) -> Any:
@@ -105,10 +113,11 @@ class _Taking:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, torch.Tensor):
             found: dict[str, Any] = {"tensor": self._number(value)}
-            on_devices = isinstance(value, DeviceTensor)
             # Upstream's operators round by the order in memory too.
-            if self.with_values and not on_devices and _scattered(value):
+            if self.with_values and _scattered(value):
                 found["strides"] = list(value.stride())
+            if _on_devices(value) and value.arithmetic is not None:
+                found["devices"] = True
             return found
         if isinstance(value, np.ndarray | np.generic):
             array = np.ascontiguousarray(value)
@@ -145,9 +154,9 @@ class _Taking:
 
     def _number(self, tensor: torch.Tensor) -> int:
         number = len(self.tensors)
-        on_devices = isinstance(tensor, DeviceTensor)
+        on_devices = _on_devices(tensor)
         if self.with_values and on_devices:
-            self.later[number] = tensor.later()
+            self.later[number] = _Once(tensor.later(always=self.always))
         if on_devices or not self.with_values:
             shape, dtype = tuple(tensor.shape), tensor.dtype
             tensor = torch.empty(shape, dtype=dtype, device="meta")
@@ -155,6 +164,26 @@ class _Taking:
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.tensors.append(tensor)
         return number
+
+
+class _Once:
+    """Reads the devices at the first call, and holds no array after."""
+
+    def __init__(self, give: Later) -> None:
+        self._give: Later | None = give
+        self._lock = threading.Lock()
+        self._found: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor | None:
+        with self._lock:  # a checkpoint is written beside the run
+            if self._give is not None:
+                self._found, self._give = self._give(), None
+            return self._found
+
+
+def _on_devices(tensor: torch.Tensor) -> TypeIs[DeviceTensor]:
+    """Whether the numbers are those on the devices."""
+    return isinstance(tensor, DeviceTensor) and not tensor.written
 
 
 def _scattered(tensor: torch.Tensor) -> bool:
@@ -172,6 +201,7 @@ def _named(kind: type, **content: Any) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class _Giving:
     tensors: Sequence[torch.Tensor]
+    place: Place
 
     def value(self, plain: Any) -> Any:
         if isinstance(plain, list):
@@ -184,12 +214,13 @@ class _Giving:
         if kind == "float":
             return float(content)
         if kind == "tensor":
-            found = self._tensor(content)
-            if not more:
-                return found
-            return torch.empty_strided(
-                found.shape, dict(more)["strides"], dtype=found.dtype
-            ).copy_(found)
+            found, how = self._tensor(content), dict(more)
+            if "strides" in how:
+                found = torch.empty_strided(
+                    found.shape, how["strides"], dtype=found.dtype
+                ).copy_(found)
+            known = not self.tensors[content].is_meta
+            return self.place(found) if known and "devices" in how else found
         if kind == "array":
             array = self._tensor(content).numpy()
             shape = dict(more)["shape"]

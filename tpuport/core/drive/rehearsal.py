@@ -7,6 +7,7 @@ traced on shapes and answered with zeros. What is rehearsed is what runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,15 +20,17 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
-from tpuport.core.arrays import torch_dtype
+from tpuport.core.arrays import array_dtype, torch_dtype
 from tpuport.core.drive.driving import Drive, driving
 from tpuport.core.enums import Backend, Blocks, StageName
 from tpuport.core.mesh.device_memory import array_bytes
 from tpuport.core.pipelines.folder import PipelineFolder
 from tpuport.core.programs.lowering import Traced as Told
-from tpuport.core.programs.module_programs import lowered, module_key
+from tpuport.core.programs.module_programs import ARITHMETIC, lowered, module_key
 from tpuport.core.programs.program_key import ProgramKey
 from tpuport.core.reports import Reporter
+from tpuport.core.seam.arithmetic import STAGES, Arithmetic
+from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.entry import Entry, PortError
 from tpuport.core.seam.ported import modules_of
 from tpuport.core.seam.program_runs import Program
@@ -44,7 +47,7 @@ class Rehearsed:
 
     Attributes:
         name: of the module that was called: its component, and the path within.
-        module: that one.
+        module: that one; ``None`` of arithmetic between calls.
         weights: shapes, dtypes and places of the weights.
         inputs: dtypes and shapes, such as ``"bfloat16[1,512,4096]"``.
         resident: bytes of weights of other modules on a device beside it.
@@ -54,7 +57,7 @@ class Rehearsed:
     """
 
     name: str
-    module: torch.nn.Module = field(repr=False)
+    module: torch.nn.Module | None = field(repr=False)
     mesh: jax.sharding.Mesh
     weights: Mapping[str, Any]
     inputs: tuple[str, ...]
@@ -125,16 +128,12 @@ class _Answers(Entry):
         self._all: list[Rehearsed] = []
 
     def _executable(self, program: Program, traced: jax.stages.Traced) -> Rehearsed:
-        given = traced.jaxpr.in_avals
         found = Rehearsed(
             name=self.name,
             module=self.module,
             mesh=self.target.mesh,
             weights=self._structs,
-            inputs=tuple(
-                f"{one.dtype}[{','.join(map(str, one.shape))}]"
-                for one in given[len(self._structs) :]
-            ),
+            inputs=_inputs(traced.jaxpr.in_avals[len(self._structs) :]),
             attention=program.attention,
             convolutions=program.convolutions,
             stages=tuple(self._stages()),
@@ -153,10 +152,10 @@ class _Answers(Entry):
     def _inputs(
         self, program: Program, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
-        return [*(tensors[place] for place in program.used), *program.draws]
+        return [*(_given(tensors[place]) for place in program.used), *program.draws]
 
     def _read(self, array: Any) -> torch.Tensor:
-        return torch.zeros(array.shape, dtype=torch_dtype(str(array.dtype)))
+        return _zeros(array)
 
     def rehearsed(self) -> list[Rehearsed]:
         """Its programs, also those that a later call made useless."""
@@ -175,8 +174,75 @@ class _OnHost(_Answers):
         except PortError:
             return self._forward(*args, **kwargs)
 
+    def _result(
+        self, program: Program, struct: Any, whole: torch.dtype, array: Any
+    ) -> DeviceTensor:
+        found = super()._result(program, struct, whole, array)
+        found.arithmetic = None  # what upstream's code answers is on the host
+        return found
+
     def _check_mesh(self, program: Program) -> None:
         pass
+
+
+class _Arithmetic(Arithmetic):
+    """Arithmetic between calls, on shapes."""
+
+    def __init__(self, stage: Callable[[], StageName], *args: Any) -> None:
+        super().__init__(*args)
+        self._stage = stage
+        self.rehearsed: list[Rehearsed] = []
+
+    def _executable(self, traced: jax.stages.Traced) -> tuple[Any, None]:
+        found = Rehearsed(
+            name=ARITHMETIC,
+            module=None,
+            mesh=self.target.mesh,
+            weights={},
+            inputs=_inputs(traced.jaxpr.in_avals),
+            attention=(),
+            convolutions=(),
+            stages=STAGES,
+            _traced=traced,
+        )
+        self.rehearsed.append(found)
+        return found, None
+
+    def _execute(self, run: Any, numbers: Any, arrays: Sequence[Any]) -> Any:
+        run.by_stage[self._stage()] += 1
+        return run.traced().out_info
+
+    def _upload(self, tensor: torch.Tensor) -> Any:
+        return jax.ShapeDtypeStruct(
+            tuple(tensor.shape), array_dtype(tensor), sharding=self.target.replicated
+        )
+
+    def _replicated(self, array: Any) -> Any:
+        return array
+
+    def _read(self, array: Any) -> torch.Tensor:
+        return _zeros(array)
+
+    def step(self) -> None:
+        self.compute()
+
+    def _wait(self, arrays: Any) -> None:
+        pass
+
+
+def _given(tensor: torch.Tensor) -> Any:
+    """What goes into a program: of a tensor on the devices, what it is there."""
+    found = tensor.on_devices if isinstance(tensor, DeviceTensor) else None
+    return tensor if found is None else found
+
+
+def _zeros(array: Any) -> torch.Tensor:
+    return torch.zeros(array.shape, dtype=torch_dtype(str(array.dtype)))
+
+
+def _inputs(given: Sequence[Any]) -> tuple[str, ...]:
+    """Dtypes and shapes, for people."""
+    return tuple(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +406,8 @@ def rehearse(
         kind = _OnHost if name.partition(".")[0] in on_host else _Answers
         return kind(stage, module, forward, name, *rest)
 
-    seam = Seam(modules, target, reporter, answering)
+    computing = functools.partial(_Arithmetic, stage)
+    seam = Seam(modules, target, reporter, answering, computing)
     with contextlib.ExitStack() as stack:
         stack.callback(seam.close)
         drive = stack.enter_context(driving(pipeline, seam.journal, Backend.TPUPORT))
@@ -348,11 +415,13 @@ def rehearse(
         between = [end - begin for begin, end in pairwise(drive.steps)]
         entries = [e for e in seam.entries.values() if type(e) is _Answers]
         programs = [program for entry in entries for program in entry.rehearsed()]
+        assert isinstance(seam.arithmetic, _Arithmetic)
+        programs += seam.arithmetic.rehearsed
         plans = [entry.plan for entry in entries if entry.plan is not None]
         held = {e.name: e.bytes_per_device for e in entries if e.placed}
         return Rehearsal(
             programs=tuple(programs),
-            steps=len(drive.steps),
+            steps=drive.made,
             plans=tuple(plans),
             blocks=target.blocks,
             host_seconds=median(between) if between else None,

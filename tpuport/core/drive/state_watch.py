@@ -9,11 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tpuport.core.seam.device_tensors import DeviceTensor
+from tpuport.core.seam.device_tensors import DeviceTensor, version
 from tpuport.core.seam.journal import Asked
 from tpuport.core.seam.module_state import Attributes, ModuleTree
 from tpuport.core.seam.values import FormError, take_apart
@@ -42,8 +41,8 @@ class Look:
         """A digest of the arguments that a call since ``before`` only read."""
         old = {id(tensor): version for tensor, version in before.given}
         found = 0
-        for tensor, version in self.given:
-            if old.get(id(tensor)) == version:
+        for tensor, count in self.given:
+            if old.get(id(tensor)) == count:
                 data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 found = zlib.crc32(data.numpy(), found)
         return found
@@ -70,9 +69,10 @@ def _seen(tensors: Iterable[torch.Tensor]) -> _Seen:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; one that stays on the devices never was."""
-    found: Any = tensor.host if isinstance(tensor, DeviceTensor) else tensor
-    return 0 if found is None or found.is_inference() else found._version
+    """How often a tensor was written to."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor.writes + tensor.family.writes
+    return version(tensor)
 
 
 def _same(one: _Seen, other: _Seen) -> bool:

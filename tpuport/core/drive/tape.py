@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.core.drive.kept_values import Kept, KeptError, kept, shape_of
+from tpuport.core.drive.kept_values import Kept, KeptError, Place, kept, shape_of
 from tpuport.core.drive.state_watch import Look, StateWatch
 from tpuport.core.enums import StageName, denoises
 from tpuport.core.seam.journal import Asked
@@ -123,6 +123,7 @@ class Tape:
         on_recorded: called when there is more to go on from.
         generators: random numbers that the pipeline draws from.
         guidance: components with a state that changes with the steps.
+        place: gives a tensor that was on the devices back to them.
         unkept: why no run can go on from this one; empty if one can.
     """
 
@@ -131,6 +132,7 @@ class Tape:
     on_recorded: Callable[[], None] = lambda: None
     generators: Sequence[torch.Generator] = ()
     guidance: Mapping[str, Any] = field(default_factory=dict)
+    place: Place = lambda tensor: tensor
     recorded: Recorded = field(init=False)
     unkept: str = field(default="", init=False)
     _between: bool = False
@@ -232,7 +234,7 @@ class Tape:
         if call.name != asked.name:
             raise TapeError(f"upstream calls {asked.name}, not {call.name} as recorded")
         if call.answer is not None:
-            result = call.answer.value()
+            result = call.answer.value(self.place)
         else:
             before = self._look(asked)
             result = asked.run()
@@ -282,10 +284,9 @@ class Tape:
     ) -> None:
         try:
             holders = (scheduler, *self.guidance.values())
-            state = kept([_state_of(one) for one in holders])
-            found = kept(result).settled()
-            random = kept(self._random())
-            made = Step(key, number, found, state.settled(), random)
+            state = kept([_state_of(one) for one in holders], always=True)
+            found = kept(result, always=True)
+            made = Step(key, number, found, state, kept(self._random()))
         except KeptError as error:
             self.unkept = f"{type(scheduler).__name__} has a state of its own: {error}"
             self.on_recorded()
@@ -312,10 +313,10 @@ class Tape:
 
     def _step_again(self, step: Step, scheduler: Any) -> Any:
         holders = (scheduler, *self.guidance.values())
-        for holder, state in zip(holders, step.state.value(), strict=True):
+        for holder, state in zip(holders, step.state.value(self.place), strict=True):
             _restore(holder, state)
         self._set_random(step.random)
-        return step.result.value()
+        return step.result.value(self.place)
 
     def _random(self) -> list[torch.Tensor]:
         """The states of the run's generators, and of torch's own."""

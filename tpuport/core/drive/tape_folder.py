@@ -234,7 +234,7 @@ class _Tensors:
 
     def take(self, value: Kept, name: str) -> _Kept:
         listed: list[list[Any]] = []
-        for number, tensor in enumerate(value.tensors):
+        for number, tensor in enumerate(value.settled().tensors):
             if tensor.is_meta:
                 listed.append([dtype_name(tensor.dtype), list(tensor.shape)])
                 continue

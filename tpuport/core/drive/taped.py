@@ -61,6 +61,8 @@ def called(
         drive.before_live = before_live
         if around is not None:
             drive.around = around
+        if tape is not None:
+            tape.place = journal.between.of_host
         try:
             output = pipeline(**arguments)
         except StageEnd:

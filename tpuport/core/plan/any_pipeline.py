@@ -204,12 +204,13 @@ def topology_mesh(topology: Topology, spec: MeshSpec | None) -> Any:
 
 
 def _host_time(found: Rehearsal) -> list[str]:
-    """What a step takes beside its programs, as a note."""
+    """What a step takes of the host, as a note."""
     if found.host_seconds is None:
         return []
     return [
-        f"between programs the host of a rehearsal takes {found.host_seconds:.3f} s a "
-        "step on this machine, which is in no figure"
+        f"the host of a rehearsal takes {found.host_seconds:.3f} s a step on this "
+        "machine, while the devices make the step before: they wait for it only where "
+        "it is longer than a step, which is in no figure"
     ]
 
 

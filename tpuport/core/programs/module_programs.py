@@ -30,7 +30,9 @@ from tpuport.core.reports import Reporter
 from tpuport.errors import ArtifactError
 
 #: The program of a whole component.
-_WHOLE = "forward"
+WHOLE = "forward"
+#: In place of a component: upstream's arithmetic between the calls of modules.
+ARITHMETIC = "arithmetic"
 #: Whose flags of the compiler a program may have.
 _STAGES = (
     (StageName.DENOISE,),
@@ -50,7 +52,7 @@ def lowered(traced: jax.stages.Traced) -> jax.stages.Lowered:
 
 def module_key(
     name: str,
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     mesh: jax.sharding.Mesh,
     weights: Mapping[str, Any],
     program: jax.stages.Lowered,
@@ -60,6 +62,7 @@ def module_key(
 
     Args:
         name: the component, and the path within.
+        module: ``None`` for :data:`ARITHMETIC`.
         weights: as the program takes them, or ``ShapeDtypeStruct``.
         program: from :func:`lowered`.
         stages: what it was compiled for, as the table of the compiler's flags says.
@@ -67,13 +70,13 @@ def module_key(
     component, _, path = name.partition(".")
     given = jax.tree.leaves(program.in_avals)[len(weights) :]
     return ProgramKey(
-        model=type(module).__name__,
+        model=ARITHMETIC if module is None else type(module).__name__,
         form="",
         stage=component,
-        program=path or _WHOLE,
+        program=path or WHOLE,
         component=component,
         options={},
-        config=_without(config_of(module)),
+        config={} if module is None else _without(config_of(module)),
         weights={key: array_text(value) for key, value in sorted(weights.items())},
         arguments={f"[{i}]": str(one) for i, one in enumerate(given)},
         structure=hashlib.sha256(program.as_text().encode()).hexdigest(),
@@ -125,7 +128,9 @@ class ModulePrograms:
             ArtifactError: what differs.
         """
         for key in (entry.key for entry in self.built.entries):
-            path = "" if key.program == _WHOLE else key.program
+            if key.component == ARITHMETIC:
+                continue
+            path = "" if key.program == WHOLE else key.program
             module = components[key.component].get_submodule(path)
             now = replace(key, config=_without(config_of(module)))
             if found := now.difference(key):

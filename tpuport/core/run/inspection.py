@@ -106,5 +106,5 @@ class Inspection:
 def _wait(result: Any) -> None:
     """Wait for the arrays of a result; a call may wait for a second one."""
     leaves = jax.tree.leaves(result, is_leaf=lambda one: isinstance(one, DeviceTensor))
-    arrays = [one.present for one in leaves if isinstance(one, DeviceTensor)]
+    arrays = [one.value.array for one in leaves if isinstance(one, DeviceTensor)]
     jax.block_until_ready([array for array in arrays if array is not None])

@@ -23,9 +23,10 @@ from tpuport.core.arrays import array_dtype, to_numpy
 from tpuport.core.enums import denoises
 from tpuport.core.mesh.mesh_use import check_used
 from tpuport.core.mesh.pictures import picture_sharding
+from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.blocks import without
 from tpuport.core.seam.draws import Draw, DrawError, recorded
-from tpuport.core.seam.journal import Called, Journal, Uploads
+from tpuport.core.seam.journal import Called, Journal
 from tpuport.core.seam.module_state import Attributes, State, forgetting
 from tpuport.core.seam.program_runs import Out, Program, ProgramRuns
 from tpuport.core.seam.target import Target
@@ -81,7 +82,7 @@ class Entry(ProgramRuns):
         forward: its own forward, without a port around it.
         name: for messages.
         target: what programs are made for.
-        uploads, journal: shared by the entries of one port.
+        journal, arithmetic: shared by the entries of one port.
         make_room: called before weights are placed; other entries may have to go.
     """
 
@@ -91,13 +92,13 @@ class Entry(ProgramRuns):
         forward: Callable[..., Any],
         name: str,
         target: Target,
-        uploads: Uploads,
         journal: Journal,
+        arithmetic: Arithmetic,
         make_room: Callable[[Any], None],
     ) -> None:
-        super().__init__(module, name, target, journal, make_room)
+        super().__init__(module, name, target, journal, arithmetic, make_room)
         self._forward = forward
-        self._uploads = uploads
+        self._uploads = arithmetic.uploads
         self._attributes = Attributes(self._tree)
         self._may_keep = _may_keep(module, forward)
         self._convolves = _convolves(module)
@@ -131,7 +132,9 @@ class Entry(ProgramRuns):
         if self._may_wait(program, state):
             found = self._together(program, inputs)
         else:
-            arrays = jax.block_until_ready(self._run(program, inputs))
+            arrays = self._run(program, inputs)
+            if not self._each_step:
+                jax.block_until_ready(arrays)
             found = self._results(program, arrays)
         return self._given_back(
             program.out, found, tensors, [*containers, *state.containers]
@@ -331,9 +334,12 @@ class Entry(ProgramRuns):
         A module that convolves pictures and takes no tokens has pictures in parts:
         caches of frames stay in parts on the devices from call to call.
         """
-        if self._convolves and not any(t.ndim == 3 for t in tensors):
+        if self._in_parts(tensors):
             return functools.partial(picture_sharding, self.target.mesh)
         return lambda shape: self.target.replicated
+
+    def _in_parts(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._convolves and not any(t.ndim == 3 for t in tensors)
 
     def _traced(
         self,
@@ -390,6 +396,7 @@ class Entry(ProgramRuns):
             draws=draws,
             attention=tuple(runtime.records),
             convolutions=tuple(counted(runtime.convolutions)),
+            in_parts=self._in_parts(tensors),
         )
 
     def _forwarded(

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import torch
@@ -25,7 +25,7 @@ class Called:
     Attributes:
         name: of the module: its component, and the path within.
         started: on the clock of :func:`time.perf_counter`.
-        seconds: until the result was there.
+        seconds: until the result was there; a denoiser's, until the call was made.
         compiled: the program that was made for the call; ``None`` if there was one.
     """
 
@@ -57,10 +57,37 @@ class Asked:
         return self.answer(*self.args, **self.kwargs)
 
 
+class Between(Protocol):
+    """What computes between the calls of modules."""
+
+    def compute(self, *, everything: bool = True) -> None:
+        """Compute what was recorded; not everything: what waits for no call."""
+
+    def step(self) -> Callable[[], None] | None:
+        """A scheduler's step ended; gives what waits for a result that is not there."""
+
+    def of_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that was on the devices when it was recorded on a tape."""
+
+
+class AtOnce:
+    """The host computes: everything is there at once."""
+
+    def compute(self, *, everything: bool = True) -> None:
+        pass
+
+    def step(self) -> Callable[[], None] | None:
+        return None
+
+    def of_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 class Journal:
     """The last calls of a port, who is told of them, and who answers them.
 
     Attributes:
+        between: computes between the calls.
         on_call: told the name of what upstream's pipeline is about to call.
         answer: gives the result of a call; by default, by running the call.
         ran: the last program that ran, compiled.
@@ -74,6 +101,7 @@ class Journal:
         self.answer: Callable[[Asked], Any] = Asked.run
         self.ran: Any = None
         self.op_by_op = False
+        self.between: Between = AtOnce()
         self._inside = False
 
     def call(self, asked: Asked) -> Any:
@@ -86,6 +114,9 @@ class Journal:
         self._inside = True
         try:
             self.on_call(asked.name)
+            # Also before a call that a tape answers: programs begin and end where they
+            # do in a run from the beginning.
+            self.between.compute(everything=False)
             return self.answer(asked)
         finally:
             self._inside = False
@@ -101,14 +132,14 @@ class Uploads:
         """The tensor on the devices; uploaded once if nothing writes to it."""
         if isinstance(tensor, DeviceTensor):
             if (array := tensor.on_devices) is not None:
-                return _moved(array, sharding)
+                return moved(array, sharding)
             tensor = tensor.on_host()
         if tensor.is_inference():
             return _put(tensor, sharding)
         key = id(tensor)
         known = self._known.get(key)
         if known and known[0]() is tensor and known[1] == tensor._version:
-            return _moved(known[2], sharding)
+            return moved(known[2], sharding)
         array = _put(tensor, sharding)
 
         def forget(_: Any) -> None:
@@ -118,7 +149,8 @@ class Uploads:
         return array
 
 
-def _moved(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def moved(array: Any, sharding: NamedSharding) -> Any:
+    """The array where it is wanted."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     return jax.device_put(array, sharding)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.core.seam.device_tensors import DeviceTensor
+from tpuport.core.seam.device_tensors import Value
 from tpuport.core.tracing.context import AttentionRecord
 
 #: Parameters of forward that tell a denoiser, which upstream calls each step.
@@ -41,7 +41,7 @@ class Waiting:
 
     program: Any
     inputs: Sequence[jax.Array]
-    answers: Sequence[DeviceTensor]
+    answers: Sequence[Value]
 
 
 def together(

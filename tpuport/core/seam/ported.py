@@ -102,6 +102,10 @@ def port_pipeline(
     held += _own(pipeline)
     for component in taken.values():
         held += _guard(component)
+    for component in pipeline.components.values():
+        if hasattr(component, "set_timesteps") and hasattr(component, "step"):
+            end = weakref.WeakMethod(seam.arithmetic.compute)
+            held += _set(component, "step", _Step(component, end))
     pipeline.__dict__[_KEPT] = seam, held
     return pipeline
 
@@ -165,6 +169,26 @@ def _guard(module: torch.nn.Module) -> list[tuple[Any, str]]:
     if hasattr(module, "set_attention_backend"):
         held += _set(module, "set_attention_backend", _set_attention_backend)
     return held
+
+
+class _Step:
+    """In place of a scheduler's ``step``: programs end where it ends.
+
+    A scheduler that is copied steps by itself.
+    """
+
+    def __init__(self, scheduler: Any, end: Callable[[], Any]) -> None:
+        self._scheduler, self._end = scheduler, end
+        functools.update_wrapper(self, type(scheduler).step.__get__(scheduler))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = type(self._scheduler).step(self._scheduler, *args, **kwargs)
+        if (compute := self._end()) is not None:
+            compute()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _Step(memo[id(self._scheduler)], self._end)
 
 
 def _own(owner: Any) -> list[tuple[Any, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,9 @@ from tpuport.core.enums import StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.mesh.compiler_flags import GATHERS, flags_for
 from tpuport.core.programs import executable_files as files
-from tpuport.core.programs.jax_cache import cache_hits, persistent_cache
-from tpuport.core.programs.module_programs import lowered, module_key
+from tpuport.core.programs.jax_cache import cache_hits
 from tpuport.core.reports import CompileReport
+from tpuport.core.seam.arithmetic import FEWEST, Arithmetic
 from tpuport.core.seam.device_tensors import DeviceTensor
 from tpuport.core.seam.draws import Draw
 from tpuport.core.seam.journal import Called, Journal
@@ -43,6 +44,7 @@ class Program:
         used: positions of the tensors that are inputs; the others are constants.
         draws: random numbers that are inputs, after the tensors.
         attention, convolutions: what the calls in it run as.
+        in_parts: whether each device may hold a part of a result.
         trace_seconds: what tracing took.
         dtypes: upstream's, of the tensors in forward's result; programs count in 32
             bits. Of what is not there, whole numbers have 64.
@@ -57,6 +59,7 @@ class Program:
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionRecord, ...] = ()
     convolutions: tuple[ConvolutionRecord, ...] = ()
+    in_parts: bool = False
     trace_seconds: float = 0.0
     dtypes: tuple[torch.dtype, ...] = ()
     runs: dict[tuple[bool, ...], Any] = field(default_factory=dict)
@@ -90,6 +93,7 @@ class ProgramRuns(ModuleWeights):
 
     Args:
         module, name, target, journal: as of :class:`ModuleWeights`.
+        arithmetic: on results, of the port.
         make_room: called before weights are placed; other entries may have to go.
     """
 
@@ -99,9 +103,11 @@ class ProgramRuns(ModuleWeights):
         name: str,
         target: Target,
         journal: Journal,
+        arithmetic: Arithmetic,
         make_room: Callable[[Any], None],
     ) -> None:
         super().__init__(module, name, target, journal)
+        self._arithmetic = arithmetic
         self._make_room = make_room
         self._made: CompileReport | None = None
         self._built: files.Entry | None = None
@@ -111,9 +117,11 @@ class ProgramRuns(ModuleWeights):
     def _results(self, program: Program, arrays: Iterable[Any]) -> list[DeviceTensor]:
         """The tensors of the result."""
         found = zip(arrays, _whole(program), strict=False)
-        return [self._result(array, dtype, array) for array, dtype in found]
+        return [self._result(program, array, dtype, array) for array, dtype in found]
 
-    def _result(self, struct: Any, whole: torch.dtype, array: Any) -> DeviceTensor:
+    def _result(
+        self, program: Program, struct: Any, whole: torch.dtype, array: Any
+    ) -> DeviceTensor:
         """A tensor of the result; without an array, of the call that waits.
 
         ``whole`` is upstream's dtype if the tensor is of whole numbers of 32 bits.
@@ -127,6 +135,10 @@ class ProgramRuns(ModuleWeights):
             read=lambda array: self._read(array).to(dtype),
             array=array,
             run=self.settle,
+            # Whole videos have no room on each device.
+            arithmetic=None
+            if program.in_parts or math.prod(struct.shape) < FEWEST
+            else self._arithmetic,
         )
 
     def _read(self, array: Any) -> torch.Tensor:
@@ -139,12 +151,17 @@ class ProgramRuns(ModuleWeights):
         first = self._waiting
         if first is None or first.program is not program:
             self.settle()
-            # The host may write to what is being uploaded, and replace weights.
-            jax.block_until_ready((inputs, self._placed()))
+            self._placed()
             infos = jax.tree.leaves(program.traced.out_info)
             found = zip(infos, _whole(program), strict=False)
-            answers = [self._result(info, dtype, None) for info, dtype in found]
-            self._waiting = Waiting(program=program, inputs=inputs, answers=answers)
+            answers = [
+                self._result(program, info, dtype, None) for info, dtype in found
+            ]
+            self._waiting = Waiting(
+                program=program,
+                inputs=inputs,
+                answers=[answer.value for answer in answers],
+            )
             return answers
         self._waiting = None
         try:
@@ -242,7 +259,8 @@ class ProgramRuns(ModuleWeights):
         if self._weights is None:
             self._make_room(self)
             self._journal.reporter.loading(self.name)
-            self._weights = self._place()
+            # The host may replace weights that are being uploaded.
+            self._weights = jax.block_until_ready(self._place())
         return self._weights
 
     def _execute(self, run: Any, weights: Any, given: Sequence[Any]) -> Any:
@@ -281,16 +299,9 @@ class ProgramRuns(ModuleWeights):
 
     def _executable(self, program: Program, traced: jax.stages.Traced) -> Any:
         """What runs a program; ``traced`` is one call of it, or two as one."""
-        built = self.target.built
-        with persistent_cache(self.target.cache):
-            if built is None:
-                run: Callable[..., Any] = traced.lower().compile()
-                return run
-            text = lowered(traced)
-            mesh = self.target.mesh
-            stages = self._stages()
-            key = module_key(self.name, self.module, mesh, self._structs, text, stages)
-            run, self._built = built.ready(key, text, mesh)
+        run, self._built = self.target.compiled(
+            traced, self.name, self.module, self._structs, self._stages()
+        )
         return run
 
     def _stages(self) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tpuport.core.reports import Reporter
+from tpuport.core.seam.arithmetic import Arithmetic
 from tpuport.core.seam.entry import Entry
 from tpuport.core.seam.journal import Journal, Uploads
 from tpuport.core.seam.standing import Standing, has_hooks
@@ -33,6 +34,7 @@ class Seam(Standing):
         target: what programs are made for.
         reporter: told of programs that are compiled.
         entry: makes what answers the calls of a module.
+        arithmetic: makes what computes between the calls.
 
     Attributes:
         entries: the modules that were called, by name; the last one called is last.
@@ -44,17 +46,19 @@ class Seam(Standing):
         target: Target,
         reporter: Reporter,
         entry: Callable[..., Entry] = Entry,
+        arithmetic: Callable[..., Arithmetic] = Arithmetic,
     ) -> None:
         self.target = target
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self._entry = entry
-        self._uploads = Uploads()
         super().__init__(components, Journal(reporter))
+        self.arithmetic = arithmetic(target, Uploads(), self.journal)
+        self.journal.between = self.arithmetic
 
     def close(self) -> None:
         """Give the modules their own forward back, and the devices their memory.
 
-        A call that waits runs before: somebody may read its answer.
+        What was recorded is computed before: somebody may read it.
         """
         entries = list(self.entries.values())
         self.entries.clear()
@@ -62,6 +66,7 @@ class Seam(Standing):
         with contextlib.ExitStack() as stack:
             for entry in entries:
                 stack.callback(entry.free)
+            stack.callback(self.arithmetic.compute)
 
     def _make_room(self, wanted: Entry) -> None:
         """Let other components go where their weights do not fit beside ``wanted``'s.
@@ -74,6 +79,7 @@ class Seam(Standing):
             if held + wanted.bytes_per_device <= room:
                 return
             if entry is not wanted and entry.placed:
+                self.arithmetic.wait()
                 entry.free()
                 held -= entry.bytes_per_device
                 self.journal.reporter.say(
@@ -112,8 +118,8 @@ class Seam(Standing):
                 original,
                 name,
                 self.target,
-                self._uploads,
                 self.journal,
+                self.arithmetic,
                 self._make_room,
             )
             self.entries[name] = entry

@@ -1,0 +1,510 @@
+"""Upstream's arithmetic between the calls of modules, as programs on the devices.
+
+Guidance and a scheduler's step are some hundred operators on tensors of the latents'
+size. Each is recorded. What somebody holds is computed before a module is called, when
+the host reads, and at the end of a scheduler's step: all of it as one program, on every
+device of the mesh. Programs are told apart by the operators and shapes; numbers of the
+host are inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tpuport.core.arrays import array_dtype, to_torch
+from tpuport.core.enums import StageName
+from tpuport.core.mesh.compiler_flags import flags_for
+from tpuport.core.programs.executable_files import Entry
+from tpuport.core.programs.jax_cache import cache_hits
+from tpuport.core.programs.module_programs import ARITHMETIC, WHOLE
+from tpuport.core.programs.torch_operators import (
+    STATIC,
+    Computes,
+    Result,
+    computes,
+    counts,
+)
+from tpuport.core.reports import CompileReport
+from tpuport.core.seam.device_tensors import (
+    DeviceTensor,
+    HostError,
+    Value,
+    View,
+    version,
+)
+from tpuport.core.seam.journal import Called, Journal, Uploads, moved
+from tpuport.core.seam.target import Target
+
+aten = torch.ops.aten
+#: Elements of a module's result, at least, for arithmetic on the devices. The host is
+#: done with fewer before a program is started.
+FEWEST = 4096
+#: Operators that wait, at most: a loop may never end in a call.
+MOST_WAITING = 1024
+#: Programs of one port, at most: a slice that moves with each step makes many.
+MOST_PROGRAMS = 256
+#: The largest whole number up to which float32 has all.
+_EXACT = 1 << 24
+#: Programs that the host is ahead of the devices, at most: those before and after the
+#: calls of one step.
+_AHEAD = 2
+#: Whose flags of the compiler the programs take.
+STAGES = (str(StageName.DENOISE),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Operation:
+    """An operator on tensors of some shapes.
+
+    Attributes:
+        computes: what computes it on arrays.
+        args, kwargs: with places for tensors and numbers; see :class:`_Taking`.
+        result: shape and dtype.
+        strides, dtype: of the result, as torch says.
+    """
+
+    computes: Computes
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    result: Result
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def run(self, arrays: Iterator[Any], numbers: Iterator[Any]) -> Any:
+        """The result; ``arrays`` and ``numbers`` are taken from the front."""
+
+        def put(form: Any) -> Any:
+            kind = form[0]
+            if kind == "tensor":
+                return next(arrays)
+            if kind == "number":
+                return next(numbers)
+            if kind == "list":
+                return [put(one) for one in form[1]]
+            return form[2]
+
+        args = [put(form) for form in self.args]
+        kwargs = {name: put(form) for name, form in self.kwargs}
+        found = self.computes(self.result, *args, **kwargs)
+        assert found.shape == self.result.shape, (self, found.shape)
+        return found
+
+
+class _Node(Value):
+    """A result that is computed later.
+
+    Attributes:
+        operation, parts, numbers: what is computed of what.
+        serial: a number that is larger than those of ``parts``.
+        owner: the tensor that somebody holds.
+    """
+
+    __slots__ = ("numbers", "operation", "owner", "parts", "serial")
+
+    def __init__(
+        self,
+        run: Callable[[], None],
+        operation: _Operation,
+        taken: _Taking,
+        serial: int,
+    ) -> None:
+        super().__init__(None, run)
+        self.operation, self.serial = operation, serial
+        self.parts: Sequence[Value] = taken.parts
+        self.numbers: Sequence[float] = taken.numbers
+        self.owner: weakref.ref[DeviceTensor] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody may ask for it."""
+        owner = None if self.owner is None else self.owner()
+        return self.array is None and owner is not None and owner.value is self
+
+    def answered(self, array: Any) -> None:
+        super().answered(array)
+        self.parts, self.numbers = (), ()
+
+
+class _Taking:
+    """Takes the arguments of an operator apart: tensors, numbers, and all else."""
+
+    def __init__(self, upload: Callable[[torch.Tensor], Any]) -> None:
+        self._upload = upload
+        self.parts: list[Value] = []
+        self.numbers: list[float] = []
+
+    def form(self, given: Any, number: bool) -> Any:
+        """A key of one argument; ``number`` says whether a number may be an input."""
+        if isinstance(given, torch.Tensor):
+            return self._tensor(given)
+        if isinstance(given, list | tuple):
+            return "list", tuple(self.form(one, False) for one in given)
+        if number and type(given) in (int, float) and abs(given) <= _largest(given):
+            self.numbers.append(float(given))
+            return "number", type(given)
+        return "plain", type(given), given
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, DeviceTensor):
+            value = tensor.ask()
+            if value is None:
+                # A view of a tensor on the host is made where torch keeps its books.
+                raise HostError
+            self.parts.append(value)
+            with torch._C.DisableTorchFunctionSubclass():
+                return "tensor", tuple(tensor.size()), tensor.stride(), tensor.dtype
+        if tensor.device.type != "cpu" or tensor.is_complex():
+            raise HostError
+        if tensor.ndim == 0:
+            number = tensor.item()
+            if abs(number) > _largest(number):
+                raise HostError
+            self.numbers.append(float(number))
+            return "number", tensor.dtype
+        if tensor.dtype == torch.float64:
+            raise HostError
+        self.parts.append(Value(self._upload(tensor)))
+        return "tensor", tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _largest(number: float) -> float:
+    return _EXACT if isinstance(number, int) else float("inf")
+
+
+class Arithmetic:
+    """Records operators on tensors of the devices, and computes what is asked for.
+
+    Args:
+        target: what programs are made for.
+        uploads, journal: of the port.
+    """
+
+    def __init__(self, target: Target, uploads: Uploads, journal: Journal) -> None:
+        self.target = target
+        self.uploads, self._journal = uploads, journal
+        self._operations: dict[Any, _Operation | None] = {}
+        self._programs: dict[Any, Any] = {}
+        self._waiting: list[weakref.ref[_Node]] = []
+        self._serial = 0
+        self._under_way: deque[Any] = deque()
+        self._last: Any = None
+
+    # Recording.
+
+    def record(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator, to be computed later.
+
+        Raises:
+            HostError: the host must compute it.
+        """
+        if operator in (aten.split.Tensor, aten.split_with_sizes.default):
+            return self._split(*args, **kwargs)
+        if operator == aten.unbind.int:
+            x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            return [
+                self.record(aten.select.int, (x, dim, index), {})
+                for index in range(x.size(dim))
+            ]
+        if operator._schema.is_mutable:
+            return self._write(operator, args, kwargs)
+        node = self._node(operator, args, kwargs)
+        view = None
+        if operator.is_view:
+            view = View(operator, tuple(args[1:]), kwargs)
+        return self._tensor(node, args[0] if view else None, view)
+
+    def _split(self, x: Any, size: Any, dim: int = 0) -> list[Any]:
+        length, at, found = x.size(dim), 0, []
+        sizes = size
+        if isinstance(size, int):
+            whole = range(0, length, size)
+            sizes = [min(size, length - begin) for begin in whole]
+        for one in sizes:
+            given = (x, dim, at, at + one)
+            found.append(self.record(aten.slice.Tensor, given, {}))
+            at += one
+        return found
+
+    def _write(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Write to a tensor, which takes another value: nobody else may see it."""
+        tensor = args[0]
+        packet, _, overload = str(operator)[len("aten.") :].partition(".")
+        plain = getattr(aten, packet.removesuffix("_"), None)
+        if (
+            not packet.endswith("_")
+            or not isinstance(tensor, DeviceTensor)
+            or tensor.arithmetic is None
+            or not tensor.alone()
+            or overload not in getattr(plain, "overloads", list)()
+        ):
+            raise HostError
+        node = self._node(getattr(plain, overload), args, kwargs)
+        same = node.operation.result.shape == tuple(tensor.size())
+        if not same or node.operation.dtype != tensor.dtype:
+            raise HostError
+        tensor.value, tensor.writes = node, tensor.writes + 1
+        self._wanted(node, tensor)
+        return tensor
+
+    def _wanted(self, node: _Node, tensor: DeviceTensor) -> None:
+        node.owner = weakref.ref(tensor)
+        self._waiting.append(weakref.ref(node))
+
+    def _node(self, operator: Any, args: Any, kwargs: Any) -> _Node:
+        if len(self._programs) >= MOST_PROGRAMS:
+            raise HostError
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            raise HostError
+        kwargs = {name: v for name, v in kwargs.items() if name != "device"}
+        taken = _Taking(self._upload)
+        positions, names = _numbers_of(operator)
+        forms = tuple(
+            taken.form(one, number)
+            for one, number in zip(args, positions, strict=False)
+        )
+        named = tuple((n, taken.form(v, n in names)) for n, v in sorted(kwargs.items()))
+        key = (operator, forms, named)
+        if key not in self._operations:
+            self._operations[key] = _operation(operator, args, kwargs, forms, named)
+        operation = self._operations[key]
+        if operation is None:
+            raise HostError
+        if len(self._waiting) >= MOST_WAITING:
+            self.compute()
+        self._serial += 1
+        return _Node(self.compute, operation, taken, self._serial)
+
+    def _tensor(self, node: _Node, base: Any, view: View | None) -> DeviceTensor:
+        made = DeviceTensor(
+            node.operation.result.shape,
+            node.operation.dtype,
+            read=self.reader(node.operation.dtype),
+            value=node,
+            strides=node.operation.strides,
+            arithmetic=self,
+            base=base,
+            view=view,
+        )
+        self._wanted(node, made)
+        return made
+
+    def reader(self, dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:
+        """What makes a tensor on the host from an array."""
+        return lambda array: self._read(array).to(dtype)
+
+    def of_host(self, tensor: torch.Tensor) -> DeviceTensor:
+        """A tensor that is on the host, for arithmetic on the devices."""
+        value = Value(None, lambda: value.answered(self._upload(tensor)))
+        made = DeviceTensor(
+            tuple(tensor.shape),
+            tensor.dtype,
+            read=self.reader(tensor.dtype),
+            value=value,
+            strides=tensor.stride(),
+            arithmetic=self,
+        )
+        made.family.host, made.family.seen = tensor, version(tensor)
+        return made
+
+    # Computing.
+
+    def compute(self, *, everything: bool = True) -> None:
+        """Compute what somebody holds.
+
+        Args:
+            everything: also what is computed from a call that waits for a second one.
+        """
+        found = [one for ref in self._waiting if (one := ref()) is not None]
+        held = [one for one in found if one.held]
+        nodes = _needed(held)
+        late: set[int] = set()
+        for node in () if everything else nodes:
+            if any(p.waits or id(p) in late for p in node.parts):
+                late.add(id(node))
+        self._waiting = [weakref.ref(one) for one in held if id(one) in late]
+        held = [one for one in held if id(one) not in late]
+        if held:
+            self._compute(_needed(held) if late else nodes, held)
+
+    def step(self) -> Callable[[], None] | None:
+        """Compute everything at the end of a step.
+
+        Returns:
+            what waits for the result; ``None`` if the host made the step.
+        """
+        self.compute()
+        last, self._last = self._last, None
+        return None if last is None else lambda: self._wait(last)
+
+    def wait(self) -> None:
+        """Wait until everything is there."""
+        self._wait(list(self._under_way))
+        self._under_way.clear()
+
+    def _compute(self, nodes: Sequence[_Node], held: Sequence[_Node]) -> None:
+        places = {id(node): at for at, node in enumerate(nodes)}
+        leaves: dict[int, int] = {}
+        given: list[Value] = []
+        steps = []
+        for node in nodes:
+            for part in node.parts:
+                if id(part) not in places and id(part) not in leaves:
+                    leaves[id(part)] = len(given)
+                    given.append(part)
+            # An input's number is below zero.
+            of = (places.get(id(p), -1 - leaves.get(id(p), 0)) for p in node.parts)
+            steps.append((node.operation, tuple(of)))
+        wanted = tuple(places[id(node)] for node in held)
+        numbers = np.array([n for node in nodes for n in node.numbers], np.float32)
+        arrays = [self._replicated(one.get()) for one in given]
+        key = (tuple(steps), wanted)
+        run = self._programs.get(key)
+        if run is None:
+            run = self._programs[key] = self._made(steps, wanted, numbers, arrays)
+        *found, done = self._execute(run, numbers, arrays)
+        for node, array in zip(held, found, strict=True):
+            node.answered(array)
+        self._last = done
+        self._under_way.append(done)
+        if len(self._under_way) > _AHEAD:
+            self._wait(self._under_way.popleft())
+
+    def _made(
+        self,
+        steps: Sequence[tuple[_Operation, tuple[int, ...]]],
+        wanted: Sequence[int],
+        numbers: Any,
+        arrays: Sequence[Any],
+    ) -> Any:
+        started, hits = time.perf_counter(), cache_hits()
+        reporter = self._journal.reporter
+        if len(self._programs) == MOST_PROGRAMS - 1:
+            reporter.say(
+                f"upstream's arithmetic between calls makes {MOST_PROGRAMS} programs: "
+                "from here on it runs on the host"
+            )
+        reporter.compiling(ARITHMETIC, ARITHMETIC)
+
+        def arithmetic(numbers: Any, arrays: Sequence[Any]) -> list[Any]:
+            each, made = iter(numbers), list[Any]()
+            for operation, of in steps:
+                parts = [made[at] if at >= 0 else arrays[-1 - at] for at in of]
+                made.append(operation.run(iter(parts), each))
+            # The last one is there when all are, and holds nothing alive.
+            return [*(made[at] for at in wanted), jnp.zeros((), jnp.int32)]
+
+        whole = self.target.replicated
+        flags = flags_for(self.target.mesh.devices.flat[0], *STAGES)
+        jitted = jax.jit(
+            arithmetic, out_shardings=whole, compiler_options=flags.options or None
+        )
+        structs = [
+            jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole)
+            for one in (numbers, *arrays)
+        ]
+        traced = jitted.trace(structs[0], structs[1:])
+        tracing = time.perf_counter() - started
+        run, built = self._executable(traced)
+        seconds = time.perf_counter() - started
+        report = CompileReport(
+            stage=ARITHMETIC,
+            program=WHOLE,
+            trace_seconds=tracing,
+            compile_seconds=seconds - tracing,
+            cached=built is not None or cache_hits() > hits,
+            loaded=built is not None,
+            executable=str(built.path) if built else "",
+            executable_bytes=built.size if built else 0,
+        )
+        reporter.compiled(report)
+        self._journal.calls.append(Called(ARITHMETIC, started, seconds, report))
+        return run
+
+    # What a rehearsal does otherwise.
+
+    def _executable(self, traced: jax.stages.Traced) -> tuple[Any, Entry | None]:
+        return self.target.compiled(traced, ARITHMETIC, None, {}, STAGES)
+
+    def _execute(self, run: Any, numbers: Any, arrays: Sequence[Any]) -> Any:
+        return run(numbers, arrays)
+
+    def _upload(self, tensor: torch.Tensor) -> Any:
+        return self.uploads.array(tensor, self.target.replicated)
+
+    def _replicated(self, array: Any) -> Any:
+        return moved(array, self.target.replicated)
+
+    def _read(self, array: Any) -> torch.Tensor:
+        return to_torch(array)
+
+    def _wait(self, arrays: Any) -> None:
+        jax.block_until_ready(arrays)
+
+
+def _needed(held: Iterable[_Node]) -> list[_Node]:
+    """All that is not computed yet of what makes some results, in order."""
+    found: dict[int, _Node] = {}
+    waiting = list(held)
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            waiting += [
+                p for p in one.parts if isinstance(p, _Node) and p.array is None
+            ]
+    return sorted(found.values(), key=lambda node: node.serial)
+
+
+@functools.cache
+def _numbers_of(operator: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
+    """Which arguments of an operator may be numbers of the host: by place, by name."""
+    kinds = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
+    told = [
+        (one.name, operator not in STATIC and str(one.type) in kinds)
+        for one in operator._schema.arguments
+    ]
+    return tuple(may for _, may in told), frozenset(name for name, may in told if may)
+
+
+def _operation(
+    operator: Any, args: Any, kwargs: Any, forms: Any, named: Any
+) -> _Operation | None:
+    """An operator on such arguments; ``None`` if the host must compute it."""
+    found = computes(operator)
+    if found is None:
+        return None
+    kinds: list[torch.dtype] = []
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            size, strides, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        kinds.append(dtype)
+        return torch.empty_strided(size, strides, dtype=dtype, device="meta")
+
+    args, kwargs = tree_map_only(torch.Tensor, bare, (args, kwargs))
+    result = operator(*args, **kwargs)
+    # Programs count in 32 bits, and have no float64.
+    whole = any(not k.is_floating_point and k != torch.bool for k in kinds)
+    if result.dtype == torch.float64 or (counts(operator) and whole):
+        return None
+    return _Operation(
+        computes=found,
+        args=forms,
+        kwargs=named,
+        result=Result(tuple(result.shape), array_dtype(result)),
+        strides=result.stride(),
+        dtype=result.dtype,
+    )
