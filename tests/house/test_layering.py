@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -404,7 +405,7 @@ def test_no_model_is_named_in(layer: str) -> None:
         for source in SOURCES
         if source.layer == layer
         for line, text in words(source.tree)
-        if any(model in text.lower() for model in MODELS)
+        if any(re.search(rf"(?<![a-z]){m}(?![a-z])", text.lower()) for m in MODELS)
     ]
     assert wrong == []
 

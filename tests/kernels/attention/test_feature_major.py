@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +19,11 @@ from tests.kernels.attention.oracle import (
 from tests.tolerances import TOLERANCES
 from tpuport.kernels.attention.attention import attention_feature_major
 from tpuport.kernels.attention.choice import AttentionChoice
-from tpuport.kernels.attention.splash import SplashBlocks, splash_feature_major
+from tpuport.kernels.attention.splash import (
+    SplashBlocks,
+    splash_feature_major,
+    splash_in_parts,
+)
 
 LN_2 = math.log(2)
 BLOCKS = SplashBlocks(q=128, kv=256, kv_compute=128)
@@ -73,3 +78,20 @@ def test_every_implementation_counts_the_same_keys(
         interpret=True,
     )
     assert worst(got, want.swapaxes(2, 3)) < TOLERANCES["attention float32"]
+
+
+def test_tokens_in_parts_are_as_if_joined() -> None:
+    """Three arrays; the tokens from 1,400 on do not count."""
+    count = 1400
+    numbers = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(numbers.normal(size=(3, 2, 2, 32, 512)), jnp.float32)
+        for _ in range(3)
+    )
+    v = v * (jnp.arange(1536).reshape(3, 1, 1, 1, 512) < count)
+    blocks = SplashBlocks(q=256, kv=512, kv_compute=256)
+    options: dict[str, Any] = {"kv_len": count, "hidden": True, "interpret": True}
+    found = splash_in_parts(q, k, v, blocks=blocks, **options)
+    joined = (jnp.concatenate(list(x), 3) for x in (q, k, v))
+    expected = splash_feature_major(*joined, blocks=blocks, **options)
+    assert (jnp.concatenate(list(found), 3) == expected).all()

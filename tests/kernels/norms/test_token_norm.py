@@ -100,22 +100,30 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
 
 # As many heads as a step takes, more, and a number that no step divides evenly.
 @pytest.mark.parametrize(
-    ("heads", "centre"),
+    ("heads", "over"),
     sweep(
-        [(1, True), (11, False), (16, True)],
-        itertools.product([1, 11, 16], [True, False]),
+        [(1, "centred"), (11, "each"), (16, "centred"), (11, "all")],
+        itertools.product([1, 11, 16], ["centred", "each", "all"]),
     ),
 )
-def test_heads_are_normed_and_rotated(heads: int, centre: bool) -> None:
-    x, vectors = normals(2, heads, 64, 256, mean=0.5), normals(2, 64)
+def test_heads_are_normed_and_rotated(heads: int, over: str) -> None:
+    centre, across = over == "centred", over == "all"
+    x = normals(2, heads, 64, 256, mean=0.5)
+    vectors = normals(heads if across else 1, 2, 64)
     cos, sin = normals(64, 256), normals(256, 64).T
     call = functools.partial(
-        head_norm_rotary, eps=EPS, centre=centre, vmem_limit=LIMIT, interpret=True
+        head_norm_rotary,
+        eps=EPS,
+        centre=centre,
+        across=across,
+        vmem_limit=LIMIT,
+        interpret=True,
     )
     found = jax.jit(call)(
         *(array.astype(np.float32) for array in (x, vectors, cos, sin))
     )
-    y = normed(x, 2, centre) * vectors[0][:, None] + vectors[1][:, None]
+    y = normed(x, (1, 2) if across else 2, centre)
+    y = y * vectors[:, 0, :, None] + vectors[:, 1, :, None]
     first, second = y[:, :, :32], y[:, :, 32:]
     turned = np.concatenate(
         [
@@ -131,7 +139,7 @@ def test_bfloat16_is_rounded_once() -> None:
     x = jnp.asarray(normals(1, 2, 64, 128), jnp.bfloat16)
     wide = np.asarray(x, np.float64)
     ones = jnp.ones((64, 128), jnp.float32)
-    vectors = jnp.stack([ones[:, 0], 0 * ones[:, 0]])
+    vectors = jnp.stack([ones[:, 0], 0 * ones[:, 0]])[None]
     heads = head_norm_rotary(
         x, vectors, ones, 0 * ones, eps=EPS, centre=True, vmem_limit=LIMIT,
         interpret=True,
@@ -192,7 +200,7 @@ def test_heads_that_the_kernel_cannot_take(
     with pytest.raises(NotImplementedError, match=why):
         head_norm_rotary(
             jnp.zeros((1, 2, features, tokens), jnp.float32),
-            jnp.zeros((2, features), jnp.float32),
+            jnp.zeros((1, 2, features), jnp.float32),
             table,
             table,
             eps=EPS,

@@ -238,7 +238,7 @@ def split_attention(
         q = jnp.pad(q, (*((0, 0),) * (q.ndim - 2), *padding))
         if mask is not None and mask.shape[2] > 1:
             mask = jnp.pad(mask, ((0, 0), (0, 0), *padding))
-    _record(
+    record_attention(
         context,
         choice,
         (q, k, v, mask, lengths),
@@ -340,14 +340,14 @@ _Arrays = tuple[
 ]
 
 
-def _record(
+def record_attention(
     context: OpContext,
     choice: AttentionChoice,
     arrays: _Arrays,
     *,
     length: int,
-    is_causal: bool,
-    frame_tokens: int | None,
+    is_causal: bool = False,
+    frame_tokens: int | None = None,
     split: tuple[_Axes, _Axes],
 ) -> None:
     """Note what this call runs as, once per distinct call.

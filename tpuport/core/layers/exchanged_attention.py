@@ -10,6 +10,7 @@ Legend: B batch, H heads, L tokens, D head dim.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,10 +18,17 @@ import jax.custom_batching
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Float, Shaped
-from tpuport.core.layers.attention import ATTENTION, scaled_dot_product_attention
+from tpuport.core.layers.attention import (
+    ATTENTION,
+    record_attention,
+    scaled_dot_product_attention,
+    split_attention,
+)
 from tpuport.core.layers.sequence_parallel import sequence_attention
 from tpuport.core.tracing.context import Active, OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
+from tpuport.core.tracing.ported_module import on_devices
+from tpuport.kernels.attention.attention import attention_feature_major
 from tpuport.kernels.attention.mask_lanes import masks_keys, with_mask_lanes
 from tpuport.kernels.attention.problem import resolve_scale
 
@@ -118,6 +126,48 @@ def _exchanged(
         feature_major=False,
     )
     return out[:, :, :length]
+
+
+def attend_whole_keys(
+    context: OpContext,
+    q: Float[Array, "b h m n"],
+    k: Float[Array, "b h _ _"],
+    v: Float[Array, "b h _ _"],
+    *,
+    feature_major: bool,
+) -> Float[Array, "b h m n"]:
+    """Attention of split queries on keys that every device has.
+
+    Args:
+        q, k, v: [B, H, L, D], or [B, H, D, L] with ``feature_major``.
+
+    Returns:
+        of the shape and dtype of ``q``.
+    """
+    if not feature_major:
+        return split_attention(context, q, k, v, scale=None)
+    # A window holds neighbours within one sequence.
+    choice = replace(context.implementation, window=None)
+    axis, policy = context.axis, context.attention
+    batch, heads = axis(policy.batch, q.shape[0]), axis(policy.heads, q.shape[1])
+    tokens = axis(policy.sequence)
+    structs = (jax.ShapeDtypeStruct(x.swapaxes(2, 3).shape, x.dtype) for x in (q, k, v))
+    record_attention(
+        context,
+        choice,
+        (*structs, None, None),
+        length=q.shape[3],
+        split=((batch, heads, tokens, None), (batch, heads, None, None)),
+    )
+    run = functools.partial(
+        attention_feature_major,
+        platform=context.platform,
+        implementation=choice,
+        chip=context.chip,
+    )
+    others = (batch, heads, None, None)
+    queries = (batch, heads, None, tokens)
+    return on_devices(context.mesh, run, (q, k, v), (queries, others, others), queries)
 
 
 EXCHANGED_ATTENTION = OpOverride(

@@ -13,12 +13,14 @@ rotation and modulation are in float32 and rounded once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from tpuport.core.arrays import Array, Bool, Float, Float32, Int, Shaped
+from tpuport.core.layers.exchanged_attention import attend_whole_keys
 from tpuport.core.layers.sequence_parallel import (
     degrees_of,
     padded_length,
@@ -128,22 +130,39 @@ class JointSequence:
         return (index >= first) & (index < end)
 
     def choose(
-        self, text: Float[Array, "b e"], video: Float[Array, "b e"]
+        self, text: Float[Array, "b *l e"], video: Float[Array, "b *l e"]
     ) -> Float[Array, "b _ e"]:
         """[B, L, E] with one row [B, E] for all text tokens and one for all others.
 
-        If ``text`` is ``video``, the result is [B, 1, E].
+        If ``text`` is ``video``, the result is [B, 1, E]; it may then have a row for
+        each token, [B, L, E], and stays as it is.
         """
         if text is video:
-            return video[:, None]
+            return video[:, None] if video.ndim == 2 else video
         return jnp.where(self.is_text()[:, None], text[:, None], video[:, None])
 
     def _constrain(
         self, x: Shaped[Array, "b l *rest"], axis: str | None
     ) -> Shaped[Array, "b l *rest"]:
         context = self.active.context
-        batch = context.axis(context.attention.batch)
+        batch = context.axis(context.attention.batch, x.shape[0])
         return constrain(context.mesh, x, batch, context.axis(axis))
+
+
+def patches(
+    x: Float[Array, "b c t y x"], patch: tuple[int, ...]
+) -> Float[Array, "b l e"]:
+    """Latents [B, C, T, Y, X] as tokens [B, N, C p p p], as a convolution sees them.
+
+    Whole patches only: what remains of a dim is cut.
+    """
+    batch, channels, *sizes = x.shape
+    counts = [size // p for size, p in zip(sizes, patch, strict=True)]
+    frames, rows, columns = (n * p for n, p in zip(counts, patch, strict=True))
+    x = x[:, :, :frames, :rows, :columns]
+    parted = [n for pair in zip(counts, patch, strict=True) for n in pair]
+    x = x.reshape(batch, channels, *parted).transpose(0, 2, 4, 6, 1, 3, 5, 7)
+    return x.reshape(batch, -1, channels * math.prod(patch))
 
 
 def gated(
@@ -151,10 +170,13 @@ def gated(
     x: Float[Array, "b l e"],
     update: Float[Array, "b l e"],
     *,
-    text: Float[Array, "b e"],
-    video: Float[Array, "b e"],
+    text: Float[Array, "b *l e"],
+    video: Float[Array, "b *l e"],
 ) -> Float[Array, "b l e"]:
-    """``x + gate * update`` with a gate [B, E] for text and one for video tokens."""
+    """``x + gate * update`` with a gate [B, E] for text and one for video tokens.
+
+    One gate for both may be [B, L, E], with a row for each token.
+    """
     wide = update.astype(jnp.float32)
     gate = sequence.choose(text, video).astype(jnp.float32)
     return sequence.split((x.astype(jnp.float32) + gate * wide).astype(x.dtype))
@@ -301,5 +323,29 @@ def attend(
         v.astype(dtype),
         kv_len=sequence.length,
         kv_lengths=kv_lengths,
+        feature_major=sequence.feature_major,
+    )
+
+
+def attend_others(
+    sequence: JointSequence,
+    q: Float[Array, "b h m n"],
+    k: Float[Array, "b h _ _"],
+    v: Float[Array, "b h _ _"],
+    dtype: Any,
+) -> Float[Array, "b h m n"]:
+    """Attention of all tokens on others, such as text, that are whole everywhere.
+
+    Args:
+        q, k, v: as :func:`to_heads` gives them; they are rounded to ``dtype``.
+
+    Returns:
+        of the shape of ``q``, in ``dtype``.
+    """
+    return attend_whole_keys(
+        sequence.active.context,
+        q.astype(dtype),
+        k.astype(dtype),
+        v.astype(dtype),
         feature_major=sequence.feature_major,
     )

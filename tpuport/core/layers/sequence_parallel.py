@@ -36,10 +36,16 @@ from tpuport.core.layers.ring import (
 from tpuport.core.tracing.context import Active, AttentionRecord, OpContext
 from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.attention.attention import attention, attention_feature_major
+from tpuport.kernels.attention.choice import AUTO
 from tpuport.kernels.attention.chunked import chunked_refusal
 from tpuport.kernels.attention.problem import describe
 from tpuport.kernels.attention.selection import DEFAULT_CHIP, select
-from tpuport.kernels.attention.splash_blocks import default_blocks
+from tpuport.kernels.attention.splash import splash_in_parts
+from tpuport.kernels.attention.splash_blocks import (
+    SplashBlocks,
+    default_blocks,
+    part_blocks,
+)
 from tpuport.kernels.padding import ceil_div, pad_dim, round_up
 
 #: A slice on a TPU is a multiple of this: a lane of a vector register holds a token.
@@ -157,6 +163,7 @@ def sequence_attention(
     record = _record(
         active, q, kv_len=kv_len, has_lengths=kv_lengths is not None, exchange=exchange
     )
+    blocks = exchange.part_blocks(active, q) if q.shape == v.shape else None
     options: dict[str, Any] = {
         "kv_len": kv_len,
         "scale": scale,
@@ -177,6 +184,9 @@ def sequence_attention(
             return run(q, k, v, lengths)
         place = jax.lax.axis_index(exchange.axis)
         mine = None if lengths is None else exchange.lengths(lengths, place)
+        if blocks is not None:
+            given = {"kv_len": kv_len, "kv_lengths": mine, "scale": scale}
+            return _in_parts(exchange, context, (q, k, v), blocks, **given)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         if exchange.degrees.ring == 1:
             return exchange.to_tokens(run(q, k, v, mine))
@@ -251,28 +261,52 @@ class _Exchange:
         """Heads of a device after the exchange, with padded heads."""
         return -(-self.count // self.degrees.ulysses)
 
-    def to_heads(self, x: Float[Array, "b h _ _"]) -> Float[Array, "heads 1 _ _"]:
-        """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
+    def part_blocks(
+        self, active: Active, q: Float[Array, "b h m n"]
+    ) -> SplashBlocks | None:
+        """Tiles of the kernel on parts as they come; ``None`` to join the parts."""
+        context, choice = active.context, active.context.implementation
+        ways = self.degrees.ulysses
+        if self.heads_first or self.degrees.ring > 1 or ways == 1:
+            return None
+        named = choice.blocks or choice.window is not None or choice.k_smooth
+        if named or choice.name not in (AUTO, "splash") or context.platform != "tpu":
+            return None
+        return part_blocks(
+            q.shape[3] // ways,
+            ways,
+            q.shape[2],
+            chip=context.chip or DEFAULT_CHIP,
+            itemsize=q.dtype.itemsize,
+        )
+
+    def to_parts(self, x: Float[Array, "b h _ _"]) -> Float[Array, "p heads 1 _ _"]:
+        """[b, h, ..] with some tokens to [p, heads, 1, ..] with those of p devices."""
         if self.heads_first:
             x = x.swapaxes(0, 1)
         x = self._padded(x.reshape(self.count, 1, *x.shape[2:]))
-        ways = self.degrees.ulysses
-        if ways == 1:
-            return x
-        parts = self._exchanged(x.reshape(ways, self.each, *x.shape[1:]))
+        parts = x.reshape(self.degrees.ulysses, self.each, *x.shape[1:])
+        return parts if self.degrees.ulysses == 1 else self._exchanged(parts)
+
+    def from_parts(self, x: Float[Array, "p heads 1 _ _"]) -> Float[Array, "b h _ _"]:
+        """[p, heads, 1, ..] with tokens of p devices to [b, h, ..] with some tokens."""
+        if self.degrees.ulysses > 1:
+            x = self._exchanged(x)
+        x = x.reshape(-1, *x.shape[2:])[: self.count]
+        if self.heads_first:
+            return x.reshape(*self.local[::-1], *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(*self.local, *x.shape[2:])
+
+    def to_heads(self, x: Float[Array, "b h _ _"]) -> Float[Array, "heads 1 _ _"]:
+        """[b, h, ..] with some tokens to [heads, 1, ..] with the group's tokens."""
         # Parts lie side by side: whole tiles of memory move, nothing inside a tile.
-        return jnp.concatenate(list(parts), self.tokens)
+        parts = list(self.to_parts(x))
+        return jnp.concatenate(parts, self.tokens) if len(parts) > 1 else parts[0]
 
     def to_tokens(self, x: Float[Array, "heads 1 _ _"]) -> Float[Array, "b h _ _"]:
         """[heads, 1, ..] with the group's tokens to [b, h, ..] with some tokens."""
         ways = self.degrees.ulysses
-        if ways > 1:
-            parts = jnp.stack(jnp.split(x, ways, self.tokens))
-            x = self._exchanged(parts).reshape(ways * self.each, 1, *parts.shape[3:])
-        x = x[: self.count]
-        if self.heads_first:
-            return x.reshape(*self.local[::-1], *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(*self.local, *x.shape[2:])
+        return self.from_parts(jnp.stack(jnp.split(x, ways, self.tokens)))
 
     def lengths(
         self, lengths: Int[Array, "b"], place: Int[Array, ""]
@@ -304,6 +338,41 @@ class _Exchange:
             return swap(x)
         groups = self.degrees.exchanges
         return _batched(functools.partial(swap, axis_index_groups=groups))(x)
+
+
+def _in_parts(
+    exchange: _Exchange,
+    context: OpContext,
+    arrays: tuple[Array, Array, Array],
+    blocks: SplashBlocks,
+    **options: Any,
+) -> Float[Array, "b h d l"]:
+    """Attention on parts as devices exchange them, which nobody joins."""
+    q, k, v = arrays
+    # One after the other, as the links take them: an exchange runs beside the products
+    # that give what the next one takes.
+    q = exchange.to_parts(q)
+    k = exchange.to_parts(_after(k, q))
+    v = exchange.to_parts(_after(v, k))
+    out = splash_in_parts(
+        q,
+        k,
+        v,
+        blocks=blocks,
+        chip=context.chip or DEFAULT_CHIP,
+        platform=context.platform,
+        hidden=True,
+        **options,
+    )
+    return exchange.from_parts(out)
+
+
+def _after(
+    x: Float[Array, "*dims"], first: Float[Array, "*others"]
+) -> Float[Array, "*dims"]:
+    """``x`` once ``first`` is there."""
+    after: Array = jax.lax.optimization_barrier((x, first))[0]
+    return after
 
 
 def _batched(swap: Callable[[Array], Array]) -> Callable[[Array], Array]:

@@ -13,8 +13,10 @@ device. After attention the text's result is read out again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -58,9 +60,17 @@ class Stream:
         """A stream whose ``first`` tokens are marked."""
         return cls(tokens, replace(tokens, text=first, text_first=True))
 
-    def norm(self, norm: Any, x: jax.Array, shift: Pair, scale: Pair) -> jax.Array:
-        """``x`` [B, L, E] normed and modulated."""
+    def norm(
+        self,
+        norm: Any,
+        x: jax.Array,
+        shift: Pair | None = None,
+        scale: Pair | None = None,
+    ) -> jax.Array:
+        """``x`` [B, L, E] normed, and modulated if there are a shift and a scale."""
         weight, bias = parameters(norm)
+        if shift is None or scale is None:
+            shift = scale = (jnp.zeros(x.shape[::2], jnp.float32),) * 2
         y = token_norms.modulated_norm(
             self.marked,
             x,
@@ -77,6 +87,22 @@ class Stream:
         """``x + gate * update``, [B, L, E]."""
         return joint_sequence.gated(self.marked, x, update, text=gate[0], video=gate[1])
 
+    @classmethod
+    def whole(cls, sequence: JointSequence, count: int) -> Stream:
+        """A stream of ``count`` other tokens, whole on every device."""
+        return cls.of(text_alone(replace(sequence, text=count)))
+
+    def behind(self, x: jax.Array, *linears: Any) -> tuple[jax.Array, list[Any]]:
+        """``x`` once the weights of layers are there, and these layers.
+
+        The exchange of heads for tokens waits for ``x``, and so does not hold up the
+        links while weights that are held in parts are gathered.
+        """
+        weights, biases = zip(*map(parameters, linears), strict=True)
+        x, weights = jax.lax.optimization_barrier((x, weights))
+        pairs = zip(weights, biases, strict=True)
+        return x, [SimpleNamespace(weight=w, bias=b) for w, b in pairs]
+
     def heads(self, linear: Any, y: jax.Array, count: int) -> jax.Array:
         """A projection of ``y`` [B, L, E] to ``count`` heads, in float32."""
         weight, bias = parameters(linear)
@@ -89,7 +115,12 @@ class Stream:
         """Queries or keys: projected, normed and rotated by ``tables``."""
         given = None
         if norm is not None:
-            given = token_norms.HeadNorm(*parameters(norm), norm.eps, _centres(norm))
+            weight, bias = parameters(norm)
+            width = math.prod(norm.weight.shape) if weight is not None else 0
+            head_dim = linear.weight.shape[0] // count
+            given = token_norms.HeadNorm(
+                weight, bias, norm.eps, _centres(norm), across=width > head_dim
+            )
         found = self.heads(linear, y, count)
         return token_norms.turned(self.tokens, found, given, tables, y.dtype)
 
@@ -131,7 +162,7 @@ def _centres(norm: Any) -> bool:
     """
     from diffusers.models.normalization import RMSNorm
 
-    if isinstance(norm, RMSNorm):
+    if isinstance(norm, RMSNorm | torch.nn.RMSNorm):
         return False
     if isinstance(norm, torch.nn.LayerNorm):
         return True

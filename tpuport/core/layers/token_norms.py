@@ -23,8 +23,8 @@ from tpuport.core.tracing.kernel_options import kernel_options
 from tpuport.core.tracing.ported_module import on_devices
 from tpuport.kernels.norms.token_norm import head_norm_rotary, modulated_layer_norm
 
-#: Shift and scale of each item, in either order.
-Pair = tuple[Float[Array, "b e"], Float[Array, "b e"]]
+#: Shift and scale of each item, or of each of its tokens, in either order.
+Pair = tuple[Float[Array, "b *l e"], Float[Array, "b *l e"]]
 #: Tables of a rotation: cos and sin.
 Tables = tuple[Float[Array, "m n"], Float[Array, "m n"]]
 
@@ -70,7 +70,8 @@ def modulated_norm(
     Args:
         sequence: which tokens are text.
         weight, bias: of the norm, [E]; ``None`` if the norm has none.
-        text, video: (shift, scale), each [B, E], of text tokens and of all others.
+        text, video: (shift, scale), each [B, E], of text tokens and of all others; one
+            pair for both may be [B, L, E], with a row for each token.
 
     Returns:
         of the shape and dtype of ``x``.
@@ -89,7 +90,7 @@ def modulated_norm(
     text_shift, text_scale = shift, scale
     if any(one is not other for one, other in zip(text, video, strict=True)):
         text_shift, text_scale = folded(*text)
-    if has_kernels(sequence):
+    if has_kernels(sequence) and scale.ndim == 2:
         try:
             return _modulated_by_kernel(
                 sequence, x, eps, (shift, scale), (text_shift, text_scale)
@@ -144,15 +145,18 @@ class HeadNorm:
     """A layer norm, or an RMS norm, over the head dim.
 
     Attributes:
-        weight, bias: of shape [D]; ``None`` if the norm has none.
+        weight, bias: of shape [D], or [H D] with ``across``; ``None`` if the norm has
+            none.
         eps: of the norm.
         centre: subtract the mean; ``False`` makes an RMS norm.
+        across: the norm is over all heads of a token.
     """
 
-    weight: Float[Array, "d"] | None
-    bias: Float[Array, "d"] | None
+    weight: Float[Array, "hd"] | None
+    bias: Float[Array, "hd"] | None
     eps: float
     centre: bool = True
+    across: bool = False
 
 
 def turned(
@@ -169,8 +173,8 @@ def turned(
 
     Args:
         x: as :func:`to_heads` gives it, from weights in the order of halves.
-        norm: norm over the head dim, or ``None``. Its input is ``x`` rounded to
-            ``dtype``, because upstream rounds its projection before the norm.
+        norm: norm over the head dim, or over all heads, or ``None``. Its input is ``x``
+            rounded to ``dtype``, because upstream rounds its projection before it.
         tables: as :func:`rotary_tables` gives them; ``None`` for no rotation.
     """
     axis = 2 if sequence.feature_major else 3
@@ -185,14 +189,16 @@ def turned(
                 # Another number of tokens or features than the kernel takes.
                 pass
         wide = x.astype(jnp.float32)
+        over = (1, axis) if norm.across else axis
         if norm.centre:
-            mean = jnp.mean(wide, axis, keepdims=True)
-        power = jnp.mean(jnp.square(wide - mean), axis, keepdims=True)
+            mean = jnp.mean(wide, over, keepdims=True)
+        power = jnp.mean(jnp.square(wide - mean), over, keepdims=True)
         inverse = jax.lax.rsqrt(power + norm.eps)
 
     def along(vector: Array, half: int) -> Array:
-        part = jnp.split(vector.astype(jnp.float32), 2)[half]
-        return part[:, None] if sequence.feature_major else part
+        heads = vector.astype(jnp.float32).reshape(-1, x.shape[axis])
+        part = jnp.split(heads, 2, 1)[half]
+        return jnp.expand_dims(part, 2 if sequence.feature_major else 1)
 
     def normed(part: Array, half: int) -> Array:
         out = (part.astype(jnp.float32) - mean) * inverse
@@ -220,17 +226,22 @@ def _turned_by_kernel(
     tables: tuple[Float[Array, "d l"], Float[Array, "d l"]] | None,
 ) -> Float[Array, "b h d l"]:
     """:func:`turned` by the kernel, for ``x`` [B, H, D, L] in the result's dtype."""
+    context = sequence.active.context
+    heads = context.axis(context.attention.heads, x.shape[1])
+    if norm.across and heads is not None:
+        raise NotImplementedError("devices hold different heads of a token")
     run = functools.partial(
         head_norm_rotary,
         eps=norm.eps,
         centre=norm.centre,
-        **kernel_options(sequence.active.context),
+        across=norm.across,
+        **kernel_options(context),
     )
-    size = x.shape[2]
+    shape = (x.shape[1] if norm.across else 1, x.shape[2])
     weight, bias = (
-        jnp.full(size, rest, jnp.float32)
+        jnp.full(shape, rest, jnp.float32)
         if vector is None
-        else vector.astype(jnp.float32)
+        else vector.astype(jnp.float32).reshape(shape)
         for vector, rest in ((norm.weight, 1), (norm.bias, 0))
     )
     if tables is None:
@@ -238,12 +249,11 @@ def _turned_by_kernel(
         still = jnp.ones(x.shape[2:], jnp.float32)
         tables = still, jnp.zeros_like(still)
     batch, tokens = sequence.axes(x.shape[0])
-    context = sequence.active.context
-    split = (batch, context.axis(context.attention.heads, x.shape[1]), None, tokens)
+    split = (batch, heads, None, tokens)
     return on_devices(
         context.mesh,
         run,
-        (x, jnp.stack([weight, bias]), *tables),
+        (x, jnp.stack([weight, bias], 1), *tables),
         (split, (), (None, tokens), (None, tokens)),
         split,
     )

@@ -209,7 +209,7 @@ class ProgramRuns(ModuleWeights):
 
         They gain if weights are gathered, or if nothing else uses the data axis.
         """
-        if not self._each_step or self._claim is not None or program.draws:
+        if not self._each_step or program.draws:
             return False
         if program in self._apart:
             return False

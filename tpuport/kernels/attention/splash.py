@@ -232,6 +232,50 @@ def splash_feature_major(
     return out[:, :, : problem.v_dim]
 
 
+def splash_in_parts(
+    q: Float[Array, "p b h d l"],
+    k: Float[Array, "p b hkv d l"],
+    v: Float[Array, "p b hkv dv l"],
+    *,
+    blocks: SplashBlocks,
+    chip: str = "v6e",
+    platform: str = "tpu",
+    interpret: bool = False,
+    **options: Unpack[KeyOptions],
+) -> Float[Array, "p b h dv l"]:
+    """``splash_feature_major`` of tokens that lie in P arrays, which nobody joins.
+
+    Args:
+        blocks: tiles that divide the tokens of an array.
+        options: with ``hidden``: ``v`` is zero where a key does not count.
+    """
+
+    def joined(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*x.shape[1:4], len(x) * x.shape[4]), x.dtype)
+
+    problem = describe_feature_major(
+        joined(q), joined(k), joined(v), platform=platform, interpret=interpret,
+        **options,
+    )  # fmt: skip
+    if refusal := splash_refusal(problem, blocks=blocks, chip=chip):
+        raise NotImplementedError(refusal)
+    q, factor = with_factor(q, problem.scale)
+    kv_len = options.get("kv_len")
+    kv_len = problem.kv_len if kv_len is None else kv_len
+    plan = splash_plan(problem, blocks, factor, chip=chip, kv_len=kv_len)
+    depth, rows = padded_dim(problem.head_dim), padded_dim(problem.v_dim)
+    out = run(
+        replace(plan, parts=len(q)),
+        _lengths(problem.batch, options, kv_len),
+        pad_dim(q, 3, depth),
+        pad_dim(k, 3, depth),
+        pad_dim(v, 3, rows),
+        vmem_limit=vmem_limit(chip) + RESERVED,
+        interpret=interpret,
+    )
+    return out[..., : problem.v_dim, :]
+
+
 def with_factor(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
     """q [B, H, D, Lq] and what its scores are multiplied by to be exponents of 2.
 
@@ -289,16 +333,20 @@ def _hide_values(
 ) -> tuple[jax.Array, jax.Array]:
     """v [B, Hkv, Dv, Lk] that is 0 where a key does not count, and how many count."""
     batch, _, _, size = v.shape
-    kv_lengths = options.get("kv_lengths")
-    if kv_lengths is None:
-        lengths = jnp.full((batch,), kv_len, jnp.int32)
-    else:
-        lengths = jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
-    all_count = kv_lengths is None and kv_len == size
+    lengths = _lengths(batch, options, kv_len)
+    all_count = options.get("kv_lengths") is None and kv_len == size
     if not (all_count or options.get("hidden")):
         counts = (jnp.arange(size) < lengths[:, None])[:, None, None, :]
         v = jnp.where(counts, v, 0)
     return v, lengths
+
+
+def _lengths(batch: int, options: KeyOptions, kv_len: int) -> jax.Array:
+    """How many keys count, int32 [B]."""
+    kv_lengths = options.get("kv_lengths")
+    if kv_lengths is None:
+        return jnp.full((batch,), kv_len, jnp.int32)
+    return jnp.clip(kv_lengths, 0, kv_len).astype(jnp.int32)
 
 
 def _itemsize(problem: Problem) -> int:

@@ -6,7 +6,7 @@ Letters: L tokens, D head dim of queries and keys, Dv head dim of values.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpuport.kernels.padding import ceil_div, round_up
 
@@ -29,6 +29,13 @@ WAIT = 270
 ALONE = 0.45
 # Tokens of a block, and numbers of blocks that are looked at.
 MOST_TOKENS = 9984
+# What tiles that divide the parts of a sequence may take more than the fastest ones:
+# less than to join the parts.
+MOST_SLOWER = 0.02
+# Scores of a round and tokens of a block, on such parts. The kernel compiles three
+# times as long as with the sizes above, for 2 % fewer cycles.
+MOST_WRITTEN_OUT_IN_PARTS = 10 << 20
+MOST_TOKENS_IN_PARTS = 2 * MOST_TOKENS
 MOST_BLOCKS = 32
 # Rows appended to the values, a whole number of sublanes in either dtype, and those
 # that are kept of what they give, one of float32; see splash_kernel.py.
@@ -137,6 +144,39 @@ def default_blocks(
             best = fits or found
             return min(best, key=lambda b: _cycles(b, q_len, kv_len, head_dim))
         most = max(most // 2, LANES)
+
+
+@functools.cache
+def part_blocks(
+    part: int, parts: int, head_dim: int, *, chip: str = "v6e", itemsize: int = 2
+) -> SplashBlocks | None:
+    """Tiles for tokens that lie in several arrays of ``part`` tokens, if they are fast.
+
+    Args:
+        parts: arrays of queries, and as many of keys.
+        head_dim, chip, itemsize: as of :func:`default_blocks`.
+
+    Raises:
+        ValueError: an unknown chip.
+    """
+    length, limit = part * parts, vmem_limit(chip)
+    sizes = [n for n in range(256, part + 1, 256) if part % n == 0]
+    small = [
+        SplashBlocks(q=q, kv=kv, kv_compute=256)
+        for q in sizes
+        for kv in sizes
+        if q <= MOST_TOKENS_IN_PARTS
+    ]
+    found = [
+        replace(b, kv_step=b.keys_written_out(MOST_WRITTEN_OUT_IN_PARTS)) for b in small
+    ]
+    fits = [b for b in found if vmem_bytes(b, head_dim, itemsize=itemsize) <= limit]
+    if not fits or itemsize > 2:
+        return None
+    whole = default_blocks(length, length, head_dim, chip=chip, itemsize=itemsize)
+    *cycles, least = (_cycles(b, length, length, head_dim) for b in (*fits, whole))
+    best = min(cycles)
+    return fits[cycles.index(best)] if best <= (1 + MOST_SLOWER) * least else None
 
 
 def _covering(length: int, most: int, granules: tuple[int, ...]) -> list[int]:

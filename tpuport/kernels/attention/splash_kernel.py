@@ -78,7 +78,8 @@ class Plan:
     tiles a second product stays behind its exponentials. ``partial``: sums come in and
     go out, see above. ``token_major``: q, k, v and the result have tokens before
     features, the kernel turns values in place of keys, and the last block of keys may
-    be short; without bounds, lengths and ``partial``.
+    be short; without bounds, lengths and ``partial``. ``parts``: above 1, tokens lie in
+    that many arrays of whole blocks, the first dim of q, k, v and the result.
     """
 
     blocks: SplashBlocks
@@ -93,6 +94,7 @@ class Plan:
     lag: int = 0
     partial: bool = False
     token_major: bool = False
+    parts: int = 1
 
     def first_blocks(self) -> np.ndarray:
         """The first key block that each query block may see, int32 [q_blocks]."""
@@ -126,21 +128,22 @@ class Plan:
 def run(
     plan: Plan,
     lengths: Int32[Array, " b"],
-    q: Float[Array, "b h _ _"],
-    k: Float[Array, "b hkv _ _"],
-    v: Float[Array, "b hkv _ _"],
+    q: Float[Array, "*p b h _ _"],
+    k: Float[Array, "*p b hkv _ _"],
+    v: Float[Array, "*p b hkv _ _"],
     *,
     state: Float32[Array, "b h sums lq"] | None = None,
     vmem_limit: int,
     interpret: bool,
-) -> Float[Array, "b h _ _"]:
+) -> Float[Array, "*p b h _ _"]:
     """Attention, transposed.
 
     Args:
         plan: the static part.
         lengths: keys that count, int32 [B].
         q, k, v: [B, H, D, Lq], [B, Hkv, D, Lk] and [B, Hkv, Dv, Lk], the last two dims
-            swapped if ``plan.token_major``; ``v`` is zero where a key does not count.
+            swapped if ``plan.token_major``, with ``plan.parts`` in front if these are
+            several; ``v`` is zero where a key does not count.
         state: float32 [B, H, Dv + SUM_ROWS, Lq] if ``plan.partial``: what the call on
             the keys before gave, or :func:`empty_state`.
         vmem_limit: bytes of VMEM that the program may take.
@@ -151,9 +154,10 @@ def run(
         of the shape and dtype of ``state``.
     """
     blocks = plan.blocks
-    batch, heads, *last_two = q.shape
-    depth, q_len = reversed(last_two) if plan.token_major else last_two
-    rows = v.shape[3 if plan.token_major else 2]
+    batch, heads, depth, q_len = q.shape[-4:]
+    if plan.token_major:
+        depth, q_len = q_len, depth
+    rows = v.shape[-1 if plan.token_major else -2]
     first, last = _block_range(plan, lengths)
 
     def q_map(b: Any, h: Any, i: Any, j: Any, *_: Any) -> tuple[Any, ...]:
@@ -161,11 +165,12 @@ def run(
 
     kv_map = functools.partial(_kv_map, plan)
     spec = _turned_spec if plan.token_major else _spec
+    if plan.parts > 1:
+        spec = functools.partial(_parted_spec, q_len)
     out = spec(rows, blocks.q, q_map)
-    shape = (q_len, rows) if plan.token_major else (rows, q_len)
-    out_shape = jax.ShapeDtypeStruct((batch, heads, *shape), q.dtype)
-    operands, aliases = [lengths, first, last, q, k, v], {}
-    in_state = []
+    shape = (*q.shape[:-2], *((q_len, rows) if plan.token_major else (rows, q_len)))
+    out_shape = jax.ShapeDtypeStruct(shape, q.dtype)
+    operands, aliases, in_state = [lengths, first, last, q, k, v], {}, []
     if plan.partial:
         assert state is not None
         out = pl.BlockSpec((None, None, rows + SUM_ROWS, blocks.q), q_map)
@@ -227,9 +232,22 @@ def _turned_spec(features: int, tokens: int, place: Callable[..., Any]) -> pl.Bl
     return pl.BlockSpec((None, None, tokens, features), turned)
 
 
+def _parted_spec(
+    part: int, features: int, tokens: int, place: Callable[..., Any]
+) -> pl.BlockSpec:
+    """As ``_spec``, in arrays of ``part`` tokens."""
+
+    def parted(*args: Any) -> tuple[Any, ...]:
+        b, h, feature, token = place(*args)
+        each = jnp.int32(part // tokens)
+        return lax.div(token, each), b, h, feature, lax.rem(token, each)
+
+    return pl.BlockSpec((None, None, None, features, tokens), parted)
+
+
 def _cost(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> pl.CostEstimate:
     """What XLA's scheduler is told of a call's work."""
-    features = 3 if plan.token_major else 2
+    features = -1 if plan.token_major else -2
     depth, rows = q.shape[features], v.shape[features]
     scores = q.size // depth * plan.steps * plan.blocks.kv
     values = 2 * q.size + (k.size + v.size) * plan.groups * plan.q_blocks

@@ -194,12 +194,13 @@ def _modulated_body(
 
 def head_norm_rotary(
     x: Float[Array, "b h d l"],
-    vectors: Float32[Array, "2 d"],
+    vectors: Float32[Array, "own 2 d"],
     cos: Float32[Array, "d l"],
     sin: Float32[Array, "d l"],
     *,
     eps: float,
     centre: bool,
+    across: bool = False,
     vmem_limit: int,
     interpret: bool = False,
 ) -> Float[Array, "b h d l"]:
@@ -207,9 +208,11 @@ def head_norm_rotary(
 
     Args:
         x: [B, H, D, L].
-        vectors: float32 [2, D]: what the norm multiplies by and what it adds.
+        vectors: float32 [1, 2, D]: what the norm multiplies by and what it adds; with
+            ``across`` [H, 2, D].
         cos, sin: float32 [D, L]; the first half of a head turns with the second.
         centre: take the mean off; without it this is an RMS norm.
+        across: an RMS norm over the features of all heads.
         vmem_limit: bytes of VMEM that the kernel may take.
         interpret: run on the CPU, for tests.
 
@@ -217,25 +220,29 @@ def head_norm_rotary(
         of the shape and dtype of ``x``; all in between is float32.
 
     Raises:
-        NotImplementedError: tokens are no whole lanes, or half of D no whole sublanes.
+        NotImplementedError: tokens are no whole lanes, half of D no whole sublanes, or
+            a norm of all heads that takes their mean off.
     """
     batch, heads, features, tokens = x.shape
     if features % (2 * SUBLANES):
         raise NotImplementedError(
             f"a head dim of {features} is no multiple of {2 * SUBLANES}"
         )
-    each = max(n for n in range(1, min(heads, 8) + 1) if heads % n == 0)
+    if across and centre:
+        raise NotImplementedError("a norm of all heads takes no mean off")
+    most = heads if across else min(heads, 8)
+    each = max(n for n in range(1, most + 1) if heads % n == 0)
     # Beside the heads both tables, float32.
     token_bytes = features * (each * x.dtype.itemsize + 4)
     block = tokens_per_block(tokens, token_bytes, vmem_limit)
     whole = pl.BlockSpec((1, each, features, block), lambda b, t, h: (b, h, 0, t))
     table = pl.BlockSpec((features, block), lambda b, t, h: (0, t))
     return pl.pallas_call(
-        functools.partial(_head_body, eps=eps, centre=centre),
+        functools.partial(_head_body, eps=eps, centre=centre, across=across),
         # Heads last: what rotates them is fetched once for all.
         grid=(batch, tokens // block, heads // each),
         in_specs=[
-            pl.BlockSpec((2, features, 1), lambda b, t, h: (0, 0, 0)),
+            pl.BlockSpec((len(vectors), 8, features), lambda b, t, h: (0, 0, 0)),
             table,
             table,
             whole,
@@ -251,7 +258,8 @@ def head_norm_rotary(
         ),
         interpret=interpret,
         name="tpuport_norm_heads",
-    )(vectors[:, :, None], cos, sin, x)
+        # Features along the lanes, as they come; the kernel turns them.
+    )(jnp.pad(vectors, ((0, 0), (0, 6), (0, 0))), cos, sin, x)
 
 
 def _head_body(
@@ -263,17 +271,29 @@ def _head_body(
     *,
     eps: float,
     centre: bool,
+    across: bool,
 ) -> None:
     """Some heads of one block of tokens."""
     _, heads, features, tokens = x_ref.shape
     half = features // 2
-    factor, summand = vectors_ref[0], vectors_ref[1]
+    of_all: Any = None
+    if across:
 
-    def turn(head: Any, columns: Any) -> None:
+        def add(head: Any, held: jax.Array) -> jax.Array:
+            square = jnp.square(x_ref[0, head].astype(jnp.float32))
+            return held + square.reshape(-1, 8, tokens).sum(0)
+
+        held = lax.fori_loop(0, heads, add, jnp.zeros((8, tokens), jnp.float32))
+        of_all = jnp.sum(held, 0, keepdims=True) * (1 / (heads * features))
+
+    def turn(head: Any, columns: Any, factor: jax.Array, summand: jax.Array) -> None:
         x = x_ref[0, head, :, columns].astype(jnp.float32)
         if centre:
             x = x - jnp.mean(x, 0, keepdims=True)
-        power = jnp.mean(jnp.square(x), 0, keepdims=True)
+        if across:
+            power = of_all[:, columns]
+        else:
+            power = jnp.mean(jnp.square(x), 0, keepdims=True)
         x = x * lax.rsqrt(power + eps) * factor + summand
         cos, sin = cos_ref[:, columns], sin_ref[:, columns]
         turned = (
@@ -284,7 +304,9 @@ def _head_body(
             out_ref[0, head, start : start + half, columns] = y.astype(out_ref.dtype)
 
     def one(head: Any, carry: None) -> None:
+        # What belongs to a feature lies along the sublanes.
+        given = vectors_ref[head if across else 0].T
         for start in range(0, tokens, LANES):
-            turn(head, slice(start, start + LANES))
+            turn(head, slice(start, start + LANES), given[:, 0:1], given[:, 1:2])
 
     lax.fori_loop(0, heads, one, None)

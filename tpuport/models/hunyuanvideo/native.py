@@ -9,7 +9,6 @@ E width, D head dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,20 +111,6 @@ def double_block(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def patches(x: jax.Array, patch: tuple[int, ...]) -> jax.Array:
-    """Latents [B, C, T, Y, X] as tokens [B, N, C p p p], as a convolution sees them.
-
-    Whole patches only: what remains of a dim is cut.
-    """
-    batch, channels, *sizes = x.shape
-    counts = [size // p for size, p in zip(sizes, patch, strict=True)]
-    frames, rows, columns = (n * p for n, p in zip(counts, patch, strict=True))
-    x = x[:, :, :frames, :rows, :columns]
-    parted = [n for pair in zip(counts, patch, strict=True) for n in pair]
-    x = x.reshape(batch, channels, *parted).transpose(0, 2, 4, 6, 1, 3, 5, 7)
-    return x.reshape(batch, -1, channels * math.prod(patch))
-
-
 def begin(
     model: Any,
     latents: torch.Tensor,
@@ -143,7 +128,7 @@ def begin(
     active = current()
     weight, bias = parameters(model.x_embedder.proj)
     # A product of tokens, not a convolution: each device embeds its own.
-    x = patches(active.arrays(latents), weight.shape[2:])
+    x = joint.patches(active.arrays(latents), weight.shape[2:])
     sequence = JointSequence.of(
         active,
         text=text.shape[1],
