@@ -257,37 +257,41 @@ def _for_tpu(
         return None
 
 
+def _marking(convolution: Callable[..., Any]) -> Callable[..., Any]:
+    """A convolution that is split in space, with its result marked."""
+
+    def run(
+        input: jax.Array, weight: jax.Array, bias: jax.Array | None, *options: Any
+    ) -> Any:
+        out = convolution(input, weight, bias, *options)
+        if weight.ndim < 4:
+            return out  # along frames alone
+        (down, right), (above, left), apart = (
+            list(one)[-2:] * (1 if len(one) > 1 else 2) for one in options[:3]
+        )
+        rows, columns = (
+            step * (n - 1) + 1 for step, n in zip(apart, weight.shape[-2:], strict=True)
+        )
+        dims = (input.ndim - 2, input.ndim - 1)
+        mark = Mark(
+            name="a convolution",
+            dims=dims,
+            given=dims,
+            added=(2 * above, 2 * left),
+            reach=(rows, columns),
+            stride=(down, right),
+        )
+        return marked(mark, out, input)
+
+    return run
+
+
 def _make(context: OpContext) -> Callable[..., Any]:
     from torchax.ops.jaten import _aten_convolution
 
     platform, space = context.platform, context.space
 
     def convolution(
-        input: jax.Array, weight: jax.Array, bias: jax.Array | None, *options: Any
-    ) -> Any:
-        """``aten.convolution``; its result in a split program is marked."""
-        out = convolved(input, weight, bias, *options)
-        if space is None or weight.ndim < 4:
-            return out
-        stride, padding, dilation = (tuple(one)[-2:] for one in options[:3])
-        stride, padding, dilation = (
-            one * (1 if len(one) == 2 else 2) for one in (stride, padding, dilation)
-        )
-        reach = [
-            d * (n - 1) + 1 for d, n in zip(dilation, weight.shape[-2:], strict=True)
-        ]
-        dims = (input.ndim - 2, input.ndim - 1)
-        mark = Mark(
-            name="a convolution",
-            dims=dims,
-            given=dims,
-            added=(2 * padding[0], 2 * padding[1]),
-            reach=(reach[0], reach[1]),
-            stride=stride,
-        )
-        return marked(mark, out, input)
-
-    def convolved(
         input: jax.Array,
         weight: jax.Array,
         bias: jax.Array | None,
@@ -350,7 +354,7 @@ def _make(context: OpContext) -> Callable[..., Any]:
             groups,
         )
 
-    return convolution
+    return convolution if space is None else _marking(convolution)
 
 
 CONVOLUTION = OpOverride(
