@@ -148,7 +148,7 @@ def test_the_built_in_models_come_through_the_entry_points() -> None:
         for e in metadata.entry_points(group=hookspecs.GROUP)
         if e.value.startswith("tpuport.")
     }
-    assert sorted(entries) == ["cogvideox", "hunyuanvideo"]
+    assert sorted(entries) == ["cogvideox", "hunyuanvideo", "wan"]
     for name, entry in entries.items():
         assert entry.dist is not None
         assert entry.dist.name == "tpuport"
