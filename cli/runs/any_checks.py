@@ -13,7 +13,13 @@ from tpuport.cli.asked.settings import TABLE, Settings
 from tpuport.core.enums import Backend, Dtype, Place
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import Reporter
-from tpuport.errors import MeshError, TpuportError, UsageError, did_you_mean
+from tpuport.errors import (
+    MeshError,
+    ShardingError,
+    TpuportError,
+    UsageError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
@@ -141,6 +147,8 @@ def check_mesh(
         rehearsal_of(folder, placed, settings, given, reporter, quiet=True)
     except MeshError:
         raise
+    except ShardingError as error:  # of a plugin's layout on this mesh
+        raise MeshError(str(error)) from error
     except Exception:
         # Made-up values are not everywhere good enough; the run checks the mesh too.
         reporter.say(f"the mesh is checked once {folder.class_name} runs")

@@ -23,7 +23,7 @@ from tpuport.core.pipelines.stand_in import write_random
 from tpuport.core.plan.source_scan import behind_the_door
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import PluginError, UnknownModelError
-from tpuport.plugins import get_port, installed_plugins, load_plugins
+from tpuport.plugins import get_model, installed_plugins, load_plugins
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs/example"
@@ -155,12 +155,12 @@ def test_the_built_in_models_come_through_the_entry_points() -> None:
         found = installed_plugins()[name]
         assert found.module == entry.value
         assert found.package == f"tpuport {metadata.version('tpuport')}"
-        assert get_port(name) is found.model
+        assert get_model(name) is found.model
 
 
 def test_an_unknown_model_is_answered_with_the_installed_ones() -> None:
     with pytest.raises(UnknownModelError, match=r"'sora'; installed: .*cogvideox"):
-        get_port("sora")
+        get_model("sora")
 
 
 def test_loading_the_plugins_imports_nothing_heavy() -> None:

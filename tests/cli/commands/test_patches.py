@@ -18,14 +18,15 @@ from tests.cli.tools import Cli
 from tpuport.cli.commands import patches as command
 from tpuport.core.layers.model_runtime import EVERYWHERE
 from tpuport.core.spec.component import NativeForm
-from tpuport.core.spec.model_port import ModelPort, with_blocks
+from tpuport.core.spec.model_port import BLOCKS, ModelPort, with_blocks
 from tpuport.core.tracing import patching, runtime
 from tpuport.core.tracing.context import OpContext
 from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.errors import PatchError
 from tpuport.models.cogvideox.plugin import PORT
-from tpuport.plugins import Plugin, ports
+from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
+from tpuport.plugins import Plugin, model_plugins, ports
 
 PORTS = ports()
 FORMS = [form for port in PORTS for form in port.all_forms]
@@ -35,6 +36,19 @@ LISTED = {
         (*form.patches, *with_blocks(form, "native").patches)
     )
     for form in FORMS
+} | {
+    (plugin.name, ""): dict.fromkeys(
+        (*PATCHES, *(patch for b in BLOCKS for patch in plugin.patches_with(b)))
+    )
+    for plugin in model_plugins()
+}
+#: The op overrides of each.
+OVERRIDDEN = {
+    **{(form.name, form.form): (*form.overrides, *EVERYWHERE) for form in FORMS},
+    **{
+        (plugin.name, ""): (*ANY_OVERRIDES, *plugin.overrides, *EVERYWHERE)
+        for plugin in model_plugins()
+    },
 }
 DEDENT = "textwrap:dedent"
 
@@ -98,22 +112,16 @@ def test_every_patch_and_override_of_every_form_is_listed_once(cli: Cli) -> None
     found = [(e["kind"], e["name"], *e["targets"]) for e in entries]
     patches = {("patch", p.name, p.target) for some in LISTED.values() for p in some}
     overrides = {
-        ("override", o.name, *o.targets)
-        for form in FORMS
-        for o in (*form.overrides, *EVERYWHERE)
+        ("override", o.name, *o.targets) for some in OVERRIDDEN.values() for o in some
     }
     assert len(found) == len(set(found))
     assert set(found) == patches | overrides
     assert {e["state"] for e in entries} == {"applicable"}
     for entry in entries:
         declared = [
-            (form.name, form.form)
-            for form in FORMS
-            for p in (
-                *LISTED[form.name, form.form],
-                *form.overrides,
-                *EVERYWHERE,
-            )
+            user
+            for user, listed in LISTED.items()
+            for p in (*listed, *OVERRIDDEN[user])
             if p.name == entry["name"]
         ]
         users = [(m, f) for m, forms in entry["models"].items() for f in forms]

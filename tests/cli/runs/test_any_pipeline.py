@@ -143,7 +143,7 @@ WRONG = {
     ),
     "a mesh": (("--mesh", "sp=99"), "99"),
     "rows": (("--mesh", "dp=3"), "no rows that 3"),
-    "heads": (("--mesh", "tp=3"), "no heads that 3"),
+    "heads": (("--mesh", "tp=3"), "which does not divide"),
     "a size": (("--size", "33x16"), "33"),
 }
 

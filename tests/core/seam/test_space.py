@@ -139,7 +139,7 @@ def test_a_loop_of_chunks_is_upstreams(
     for mine, theirs in zip(module.caches, vae.caches, strict=True):
         for name, cache in mine.items():
             assert isinstance(cache, DeviceTensor)
-            assert cache.host is None
+            assert cache.family.host is None
             assert cache.shape == theirs[name].shape
             array = cache.on_devices
             parts = [part.data.shape for part in array.addressable_shards]

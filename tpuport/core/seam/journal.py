@@ -197,7 +197,10 @@ def _put(tensor: torch.Tensor, place: jax.ShapeDtypeStruct) -> jax.Array:
         array = to_numpy(tensor)
         # A copy: JAX may share the memory of the host, and upstream writes to tensors.
         # Where a picture gets phantoms they are the copy.
-        copied = np.pad(array, _widths(array.shape, place.shape))
+        if array.shape == place.shape:
+            copied = array.copy()
+        else:
+            copied = np.pad(array, _widths(array.shape, place.shape))
         return jax.device_put(copied, place.sharding)
     except OverflowError as error:
         raise UsageError(
