@@ -75,16 +75,27 @@ x.split([1, 3], 1)[1] | list(x)[1] | torch.stack([x, Y]) | torch.cat([x, Y]) | x
 x[:, 1:] | x[None] | x[..., 0] | x[:, ::2] | x[-1, :, -2] | x.expand(3, 2, 4, 6)
 x.permute(2, 0, 1) * 2 | x.permute(2, 0, 1).reshape(-1) | x.flatten(1) | x.view(8, 6)
 x.unflatten(1, (2, 2)) | x.transpose(0, 1) | x.movedim(0, 2) | x[:1].squeeze()
+x.sum(0, dtype=torch.int64) | torch.sign(x / x.abs().clamp(min=1) * float("nan"))
+x.std(0, correction=4) | (x.bfloat16() == S) | x.bfloat16() <= torch.tensor(0.3)
+x.masked_fill(Y > 0, float("nan")).isnan() | torch.cat([x[:0].flatten(), x[:0, 0, 0]])
 x.flip(0) | x.repeat(2, 1, 1) | x.roll(1, 0) | torch.nn.functional.pad(x, (0, 1))
 x.clone()
 """.replace("\n", "|")
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     "text", [t.strip() for t in EXPRESSIONS.split("|") if t.strip()]
 )
-def test_operators_are_torchs(text: str, same: Any, reads: list[Any]) -> None:
+def test_operators_are_torchs(
+    text: str, inference: bool, same: Any, reads: list[Any]
+) -> None:
     """The dtype, the shape and the order in memory too; nothing is read before."""
+    with torch.inference_mode(inference):
+        check_operator(text, same, reads)
+
+
+def check_operator(text: str, same: Any, reads: list[Any]) -> None:
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
     expected = eval(text)
     x = same(x)
@@ -98,7 +109,12 @@ def test_operators_are_torchs(text: str, same: Any, reads: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["x.quantile(0.5)", "x[:, [0, 2]]", "x.double() * 2", "x.argmax()", "x.tolist()"],
+    [
+        *("x.quantile(0.5)", "x[:, [0, 2]]", "x.double() * 2", "x.argmax()"),
+        *("x.tolist()", "x * 3000000000", "x.clamp(max=2**40)", "x < 2**33"),
+        *("torch.where(x > 0, x, torch.full(x.shape, 2**40))", "x[:0].split(2)[0]"),
+        "x.to(torch.float8_e4m3fn).float()",
+    ],
 )
 def test_the_host_computes_the_rest(text: str, same: Any) -> None:
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -137,6 +153,34 @@ def test_what_is_written_to_one_tensor_is_seen_in_its_views(
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(torch.as_tensor(found[key].numpy()), value), key
+
+
+def test_a_view_of_the_host_is_uploaded_again_when_it_was_written_to(same: Any) -> None:
+    x, y = same(torch.zeros(2, 4, 6)), torch.ones(6)
+    v = y.expand_as(x)
+    a = x + v
+    y.add_(1)
+    assert torch.equal((x + v).on_host(), torch.full((2, 4, 6), 2.0))
+    assert torch.equal(a.on_host(), torch.ones(2, 4, 6))
+
+
+def test_results_of_two_ports_meet(same: Any) -> None:
+    other = tpuport.port(Same())
+    x, y = same(torch.ones(2, 4, 6)), other(torch.ones(2, 4, 6))
+    for _ in range(5):
+        y = y + 1
+    assert torch.equal((x * 1 + y).on_host(), torch.full((2, 4, 6), 7.0))
+
+
+def test_what_cannot_be_written_is_refused_as_torch_refuses(same: Any) -> None:
+    x = same(torch.ones(2, 4, 6))
+    with pytest.raises(RuntimeError):
+        (x * 1)[:1].expand(3, 4, 6).add_(1)
+    with pytest.raises(RuntimeError):
+        x.split([1, 1], 1)
+    with torch.inference_mode():
+        float(x.quantile(0.5))
+    assert torch.equal(x.add_(1).cpu(), torch.full((2, 4, 6), 2.0))
 
 
 def test_a_tensor_that_nobody_else_sees_is_written_on_the_devices(

@@ -83,21 +83,52 @@ def _axes(dim: Any) -> Any:
 
 
 def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    def reduce(
+        x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> Any:
         axes = dim if isinstance(dim, int) else _axes(dim)
+        if dtype is not None and not dtype.is_floating_point:
+            x = x.astype(jnp.int32)  # torch casts before it adds
         return function(x, axis=axes, keepdims=keepdim)
 
     return reduce
 
 
-def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce(
-        x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
-    ) -> Any:
-        less = 1 if correction is None else correction
-        return function(x, axis=_axes(dim), ddof=less, keepdims=keepdim)
+def _variance(
+    x: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = 1,
+) -> Any:
+    less = (1 if correction is None else correction) if unbiased else 0
+    how: dict[str, Any] = {"axis": _axes(dim)}
+    squares = (x - jnp.mean(x, keepdims=True, **how)) ** 2
+    count = x.size / max(jnp.mean(x, **how).size, 1)
+    return jnp.sum(squares, keepdims=keepdim, **how) / jnp.maximum(count - less, 0.0)
 
-    return reduce
+
+def _deviation(*args: Any, **kwargs: Any) -> Any:
+    return jnp.sqrt(_variance(*args, **kwargs))
+
+
+def _sign(x: Any) -> Any:
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
+
+
+def _compared(function: Callable[..., Any]) -> Computes:
+    """A comparison; a number is rounded as the tensor is that it is compared with."""
+
+    def computes(result: Result, x: Any, y: Any) -> jax.Array:
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        if x.ndim and not y.ndim:
+            y = y.astype(x.dtype)
+        elif y.ndim and not x.ndim:
+            x = x.astype(y.dtype)
+        return jnp.asarray(function(_full(x), _full(y)))
+
+    return computes
 
 
 def _norm(
@@ -158,7 +189,7 @@ def _sliced(
 def _joined(result: Result, parts: Sequence[Any], dim: int = 0) -> jax.Array:
     # Torch leaves out empty tensors of one axis.
     parts = [p.astype(result.dtype) for p in parts if p.shape != (0,)]
-    return jnp.concatenate(parts, dim)
+    return jnp.concatenate(parts, dim) if parts else jnp.zeros((0,), result.dtype)
 
 
 def _stacked(result: Result, parts: Sequence[Any], dim: int = 0) -> jax.Array:
@@ -212,7 +243,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.silu: jax.nn.silu,
     aten.relu: jax.nn.relu,
     aten.reciprocal: lambda x: 1 / x,
-    aten.sign: jnp.sign,
+    aten.sign: _sign,
     aten.floor: jnp.floor,
     aten.ceil: jnp.ceil,
     aten.isnan: jnp.isnan,
@@ -228,12 +259,6 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.pow: _power,
     aten.maximum: jnp.maximum,
     aten.minimum: jnp.minimum,
-    aten.eq: lambda x, y: x == y,
-    aten.ne: lambda x, y: x != y,
-    aten.lt: lambda x, y: x < y,
-    aten.le: lambda x, y: x <= y,
-    aten.gt: lambda x, y: x > y,
-    aten.ge: lambda x, y: x >= y,
     aten.clamp: _clamp,
     aten.clamp_min: jnp.maximum,
     aten.clamp_max: jnp.minimum,
@@ -246,11 +271,19 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     aten.amin: _reduced(jnp.min),
     aten.any: _reduced(jnp.any),
     aten.all: _reduced(jnp.all),
-    aten.var: _spread(jnp.var),
-    aten.std: _spread(jnp.std),
+    aten.var: _variance,
+    aten.std: _deviation,
     aten.linalg_vector_norm: _norm,
     aten.bmm: _product,
     aten.mm: _product,
+}
+_COMPARISONS: dict[Any, Computes] = {
+    aten.eq: _compared(lambda x, y: x == y),
+    aten.ne: _compared(lambda x, y: x != y),
+    aten.lt: _compared(lambda x, y: x < y),
+    aten.le: _compared(lambda x, y: x <= y),
+    aten.gt: _compared(lambda x, y: x > y),
+    aten.ge: _compared(lambda x, y: x >= y),
 }
 _OF_PLACES: dict[Any, Computes] = {
     aten.view: _shaped,
@@ -310,9 +343,10 @@ def computes(operator: Any) -> Computes | None:
         return None
     if packet in _OF_NUMBERS:
         return _each(_OF_NUMBERS[packet])
-    return _OF_PLACES.get(packet)
+    return _COMPARISONS.get(packet) or _OF_PLACES.get(packet)
 
 
 def counts(operator: Any) -> bool:
     """Whether an operator computes numbers, which of integers the host does."""
-    return operator.overloadpacket in _OF_NUMBERS
+    packet = operator.overloadpacket
+    return packet in _OF_NUMBERS or packet in _COMPARISONS

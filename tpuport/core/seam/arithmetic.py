@@ -10,6 +10,8 @@ host are inputs.
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 import time
 import weakref
 from collections import deque
@@ -46,6 +48,7 @@ from tpuport.core.seam.device_tensors import (
 )
 from tpuport.core.seam.journal import Called, Journal, Uploads, moved
 from tpuport.core.seam.target import Target
+from tpuport.errors import UsageError
 
 aten = torch.ops.aten
 #: Elements of a module's result, at least, for arithmetic on the devices. The host is
@@ -60,6 +63,15 @@ _EXACT = 1 << 24
 #: Programs that the host is ahead of the devices, at most: those before and after the
 #: calls of one step.
 _AHEAD = 2
+#: What the host can take back.
+_DTYPES = frozenset(
+    {
+        *(torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.float64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    }
+)
+#: A number for each node, of any port: tensors of two ports may meet.
+_serials = itertools.count()
 #: Whose flags of the compiler the programs take.
 STAGES = (str(StageName.DENOISE),)
 
@@ -151,8 +163,8 @@ class _Taking:
             return self._tensor(given)
         if isinstance(given, list | tuple):
             return "list", tuple(self.form(one, False) for one in given)
-        if number and type(given) in (int, float) and abs(given) <= _largest(given):
-            self.numbers.append(float(given))
+        if number and type(given) in (int, float):
+            self.numbers.append(_number(given))
             return "number", type(given)
         return "plain", type(given), given
 
@@ -162,25 +174,36 @@ class _Taking:
             if value is None:
                 # A view of a tensor on the host is made where torch keeps its books.
                 raise HostError
-            self.parts.append(value)
             with torch._C.DisableTorchFunctionSubclass():
-                return "tensor", tuple(tensor.size()), tensor.stride(), tensor.dtype
-        if tensor.device.type != "cpu" or tensor.is_complex():
+                about = tuple(tensor.size()), tensor.stride(), tensor.dtype
+            if value.array is not None and value.array.shape != about[0]:
+                raise HostError  # a picture in parts has phantom rows
+            self.parts.append(value)
+            return "tensor", *about
+        plain = tensor.layout == torch.strided and not tensor.is_complex()
+        if tensor.device.type != "cpu" or not plain:
             raise HostError
         if tensor.ndim == 0:
-            number = tensor.item()
-            if abs(number) > _largest(number):
-                raise HostError
-            self.numbers.append(float(number))
+            self.numbers.append(_number(tensor.item()))
             return "number", tensor.dtype
         if tensor.dtype == torch.float64:
             raise HostError
-        self.parts.append(Value(self._upload(tensor)))
+        try:
+            self.parts.append(Value(self._upload(tensor)))
+        except UsageError:  # whole numbers beyond 32 bits
+            raise HostError from None
         return "tensor", tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _largest(number: float) -> float:
-    return _EXACT if isinstance(number, int) else float("inf")
+def _number(given: float) -> float:
+    """A number of the host as an input; NaN is one too.
+
+    Raises:
+        HostError: float32 has not all whole numbers of this size.
+    """
+    if isinstance(given, int) and abs(given) > _EXACT:
+        raise HostError
+    return float(given)
 
 
 class Arithmetic:
@@ -197,7 +220,7 @@ class Arithmetic:
         self._operations: dict[Any, _Operation | None] = {}
         self._programs: dict[Any, Any] = {}
         self._waiting: list[weakref.ref[_Node]] = []
-        self._serial = 0
+        self._lock = threading.RLock()
         self._under_way: deque[Any] = deque()
         self._last: Any = None
 
@@ -209,6 +232,13 @@ class Arithmetic:
         Raises:
             HostError: the host must compute it.
         """
+        with self._lock:
+            return self._recorded(operator, args, kwargs)
+
+    def _recorded(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        if _is_composite(operator):
+            # In inference mode torch leaves it to us to take an operator apart.
+            return operator.decompose(*args, **kwargs)
         if operator in (aten.split.Tensor, aten.split_with_sizes.default):
             return self._split(*args, **kwargs)
         if operator == aten.unbind.int:
@@ -229,8 +259,12 @@ class Arithmetic:
         length, at, found = x.size(dim), 0, []
         sizes = size
         if isinstance(size, int):
+            if size < 1 or not length:
+                raise HostError
             whole = range(0, length, size)
             sizes = [min(size, length - begin) for begin in whole]
+        elif sum(sizes) != length or min(sizes) < 0:
+            raise HostError
         for one in sizes:
             given = (x, dim, at, at + one)
             found.append(self.record(aten.slice.Tensor, given, {}))
@@ -248,6 +282,7 @@ class Arithmetic:
             or tensor.arithmetic is None
             or not tensor.alone()
             or overload not in getattr(plain, "overloads", list)()
+            or _overlaps(tensor)
         ):
             raise HostError
         node = self._node(getattr(plain, overload), args, kwargs)
@@ -284,8 +319,7 @@ class Arithmetic:
             raise HostError
         if len(self._waiting) >= MOST_WAITING:
             self.compute()
-        self._serial += 1
-        return _Node(self.compute, operation, taken, self._serial)
+        return _Node(self.compute, operation, taken, next(_serials))
 
     def _tensor(self, node: _Node, base: Any, view: View | None) -> DeviceTensor:
         made = DeviceTensor(
@@ -326,6 +360,10 @@ class Arithmetic:
         Args:
             everything: also what is computed from a call that waits for a second one.
         """
+        with self._lock:
+            self._computed(everything=everything)
+
+    def _computed(self, *, everything: bool) -> None:
         found = [one for ref in self._waiting if (one := ref()) is not None]
         held = [one for one in found if one.held]
         nodes = _needed(held)
@@ -333,10 +371,10 @@ class Arithmetic:
         for node in () if everything else nodes:
             if any(p.waits or id(p) in late for p in node.parts):
                 late.add(id(node))
+        now = [one for one in held if id(one) not in late]
+        if now:
+            self._compute(_needed(now) if late else nodes, now)
         self._waiting = [weakref.ref(one) for one in held if id(one) in late]
-        held = [one for one in held if id(one) not in late]
-        if held:
-            self._compute(_needed(held) if late else nodes, held)
 
     def step(self) -> Callable[[], None] | None:
         """Compute everything at the end of a step.
@@ -471,6 +509,13 @@ def _needed(held: Iterable[_Node]) -> list[_Node]:
 
 
 @functools.cache
+def _is_composite(operator: Any) -> bool:
+    """Whether torch makes an operator of others."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(operator.name(), "CompositeImplicitAutograd"))
+
+
+@functools.cache
 def _numbers_of(operator: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
     """Which arguments of an operator may be numbers of the host: by place, by name."""
     kinds = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
@@ -498,11 +543,13 @@ def _operation(
 
     args, kwargs = tree_map_only(torch.Tensor, bare, (args, kwargs))
     result = operator(*args, **kwargs)
+    if result.dtype not in _DTYPES:
+        return None
     # Programs count in 32 bits, and have no float64.
     whole = any(not k.is_floating_point and k != torch.bool for k in kinds)
     if result.dtype == torch.float64 or (counts(operator) and whole):
         return None
-    return _Operation(
+    operation = _Operation(
         computes=found,
         args=forms,
         kwargs=named,
@@ -510,3 +557,37 @@ def _operation(
         strides=result.stride(),
         dtype=result.dtype,
     )
+    return operation if _traces(operation) else None
+
+
+def _traces(operation: _Operation) -> bool:
+    """Whether JAX computes an operator on such arguments; else the host does."""
+    arrays: list[Any] = []
+    numbers: list[Any] = []
+
+    def collect(form: Any) -> None:
+        if form[0] == "tensor":
+            empty = torch.empty((), dtype=form[3], device="meta")
+            arrays.append(jax.ShapeDtypeStruct(form[1], array_dtype(empty)))
+        elif form[0] == "number":
+            numbers.append(jax.ShapeDtypeStruct((), jnp.float32))
+        elif form[0] == "list":
+            for one in form[1]:
+                collect(one)
+
+    for form in (*operation.args, *(form for _, form in operation.kwargs)):
+        collect(form)
+    try:
+        jax.eval_shape(lambda a, n: operation.run(iter(a), iter(n)), arrays, numbers)
+    except Exception:  # torch's arguments may mean what JAX has no words for
+        return False
+    return True
+
+
+def _overlaps(tensor: DeviceTensor) -> bool:
+    """Whether several elements lie in one place, to which torch refuses to write."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(
+            stride == 0 and size > 1
+            for stride, size in zip(tensor.stride(), tensor.size(), strict=True)
+        )

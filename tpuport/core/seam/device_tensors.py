@@ -57,6 +57,7 @@ empty_like full_like ones_like rand_like randn_like zeros_like new_empty
 new_full new_ones new_zeros
 """
 _BY_OPERATORS, _BY_SHAPES = set(_OF_OPERATORS.split()), set(_OF_SHAPES.split())
+_LIKE_ANOTHER = frozenset(("view_as", "expand_as"))
 _KEY = torch._C.DispatchKey.ADInplaceOrView
 #: Torch keeps no books of views of a tensor without memory; :class:`Family` does.
 _BOOKS = torch._C.DispatchKeySet(_KEY)
@@ -171,7 +172,9 @@ class Family:
         if self.host is None:
             members = self.members()
             whole = next((one for one in members if not one.path), None)
-            self.host = self._between(members) if whole is None else whole.copied()
+            # Torch counts no writes to what is made in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                self.host = self._between(members) if whole is None else whole.copied()
             self.seen = version(self.host)
         return self.host
 
@@ -254,7 +257,7 @@ class DeviceTensor(torch.Tensor):
 
     def ask(self) -> Value | None:
         """What the devices have; ``None`` if host code may have written since."""
-        self._asked.append(None)
+        self._asked[:] = [None]
         return None if self.written else self.value
 
     @property
@@ -269,6 +272,11 @@ class DeviceTensor(torch.Tensor):
         value = self.ask()
         return None if value is None else value.get()
 
+    @property
+    def needs_grad(self) -> bool:
+        """Whether the tensor on the host asks for gradients."""
+        return self._host is not None and self._host.requires_grad
+
     def alone(self) -> bool:
         """Whether no view and no host code can see what is written to the tensor."""
         return self.family.host is None and len(self.family.members()) == 1
@@ -282,7 +290,7 @@ class DeviceTensor(torch.Tensor):
     def on_host(self) -> torch.Tensor:
         """The tensor as torch knows tensors; the same one at every call."""
         if self._host is None:
-            self._asked.append(None)
+            self._asked[:] = [None]
             self._host = self.view_of(self.family.read())
         return self._host
 
@@ -326,6 +334,9 @@ class DeviceTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name in _LIKE_ANOTHER and not isinstance(args[0], cls):
+            # A view of the host: only the shape of the other one is asked for.
+            args = (args[0], *tree_map_only(cls, cls.shape_on_host, args[1:]))
         if name in _BY_OPERATORS and (by := _computing((args, kwargs))) is not None:
             before, _recording.by = _recording.by, by
             try:
@@ -373,6 +384,8 @@ def _computing(given: Any) -> Computing | None:
     while waiting:
         one = waiting.pop()
         if isinstance(one, DeviceTensor):
+            if one.needs_grad and torch.is_grad_enabled():
+                return None
             if one.arithmetic is not None and one.ask() is not None:
                 found = one.arithmetic
         elif isinstance(one, torch.Tensor):
