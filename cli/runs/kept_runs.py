@@ -31,7 +31,7 @@ from tpuport.core.files.run_record import (
 )
 from tpuport.core.files.sealed_json import as_json, read_document, write_document
 from tpuport.core.files.typed import checked
-from tpuport.core.spec.rules import check_folder
+from tpuport.core.files.folders import check_folder
 from tpuport.core.spec.run_settings import RunSettings, defaults_of
 from tpuport.errors import ArtifactError, TpuportError, UsageError, in_one_line
 
