@@ -193,44 +193,6 @@ class MeshSpec:
         return replace(self, **sizes)
 
 
-def auto_mesh(
-    device_count: int,
-    *,
-    heads: Mapping[str, int] | None,
-    batch: int | None,
-    tokens: bool = False,
-) -> MeshSpec:
-    """A mesh that fits, chosen by three plain rules, in this order.
-
-    1. dp is 2 when the batch and the device count are both even (the two halves of
-       classifier-free guidance share nothing but weights), else 1.
-    2. tp is the largest number that divides every head count and the devices left by
-       dp. Without heads nothing limits it. With ``tokens`` it is 1.
-    3. sp takes what is left, so that no device stays unused.
-
-    Args:
-        device_count: of all devices.
-        heads: attention heads by component.
-        batch: rows of the denoiser's batch.
-        tokens: the model splits its tokens as well as it would split its heads, and
-            sums nothing over the network then.
-
-    Returns a mesh of all the devices that passes :meth:`MeshSpec.validate` with
-    the same heads, and whose dp divides the batch.
-
-    Raises:
-        MeshError: there is no device.
-    """
-    if device_count < 1:
-        raise MeshError(f"a mesh needs devices, there are {device_count}")
-    dp = 2 if batch and batch % 2 == 0 and device_count % 2 == 0 else 1
-    left = device_count // dp
-    # gcd() of nothing is 0, which every number divides: no heads, no limit.
-    common = math.gcd(*(heads or {}).values())
-    tp = 1 if tokens else math.gcd(common, left)
-    return MeshSpec(dp=dp, sp=left // tp, tp=tp)
-
-
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     """Axes and sizes as :meth:`MeshSpec.parse` was given them."""
     problem = " cannot be read"
