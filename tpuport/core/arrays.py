@@ -102,11 +102,6 @@ def to_torch(value: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def host_device() -> str:
-    """Where plain upstream code runs: the host's GPU when torch sees one."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

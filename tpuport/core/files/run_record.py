@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tpuport.core.enums import StageName
 from tpuport.core.files.sealed_json import read_document
-from tpuport.core.files.typed import read_json
-from tpuport.errors import ArtifactError, UsageError, quoted
+from tpuport.errors import UsageError, quoted
 
 RUN_FILE = "run.json"
 
@@ -21,13 +20,6 @@ PIPELINE_SCHEMA = "tpuport.pipeline_run"
 TAPE_FILE, TAPE_SCHEMA = "tape.json", "tpuport.tape"
 
 
-def is_pipeline_run(folder: Path) -> bool:
-    """Whether a folder holds a run of a pipeline without a plugin, usable or not."""
-    try:
-        found = read_json(folder / RUN_FILE, ArtifactError, "")
-    except (OSError, ArtifactError):
-        return False
-    return isinstance(found, dict) and found.get("schema") == PIPELINE_SCHEMA
 
 
 def tapes_in(folder: Path) -> list[Path]:

@@ -151,27 +151,6 @@ class MeshSpec:
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 
-    def validate(self, heads: Mapping[str, int], devices: int | None = None) -> None:
-        """Check that the mesh splits the heads evenly.
-
-        Args:
-            heads: attention heads by component.
-            devices: how many there are; no larger value is offered.
-
-        Raises:
-            MeshError: tp does not divide the heads of a component; the message has the
-                legal values.
-        """
-        tp = self.shape["tp"]
-        uneven = [f"{h} heads of {name}" for name, h in heads.items() if h % tp]
-        if uneven:
-            common = math.gcd(*heads.values())
-            legal = [str(n) for n in divisors(common) if n <= (devices or common)]
-            raise MeshError(
-                f"mesh {self}: tp={tp} does not divide the {', '.join(uneven)}; legal "
-                f"tp values: {', '.join(legal)} (sp, which splits tokens, takes any "
-                "degree)"
-            )
 
     def _open_axes(self) -> list[str]:
         return [axis for axis in AXES if getattr(self, axis) == -1]
