@@ -107,9 +107,11 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 @pytest.fixture(scope="session")
 def demo_folder(once: Once) -> Path:
     """The demo checkpoint, made once. Tests that alter it work on a copy."""
-    from tpuport.models.cogvideox.demo import make_demo
+    from tpuport.core.pipelines.stand_in import write_random
+    from tpuport.plugins import folder_of, get_model
 
-    return once("demo", make_demo)
+    configs = get_model("cogvideox").variants["demo"].read(folder_of("cogvideox"))
+    return once("demo", lambda folder: write_random(folder, configs))
 
 
 @pytest.fixture(scope="session")

@@ -12,20 +12,21 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.core.layers import joint_sequence as joint
-from tpuport.core.layers import token_norms
-from tpuport.core.layers.joint_sequence import JointSequence
-from tpuport.core.layers.text_and_video import (
-    Pair,
+from tpuport.core.layers.text_and_video import Pair
+from tpuport.plugin import (
+    ForwardSplit,
+    JointSequence,
+    NativeForm,
     Stream,
+    WeightTransform,
+    current,
+    diffusers_patch,
     parameters,
     refuse_kwargs,
+    to_halves,
+    token_norms,
 )
-from tpuport.core.spec.component import NativeForm
-from tpuport.core.tracing.context import current
-from tpuport.core.tracing.forward_split import ForwardSplit
-from tpuport.core.weights.transforms import WeightTransform, to_halves
-from tpuport.patches.diffusers import diffusers_patch
+from tpuport.plugin import joint_sequence as joint
 
 
 def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from tpuport.core.tracing.context import current
 from tpuport.core.tracing.convolution_notes import passed_over
 from tpuport.core.tracing.patching import Patch
 from tpuport.models.cogvideox import vae_native as native
-from tpuport.patches import standard
 from tpuport.patches.diffusers import diffusers_patch
 from tpuport.patches.projection import MODULATED_NORMS
 
@@ -144,7 +143,6 @@ def _upsample(original: Callable[..., Any]) -> Callable[..., Any]:
 _VAE = "models.autoencoders.autoencoder_kl_cogvideox"
 
 PATCHES: tuple[Patch, ...] = (
-    *standard.PATCHES,
     MODULATED_NORMS[0],
     diffusers_patch(
         "cogvideox-upsample",

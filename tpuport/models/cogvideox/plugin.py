@@ -1,69 +1,85 @@
-"""The CogVideoX plugin."""
+"""The plugin of CogVideoX and CogVideoX 1.5."""
 
 from __future__ import annotations
 
-from tpuport.core.spec.component import Component
-from tpuport.core.spec.model_port import ModelPort
-from tpuport.core.tracing.block_stacks import StackedBlocks
-from tpuport.core.tracing.forward_split import ForwardSplit
-from tpuport.hookspecs import hookimpl
-from tpuport.models.cogvideox import config, sharding
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-#: What needs torch or jax is named, and imported when it is first used.
+from tpuport.models.cogvideox import sharding
+from tpuport.plugin import ModelPlugin, Module, Published, hookimpl
+
 HERE = "tpuport.models.cogvideox"
+CONFIGS = Path(__file__).with_name("configs")
+
+_1_0 = {"height": 480, "width": 720, "num_frames": 49, "fps": 8}
+_1_5 = {"height": 768, "width": 1360, "num_frames": 81, "fps": 16}
+_DEMO = {"height": 128, "width": 192, "num_frames": 17, "fps": 8}
+#: The sampler that the model cards of all but 2b ask for.
+_DPM = {"scheduler": "dpm", "use_dynamic_cfg": True}
 
 
-PORT = ModelPort(
-    name="cogvideox",
-    title="CogVideoX (2b, 5b, 1.5-5b), text, image and video to video",
-    pipelines=(
-        "CogVideoXPipeline",
-        "CogVideoXImageToVideoPipeline",
-        "CogVideoXVideoToVideoPipeline",
+def _variant(name: str, title: str, **defaults: Any) -> Published:
+    repo = "" if name.startswith("demo") else f"THUDM/CogVideoX{name}"
+    return Published(
+        repo, CONFIGS / f"{name.lstrip('-').lower()}.json", title, defaults
+    )
+
+
+VARIANTS = {
+    "demo": _variant(
+        "demo",
+        "a small one with random weights, made on first use",
+        **_DEMO,
+        **_DPM,
+        num_inference_steps=8,
     ),
-    components={
-        "text_encoder": Component(
-            name="text_encoder",
-            class_path="transformers:T5EncoderModel",
-            sharding=sharding.TEXT_ENCODER,
-            heads=lambda values: int(values.get("num_heads", 8)),
-            # The first block computes the position bias of all.
-            stacked=(
-                StackedBlocks(path="encoder.block", first=1, differ=("layer_idx",)),
-            ),
+    "demo-i2v": _variant(
+        "demo-i2v",
+        "the same for image to video",
+        **_DEMO,
+        **_DPM,
+        num_inference_steps=8,
+    ),
+    "2b": _variant("-2b", "text and video to video", **_1_0),
+    "5b": _variant("-5b", "text and video to video", **_1_0, **_DPM),
+    "5b-i2v": _variant("-5b-I2V", "image to video, of 480x720 alone", **_1_0, **_DPM),
+    "1.5-5b": _variant("1.5-5B", "text to video", **_1_5, **_DPM),
+    "1.5-5b-i2v": _variant("1.5-5B-I2V", "image to video", **_1_5, **_DPM),
+}
+
+
+def suits(pipeline: str, config: Mapping[str, Any]) -> bool:
+    """Whether a transformer has the channels of an image, where the pipeline has."""
+    channels = config.get("in_channels", 16)
+    image = channels == 2 * (config.get("out_channels") or 16)
+    # Upstream's video to video refuses every number of frames of 1.5.
+    later = config.get("patch_size_t") is not None
+    return image == ("Image" in pipeline) and not ("VideoToVideo" in pipeline and later)
+
+
+PLUGIN = ModelPlugin(
+    name="cogvideox",
+    title="CogVideoX and CogVideoX 1.5, text, image and video to video",
+    claims=(
+        "diffusers:CogVideoXPipeline",
+        "diffusers:CogVideoXImageToVideoPipeline",
+        "diffusers:CogVideoXVideoToVideoPipeline",
+    ),
+    modules={
+        "transformer": Module(
+            layout=sharding.TRANSFORMER, native=f"{HERE}.native:TRANSFORMER"
         ),
-        "transformer": Component(
-            name="transformer",
-            class_path="diffusers:CogVideoXTransformer3DModel",
-            sharding=sharding.TRANSFORMER,
-            split=ForwardSplit(blocks=("transformer_blocks",), head=("hidden_states",)),
-            stacked=("transformer_blocks",),
-            heads=lambda values: int(values.get("num_attention_heads", 30)),
-            native=f"{HERE}.native:TRANSFORMER",
-        ),
-        "vae": Component(
-            name="vae",
-            class_path="diffusers:AutoencoderKLCogVideoX",
-            sharding=sharding.VAE,
-            implementations={"flax": f"{HERE}.flax_stages:FLAX"},
-        ),
+        "text_encoder": Module(layout=sharding.TEXT_ENCODER),
+        "vae": Module(split="space"),
     },
-    stages=f"{HERE}.stages:STAGES",
-    variants=config.VARIANTS,
     patches=f"{HERE}.patches:PATCHES",
-    overrides="tpuport.patches.standard:OVERRIDES",
-    attention=sharding.ATTENTION,
-    options=config.OPTIONS,
-    detect=config.detect,
-    check=config.check,
-    latent_shape=f"{HERE}.inputs:latent_shape",
-    make_demo=f"{HERE}.demo:make_demo",
-    # Raise it when the files of the demo change.
-    demo_version="1",
+    variants=VARIANTS,
+    suits=suits,
 )
 
 
 @hookimpl
-def tpuport_model() -> ModelPort:
-    """Hand over the port."""
-    return PORT
+def tpuport_model() -> ModelPlugin:
+    """Hand over the plugin."""
+    return PLUGIN
