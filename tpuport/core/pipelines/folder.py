@@ -1,4 +1,4 @@
-"""A pipeline in the layout that ``save_pretrained`` writes, with no plugin for it.
+"""A pipeline in the layout that ``save_pretrained`` writes.
 
 The index names the class. The signature of the class says what a call takes. The inputs
 of its blocks say so for a modular pipeline.
@@ -18,9 +18,9 @@ import diffusers
 import torch
 import transformers
 
+from tpuport.core.arrays import all_finite
 from tpuport.core.enums import Tiling, denoises
 from tpuport.core.files.atomic import one_line
-from tpuport.core.files.stage_tensors import all_finite
 from tpuport.core.reports import Reporter
 from tpuport.core.weights.absent_packages import absent_packages, needs_of
 from tpuport.core.weights.checkpoint import (

@@ -1,8 +1,7 @@
-"""The plan of a pipeline without a plugin: rehearsed, its programs compiled."""
+"""The plan of a pipeline: rehearsed, its programs compiled."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,8 @@ from tpuport.core.mesh.device_mesh import place_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.mesh.slices import Topology, topology_devices
 from tpuport.core.pipelines.folder import PipelineFolder
-from tpuport.core.plan.build_ahead import Built, build_one, caching
 from tpuport.core.plan.measure import Measured, keep_program, measure
 from tpuport.core.plan.plan import Plan, StagePlan
-from tpuport.core.programs.executable_files import ExecutableStore
 from tpuport.core.reports import Reporter
 from tpuport.core.seam.target import Target
 from tpuport.core.spec.run_settings import RunSettings
@@ -93,7 +90,6 @@ def plan_pipeline(
     return Plan(
         files=files,
         model=folder.class_name,
-        variant="",
         weights=folder.reference,
         topology=topology.name,
         chip=chip,
@@ -113,6 +109,13 @@ def plan_pipeline(
             )
             for stage in StageName
             if stage in made
+        ),
+        compiler_flags=tuple(
+            dict.fromkeys(
+                text
+                for program in found.in_stages(stages)
+                for text in program.flags.texts
+            )
         ),
         sharding_plans=found.plans,
         calls=[
@@ -134,38 +137,6 @@ def plan_pipeline(
             for note in one.account.notes
         ],
     )
-
-
-def build_pipeline(
-    found: Rehearsal,
-    stages: Sequence[str],
-    folder: Path,
-    *,
-    attached: bool,
-    reporter: Reporter,
-) -> list[Built]:
-    """Compile every program of a rehearsed run into a folder.
-
-    Args:
-        stages: those whose programs are compiled.
-        attached: whether the devices are here; see :func:`build_ahead.build`.
-
-    Raises:
-        CompileError: a program does not compile, or cannot be serialised.
-        ArtifactError: the folder cannot be written.
-    """
-    store, made = ExecutableStore(folder), []
-    with caching(folder, attached):
-        for program in found.in_stages(stages):
-            started = time.perf_counter()
-            key = program.key()
-            seconds = time.perf_counter() - started
-            told = program.told()
-            built = build_one(program, store, key, seconds, told, reporter)
-            program.forget()
-            made.append(built)
-            reporter.say(built.line())
-    return made
 
 
 def _measured(
