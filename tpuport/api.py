@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     MeshLike = MeshSpec | str | Mapping[str, int] | Sequence[int] | None
 
 
+DEFAULT_MODEL = "cogvideox"
+"""What the command line takes when no model is named."""
+
+
 def default_cache_dir() -> Path:
     """The user's cache folder: programs, small checkpoints, unfinished runs."""
     return Path(platformdirs.user_cache_dir("tpuport"))

@@ -102,8 +102,6 @@ def to_torch(value: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-
-
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite, in one pass: NaN is the extreme of all."""
     if not tensor.is_floating_point() or not tensor.numel():

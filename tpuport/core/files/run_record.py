@@ -20,8 +20,6 @@ PIPELINE_SCHEMA = "tpuport.pipeline_run"
 TAPE_FILE, TAPE_SCHEMA = "tape.json", "tpuport.tape"
 
 
-
-
 def tapes_in(folder: Path) -> list[Path]:
     """The tapes in the folder of such a run, one for each video that was begun."""
     found = folder.glob(f"video-*/{TAPE_FILE}")

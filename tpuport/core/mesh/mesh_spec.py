@@ -151,7 +151,6 @@ class MeshSpec:
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 
-
     def _open_axes(self) -> list[str]:
         return [axis for axis in AXES if getattr(self, axis) == -1]
 

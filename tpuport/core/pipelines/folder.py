@@ -67,7 +67,7 @@ class PipelineFolder:
         index: ``model_index.json``, or ``modular_model_index.json``.
         checkpoint: the folder, as far as weights and fingerprints go.
         guidance: the scale, for a pipeline whose guidance is a component.
-        tiling: whether autoencoders work in tiles; AUTO is as upstream has it.
+        tiling: whether autoencoders work in tiles; ``None`` is as upstream has it.
         scheduler: a class in place of the checkpoint's scheduler, made from its config;
             empty for the checkpoint's own.
     """
@@ -77,7 +77,7 @@ class PipelineFolder:
     index: Mapping[str, Any]
     checkpoint: Checkpoint
     guidance: float | None = None
-    tiling: Tiling = Tiling.AUTO
+    tiling: Tiling | None = None
     scheduler: str = ""
 
     @classmethod
@@ -392,7 +392,7 @@ class PipelineFolder:
             if not hasattr(component, "enable_tiling"):
                 continue
             needed = type(component).__name__ in _TILED
-            if self.tiling == Tiling.ON or (needed and self.tiling == Tiling.AUTO):
+            if self.tiling == Tiling.ON or (needed and self.tiling is None):
                 component.enable_tiling()
             elif self.tiling == Tiling.OFF:
                 component.disable_tiling()

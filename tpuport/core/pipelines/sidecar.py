@@ -49,7 +49,7 @@ class How(TypedDict):
     on_host: list[str]
     blocks: Blocks
     sharding: str
-    vae_tiling: Tiling
+    vae_tiling: Tiling | None
 
 
 class Output(TypedDict):

@@ -197,7 +197,7 @@ class Asked:
     num_frames: int | None = what(
         kinds.positive,
         "--frames --num-frames",
-        "Number of frames: 4n+1, 8n+1 or 16n+1 by model.",
+        "Number of frames, such as 4n+1.",
         panel=None,
     )
     fps: float | None = what(
@@ -269,8 +269,8 @@ class RunSettings:
     model: str | None = setting(
         kinds.text,
         "--model NAME",
-        "See `tpuport models`. (default: {DEFAULT_MODEL})",
-        commands="GENDPCB",
+        "See `tpuport models`. (default: {DEFAULT_MODEL}, without --weights)",
+        commands="GEPCB",
     )
     variant: str | None = setting(
         kinds.text,
@@ -281,7 +281,7 @@ class RunSettings:
     weights: str | Path | None = setting(
         kinds.weights,
         "--weights ID|FOLDER",
-        "Hub id or folder. (default: the demo, or the run's)",
+        "Hub id or folder of any pipeline. (default: the variant's, or the run's)",
         commands="GENDRSPCBHW",
     )
     mesh: MeshSpec | None = how(
@@ -320,13 +320,12 @@ class RunSettings:
         "Upstream's autoencoder, or one in Flax.",
         default=TORCHAX,
     )
-    vae_tiling: Tiling = how(
+    vae_tiling: Tiling | None = how(
         kinds.tiling,
-        "--vae-tiling auto|on|off",
-        "Decode in tiles: less memory, and a slightly different video. auto does so "
-        "only if the video does not fit whole. (default: auto)",
-        default=Tiling.AUTO,
-        commands="GDPC",
+        "--vae-tiling on|off",
+        "Decode in tiles: less memory, and a slightly different video. (default: as "
+        "upstream's pipeline has it)",
+        commands="GEDPC",
     )
     encode_on: Place = how(
         kinds.place,

@@ -1,4 +1,4 @@
-"""Runs of a pipeline without a plugin: a folder each, from which a run goes on."""
+"""Runs in folders: whole, a stage at a time, and gone on with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_pipeline import AnyRun, file_digest, find
-from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, temporary
+from tpuport.cli.runs.kept_runs import going_on, is_kept, keep_asked, sweep, temporary
+from tpuport.cli.runs.video_run import VideoRun, file_digest, find
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say, show_results
 from tpuport.core.enums import StageName
@@ -39,7 +39,7 @@ _OF_A_STAGE = (
 _HOW = (*_OF_A_STAGE, "dtype")
 
 
-def generate_any(settings: Settings, started: float) -> None:
+def generate_videos(settings: Settings, started: float) -> None:
     """Make videos, and tell of them as ``tpuport generate`` does.
 
     Raises:
@@ -49,7 +49,7 @@ def generate_any(settings: Settings, started: float) -> None:
         TpuportError: the run failed.
     """
     with Display(signals.check) as display:
-        run = AnyRun.prepared(settings, find(settings, display), display)
+        run = VideoRun.prepared(settings, find(settings, display), display)
         name = f"{run.folder.class_name.removesuffix('Pipeline').lower()}{_seed(run)}"
         outputs = run.outputs(f"{name}.mp4")
         with _begun(run, outputs.asked) as kept:
@@ -57,15 +57,15 @@ def generate_any(settings: Settings, started: float) -> None:
     _show("generate", run, report, videos, run.settings.run_dir)
 
 
-def encode_any(settings: Settings, started: float) -> None:
+def encode_run(settings: Settings, started: float) -> None:
     """Run upstream's code up to the first call of a denoiser.
 
     Raises:
-        TpuportError: as of :func:`generate_any`.
+        TpuportError: as of :func:`generate_videos`.
     """
     assert settings.run_dir is not None
     with Display(signals.check) as display:
-        run = AnyRun.prepared(settings, find(settings, display), display, partly=True)
+        run = VideoRun.prepared(settings, find(settings, display), display, partly=True)
         with _begun(run, "") as kept:
             _, report = run.make(None, started, kept, StageName.ENCODE)
     _show("encode", run, report, [], settings.run_dir)
@@ -75,19 +75,19 @@ def encode_again(settings: Settings, started: float) -> None:
     """Encode a run that was begun, as its folder says.
 
     Raises:
-        TpuportError: as of :func:`generate_any`.
+        TpuportError: as of :func:`generate_videos`.
     """
     with Display(signals.check) as display, _opened(settings, display) as (run, kept):
         _, report = run.make(None, started, kept, StageName.ENCODE)
     _show("encode", run, report, [], settings.run_dir)
 
 
-def denoise_any(settings: Settings, started: float) -> None:
+def denoise_run(settings: Settings, started: float) -> None:
     """Go on with a run from its first denoiser to its last step.
 
     Raises:
         ArtifactError: encode is not finished, or the run cannot go on here.
-        TpuportError: as of :func:`generate_any`.
+        TpuportError: as of :func:`generate_videos`.
     """
     with Display(signals.check) as display, _opened(settings, display) as (run, kept):
         kept.check_finished(StageName.ENCODE)
@@ -95,12 +95,12 @@ def denoise_any(settings: Settings, started: float) -> None:
     _show("denoise", run, report, [], settings.run_dir)
 
 
-def decode_any(settings: Settings, started: float) -> None:
+def decode_run(settings: Settings, started: float) -> None:
     """Finish a run that is denoised, and write its videos.
 
     Raises:
         ArtifactError: denoise is not finished, or the run cannot go on here.
-        TpuportError: as of :func:`generate_any`.
+        TpuportError: as of :func:`generate_videos`.
     """
     assert settings.run_dir is not None
     place = str(settings.run_dir / "video.mp4")
@@ -110,7 +110,7 @@ def decode_any(settings: Settings, started: float) -> None:
     _show("decode", run, report, videos, settings.run_dir)
 
 
-def resume_any(settings: Settings, started: float) -> None:
+def resume_run(settings: Settings, started: float) -> None:
     """Finish a run from where it is, and write its videos.
 
     Args:
@@ -118,7 +118,7 @@ def resume_any(settings: Settings, started: float) -> None:
 
     Raises:
         ArtifactError: the run cannot go on here.
-        TpuportError: as of :func:`generate_any`.
+        TpuportError: as of :func:`generate_videos`.
     """
     assert settings.run_dir is not None
     with (
@@ -131,7 +131,7 @@ def resume_any(settings: Settings, started: float) -> None:
 
 
 @contextlib.contextmanager
-def _begun(run: AnyRun, out: str) -> Iterator[PipelineRun]:
+def _begun(run: VideoRun, out: str) -> Iterator[PipelineRun]:
     """The folder of a run: --run-dir, or one in the cache that goes with the run.
 
     The same command finds the same folder, and goes on.
@@ -143,6 +143,8 @@ def _begun(run: AnyRun, out: str) -> Iterator[PipelineRun]:
         if given is not None:
             folder = stack.enter_context(working_in(given))
         else:
+            assert run.settings.cache_dir is not None
+            sweep(run.settings.cache_dir)
             folder = _own_folder(run, record, stack)
             keep_asked(folder, run.settings, out)
         kept = PipelineRun.open_or_begin(folder, record)
@@ -159,7 +161,7 @@ def _say_where(kept: PipelineRun) -> None:
         say(f"going on with the run in {kept.path}, after {done}")
 
 
-def _own_folder(run: AnyRun, record: Record, stack: contextlib.ExitStack) -> Path:
+def _own_folder(run: VideoRun, record: Record, stack: contextlib.ExitStack) -> Path:
     """A folder of the cache, named by what the run is of; held by ``stack``."""
     assert run.settings.cache_dir is not None
     about = {**record, "out": "", "source": ""}  # wherever they are
@@ -181,7 +183,7 @@ def _own_folder(run: AnyRun, record: Record, stack: contextlib.ExitStack) -> Pat
 @contextlib.contextmanager
 def _opened(
     settings: Settings, reporter: Reporter, *, resumes: bool = False
-) -> Iterator[tuple[AnyRun, PipelineRun]]:
+) -> Iterator[tuple[VideoRun, PipelineRun]]:
     """A run that was begun, as its folder says.
 
     Args:
@@ -197,7 +199,7 @@ def _opened(
         kept = PipelineRun.open(path)
         settings = _asked_again(kept, settings, resumes=resumes)
         folder = find(settings, reporter)
-        run = AnyRun.prepared(settings, folder, reporter, partly=True)
+        run = VideoRun.prepared(settings, folder, reporter, partly=True)
         _check_same(kept, run)
         if resumes:
             _say_where(kept)
@@ -205,7 +207,7 @@ def _opened(
             yield run, kept
 
 
-def _check_same(kept: PipelineRun, run: AnyRun) -> None:
+def _check_same(kept: PipelineRun, run: VideoRun) -> None:
     """Refuse to go on with other weights, files or versions.
 
     Raises:
@@ -222,7 +224,7 @@ def _check_same(kept: PipelineRun, run: AnyRun) -> None:
     kept.check({**now, **same})  # type: ignore[typeddict-item]
 
 
-def _record(run: AnyRun, out: str = "") -> Record:
+def _record(run: VideoRun, out: str = "") -> Record:
     checkpoint = run.folder.checkpoint
     there = [name for name in run.folder.components() if _has_weights(run.folder, name)]
     return {
@@ -247,7 +249,7 @@ def _absolute(name: str) -> str:
     return str(Path(name).expanduser().absolute())
 
 
-def _keep_inputs(kept: PipelineRun, run: AnyRun) -> None:
+def _keep_inputs(kept: PipelineRun, run: VideoRun) -> None:
     """Copy the images and videos that a run starts from into its folder.
 
     Raises:
@@ -266,7 +268,7 @@ def _copy_of(kept: PipelineRun, name: str) -> Path:
     return kept.path / "inputs" / f"{digest[:16]}{Path(name).suffix}"
 
 
-def _plain(run: AnyRun) -> dict[str, Any]:
+def _plain(run: VideoRun) -> dict[str, Any]:
     """What was asked for, as JSON; what was not given is left out."""
     settings = run.settings
     names = [f.name for f in fields(Asked)] + ["latents", "batch", *_HOW]
@@ -335,7 +337,7 @@ def _with_inputs(kept: PipelineRun, value: Any) -> Any:
 
 def _show(
     command: str,
-    run: AnyRun,
+    run: VideoRun,
     report: RunReport,
     videos: list[Video],
     run_dir: Path | None,
@@ -359,6 +361,6 @@ def _show(
     show_results(document, report, written, as_json=settings.json, file=settings.report)
 
 
-def _seed(run: AnyRun) -> str:
+def _seed(run: VideoRun) -> str:
     seeds = set(run.settings.seed)
     return f"-seed{next(iter(seeds))}" if len(seeds) == 1 else ""

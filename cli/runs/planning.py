@@ -1,4 +1,4 @@
-"""The plan of a pipeline without a plugin: on a mesh, or on the best one."""
+"""The plan of a pipeline's run: on a mesh, or on the best one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_checks import (
+from tpuport.cli.runs.checks import (
     check_on_host,
     prompts_of,
-    refuse_flags,
     rehearsal_of,
 )
-from tpuport.cli.runs.any_pipeline import find
+from tpuport.cli.runs.size_class import sized
+from tpuport.cli.runs.video_run import find
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec, divisors
 from tpuport.errors import MeshError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tpuport.core.reports import Reporter
 
 
-def plan_any(
+def plan_run(
     settings: Settings,
     topology: Topology,
     stages: Sequence[str],
@@ -69,8 +69,8 @@ def prepared(
     folder = find(settings, reporter)
     from tpuport.core.pipelines.call_arguments import arguments_of, as_arrays
 
-    refuse_flags(settings, folder.class_name)
     check_on_host(settings, folder)
+    settings = sized(settings, folder, reporter)
     arguments = arguments_of(folder, settings)
     folder.check_packages(arguments)
     if "prompt" in folder.parameters:
@@ -102,7 +102,7 @@ class _One:
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
         """The run on a mesh."""
-        from tpuport.core.plan.any_pipeline import topology_mesh
+        from tpuport.core.plan.pipeline_plan import topology_mesh
 
         placed, again = topology_mesh(self.topology, spec), self._again
         self._again = True
@@ -113,7 +113,7 @@ class _One:
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""
-        from tpuport.core.plan.any_pipeline import Folders, plan_pipeline
+        from tpuport.core.plan.pipeline_plan import Folders, plan_pipeline
 
         return plan_pipeline(
             self.folder,

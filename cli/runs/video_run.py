@@ -1,4 +1,4 @@
-"""A pipeline without a plugin, from prompts to files: upstream's code drives."""
+"""Videos of a pipeline, from prompts to files: upstream's code drives."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from typing import TYPE_CHECKING, Any
 from tpuport import api, targets
 from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.noise import read_noise
-from tpuport.cli.asked.sessions import check_attention_here, check_report, outputs_of
+from tpuport.cli.asked.outputs import check_report, outputs_of
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs.any_checks import (
+from tpuport.cli.runs.checks import (
+    check_attention_here,
+    check_call,
     check_executables,
+    check_host_memory,
+    check_inspection,
     check_mesh,
     check_on_host,
     check_step_cache,
-    refuse_flags,
-    upstreams_errors,
     with_batch,
     with_dtype,
     with_host,
 )
-from tpuport.cli.runs.variants import of_plugin, resolved
+from tpuport.cli.runs.size_class import sized
+from tpuport.cli.runs.taped_call import TapedCall
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
 from tpuport.core.enums import Backend, Blocks, StageName, denoises
+from tpuport.core.files.folders import check_folder
 from tpuport.core.files.outputs import Outputs, Video, VideoFiles
-from tpuport.core.files.run_record import CheckpointEvery
 from tpuport.core.files.video_file import SOUNDING, check_length
 from tpuport.core.reports import (
     Reporter,
@@ -41,11 +44,9 @@ from tpuport.core.reports import (
     peak_host_bytes,
     plural,
 )
-from tpuport.core.run.progress import Display
-from tpuport.core.spec.rules import check_inspection
-from tpuport.core.spec.run_settings import DEMO, PROFILED_CALLS
+from tpuport.core.spec.run_settings import PROFILED_CALLS
 from tpuport.errors import UsageError
-from tpuport.plugins import plugin_for, reader_of
+from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
@@ -61,67 +62,6 @@ _FLAGS = (
     *("height", "width", "num_frames", "fps", "num_inference_steps"),
     *("guidance_scale", "image", "video", "strength", "latents", "step_cache"),
 )
-
-
-def with_model(settings: Settings, *, weights: bool = True) -> Settings:
-    """The settings with a model that has stages, or with the folder of a pipeline.
-
-    Args:
-        weights: of a plugin's variant are wanted; without, its configs are enough.
-
-    Raises:
-        WeightsError: the folder has no index.
-        HubError: the hub cannot be reached.
-        UnknownModelError: no plugin has the name, or the plugin no such variant.
-    """
-    plugin = of_plugin(settings)
-    if plugin is not None:
-        return resolved(settings, plugin, weights=weights)
-    if settings.model is not None or settings.weights in (None, "", DEMO):
-        return for_a_plugin(settings, together=weights)
-    with Display(signals.check) as display:
-        folder = find(settings, display)
-    name = folder.class_name
-    model = None if plugin_for(name) else reader_of(name)
-    if model is not None:
-        say(f"{folder.class_name}: run by the plugin of {model}")
-    return (
-        settings if model is None else for_a_plugin(settings, model, together=weights)
-    )
-
-
-def for_a_plugin(
-    settings: Settings, model: str | None = None, *, together: bool = True
-) -> Settings:
-    """The settings of a model with a plugin.
-
-    Args:
-        together: whether the command makes all videos in one call.
-
-    Raises:
-        UsageError: a flag that only pipelines without a plugin have.
-    """
-    if settings.on_host:
-        raise UsageError(
-            "--on-host: is for pipelines without a plugin; --encode-on host runs the "
-            "text encoder of a model with one on the CPU"
-        )
-    if settings.batch is not None and together:
-        raise UsageError(
-            "--batch: is for pipelines without a plugin; a model with one makes all "
-            "videos together"
-        )
-    if settings.checkpoint_every != CheckpointEvery():
-        raise UsageError(
-            "--checkpoint-every: is for pipelines without a plugin; a model with one "
-            "keeps its stages, see `tpuport runs`"
-        )
-    return replace(settings, model=model or settings.model)
-
-
-def is_any(settings: Settings) -> bool:
-    """Whether no plugin reads the pipeline, so that upstream's code drives."""
-    return settings.model is None and settings.weights not in (None, "", DEMO)
 
 
 def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
@@ -162,7 +102,7 @@ class Again:
 
 
 @dataclass
-class AnyRun:
+class VideoRun:
     """One pipeline, what it is asked for, and what it made.
 
     Attributes:
@@ -195,7 +135,7 @@ class AnyRun:
         *,
         partly: bool = False,
         again: Again | None = None,
-    ) -> AnyRun:
+    ) -> VideoRun:
         """Everything checked that needs no weights.
 
         Args:
@@ -207,19 +147,12 @@ class AnyRun:
         """
         from tpuport.core.pipelines.call_arguments import arguments_of
 
-        refuse_flags(settings, folder.class_name)
-        noise = read_noise(settings.latents)
-        if noise is not None:
-            if "latents" not in folder.all_parameters:
-                raise UsageError(f"--latents: {folder.class_name} takes none")
-            if again is None:
-                noise.for_videos(max(len(settings.prompt), 1) * len(settings.seed))
+        _check_files(settings, folder, again)
         if "prompt" in folder.parameters and not settings.prompt:
             raise UsageError('no prompt was given; add --prompt "..." or --prompt-file')
-        if settings.report is not None:
-            check_report(settings.report, settings.inputs())
         check_attention_here(settings)
         check_inspection(settings)
+        settings = sized(settings, folder, reporter)
         arguments = arguments_of(folder, settings)
         settings = with_host(settings, folder)
         check_on_host(settings, folder)
@@ -230,6 +163,9 @@ class AnyRun:
         folder = folder.fetched(reporter)
         folder.check_components(weights=not partly)
         settings = with_batch(settings, folder, placed)
+        check_host_memory(settings, folder)
+        if not partly and again is None:
+            check_call(settings, folder, arguments)
         check_mesh(settings, folder, placed, arguments, reporter)
         check_step_cache(settings, folder, placed, arguments, reporter)
         if settings.executables is not None:
@@ -274,12 +210,18 @@ class AnyRun:
         each = self.settings.batch or 1
         return [range(n, min(n + each, count)) for n in range(0, count, each)]
 
-    def outputs(self, name: str) -> Outputs:
-        """Where the videos go; creates nothing."""
+    def outputs(self, name: str, inputs: Sequence[Path] = ()) -> Outputs:
+        """Where the videos go; creates nothing.
+
+        Args:
+            name: the place without --out.
+            inputs: that the command reads, beside those of the run.
+        """
         from tpuport.core.pipelines.call_arguments import default_of
 
         count = 1 if self.again is not None else len(self.videos())
-        outputs = outputs_of(self.settings, name, count)
+        read = [*inputs, *(Path(name).expanduser() for name in self.inputs)]
+        outputs = outputs_of(self.settings, name, count, inputs=read)
         frames = self.settings.num_frames or default_of(self.folder, "num_frames") or 1
         for path in outputs.paths:
             check_length(path, outputs.kind, frames, self.fps)
@@ -314,7 +256,7 @@ class AnyRun:
             opened = stack.enter_context(self.opened(late=late))
             files = None
             if outputs is not None:
-                files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
+                files = stack.enter_context(VideoFiles(outputs, self.fps))
             stages: list[Any] = []
             count = len(self.videos())
             for call, numbers in enumerate(self.together()):
@@ -348,7 +290,7 @@ class AnyRun:
         return weights.pipeline, weights.load
 
     @contextlib.contextmanager
-    def opened(self, *, late: bool = False) -> Iterator[Taped]:
+    def opened(self, *, late: bool = False) -> Iterator[TapedCall]:
         """The pipeline with its weights, ported while the block lasts.
 
         Args:
@@ -358,7 +300,7 @@ class AnyRun:
         pipeline.set_progress_bar_config(disable=True)
         with self._ported(pipeline) as (journal, caches):
             inspection = self._inspection(journal)
-            yield Taped(pipeline, journal, load, caches, inspection=inspection)
+            yield TapedCall(pipeline, journal, load, caches, inspection=inspection)
 
     def _inspection(self, journal: Journal) -> Inspection | None:
         """What looks at the calls of modules, if something was asked for."""
@@ -419,7 +361,7 @@ class AnyRun:
         with standing(caches.modules.values()):
             yield caches
 
-    def made(self, one: Taped) -> tuple[Made | None, list[StageReport]]:
+    def made(self, one: TapedCall) -> tuple[Made | None, list[StageReport]]:
         """One video, and the reports of its stages; ``None`` for a stage before it.
 
         Raises:
@@ -529,7 +471,6 @@ class AnyRun:
         devices = list(placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,
-            variant="",
             weights=self.folder.checkpoint.reference,
             platform=str(devices[0].platform),
             mesh=str(placed.spec),
@@ -568,76 +509,27 @@ class AnyRun:
         return f"making {count} by {self.folder.class_name}: {said}"
 
 
-@dataclass(frozen=True)
-class Taped:
-    """One video of a run, and the tape of it in the run's folder.
+def _check_files(
+    settings: Settings, folder: PipelineFolder, again: Again | None
+) -> None:
+    """Refuse files that cannot be read or written, before anything is fetched.
 
-    Attributes:
-        load: gives a component its weights before it is called.
-        caches: the step cache, in place.
-        kept: the run's folder; ``None`` to keep nothing.
-        index: of the call.
-        until: the stage to end with.
-        inspection: looks at the calls of modules.
+    Raises:
+        UsageError, OutputError, ArtifactError: which one.
     """
-
-    pipeline: Any
-    journal: Journal
-    load: Callable[[str], None]
-    caches: StepCaches | None = None
-    kept: PipelineRun | None = None
-    index: int = 0
-    until: StageName | None = None
-    inspection: Inspection | None = None
-
-    def called(
-        self, given: dict[str, Any], run: AnyRun
-    ) -> tuple[Any, list[StageReport]]:
-        """What upstream returns, and the reports of the stages that were run.
-
-        Raises:
-            ArtifactError: the tape is of a run in another way.
-        """
-        from tpuport.core.drive.checkpoints import Checkpoints
-        from tpuport.core.drive.taped import called, tape_of
-
-        name, settings = run.folder.class_name, run.settings
-        with contextlib.ExitStack() as stack:
-            tape = checkpoints = None
-            if self.kept is not None:
-                folder = self.kept.tapes[self.index]
-                before = folder.read()
-                folder.begin(run.how, before)
-                tape = tape_of(self.pipeline, given, before, self.until)
-                checkpoints = stack.enter_context(
-                    Checkpoints(tape, folder, settings.checkpoint_every, run.reporter)
-                )
-            with self._noted(), upstreams_errors(name):
-                output, drive = called(
-                    self.pipeline,
-                    given,
-                    self.journal,
-                    settings.backend,
-                    tape,
-                    self.load,
-                    None if self.inspection is None else self.inspection.around,
-                    self.caches,
-                )
-            if checkpoints is not None and self.until is not None:
-                checkpoints.finish()
-        if self.inspection is None:
-            return output, drive.reports
-        return output, self.inspection.ended(drive.reports)
-
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """What was noted until a run fails goes with the error."""
-        try:
-            yield
-        except BaseException as error:
-            if self.inspection is not None and (text := self.inspection.text()):
-                error.add_note(text)
-            raise
+    count = max(len(settings.prompt), 1) * len(settings.seed)
+    noise = read_noise(settings.latents)
+    if noise is not None:
+        if "latents" not in folder.all_parameters:
+            raise UsageError(f"--latents: {folder.class_name} takes none")
+        if again is None:
+            noise.for_videos(count)
+    if settings.out is not None:
+        outputs_of(settings, "", 1 if again is not None else count)
+    if settings.report is not None:
+        check_report(settings.report, settings.inputs())
+    if settings.run_dir is not None:
+        check_folder("--run-dir", settings.run_dir)
 
 
 def _files(settings: Settings) -> list[str]:

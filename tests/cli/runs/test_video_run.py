@@ -17,23 +17,19 @@ from safetensors.torch import load_file, save_file
 
 import tpuport
 from tests.cli.commands.test_plan import plan
-from tests.cli.tools import Cli
+from tests.cli.tools import ASKED, Cli
 from tests.core.files.videos import read_back, sound_of
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once, needs_libtpu
 from tpuport.cli.asked.settings import Settings
-from tpuport.cli.runs import any_plan, any_replay
+from tpuport.cli.commands import replay
+from tpuport.cli.runs import planning
 from tpuport.core.files.sealed_json import read_sidecar, sidecar_bytes
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines import folder as pipelines
 from tpuport.core.pipelines import sidecar
 from tpuport.core.reports import Reporter
 from tpuport.core.seam import program_runs
-
-ASKED = (
-    *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "2"),
-    *("--negative-prompt", "blurry", "--option", "max_sequence_length=16"),
-)
 
 
 def test_a_folder_and_a_prompt_make_upstreams_video(cli: Cli, folder: Path) -> None:
@@ -114,11 +110,6 @@ def test_noise_a_scheduler_and_places_of_ones_own(cli: Cli, folder: Path) -> Non
     assert "the same frames as " in again.last
 
 
-@pytest.fixture
-def copied(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copied"))
-
-
 def index(folder: Path, **changes: Any) -> None:
     """Change ``model_index.json``."""
     file = folder / "model_index.json"
@@ -192,7 +183,7 @@ def test_the_best_mesh_may_be_one_half_for_each_call_of_guidance(budget: float) 
         plan=planned,
         reporter=SimpleNamespace(say=told.append),
     )
-    best: Any = any_plan._best(one, budget)
+    best: Any = planning._best(one, budget)
     if budget:
         assert str(best.mesh) == "dp=2,sp=2,tp=1"
         assert told == []
@@ -254,7 +245,7 @@ def test_a_replay_knows_an_empty_prompt_from_none(cli: Cli, folder: Path) -> Non
         request = read_sidecar(Path("x.gif.json"))["request"]
         assert request["prompts"] == [""]
         recorded: Any = sidecar.read(Path("x.gif.json"))
-        again = any_replay._recorded(recorded, Settings())
+        again = replay._recorded(Path("x.gif.json"), recorded, Settings())
         assert again.prompt == ("",)
         assert again.negative_prompt == ("" if given else None)
 

@@ -1,4 +1,4 @@
-"""A pipeline without a plugin, measured, and beside upstream's own code."""
+"""A pipeline measured, and beside upstream's own code."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 from tpuport.cli.asked.settings import PROMPT, Settings
-from tpuport.cli.runs.any_pipeline import AnyRun, Taped, find
 from tpuport.cli.runs.measured import FIRST_NOTE, Machine, Once, Runs, compared, priced
+from tpuport.cli.runs.taped_call import TapedCall
+from tpuport.cli.runs.video_run import VideoRun, find
 from tpuport.core.enums import Backend, StageName
 from tpuport.core.files.fingerprint import versions
 from tpuport.core.spec.step_cache import StepCache
 
 
-def measure_any(
+def measure(
     settings: Settings,
     *,
     repeat: int,
     against: str | None,
     caches: Sequence[StepCache] = (),
 ) -> dict[str, Any]:
-    """Run the benchmark; the result is JSON-ready, as of a model with a plugin.
+    """Run the benchmark; the result is JSON-ready.
 
     Each backend has a pipeline of its own, with its own weights.
 
@@ -43,14 +44,14 @@ def measure_any(
         opened = time.perf_counter()
         folder = find(settings, display)
         prompt = (PROMPT,) if "prompt" in folder.parameters else ()
-        measured: dict[str, tuple[AnyRun, Taped]] = {}
+        measured: dict[str, tuple[VideoRun, TapedCall]] = {}
         for backend in backends:
             own = replace(settings, prompt=prompt, backend=backend)
             if backend == Backend.DIFFUSERS:  # neither is upstream's
                 own = replace(own, executables=None, step_cache=None)
             else:
                 own = replace(own, step_cache=caches[0] if caches else None)
-            run = AnyRun.prepared(own, folder, display)
+            run = VideoRun.prepared(own, folder, display)
             one = stack.enter_context(run.opened())
             measured[str(backend)] = run, replace(one, caches=None)
             if one.caches is not None:
@@ -77,7 +78,6 @@ def measure_any(
         "command": "bench",
         **{name: getattr(report, name) for name in _OF_RUN},
         "settings": ours.asked,
-        "implementations": {},
         "versions": versions(),
         "repeat": repeat,
         **machine.about(),

@@ -1,18 +1,21 @@
-"""What is checked of a run of a pipeline without a plugin, before weights are read."""
+"""What is checked of a run before weights are read."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpuport import targets
-from tpuport.cli.asked.settings import TABLE, Settings
-from tpuport.core.enums import Backend, Dtype, Place
+from tpuport.cli.asked.settings import Settings
+from tpuport.core.enums import Backend, Dtype, Place, StageName
 from tpuport.core.files.atomic import one_line
-from tpuport.core.reports import Reporter
+from tpuport.core.files.folders import check_own_folder
+from tpuport.core.reports import Reporter, bytes_text
 from tpuport.errors import (
     MeshError,
     ShardingError,
@@ -20,51 +23,52 @@ from tpuport.errors import (
     UsageError,
     did_you_mean,
 )
+from tpuport.kernels.attention.choice import AUTO
 
 if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
     from tpuport.core.mesh.device_mesh import PlacedMesh
     from tpuport.core.pipelines.folder import PipelineFolder
 
-#: Settings that mean the same whatever runs. Others are for models with a plugin.
-_SHARED = frozenset(
-    {
-        *("model", "weights", "mesh", "dtype", "attention", "backend", "cache_dir"),
-        *(
-            "compile_cache",
-            "keep_loaded",
-            "out",
-            "overwrite",
-            "report",
-            "json",
-            "debug",
-        ),
-        *("read_from", "config", "on_host", "prompt", "negative_prompt", "height"),
-        *("width", "num_frames", "fps", "num_inference_steps", "guidance_scale"),
-        *("seed", "image", "video", "strength", "options", "search", "executables"),
-        *("run_dir", "checkpoint_every", "sharding", "blocks", "vae_tiling"),
-        *("encode_on", "latents", "batch", "memory_report", "profile"),
-        *("profile_calls", "no_jit", "step_cache"),
-    }
-)
 
-
-def refuse_flags(settings: Settings, pipeline: str) -> None:
-    """Refuse settings that are for models with a plugin.
+def check_inspection(settings: Settings) -> None:
+    """Refuse a folder for profiles in which there is something else.
 
     Raises:
-        UsageError: which one.
+        UsageError: what is there, or flags that do not go together.
     """
-    for field in fields(settings):
-        if field.name in _SHARED or field.name not in TABLE or not field.init:
-            continue
-        value, default = getattr(settings, field.name), field.default
-        if value != default and value:
-            flag = TABLE[field.name].flags[0]
-            raise UsageError(
-                f"{flag}: is for models with a plugin that runs them; upstream's own "
-                f"code runs {pipeline}. Leave the flag out"
-            )
+    if settings.profile is None and settings.profile_calls is not None:
+        raise UsageError("--profile-calls goes with --profile only")
+    if settings.profile is not None:
+        what = "is no profile of a stage"
+        check_own_folder("--profile", settings.profile, _is_profile, what)
+
+
+def _is_profile(path: Path) -> bool:
+    held = {inside.name for inside in path.glob("*")}
+    return path.name in list(StageName) and path.is_dir() and held <= {"plugins"}
+
+
+def check_attention_here(settings: Settings) -> None:
+    """Refuse a kernel that does not run on this machine's devices; starts jax.
+
+    Raises:
+        UsageError: which one, and where it runs.
+    """
+    if settings.attention.name == AUTO or settings.backend == Backend.DIFFUSERS:
+        return
+    import jax
+
+    from tpuport.kernels.attention.selection import IMPLEMENTATIONS
+
+    name = settings.attention.name
+    needed = next((one.platform for one in IMPLEMENTATIONS if one.name == name), None)
+    found = jax.devices()[0].platform
+    if needed is not None and needed != found:
+        raise UsageError(
+            f"--attention {name} is for TPU only; the platform here is {found!r}. Use "
+            "auto, or blockwise or reference"
+        )
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:
@@ -121,6 +125,74 @@ def with_dtype(settings: Settings, placed: PlacedMesh) -> Settings:
         return settings
     on_cpu = placed.mesh.devices.flat[0].platform == "cpu"
     return replace(settings, dtype=Dtype.FLOAT32 if on_cpu else Dtype.BFLOAT16)
+
+
+def check_host_memory(settings: Settings, folder: PipelineFolder) -> None:
+    """Refuse videos whose frames exceed the memory of the machine or its container.
+
+    Upstream gives frames back as float32, those of a call at a time.
+
+    Raises:
+        UsageError: how many frames would fit.
+    """
+    from tpuport.core.mesh.device_memory import host_memory
+    from tpuport.core.pipelines.call_arguments import default_of
+
+    sides = [
+        getattr(settings, name) or default_of(folder, name)
+        for name in ("height", "width", "num_frames")
+    ]
+    room = host_memory()
+    if not all(sides) or room is None:
+        return
+    height, width, frames = sides
+    frame = 4 * 3 * height * width * (settings.batch or 1)
+    if frame * frames > room:
+        raise UsageError(
+            f"{frames} frames of {width}x{height} take {bytes_text(frame * frames)}, "
+            f"and this machine has {bytes_text(room)} of memory; about "
+            f"{room // frame} frames fit"
+        )
+
+
+def check_call(
+    settings: Settings, folder: PipelineFolder, arguments: Mapping[str, Any]
+) -> None:
+    """Let upstream refuse what was asked for, before weights are read.
+
+    Upstream's ``check_inputs`` is called on the pipeline without weights. What it needs
+    and a user does not give, such as a size that upstream chooses, leaves that to the
+    run itself.
+
+    Raises:
+        UsageError: upstream refuses this.
+    """
+    from tpuport.core.arrays import torch_dtype
+    from tpuport.core.drive.rehearsal import without_weights
+
+    check = getattr(folder.pipeline_class, "check_inputs", None)
+    if folder.blocks is not None or check is None:
+        return
+    given = {name: one.default for name, one in folder.all_parameters.items()}
+    given |= arguments
+    if settings.prompt:
+        given["prompt"] = prompts_of(settings, settings.prompt)
+    _, *takes = inspect.signature(check).parameters.values()
+    if any(p.name not in given and p.default is p.empty for p in takes):
+        return
+    sides = [given[name] for name in ("height", "width") if name in given]
+    if sides and not all(sides):
+        return
+    pipeline = without_weights(folder, torch_dtype(str(settings.dtype)))
+    known = {p.name: given[p.name] for p in takes if p.name in given}
+    try:
+        check(pipeline, **known)
+    except ValueError as error:
+        raise UsageError(
+            f"{folder.class_name} refuses this: {one_line(error)}"
+        ) from error
+    except Exception:
+        return  # the state of a pipeline under way is looked at, which is not there
 
 
 def check_mesh(
@@ -229,7 +301,7 @@ def rehearsal_of(
         WeightsError: a config does not build its class.
         TpuportError: a module cannot become a program, or upstream fails otherwise.
     """
-    from tpuport.core.plan.any_pipeline import rehearsed
+    from tpuport.core.plan.pipeline_plan import rehearsed
 
     name = folder.class_name
     told = Reporter() if quiet else reporter

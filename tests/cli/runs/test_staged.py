@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.cli.tools import SMALL, Cli, Ran
+from tests.cli.tools import Cli, good
 from tests.measure.kills import kill
 from tests.pipelines.example import all_examples, made, saved
 from tests.processes import Once
-from tpuport.cli.runs import any_runs
+from tpuport.cli.runs import staged
 from tpuport.core.files.fingerprint import versions
 from tpuport.errors import WriteError
 
@@ -24,11 +24,6 @@ ASKED = (
     *("--prompt", "a fox runs", "--size", "32x16", "--frames", "5", "--steps", "4"),
     *("--negative-prompt", "blurry", "--option", "max_sequence_length=16"),
 )
-
-
-def good(ran: Ran) -> Ran:
-    assert ran.code == 0, ran.err
-    return ran
 
 
 def without(folder: Path, place: Path, *components: str) -> Path:
@@ -207,7 +202,7 @@ def other_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def other_versions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del folder
     now = {**versions(), "diffusers": "9.9"}
-    monkeypatch.setattr(any_runs, "versions", lambda: now)
+    monkeypatch.setattr(staged, "versions", lambda: now)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +277,6 @@ def test_a_folder_that_cannot_be_made_is_an_error(
         raise WriteError(f"{place}: cannot be written: no room is left")
         yield
 
-    monkeypatch.setattr(any_runs, "temporary", full)
+    monkeypatch.setattr(staged, "temporary", full)
     ran = cli("generate", "--weights", folder, *ASKED)
     assert (ran.code, "cannot be written" in ran.last) == (1, True), ran.err
-
-
-def test_a_plugins_run_directory_is_resumed_too(cli: Cli) -> None:
-    good(cli("encode", "--prompt", "a fox", *SMALL, "--run-dir", "run"))
-    good(cli("resume", "run"))
-    assert Path("run/video.mp4").exists()
