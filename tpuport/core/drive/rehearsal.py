@@ -306,7 +306,7 @@ def without_weights(
         place = folder.folder / name
         if not _is_module(cls):
             with building(class_name, f"{name}/"):
-                parts[name] = cls.from_pretrained(place, local_files_only=True)
+                parts[name] = folder.part(name, dtype)
             continue
         with (
             building(class_name, f"{name}/config.json"),
