@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MODEL = "cogvideox"
-"""What a command runs without ``--model`` and ``--weights``."""
+"""What the command line takes when no model is named."""
 
 
 def default_cache_dir() -> Path:

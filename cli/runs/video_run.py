@@ -46,6 +46,7 @@ from tpuport.core.reports import (
 )
 from tpuport.core.spec.run_settings import PROFILED_CALLS
 from tpuport.errors import UsageError
+from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
@@ -255,7 +256,7 @@ class VideoRun:
             opened = stack.enter_context(self.opened(late=late))
             files = None
             if outputs is not None:
-                files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
+                files = stack.enter_context(VideoFiles(outputs, self.fps))
             stages: list[Any] = []
             count = len(self.videos())
             for call, numbers in enumerate(self.together()):
@@ -470,7 +471,6 @@ class VideoRun:
         devices = list(placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,
-            variant="",
             weights=self.folder.checkpoint.reference,
             platform=str(devices[0].platform),
             mesh=str(placed.spec),

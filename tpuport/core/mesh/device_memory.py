@@ -1,10 +1,11 @@
-"""How many bytes a program may use of a device, as far as anyone can tell."""
+"""How many bytes programs use of a device, and what the host has."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -14,6 +15,34 @@ _TOO_LARGE = (
     re.compile(r"memory space hbm\. Used ([\d.]+)([KMGT]?) of "),
     re.compile(r"out of memory on HBM, .*\(([\d.]+)([KMGT]?)\) exceeds available HBM"),
 )
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+#: The files of a limit, by cgroup v2 and v1.
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+#: Version 1 says "no limit" with a number near 2**63.
+_NO_LIMIT = 2**60
+
+
+def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """Bytes of memory that the machine or the container has, taken or not.
+
+    ``None`` where the system is silent.
+    """
+    found = []
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemTotal":
+                found.append(int(value.split()[0]) * 1024)
+    for name in _LIMITS:
+        limit = cgroup / name
+        if limit.is_file():
+            text = limit.read_text().strip()
+            if text != "max" and int(text) < _NO_LIMIT:
+                found.append(int(text))
+    return min(found, default=None)
 
 
 def array_bytes(arrays: Iterable[Any]) -> int:
