@@ -30,7 +30,7 @@ from tests.tolerances import TOLERANCES
 from tpuport import targets
 from tpuport.core.drive.driving import driving
 from tpuport.core.drive.rehearsal import without_weights
-from tpuport.core.enums import Backend, StageName, denoises
+from tpuport.core.enums import Backend, StageName
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.pipelines.call_arguments import as_arrays
 from tpuport.core.pipelines.folder import PipelineFolder
@@ -100,8 +100,8 @@ def test_what_is_planned_is_what_runs(
     placed, settings = targets.place_for_port(MeshSpec(dp=2, sp=2)), RunSettings()
     target = targets.claimed_target(folder.class_name, placed, settings, Reporter())
     planned = planned_calls(folder, target, call)
-    denoisers = any(map(denoises, folder.components()))
-    assert (ARITHMETIC in {name for name, _, _ in planned}) == denoisers
+    steps = "scheduler" in folder.components()
+    assert (ARITHMETIC in {name for name, _, _ in planned}) == steps
     assert planned == calls_of(folder.load(torch.float32, Reporter()), target, call)
 
 
