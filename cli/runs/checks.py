@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tpuport.cli.asked.settings import Settings
 from tpuport.core.enums import Backend, Dtype, Place, StageName
 from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
+from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter, bytes_text
 from tpuport.errors import (
     MeshError,
@@ -193,6 +195,44 @@ def check_call(
         ) from error
     except Exception:
         return  # the state of a pipeline under way is looked at, which is not there
+
+
+def placed_here(settings: Settings, reporter: Reporter) -> PlacedMesh:
+    """The mesh asked for on this machine's devices.
+
+    Raises:
+        MeshError: it needs more devices; of CPUs, with a place where it would do.
+    """
+    import jax
+
+    try:
+        return targets.place_for_port(settings.mesh, reporter)
+    except MeshError as error:
+        devices, spec = jax.devices(), settings.mesh
+        assert spec is not None
+        needed = math.prod(n for n in (spec.dp, spec.sp, spec.tp) if n > 0)
+        if devices[0].platform != "cpu" or needed <= len(devices):
+            raise
+        slices = (parse_topology(n) for n in TOPOLOGY_NAMES if n.startswith("v6e-"))
+        fits = next((s.name for s in slices if s.devices >= needed), None)
+        planned = f"; tpuport plan --topology {fits} plans it" if fits else ""
+        raise MeshError(
+            f"{error}. XLA_FLAGS=--xla_force_host_platform_device_count={needed} "
+            f"tries it on this machine{planned}"
+        ) from None
+
+
+def check_target(
+    settings: Settings, folder: PipelineFolder, placed: PlacedMesh
+) -> None:
+    """Refuse a layout that the plugin of the pipeline has not, and a plugin at fault.
+
+    Raises:
+        UsageError, PluginError: which one.
+    """
+    if settings.backend == Backend.TPUPORT:
+        own = replace(settings, cache_dir=None)
+        targets.claimed_target(folder.class_name, placed, own, Reporter())
 
 
 def check_mesh(

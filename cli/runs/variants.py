@@ -110,7 +110,10 @@ def _with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
     known = {field.name for field in fields(settings)}
     given: dict[str, Any] = {}
     options = dict(settings.options)
+    by_class = settings.resolution is not None or settings.aspect_ratio is not None
     for name, value in defaults.items():
+        if by_class and name in ("height", "width"):
+            continue
         if name not in known:
             options.setdefault(name, value)
         elif getattr(settings, name) is None:

@@ -24,6 +24,8 @@ from tpuport.cli.runs.checks import (
     check_mesh,
     check_on_host,
     check_step_cache,
+    check_target,
+    placed_here,
     with_batch,
     with_dtype,
     with_host,
@@ -152,7 +154,8 @@ class VideoRun:
         arguments = arguments_of(folder, settings)
         settings = with_host(settings, folder)
         check_on_host(settings, folder)
-        placed = targets.place_for_port(settings.mesh, reporter)
+        placed = placed_here(settings, reporter)
+        check_target(settings, folder, placed)
         settings = with_dtype(settings, placed)
         settings = replace(settings, cache_dir=cache_folder(settings.cache_dir))
         folder.check_packages(arguments)
