@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,7 @@ def with_model(settings: Settings, *, weights: bool = True) -> Settings:
                     named = replace(settings, variant=name)
                     return resolved(named, plugin, weights=weights)
         return settings
-    with signals.starting(before="\n"):
-        api.import_libraries(Reporter())
+    _import_libraries()
     from tpuport.core.pipelines.folder import PipelineFolder
 
     pipeline = PipelineFolder.find(source, Reporter()).class_name
@@ -74,8 +73,8 @@ def resolved(
     """:func:`with_model` of a plugin's model."""
     if settings.weights is not None and settings.variant is None:
         return replace(settings, model=None)
-    name, published = plugin.variant(settings.variant)
-    settings = _with_defaults(settings, published.defaults)
+    name, published = _variant(settings, plugin)
+    settings = _with_defaults(settings, plugin, published)
     source: str | Path | None = settings.weights
     if source is None:
         source = published.repo
@@ -95,8 +94,7 @@ def _made(
     content = json.dumps(configs, sort_keys=True).encode()
     mark = hashlib.sha256(content).hexdigest()[:8]
     folder = cache_folder(settings.cache_dir) / kind / f"{model}-{variant}-{mark}"
-    with signals.starting(before="\n"):
-        api.import_libraries(Reporter())
+    _import_libraries()
     from tpuport.core.pipelines.stand_in import write_configs, write_random
 
     write: Callable[..., None] = write_random if kind == DEMO else write_configs
@@ -105,17 +103,64 @@ def _made(
     return folder
 
 
-def _with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
+def _variant(settings: Settings, plugin: ModelPlugin) -> tuple[str, Published]:
+    """The variant asked for; by default the first one for the image or video given.
+
+    Raises:
+        UsageError: the variant is for no class that takes the image or video.
+    """
+    name, published = plugin.variant(settings.variant)
+    given = [f for f in ("image", "video") if getattr(settings, f) is not None]
+    fitting = [(name, published)]
+    if settings.variant is None:
+        fitting = list(plugin.variants.items())
+    for one in fitting:
+        if not given or not one[1].configs or _class_of(settings, plugin, one[1]):
+            return one
+    flags = " and ".join(f"--{field}" for field in given)
+    raise UsageError(f"{flags}: {plugin.name} {name} takes none")
+
+
+def _class_of(settings: Settings, plugin: ModelPlugin, one: Published) -> Any:
+    """The pipeline class that configs of a variant are run as; ``None`` without one."""
+    _import_libraries()
+    import diffusers
+
+    from tpuport.core.pipelines.call_arguments import media_of
+    from tpuport.core.pipelines.folder import class_taking
+
+    configs = one.read(folder_of(plugin.name))
+    index, transformer = configs["model_index"], configs.get("transformer", {})
+    found = class_taking(plugin, index, transformer, media_of(settings))
+    return found and getattr(diffusers, found)
+
+
+def _import_libraries() -> None:
+    with signals.starting(before="\n"):
+        api.import_libraries(Reporter())
+
+
+def _with_defaults(
+    settings: Settings, plugin: ModelPlugin, published: Published
+) -> Settings:
     """The settings with what a variant is published with, where nothing was given."""
     known = {field.name for field in fields(settings)}
     given: dict[str, Any] = {}
     options = dict(settings.options)
     by_class = settings.resolution is not None or settings.aspect_ratio is not None
-    for name, value in defaults.items():
+    for name, value in published.defaults.items():
         if by_class and name in ("height", "width"):
             continue
         if name not in known:
             options.setdefault(name, value)
         elif getattr(settings, name) is None:
             given[name] = value
+    if settings.video is not None and published.configs and "num_frames" in given:
+        from tpuport.core.pipelines.call_arguments import PARAMETERS
+        from tpuport.core.pipelines.folder import takes
+
+        cls = _class_of(settings, plugin, published)
+        frames = {"num_frames": PARAMETERS["num_frames"]}
+        if cls is not None and not takes(cls, frames):
+            del given["num_frames"]  # the video has as many as are made
     return replace(settings, options=options, **given)

@@ -48,6 +48,7 @@ from tpuport.core.reports import (
 )
 from tpuport.core.spec.run_settings import PROFILED_CALLS
 from tpuport.errors import UsageError
+from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.pipeline_run import PipelineRun
@@ -70,11 +71,14 @@ def find(settings: Settings, reporter: Reporter) -> PipelineFolder:
     cache_folder(settings.cache_dir)
     with signals.starting(before="\n"):
         api.import_libraries(reporter)
-    from tpuport.core.pipelines.call_arguments import SCHEDULER
+    from tpuport.core.pipelines.call_arguments import SCHEDULER, media_of
     from tpuport.core.pipelines.folder import PipelineFolder
 
     assert settings.weights is not None
     folder = PipelineFolder.find(settings.weights, reporter)
+    plugin = plugin_for(folder.class_name)
+    if plugin is not None and (given := media_of(settings)):
+        folder = folder.taking(plugin, given, reporter)
     folder = replace(
         folder, guidance=settings.guidance_scale, tiling=settings.vae_tiling
     )

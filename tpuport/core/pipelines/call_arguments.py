@@ -13,7 +13,7 @@ import pydantic
 import yaml
 
 from tpuport.core.files.sources import read_image, read_video, to_images
-from tpuport.core.pipelines.folder import PipelineFolder
+from tpuport.core.pipelines.folder import Media, PipelineFolder
 from tpuport.core.spec.run_settings import Asked
 from tpuport.errors import UsageError, did_you_mean, quoted
 
@@ -92,6 +92,12 @@ def arguments_of(folder: PipelineFolder, asked: Asked) -> dict[str, Any]:
             flag = f"{flags[0]} {kind}" if flags else f"--option {needed}={kind}"
             raise UsageError(f"{name} needs {needed}; add {flag}")
     return found
+
+
+def media_of(asked: Asked) -> Media:
+    """The image and the video that a call is given."""
+    fields = [one for one in _FILES if getattr(asked, one) is not None]
+    return {field: PARAMETERS[field] for field in fields}
 
 
 def as_arrays(folder: PipelineFolder) -> dict[str, Any]:

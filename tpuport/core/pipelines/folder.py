@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
@@ -40,11 +40,18 @@ from tpuport.errors import (
     quoted,
 )
 
+if TYPE_CHECKING:
+    from tpuport.core.spec.model_plugin import ModelPlugin
+
 #: What tpuport gives by itself.
 _OWN = frozenset(
     ("self", "state", "output", "generator", "output_type", "return_dict", "latents")
 ) | {"kwargs"}
 
+
+Media = Mapping[str, Sequence[str]]
+"""An image or a video that a call is given: a field of Asked -> the parameters of
+pipelines that stand for it."""
 
 #: Autoencoders whose decode upstream has in tiles alone. No config asks for tiles.
 _TILED = ("AutoencoderKLAllegro",)
@@ -90,6 +97,32 @@ class PipelineFolder:
             folder = fetch(str(weights), INDEXES, reporter)
         checkpoint = Checkpoint(folder, str(weights))
         return cls(folder, str(weights), checkpoint.index, checkpoint)
+
+    def taking(
+        self, plugin: ModelPlugin, given: Media, reporter: Reporter
+    ) -> PipelineFolder:
+        """The folder for the claimed class whose call takes an image or a video.
+
+        Args:
+            plugin: that claims the folder's class.
+            given: what the call is given.
+            reporter: told of another class than the index names.
+
+        Raises:
+            UsageError: the weights are for no such class.
+        """
+        if takes(self.pipeline_class, given):
+            return self
+        config = self.fetched(reporter, weights=False).checkpoint.config("transformer")
+        found = class_taking(plugin, self.index, config, given)
+        if found is None:
+            flags = " and ".join(f"--{field}" for field in given)
+            raise UsageError(
+                f"{flags}: {self.class_name} takes none, and the weights of "
+                f"{self.reference} are for no other class of {plugin.name} that does"
+            )
+        reporter.say(f"{self.class_name}: run as {found}")
+        return replace(self, index={**self.index, "_class_name": found})
 
     def fetched(self, reporter: Reporter, *, weights: bool = True) -> PipelineFolder:
         """The folder with all files that are read, of a plan without ``weights``."""
@@ -448,6 +481,38 @@ class PipelineFolder:
         is_module = issubclass(found, torch.nn.Module)
         how = {"torch_dtype": dtype, "use_safetensors": True} if is_module else {}
         return found.from_pretrained(self.folder / name, local_files_only=True, **how)
+
+
+def takes(pipeline: Any, given: Media) -> bool:
+    """Whether the call of a pipeline class takes all that is given."""
+    known = inspect.signature(pipeline.__call__).parameters
+    return all(any(n in known for n in names) for names in given.values())
+
+
+def class_taking(
+    plugin: ModelPlugin,
+    index: Mapping[str, Any],
+    config: Mapping[str, Any],
+    given: Media,
+) -> str | None:
+    """The claimed class that weights are for, and whose call takes what is given.
+
+    Args:
+        index: names the class that comes first, and the components that there are.
+        config: of the transformer.
+
+    Returns:
+        ``None`` if there is no such class.
+    """
+    there = {n for n, one in index.items() if isinstance(one, list) and None not in one}
+    for name in dict.fromkeys((index["_class_name"], *plugin.pipelines)):
+        cls = getattr(diffusers, name)
+        known = {*cls._get_signature_keys(cls)[0]}
+        whole = known - {*cls._optional_components} <= there
+        whole = whole and not any(map(denoises, there - known))
+        if whole and takes(cls, given) and plugin.suits(name, config):
+            return str(name)
+    return None
 
 
 def _all_blocks(blocks: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,9 @@ class ModelPlugin:
         overrides: of torch operators, beside the standard ones.
         variants: published checkpoints by name; the first is the default.
         title: for people.
+        suits: ``suits(pipeline, config)``: whether a claimed class can run a
+            transformer of a config. Of the classes that can, the one runs whose call
+            takes the image or video that is given.
 
     Raises:
         PluginError: a name or a claim is not one.
@@ -197,6 +200,7 @@ class ModelPlugin:
     overrides: Named[tuple[OpOverride, ...]] = Named((), made=True)
     variants: Mapping[str, Published] = field(default_factory=dict)
     title: str = ""
+    suits: Callable[[str, Mapping[str, Any]], bool] = lambda pipeline, config: True
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ VARIANTS = {
     "1.5-5b-i2v": _variant("1.5-5B-I2V", "image to video", **_1_5, **_DPM),
 }
 
+
+def suits(pipeline: str, config: Mapping[str, Any]) -> bool:
+    """Whether a transformer has the channels of an image, where the pipeline has."""
+    channels = config.get("in_channels", 16)
+    image = channels == 2 * (config.get("out_channels") or 16)
+    # Upstream's video to video refuses every number of frames of 1.5.
+    later = config.get("patch_size_t") is not None
+    return image == ("Image" in pipeline) and not ("VideoToVideo" in pipeline and later)
+
+
 PLUGIN = ModelPlugin(
     name="cogvideox",
     title="CogVideoX and CogVideoX 1.5, text, image and video to video",
@@ -64,6 +75,7 @@ PLUGIN = ModelPlugin(
     },
     patches=f"{HERE}.patches:PATCHES",
     variants=VARIANTS,
+    suits=suits,
 )
 
 

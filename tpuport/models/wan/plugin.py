@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tpuport.plugin import Layout, ModelPlugin, Module, Published, hookimpl
 
@@ -35,6 +37,13 @@ VARIANTS = {
     )
 }
 
+
+def suits(pipeline: str, config: Mapping[str, Any]) -> bool:
+    """Whether a transformer has the channels that the pipeline gives it."""
+    known = {"WanImageToVideoPipeline": (36, 48), "WanVideoToVideoPipeline": (16,)}
+    return config.get("in_channels", 16) in known.get(pipeline, (16, 48))
+
+
 PLUGIN = ModelPlugin(
     name="wan",
     title="Wan 2.1 and 2.2, text, image and video to video",
@@ -45,6 +54,7 @@ PLUGIN = ModelPlugin(
     ),
     modules={"transformer": TRANSFORMER, "transformer_2": TRANSFORMER},
     variants=VARIANTS,
+    suits=suits,
 )
 
 
