@@ -111,7 +111,8 @@ def _compile(
     settings = with_model(settings, weights=False)
     with Display(signals.check) as display:
         pipeline, arguments = prepared(settings, wanted, display)
-        from tpuport.core.plan.any_pipeline import build_pipeline, topology_mesh
+        from tpuport.core.plan.building import build_pipeline
+        from tpuport.core.plan.pipeline_plan import topology_mesh
         from tpuport.core.programs.built_folder import write_manifest
 
         if topology is None:
@@ -131,9 +132,8 @@ def _compile(
             "attention": str(settings.attention),
             "versions": versions(),
         }
-        components = sorted({one.entry.key.stage for one in built})
         entries = [one.entry for one in built]
-        write_manifest(folder, entries, components, about, display.say)
+        write_manifest(folder, entries, about, display.say)
     total = sum(entry.size for entry in entries)
     say(
         f"wrote {plural(len(built), 'program')} of {', '.join(wanted)} "

@@ -139,9 +139,9 @@ def _patches(plugin: ModelPlugin) -> dict[Blocks, tuple[Patch, ...]]:
 
 def _overrides(plugin: ModelPlugin) -> tuple[OpOverride, ...]:
     from tpuport.core.layers.model_runtime import EVERYWHERE
-    from tpuport.patches.standard import ANY_OVERRIDES
+    from tpuport.patches.standard import OVERRIDES
 
-    return (*ANY_OVERRIDES, *plugin.overrides, *EVERYWHERE)
+    return (*OVERRIDES, *plugin.overrides, *EVERYWHERE)
 
 
 def examine(models: Iterable[ModelPlugin]) -> list[Entry]:

@@ -18,9 +18,9 @@ from tpuport.cli.runs.variants import resolved
 from tpuport.cli.shown import signals
 from tpuport.core.enums import Dtype, StageName
 from tpuport.core.files.atomic import one_line
+from tpuport.core.files.made_folder import made_once
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
-from tpuport.core.spec.demo_checkpoint import made_once
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.errors import TpuportError, UsageError
 from tpuport.plugins import find_plugin, folder_of

@@ -144,7 +144,7 @@ def check_host_memory(settings: Settings, folder: PipelineFolder) -> None:
         getattr(settings, name) or default_of(folder, name)
         for name in ("height", "width", "num_frames")
     ]
-    room = host_memory(total=True)
+    room = host_memory()
     if not all(sides) or room is None:
         return
     height, width, frames = sides
@@ -341,7 +341,7 @@ def rehearsal_of(
         WeightsError: a config does not build its class.
         TpuportError: a module cannot become a program, or upstream fails otherwise.
     """
-    from tpuport.core.plan.any_pipeline import rehearsed
+    from tpuport.core.plan.pipeline_plan import rehearsed
 
     name = folder.class_name
     told = Reporter() if quiet else reporter

@@ -102,7 +102,7 @@ class _One:
 
     def rehearse(self, spec: MeshSpec) -> Rehearsal:
         """The run on a mesh."""
-        from tpuport.core.plan.any_pipeline import topology_mesh
+        from tpuport.core.plan.pipeline_plan import topology_mesh
 
         placed, again = topology_mesh(self.topology, spec), self._again
         self._again = True
@@ -113,7 +113,7 @@ class _One:
 
     def plan(self, spec: MeshSpec, found: Rehearsal | None = None) -> Plan:
         """The plan on a mesh."""
-        from tpuport.core.plan.any_pipeline import Folders, plan_pipeline
+        from tpuport.core.plan.pipeline_plan import Folders, plan_pipeline
 
         return plan_pipeline(
             self.folder,

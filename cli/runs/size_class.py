@@ -62,7 +62,7 @@ def sized(settings: Settings, folder: PipelineFolder, reporter: Reporter) -> Set
         )
     )
     own = {"height": high, "width": wide, "resolution": None, "aspect_ratio": None}
-    return replace(settings, **own)  # type: ignore[arg-type]
+    return replace(settings, **own)
 
 
 def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:
@@ -80,12 +80,12 @@ def _pixels(name: str | None, sides: tuple[Any, Any]) -> float:
 def _source(settings: Settings) -> tuple[int, int] | None:
     """Height and width of the image or the video that a run starts from."""
     if settings.image is not None:
-        pixels = read_image(settings.image).pixels
+        image = read_image(settings.image)
     elif settings.video is not None:
-        pixels = read_video(settings.video).pixels
+        image = read_video(settings.video)[0]
     else:
         return None
-    return int(pixels.shape[-3]), int(pixels.shape[-2])
+    return image.height, image.width
 
 
 def token_side(folder: PipelineFolder) -> int:

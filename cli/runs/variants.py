@@ -15,8 +15,8 @@ from tpuport.cli.asked.cache_folder import cache_folder
 from tpuport.cli.asked.settings import Settings
 from tpuport.cli.shown import signals
 from tpuport.cli.shown.output import say
+from tpuport.core.files.made_folder import made_once
 from tpuport.core.reports import Reporter
-from tpuport.core.spec.demo_checkpoint import made_once
 from tpuport.core.spec.model_plugin import ModelPlugin, Published
 from tpuport.core.spec.run_settings import DEMO
 from tpuport.errors import UsageError

@@ -259,7 +259,7 @@ class VideoRun:
             opened = stack.enter_context(self.opened(late=late))
             files = None
             if outputs is not None:
-                files = stack.enter_context(VideoFiles(outputs, self.fps, 0))
+                files = stack.enter_context(VideoFiles(outputs, self.fps))
             stages: list[Any] = []
             count = len(self.videos())
             for call, numbers in enumerate(self.together()):
@@ -474,7 +474,6 @@ class VideoRun:
         devices = list(placed.mesh.devices.flat)
         return RunReport(
             model=self.folder.class_name,
-            variant="",
             weights=self.folder.checkpoint.reference,
             platform=str(devices[0].platform),
             mesh=str(placed.spec),
