@@ -48,7 +48,7 @@ def asked(
         ("480p", (16.0, 9.0), (480, 848)),
         ("720p", (1.0, 1.0), (960, 960)),
         ("480p", None, (848, 480)),  # the shape of the pipeline's own default
-        (None, (1.0, 1.0), (640, 640)),  # as many pixels as the default
+        (None, (1.0, 1.0), (624, 624)),  # as many pixels as the default
     ],
 )
 def test_a_class_is_a_number_of_pixels_in_a_shape(

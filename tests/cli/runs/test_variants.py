@@ -59,7 +59,10 @@ def test_a_hub_id_that_is_published_has_the_defaults_of_its_variant() -> None:
     assert found(weights="hub/other") == Settings(weights="hub/other")
 
 
-def test_a_variant_of_other_weights(folder: Path) -> None:
+def test_a_variant_of_other_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "plugin_for", lambda pipeline: PLUGIN)
     settings = Settings(model="toy", variant="large", weights=str(folder))
     assert found(model="toy", variant="large", weights=str(folder)).fps == 8
     known = replace(settings, model=None)
