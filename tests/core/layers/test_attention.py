@@ -20,7 +20,7 @@ from tpuport.core.layers.attention import scaled_dot_product_attention
 from tpuport.core.layers.model_runtime import model_runtime
 from tpuport.core.mesh.device_mesh import build_mesh
 from tpuport.core.mesh.mesh_spec import MeshSpec
-from tpuport.core.tracing.context import AttentionPolicy, AttentionRecord, OpContext
+from tpuport.core.tracing.context import AttentionRecord, OpContext
 from tpuport.errors import AttentionError, UsageError
 from tpuport.kernels.attention.choice import AttentionChoice
 

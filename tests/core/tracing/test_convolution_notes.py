@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tpuport.core.reports import RunReport, StageReport, words
-from tpuport.core.tracing.context import AttentionPolicy, ConvolutionRecord, OpContext
+from tpuport.core.tracing.context import ConvolutionRecord, OpContext
 from tpuport.core.tracing.convolution_notes import counted, joined, note, passed_over
 
 
 @pytest.fixture
 def context() -> OpContext:
-    return OpContext(mesh=None, platform="tpu", attention=AttentionPolicy(), records=[])
+    return OpContext(mesh=None, platform="tpu", records=[])
 
 
 def test_calls_of_one_kind_and_reason_are_counted(context: OpContext) -> None:
