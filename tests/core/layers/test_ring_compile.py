@@ -36,7 +36,7 @@ x = jax.ShapeDtypeStruct((1, 2, 64, 4096), jnp.bfloat16, sharding=split)
 found = {}
 for way, least in (("passed", 0.0), ("gathered", ring.LEAST_HIDDEN)):
     ring.LEAST_HIDDEN = least
-    context = OpContext(mesh=mesh, platform="tpu", 
+    context = OpContext(mesh=mesh, platform="tpu",
                         chip="v6e", records=[])
     active = Active(None, context)
     def call(q, k, v):
