@@ -24,7 +24,7 @@ from tpuport.core.tracing.op_overrides import OpOverride
 from tpuport.core.tracing.patching import Patch
 from tpuport.errors import PatchError
 from tpuport.models.cogvideox.plugin import PLUGIN
-from tpuport.patches.standard import ANY_OVERRIDES, PATCHES
+from tpuport.patches.standard import OVERRIDES, PATCHES
 from tpuport.plugin import ModelPlugin, Module
 from tpuport.plugins import model_plugins
 
@@ -37,7 +37,7 @@ LISTED = {
 }
 #: The op overrides of each.
 OVERRIDDEN = {
-    plugin.name: (*ANY_OVERRIDES, *plugin.overrides, *EVERYWHERE)
+    plugin.name: (*OVERRIDES, *plugin.overrides, *EVERYWHERE)
     for plugin in model_plugins()
 }
 DEDENT = "textwrap:dedent"
@@ -64,7 +64,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
     def install(*plugins: ModelPlugin) -> None:
         monkeypatch.setattr(command, "model_plugins", lambda: list(plugins))
-        for name in ("PATCHES", "ANY_OVERRIDES"):
+        for name in ("PATCHES", "OVERRIDES"):
             monkeypatch.setattr(f"tpuport.patches.standard.{name}", ())
 
     return install
