@@ -187,7 +187,7 @@ def open_session(
 
 
 #: The settings that :func:`port` takes.
-_HOW = frozenset({"attention", "sharding", "blocks", "cache_dir", "executables"})
+_HOW = frozenset({"attention", "sharding", "blocks", "vae", "cache_dir", "executables"})
 
 
 def port(
@@ -210,7 +210,7 @@ def port(
         mesh: as for :func:`load`; without it one CPU device, or all chips along sp.
         on_host: components of a pipeline that stay plain upstream code.
         progress, reporter: as for :func:`load`.
-        how: ``attention``, ``sharding`` and ``blocks`` as for :func:`load`, and
+        how: ``attention``, ``sharding``, ``blocks``, ``vae``: as for :func:`load`;
             ``cache_dir``, where compiled programs are kept; without it none are.
             ``executables``, for a pipeline: a folder that ``tpuport compile`` wrote.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpuport.core.enums import Blocks
 from tpuport.core.mesh.mesh_spec import MeshSpec
 from tpuport.core.reports import Reporter
+from tpuport.core.spec.component import TORCHAX
 from tpuport.core.spec.model_plugin import ModelPlugin
 from tpuport.core.spec.model_port import ModelPort, with_blocks
 from tpuport.core.spec.run_settings import RunSettings
@@ -122,7 +123,8 @@ def claimed_target(
     plugin = plugin_for(pipeline)
     if plugin is not None:
         plugin.check()
-        return _of_plugin(general, plugin, settings, reporter, pipeline)
+        chosen = {"vae": settings.vae}
+        return _of_plugin(general, plugin, settings, reporter, pipeline, chosen)
     model = reader_of(pipeline)
     if model is None:
         return _without_plugin(general, settings, pipeline)
@@ -158,7 +160,8 @@ def module_target(
         if component is None:
             raise UsageError(f"model {found.name!r} has no module of class {kind}")
         own = replace(found, modules={kind: found.modules[component]})
-        return _of_plugin(general, own, settings, reporter, kind)
+        chosen = {kind: settings.vae} if component == "vae" else {}
+        return _of_plugin(general, own, settings, reporter, kind, chosen)
     port = with_blocks(found, settings.blocks)
     form, name = port.form_of_module(type(module))
     about, config = form.components[name], getattr(module, "config", None)
@@ -169,8 +172,9 @@ def module_target(
 
 
 def _without_plugin(general: Target, settings: RunSettings, kind: str) -> Target:
-    if settings.sharding != DEFAULT_LAYOUT:
-        raise UsageError(f"sharding: is for a plugin, and {kind} has none")
+    for name, default in (("sharding", DEFAULT_LAYOUT), ("vae", TORCHAX)):
+        if getattr(settings, name) != default:
+            raise UsageError(f"{name}: is for a plugin, and {kind} has none")
     return general
 
 
@@ -180,15 +184,18 @@ def _of_plugin(
     settings: RunSettings,
     reporter: Reporter,
     kind: str,
+    chosen: Mapping[str, str],
 ) -> Target:
-    found = general.of_plugin(plugin, settings.blocks, settings.sharding)
-    _check_patches(plugin, settings.blocks)
+    found = general.of_plugin(plugin, settings.blocks, settings.sharding, chosen)
+    _check_patches(plugin, settings.blocks, chosen)
     words = "native blocks" if found.blocks == Blocks.NATIVE else "upstream's blocks"
     reporter.say(f"{kind}: with the plugin of {plugin.name} and {words}")
     return found
 
 
-def _check_patches(plugin: ModelPlugin, blocks: Blocks) -> None:
+def _check_patches(
+    plugin: ModelPlugin, blocks: Blocks, chosen: Mapping[str, str]
+) -> None:
     """Refuse a plugin whose patches do not fit the installed upstream.
 
     Raises:
@@ -196,13 +203,12 @@ def _check_patches(plugin: ModelPlugin, blocks: Blocks) -> None:
     """
     from tpuport.core.tracing.patching import inspect_patches
 
-    for status in inspect_patches(plugin.patches_with(blocks)):
+    for status in inspect_patches(plugin.patches_with(blocks, chosen)):
         if status.state in ("gone", "broken"):
             names = [
                 f"module {name}'s native form: "
-                for name, module in plugin.modules.items()
-                if module.native
-                and status.name in (patch.name for patch in module.native.patches)
+                for name, form in plugin.forms_with(blocks, chosen).items()
+                if status.name in (patch.name for patch in form.patches)
             ]
             where = names[0] if names else ""
             raise PluginError(f"plugin {plugin.name}: {where}{status.detail}")

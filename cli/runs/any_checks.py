@@ -13,6 +13,7 @@ from tpuport.cli.asked.settings import TABLE, Settings
 from tpuport.core.enums import Backend, Dtype, Place
 from tpuport.core.files.atomic import one_line
 from tpuport.core.reports import Reporter
+from tpuport.core.spec.component import TORCHAX
 from tpuport.errors import (
     MeshError,
     ShardingError,
@@ -20,6 +21,7 @@ from tpuport.errors import (
     UsageError,
     did_you_mean,
 )
+from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
@@ -44,7 +46,7 @@ _SHARED = frozenset(
         *("seed", "image", "video", "strength", "options", "search", "executables"),
         *("run_dir", "checkpoint_every", "sharding", "blocks", "vae_tiling"),
         *("encode_on", "latents", "batch", "memory_report", "profile"),
-        *("profile_calls", "no_jit", "step_cache"),
+        *("profile_calls", "no_jit", "step_cache", "vae"),
     }
 )
 
@@ -65,6 +67,27 @@ def refuse_flags(settings: Settings, pipeline: str) -> None:
                 f"{flag}: is for models with a plugin that runs them; upstream's own "
                 f"code runs {pipeline}. Leave the flag out"
             )
+
+
+def check_vae(settings: Settings, folder: PipelineFolder) -> None:
+    """Refuse an autoencoder that the pipeline's plugin does not have.
+
+    Raises:
+        UsageError: why.
+    """
+    if settings.vae == TORCHAX:
+        return
+    if settings.backend == Backend.DIFFUSERS:
+        raise UsageError(
+            f"--vae {settings.vae} is not upstream's: leave it out, or use --backend "
+            "tpuport"
+        )
+    plugin = plugin_for(folder.class_name)
+    if plugin is None:
+        raise UsageError(
+            f"--vae {settings.vae}: is for a plugin, and {folder.class_name} has none"
+        )
+    plugin.check_forms({"vae": settings.vae})
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:

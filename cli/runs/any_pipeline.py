@@ -20,6 +20,7 @@ from tpuport.cli.runs.any_checks import (
     check_mesh,
     check_on_host,
     check_step_cache,
+    check_vae,
     refuse_flags,
     upstreams_errors,
     with_batch,
@@ -222,6 +223,7 @@ class AnyRun:
         check_inspection(settings)
         arguments = arguments_of(folder, settings)
         settings = with_host(settings, folder)
+        check_vae(settings, folder)
         check_on_host(settings, folder)
         placed = targets.place_for_port(settings.mesh, reporter)
         settings = with_dtype(settings, placed)
@@ -251,6 +253,7 @@ class AnyRun:
             "on_host": list(settings.on_host),
             "blocks": settings.blocks,
             "sharding": settings.sharding,
+            "vae": settings.vae,
             "vae_tiling": settings.vae_tiling,
         }
 

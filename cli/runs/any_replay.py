@@ -96,6 +96,7 @@ def _recorded(recorded: Sidecar, asked: Settings) -> Settings:
         attention=read.attention,
         blocks=read.blocks,
         sharding=read.sharding,
+        vae=read.vae,
         vae_tiling=read.vae_tiling,
         on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),
