@@ -44,9 +44,10 @@ def replay(
         str, typer.Argument(metavar="FILE", help="A video, or the JSON file beside it.")
     ],
 ) -> None:
-    """Make a recorded video again, and compare its frames bit for bit.
+    """Make a recorded video again, and compare the frames.
 
-    All settings come from the JSON. With --out the video is written too.
+    All settings come from the JSON. The frames must be the same bit for bit. With --out
+    the video is written too.
 
     Example: tpuport replay panda.mp4.json
     """
@@ -180,6 +181,7 @@ def _recorded(file: Path, recorded: Sidecar, asked: Settings) -> Settings:
         attention=read.attention,
         blocks=read.blocks,
         sharding=read.sharding,
+        vae=read.vae,
         vae_tiling=read.vae_tiling,
         on_host=tuple(how["on_host"]),
         prompt=tuple(p for p in request["prompts"] if p is not None),

@@ -18,6 +18,7 @@ from tpuport.core.files.atomic import one_line
 from tpuport.core.files.folders import check_own_folder
 from tpuport.core.mesh.slices import TOPOLOGY_NAMES, parse_topology
 from tpuport.core.reports import Reporter, bytes_text
+from tpuport.core.spec.component import TORCHAX
 from tpuport.errors import (
     MeshError,
     ShardingError,
@@ -26,6 +27,7 @@ from tpuport.errors import (
     did_you_mean,
 )
 from tpuport.kernels.attention.choice import AUTO
+from tpuport.plugins import plugin_for
 
 if TYPE_CHECKING:
     from tpuport.core.drive.rehearsal import Rehearsal
@@ -71,6 +73,27 @@ def check_attention_here(settings: Settings) -> None:
             f"--attention {name} is for TPU only; the platform here is {found!r}. Use "
             "auto, or blockwise or reference"
         )
+
+
+def check_vae(settings: Settings, folder: PipelineFolder) -> None:
+    """Refuse an autoencoder that the pipeline's plugin does not have.
+
+    Raises:
+        UsageError: why.
+    """
+    if settings.vae == TORCHAX:
+        return
+    if settings.backend == Backend.DIFFUSERS:
+        raise UsageError(
+            f"--vae {settings.vae} is not upstream's: leave it out, or use --backend "
+            "tpuport"
+        )
+    plugin = plugin_for(folder.class_name)
+    if plugin is None:
+        raise UsageError(
+            f"--vae {settings.vae}: is for a plugin, and {folder.class_name} has none"
+        )
+    plugin.check_forms({"vae": settings.vae})
 
 
 def check_on_host(settings: Settings, folder: PipelineFolder) -> None:

@@ -25,6 +25,7 @@ from tpuport.cli.runs.checks import (
     check_on_host,
     check_step_cache,
     check_target,
+    check_vae,
     placed_here,
     with_batch,
     with_dtype,
@@ -159,6 +160,7 @@ class VideoRun:
         settings = sized(settings, folder, reporter)
         arguments = arguments_of(folder, settings)
         settings = with_host(settings, folder)
+        check_vae(settings, folder)
         check_on_host(settings, folder)
         placed = placed_here(settings, reporter)
         check_target(settings, folder, placed)
@@ -192,6 +194,7 @@ class VideoRun:
             "on_host": list(settings.on_host),
             "blocks": settings.blocks,
             "sharding": settings.sharding,
+            "vae": settings.vae,
             "vae_tiling": settings.vae_tiling,
         }
 

@@ -182,4 +182,4 @@ def test_the_help_has_the_defaults(cli: Cli) -> None:
     from tpuport.api import DEFAULT_MODEL
 
     said = " ".join(cli("generate", "--help").out.replace("│", " ").split())
-    assert f"(default: {DEFAULT_MODEL}, without --weights)" in said
+    assert f"(default: {DEFAULT_MODEL})" in said
